@@ -1,0 +1,234 @@
+"""Every error gradbox raises, and how each travels.
+
+    GradboxError
+    ├── InvalidJob (ValueError)         what was handed in cannot be run as it is
+    │   ├── UntraceableLoss             a Python function that does not become a graph
+    │   ├── GraphRefused                a graph with something outside the allow-list in it
+    │   ├── UnknownModel                no model of that name, or not that version of it
+    │   ├── InvalidInputs               shards, arguments, shapes, names
+    │   └── BlobRejected                bytes that are not what they were said to be
+    ├── Unauthorized                    no token, or not one this box knows
+    ├── JobNotFound                     no such job, or somebody else's
+    ├── IdempotencyConflict             one key, two different jobs
+    ├── ResultNotReady                  the job has no result: it still runs, or it did not end well
+    ├── JobFailed                       the job ended in `failed`
+    │   ├── ReplayMismatch              a replay did not reproduce the first pass
+    │   ├── LossNotFinite               the loss is NaN or infinite
+    │   ├── LossNotScalar               the loss has more than one entry
+    │   ├── ModelCallFailed             the model refused its inputs
+    │   ├── OutOfMemory                 one shard does not fit
+    │   ├── JobTimedOut                 `timeout_s` ran out
+    │   └── WorkerLost                  the device process died and no attempt was left
+    ├── JobCancelled                    the job ended in `cancelled`
+    ├── ServiceUnavailable              the box cannot be reached, or asks to come back later
+    └── ProtocolError                   the other side speaks something else
+
+On the wire an error is an RFC 9457 problem whose `type` is `urn:gradbox:problem:CODE`; each class
+here names its CODE, so that what the box refused is raised on the laptop as the same class.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+Category = Literal["user", "server", "transient"]
+
+
+class GradboxError(Exception):
+    """Something gradbox was asked to do did not happen; the message says what to do about it."""
+
+    code: ClassVar[str] = "error"
+    title: ClassVar[str] = "gradbox error"
+    category: ClassVar[Category] = "server"
+    status: ClassVar[int] = 500
+
+
+class InvalidJob(GradboxError, ValueError):
+    """What was handed in cannot be run as it is."""
+
+    code = "invalid-job"
+    title = "The job cannot be run as it is"
+    category = "user"
+    status = 422
+
+
+class UntraceableLoss(InvalidJob):
+    """A Python function could not be turned into a graph of allowed operations."""
+
+    code = "untraceable-loss"
+    title = "The function cannot be traced"
+
+
+class GraphRefused(InvalidJob):
+    """A graph holds something that the allow-list or its limits do not admit."""
+
+    code = "graph-refused"
+    title = "The graph is refused"
+
+
+class UnknownModel(InvalidJob):
+    """The box has no model of that name, or not that version of it."""
+
+    code = "unknown-model"
+    title = "No such model"
+
+
+class InvalidInputs(InvalidJob):
+    """Shards, argument names, shapes or parameter names do not fit the model or each other."""
+
+    code = "invalid-inputs"
+    title = "The inputs do not fit"
+
+
+class BlobRejected(InvalidJob):
+    """Uploaded bytes are not what they were said to be."""
+
+    code = "blob-rejected"
+    title = "The uploaded bytes are refused"
+
+
+class Unauthorized(GradboxError):
+    """No token came, or one that this box does not know."""
+
+    code = "unauthorized"
+    title = "A valid token is needed"
+    category = "user"
+    status = 401
+
+
+class JobNotFound(GradboxError):
+    """No job of that id is visible to this token."""
+
+    code = "job-not-found"
+    title = "No such job"
+    category = "user"
+    status = 404
+
+
+class IdempotencyConflict(GradboxError):
+    """An idempotency key was used again with another job."""
+
+    code = "idempotency-conflict"
+    title = "The key belongs to another job"
+    category = "user"
+    status = 422
+
+
+class ResultNotReady(GradboxError):
+    """The job has no result, or none yet."""
+
+    code = "result-not-ready"
+    title = "No result yet"
+    category = "user"
+    status = 409
+
+
+class JobFailed(GradboxError):
+    """The job ended in `failed`."""
+
+    code = "job-failed"
+    title = "The job failed"
+    category: ClassVar[Category] = "server"
+
+
+class ReplayMismatch(JobFailed):
+    """A replayed shard differs from its first pass by more than rounding."""
+
+    code = "replay-mismatch"
+    title = "The replay differs from the first pass"
+    category = "user"
+    status = 422
+
+
+class LossNotFinite(JobFailed):
+    """The loss is NaN or infinite, so it has no gradient."""
+
+    code = "loss-not-finite"
+    title = "The loss is not finite"
+    category = "user"
+    status = 422
+
+
+class LossNotScalar(JobFailed):
+    """The loss has more than one entry."""
+
+    code = "loss-not-scalar"
+    title = "The loss is not a scalar"
+    category = "user"
+    status = 422
+
+
+class ModelCallFailed(JobFailed):
+    """The model, or the loss, raised on what it was given."""
+
+    code = "model-call-failed"
+    title = "The model or the loss raised an error"
+    category = "user"
+    status = 422
+
+
+class OutOfMemory(JobFailed):
+    """One shard's graph does not fit into the device's memory."""
+
+    code = "out-of-memory"
+    title = "Out of memory"
+    category = "user"
+    status = 422
+
+
+class JobTimedOut(JobFailed):
+    """The job ran longer than its `timeout_s`."""
+
+    code = "job-timed-out"
+    title = "Out of time"
+    category = "user"
+    status = 422
+
+
+class WorkerLost(JobFailed):
+    """The process that computed the job died, and no attempt was left."""
+
+    code = "worker-lost"
+    title = "The worker was lost"
+    category = "transient"
+    status = 503
+
+
+class JobCancelled(GradboxError):
+    """The job ended in `cancelled`."""
+
+    code = "job-cancelled"
+    title = "The job was cancelled"
+    category = "user"
+    status = 409
+
+
+class ServiceUnavailable(GradboxError):
+    """The box cannot be reached, or asks to come back later."""
+
+    code = "service-unavailable"
+    title = "The service is unavailable"
+    category = "transient"
+    status = 503
+
+
+class ProtocolError(GradboxError):
+    """The other side sent something that this version of gradbox does not understand."""
+
+    code = "protocol-error"
+    title = "The answer is not understood"
+
+
+def error_class(code: str) -> type[GradboxError]:
+    """Return the class whose problems carry `code`; GradboxError for one this version lacks."""
+    return _by_code().get(code, GradboxError)
+
+
+def _by_code() -> dict[str, type[GradboxError]]:
+    found: dict[str, type[GradboxError]] = {}
+    pending: list[type[GradboxError]] = [GradboxError]
+    while pending:
+        cls = pending.pop()
+        found[cls.code] = cls
+        pending.extend(cls.__subclasses__())
+    return found

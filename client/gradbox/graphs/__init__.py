@@ -1,0 +1,1 @@
+"""Functions as graphs of allowed operations: see `schema`."""

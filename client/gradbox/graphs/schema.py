@@ -1,0 +1,38 @@
+"""A traced function as JSON: the nodes of a torch.fx graph, with names in place of functions.
+
+This module knows the form; `allowed` knows which names may stand in it, `trace` makes such a graph
+from a Python function and `build` makes a function from such a graph. Only the last two need torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
+
+
+class Node(BaseModel):
+    """One node.
+
+    `target` is an argument's name (placeholder), a tensor's name (get_attr), a function's name from
+    the allow-list (call_function) or a method's (call_method). An argument is a JSON scalar, a list
+    or one of the tagged objects that docs/wire.md lists, {"node": NAME} among them.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    op: Literal["placeholder", "get_attr", "call_function", "call_method", "output"]
+    name: Name
+    target: Annotated[str, StringConstraints(min_length=1, max_length=200)]
+    args: list[Any] = []
+    kwargs: dict[Name, Any] = {}
+
+
+class Graph(BaseModel):
+    """The nodes of one function in the order in which they run; the last one is the output."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    nodes: Annotated[list[Node], Field(min_length=1, max_length=5000)]
