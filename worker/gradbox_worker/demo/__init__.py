@@ -1,1 +1,1 @@
-"""`gradbox demo`: the main job on real text and a real pretrained model, checked against naive code."""
+"""`gradbox demo`: the main job on real text and a real model, checked against naive code."""
