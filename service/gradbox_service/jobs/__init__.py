@@ -9,7 +9,7 @@ from gradbox_service.jobs.memory_records import MemoryRecords
 from gradbox_service.jobs.record import JobRecord, Transition
 from gradbox_service.jobs.records import Change, Event, Records
 from gradbox_service.jobs.redis_records import RedisRecords
-from gradbox_service.jobs.turns import QUEUE, SERIALIZER, TASK, MemoryTurns, RqTurns, Turns
+from gradbox_service.jobs.turns import QUEUE, SERIALIZER, TASK, MemoryTurns, RqTurns, Turn, Turns
 
 __all__ = [
     "QUEUE",
@@ -27,6 +27,7 @@ __all__ = [
     "RedisRecords",
     "RqTurns",
     "Transition",
+    "Turn",
     "Turns",
     "WorkerPresence",
     "connect",

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import redis
 import rq
@@ -27,17 +27,24 @@ NO_TIMEOUT = -1
 FAILED_TURN_TTL_S = 60
 
 
+class Turn(NamedTuple):
+    """A turn begins one attempt of one job: an earlier one that still lingers is another turn."""
+
+    job_id: str
+    attempt: int
+
+
 class Turns(Protocol):
     """The short list that workers take jobs from."""
 
-    def feed(self, job_id: str) -> None:
-        """Append a turn of the job."""
+    def feed(self, turn: Turn) -> None:
+        """Append a turn."""
 
-    def waiting(self) -> Sequence[str]:
-        """Return the jobs whose turns nobody has taken yet, next first."""
+    def waiting(self) -> Sequence[Turn]:
+        """Return the turns that nobody has taken yet, next first."""
 
-    def started(self) -> frozenset[str]:
-        """Return the jobs whose turns a live worker has taken."""
+    def started(self) -> frozenset[Turn]:
+        """Return the turns that a live worker has taken."""
 
 
 class RqTurns:
@@ -48,53 +55,55 @@ class RqTurns:
         self._queue = rq.Queue(queue, connection=connection, serializer=SERIALIZER)
         self._registry = StartedJobRegistry(queue=self._queue)
 
-    def feed(self, job_id: str) -> None:
-        # Every turn has an id of its own: one that was lost must not be mistaken for its successor.
+    def feed(self, turn: Turn) -> None:
+        # The same turn may be fed twice. RQ must not take the second for the first, so each has an
+        # id of its own.
         self._queue.enqueue_call(
             TASK,
-            args=[job_id],
-            job_id=f"{job_id}-{secrets.token_hex(4)}",
+            args=[turn.job_id],
+            job_id=f"{turn.job_id}-{turn.attempt}-{secrets.token_hex(4)}",
             timeout=NO_TIMEOUT,
             result_ttl=0,
             failure_ttl=FAILED_TURN_TTL_S,
-            description=job_id,
+            description=f"attempt {turn.attempt} of job {turn.job_id}",
         )
 
-    def waiting(self) -> Sequence[str]:
-        return [_job_id(turn_id) for turn_id in self._queue.get_job_ids()]
+    def waiting(self) -> Sequence[Turn]:
+        return [_turn(rq_id) for rq_id in self._queue.get_job_ids()]
 
-    def started(self) -> frozenset[str]:
-        # Scores are the ends of the executions' heartbeats; keys are TURN:EXECUTION.
+    def started(self) -> frozenset[Turn]:
+        # Scores are the ends of the executions' heartbeats; keys are RQ_ID:EXECUTION.
         live = self._redis.zrangebyscore(self._registry.key, f"({time.time()}", "+inf")
         keys = [key.decode() for key in cast("list[bytes]", live)]
-        return frozenset(_job_id(key.partition(":")[0]) for key in keys)
+        return frozenset(_turn(key.partition(":")[0]) for key in keys)
 
 
 class MemoryTurns:
     """The in-memory twin, whose worker calls `take`."""
 
     def __init__(self) -> None:
-        self._waiting: deque[str] = deque()
+        self._waiting: deque[Turn] = deque()
         self._fed = threading.Condition()
 
-    def feed(self, job_id: str) -> None:
+    def feed(self, turn: Turn) -> None:
         with self._fed:
-            self._waiting.append(job_id)
+            self._waiting.append(turn)
             self._fed.notify()
 
-    def waiting(self) -> Sequence[str]:
+    def waiting(self) -> Sequence[Turn]:
         with self._fed:
             return list(self._waiting)
 
-    def started(self) -> frozenset[str]:
+    def started(self) -> frozenset[Turn]:
         return frozenset()
 
-    def take(self, *, wait_s: float) -> str | None:
+    def take(self, *, wait_s: float) -> Turn | None:
         """Take the next turn, or None if none came within `wait_s`."""
         with self._fed:
             self._fed.wait_for(lambda: bool(self._waiting), timeout=wait_s)
             return self._waiting.popleft() if self._waiting else None
 
 
-def _job_id(turn_id: str) -> str:
-    return turn_id.rpartition("-")[0]
+def _turn(rq_id: str) -> Turn:
+    job_id, attempt, _ = rq_id.rsplit("-", 2)
+    return Turn(job_id, int(attempt))
