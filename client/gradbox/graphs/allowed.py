@@ -111,6 +111,17 @@ OPERATORS: Final = frozenset(
     )
 )
 
+# Functions that write into their first argument, or into running statistics.
+WRITING_FUNCTIONS: Final = frozenset(
+    (
+        *_names(
+            "operator.",
+            "iadd iand ifloordiv imatmul imod imul ior ipow isub itruediv ixor setitem",
+        ),
+        *_names("torch.nn.functional.", "batch_norm instance_norm"),
+    )
+)
+
 MATH: Final = frozenset(
     _names(
         "math.",

@@ -242,9 +242,7 @@ _OLD_DIVISIONS: Final = frozenset({"__div__", "__rdiv__", "__idiv__"})
 def _writes(kind: str, target: Any) -> bool:
     if kind == "call_method":
         return target in allowed.IN_PLACE
-    return (targets.name_of(target) or "").startswith(("operator.i", "operator.setitem")) and (
-        target is not operator.invert
-    )
+    return targets.name_of(target) in allowed.WRITING_FUNCTIONS
 
 
 def _foreign(tensor: torch.Tensor) -> str:
