@@ -144,6 +144,11 @@ def redis_for(
         server.stop()
 
 
+def url_in(folder: Path) -> str:
+    """Return the URL of the server whose data is in `folder`, whether it runs or not."""
+    return f"unix://{_socket_path(folder.resolve())}"
+
+
 def server_binary() -> Path:
     """Return the server program: the bundled one, else one on PATH.
 
