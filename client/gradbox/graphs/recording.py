@@ -148,7 +148,10 @@ _GIVE: Final = (
     "it as a parameter or submodule, or detach it"
 )
 
-# torch.func and torch.jit have their own names for real tensors.
+# Not operations: what torch.no_grad() calls, and a value that `encode` writes down.
+_SURROUNDINGS: Final = (torch._C._set_grad_enabled, torch.device)
+
+# Answered for real tensors; symbols have nodes for them.
 _METADATA: Final = frozenset(
     """
     __dir__ __format__ __hash__ __len__ __repr__ dim element_size get_device is_complex
@@ -182,7 +185,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        if func is torch._C._set_grad_enabled:
+        if func in _SURROUNDINGS:
             return func(*args, **kwargs)
         if name in ("__get__", "__set__"):
             return self._property(func, name, args)
