@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ def register_service(subparsers: Subparsers) -> None:
     parser.add_argument("--port", help="port to listen on, 0 for a free one (GRADBOX_PORT, 8642)")
     parser.add_argument("--data", type=Path, help="folder of blobs and results (GRADBOX_DATA)")
     parser.add_argument("--redis-url", help="address of Redis (GRADBOX_REDIS_URL)")
+    parser.add_argument("--fd", type=int, help="a listening socket to use, by its number")
     parser.set_defaults(func=run_service)
 
 
@@ -68,7 +70,11 @@ def run_service(args: argparse.Namespace) -> int:
         settings = Settings.read(
             host=args.host, port=args.port, data=args.data, redis_url=args.redis_url
         )
-        serve(settings, listening=lambda url: print(f"gradbox service at {url}", flush=True))
+        serve(
+            settings,
+            listening=lambda url: print(f"gradbox service at {url}", flush=True),
+            bound=None if args.fd is None else socket.socket(fileno=args.fd),
+        )
     except (BadSettings, CannotListen) as error:
         print(f"gradbox service: {error}", file=sys.stderr)
         return WRONG_USAGE

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -24,6 +25,7 @@ import redis
 
 from gradbox.errors import GradboxError
 from gradbox_service.jobs.connection import connect
+from gradbox_service.lifeline import die_with_parent
 
 AppendFsync = Literal["everysec", "always", "no"]
 
@@ -205,6 +207,7 @@ def _spawn(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=die_with_parent(signal.SIGTERM),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import logging
+import signal
 import socket
 from collections.abc import Callable
 
@@ -14,8 +14,6 @@ from gradbox.errors import GradboxError
 from gradbox_service.app import create_app
 from gradbox_service.hub import Hub
 from gradbox_service.settings import Settings
-
-log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 
@@ -42,10 +40,16 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(settings: Settings, *, listening: Callable[[str], None] | None = None) -> None:
+def serve(
+    settings: Settings,
+    *,
+    listening: Callable[[str], None] | None = None,
+    bound: socket.socket | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT, then end requests in order.
 
     Args:
+        bound: a listening socket to use in place of the settings' host and port.
         listening: called with the service's URL once connections are accepted into the backlog.
 
     Raises:
@@ -53,7 +57,10 @@ def serve(settings: Settings, *, listening: Callable[[str], None] | None = None)
         CannotListen: the port is in use, or the address is not this machine's.
     """
     app = create_app(settings)
-    bound = bind(settings.host, settings.port)
+    bound = bound or bind(settings.host, settings.port)
+    # uvicorn hands a signal on to the earlier handler once it has stopped; by then all is done.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: None)
     try:
         if listening is not None:
             listening(url_of(bound))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradbox.graphs.check import check_graph
 from gradbox.protocol import GraphLoss, JobSpec
+from gradbox.signatures import check_builtin
 
 # readout(output, inputs)
 READOUT_ARGUMENTS = 2
@@ -16,7 +17,7 @@ def check_loss(spec: JobSpec) -> None:
 
     Raises:
         GraphRefused: see `check_graph`.
-        InvalidInputs: there is no such builtin, or it does not take what is given.
+        InvalidJob: see `check_builtin`.
     """
     groups = [group.name for group in spec.inputs]
     positional = 1 if len(groups) == 1 else 0
@@ -24,6 +25,8 @@ def check_loss(spec: JobSpec) -> None:
     if isinstance(spec.loss, GraphLoss):
         function = spec.loss.function
         check_graph(function.graph, function.tensors, positional=positional, arguments=by_name)
+    else:
+        check_builtin(spec.loss.name, spec.loss.options, groups=groups, inputs=spec.loss_inputs)
 
 
 def check_readout(spec: JobSpec) -> None:
