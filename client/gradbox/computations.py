@@ -18,6 +18,7 @@ from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.protocol import BuiltinLoss, GradientSpec, GraphLoss, JobSpec, TracedFunction
 from gradbox.protocol.spec import Scalar, describe_validation
 from gradbox.shards import ShardGroup, read_groups
+from gradbox.signatures import check_builtin
 from gradbox.tensors import Blob, Tensor, is_tensor, is_torch_importable, tensor_bytes
 from gradbox.uploads import Uploads
 
@@ -161,7 +162,7 @@ class Gradient(Computation):
         uploads = Uploads()
         tensors, scalars = _split_loss_inputs(self.loss_inputs)
         if isinstance(self.loss, Builtin):
-            loss: BuiltinLoss | GraphLoss = _builtin(self.loss, scalars)
+            loss: BuiltinLoss | GraphLoss = self._builtin_loss(self.loss, list(tensors), scalars)
         else:
             loss = GraphLoss(function=self._traced_loss(list(tensors), scalars, uploads))
         refs = uploads.tensors(
@@ -176,6 +177,17 @@ class Gradient(Computation):
             "returns": [self.returns] if isinstance(self.returns, str) else list(self.returns),
         }
         return Prepared(spec=_checked(fields), blobs=uploads.blobs)
+
+    def _builtin_loss(
+        self, loss: Builtin, tensors: list[str], scalars: dict[str, Scalar]
+    ) -> BuiltinLoss:
+        twice = sorted(set(loss.options) & set(scalars))
+        if twice:
+            raise InvalidJob(f"loss: expected each option once, got {twice} in loss_inputs as well")
+        options = {**loss.options, **scalars}
+        groups = [group.name for group in self.groups]
+        check_builtin(loss.name, options, groups=groups, inputs=tensors)
+        return BuiltinLoss(name=loss.name, options=options)
 
     def _traced_loss(
         self, tensors: list[str], scalars: dict[str, Scalar], uploads: Uploads
@@ -226,16 +238,6 @@ def traced(
             for name, ref in refs.items()
         },
     )
-
-
-def _builtin(loss: Builtin, scalars: dict[str, Scalar]) -> BuiltinLoss:
-    twice = sorted(set(loss.options) & set(scalars))
-    if twice:
-        raise InvalidJob(f"loss: expected each option once, got {twice} in loss_inputs as well")
-    try:
-        return BuiltinLoss(name=loss.name, options={**loss.options, **scalars})
-    except ValidationError as error:
-        raise InvalidJob(f"loss: {describe_validation(error)}") from None
 
 
 def _checked(fields: dict[str, Any]) -> JobSpec:

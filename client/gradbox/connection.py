@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Final, TypeVar, cast
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -27,6 +28,7 @@ from gradbox.settings import ClientSettings
 TRANSIENT: Final = frozenset({429, 502, 503, 504})
 PROBLEM: Final = "application/problem+json"
 CONNECT_TIMEOUT_S: Final = 10.0
+LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 Body = Callable[[], Iterable[bytes | memoryview]]
@@ -110,6 +112,8 @@ class Connection:
         self._http = httpx.Client(
             base_url=settings.url,
             transport=transport,
+            # No proxy stands between a machine and itself, whatever the environment names.
+            trust_env=urlsplit(settings.url).hostname not in LOOPBACK,
             headers={
                 "Authorization": f"Bearer {settings.token}",
                 "User-Agent": f"gradbox/{metadata.version('gradbox')}",

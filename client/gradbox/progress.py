@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from gradbox.events import JobEvent
 from gradbox.protocol import JobState, JobView, ProgressView
@@ -12,7 +12,10 @@ from gradbox.protocol import JobState, JobView, ProgressView
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-FORMAT = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+MIB: Final = 2**20
+# A smaller file is fetched before a bar could be read.
+SHOWN_BYTES: Final = 16 * MIB
+FORMAT: Final = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class ProgressBar:
@@ -50,10 +53,9 @@ class ProgressBar:
             self._show_state(event.job)
 
     def show_bytes(self, have: int, total: int) -> None:
-        """Show how much of a file is here."""
-        if self._shown:
-            mib = 2**20
-            self._draw("fetching, MiB", have // mib, max(total // mib, 1))
+        """Show how much of a file is here, unless it is there at once."""
+        if self._shown and total >= SHOWN_BYTES:
+            self._draw("fetching, MiB", have // MIB, total // MIB)
 
     def _show_progress(self, progress: ProgressView) -> None:
         left = ""

@@ -22,9 +22,10 @@ class Receipt(BaseModel):
     """What a result says of its own making.
 
     `names` are the gradients in `named_parameters` order, then those of the loss: a safetensors
-    file keeps no order of its own. `unreached` names parameters that the loss does not depend on; their gradients are zeros.
-    `replay_difference` is the largest |z' − z| over a shard, relative to that shard's largest |z|.
-    `peak_memory_bytes` is the process's peak on a CPU (model included), the allocator's on CUDA.
+    file keeps no order of its own. `unreached` names parameters that the loss does not depend on;
+    their gradients are zeros. `replay_difference` is the largest |z' − z| over a shard, relative to
+    that shard's largest |z|. `peak_memory_bytes` is the process's peak on a CPU (model included),
+    the allocator's on CUDA.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
