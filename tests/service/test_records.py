@@ -110,16 +110,16 @@ def test_an_ended_job_is_active_no_more(records: Records) -> None:
 
 def test_a_lease_ends_without_beats(records: Records) -> None:
     records.create(a_record(), spec=a_spec())
-    begin(records, "job1", lease_s=0.15)
+    begin(records, "job1", lease_s=0.6)
     assert records.leased("job1", attempt=1)
     assert not records.leased("job1", attempt=2)
-    time.sleep(0.1)
-    beaten = records.beat("job1", attempt=1, lease_s=0.15)
+    time.sleep(0.35)
+    beaten = records.beat("job1", attempt=1, lease_s=0.6)
     assert beaten is not None
     assert beaten.held_by(1)
-    time.sleep(0.1)
+    time.sleep(0.35)
     assert records.leased("job1", attempt=1)
-    time.sleep(0.1)
+    time.sleep(0.35)
     assert not records.leased("job1", attempt=1)
 
 
