@@ -56,7 +56,7 @@ def spread(z: Tensor) -> Tensor:
 def whitening(z: Tensor) -> Tensor:
     """Squared distance of the samples' covariance from the identity, summed."""
     centred = z - z.mean(0)
-    covariance = centred.T @ centred / max(z.shape[0] - 1, 1)
+    covariance = centred.T @ centred / (z.shape[0] - 1)
     return (covariance - torch.eye(z.shape[1], dtype=z.dtype)).square().sum()
 
 
