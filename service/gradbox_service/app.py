@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import metadata
 
 import anyio.to_thread
+import redis
 from fastapi import FastAPI
 
 from gradbox_service import openapi, problems
@@ -70,5 +71,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     finally:
         stop.set()
         hub.close()
+        with suppress(redis.RedisError):  # without it both end at their next look
+            await anyio.to_thread.run_sync(box.records.wake)
         await anyio.to_thread.run_sync(hub.join)
         await anyio.to_thread.run_sync(thread.join)

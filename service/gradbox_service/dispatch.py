@@ -29,7 +29,7 @@ LEASE_GRACE_S = 1.0
 TURN_GRACE_S = 5.0
 LEADER_TTL_S = 5.0
 # What no change announces (an expired lease, a lost turn) is noticed this fast.
-TICK_S = 0.5
+TICK_S = 0.25
 LOST = "its lease ran out: the worker's process or its machine stopped answering"
 
 
@@ -66,7 +66,7 @@ class Dispatcher:
         self._feed([record for record in active if record.state is JobState.QUEUED], running)
 
     def run(self, stop: threading.Event) -> None:
-        """Act on every change and twice a second, until `stop` is set."""
+        """Act on every change and four times a second, until `stop` is set."""
         cursor: str | None = None
         while not stop.is_set():
             try:
@@ -86,7 +86,7 @@ class Dispatcher:
         while True:
             left = deadline - time.monotonic()
             cursor, changes = self._records.changes(cursor, wait_s=max(0.001, left))
-            if left <= 0 or any(change.kind == "state" for change in changes):
+            if left <= 0 or any(change.kind in ("state", "wake") for change in changes):
                 return cursor
 
     def _put_back_lost(self, running: Sequence[JobRecord]) -> bool:

@@ -21,7 +21,7 @@ from gradbox_service.jobs import Event, Records
 log = logging.getLogger(__name__)
 
 # The reader looks up from its wait this often, to see whether it is to stop.
-WAIT_S = 1.0
+WAIT_S = 0.25
 # A listener reads on its own after this long: what the doorbell lost while Redis was away.
 REREAD_S = 5.0
 

@@ -46,8 +46,9 @@ class InProcessTransport(httpx.BaseTransport):
         exchange = _Exchange(self._loop, request)
         task = asyncio.run_coroutine_threadsafe(exchange.run(self._app), self._loop)
         status, headers = exchange.begun.result()
+        silence_s = request.extensions.get("timeout", {}).get("read")
         return httpx.Response(
-            status, headers=headers, stream=_Body(exchange, task), request=request
+            status, headers=headers, stream=_Body(exchange, task, silence_s), request=request
         )
 
     def close(self) -> None:
@@ -162,7 +163,8 @@ class _Exchange:
         url = self._request.url
         return {
             "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            # Of 2.3, as uvicorn's: apps learn from `receive` that the reader has gone.
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": "1.1",
             "method": self._request.method,
             "headers": [(name.lower(), value) for name, value in self._request.headers.raw],
@@ -179,16 +181,23 @@ class _Exchange:
 
 
 class _Body(httpx.SyncByteStream):
-    """The response's body as it comes."""
+    """The response's body as it comes; `silence_s` is the request's read timeout."""
 
-    def __init__(self, exchange: _Exchange, task: Future[None]) -> None:
+    def __init__(self, exchange: _Exchange, task: Future[None], silence_s: float | None) -> None:
         self._exchange = exchange
         self._task = task
+        self._silence_s = silence_s
 
     def __iter__(self) -> Iterator[bytes]:
-        while (chunk := self._exchange.received.get()) is not None:
+        while (chunk := self._next()) is not None:
             self._exchange.taken()
             yield chunk
+
+    def _next(self) -> bytes | None:
+        try:
+            return self._exchange.received.get(timeout=self._silence_s)
+        except queue.Empty:
+            raise httpx.ReadTimeout(f"nothing came for {self._silence_s} s") from None
 
     def close(self) -> None:
         self._exchange.close()

@@ -111,6 +111,10 @@ class MemoryRecords:
             self._changed.wait_for(lambda: len(self._changes) > start, timeout=wait_s)
             return str(len(self._changes)), self._changes[start:]
 
+    def wake(self) -> None:
+        with self._changed:
+            self._ring(Change("", "wake"))
+
     def place(self, order: Sequence[str]) -> None:
         with self._changed:
             before = self._order

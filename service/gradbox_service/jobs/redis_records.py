@@ -158,6 +158,11 @@ class RedisRecords:
         ]
         return entries[-1][0].decode(), changes
 
+    def wake(self) -> None:
+        with self._redis.pipeline() as pipe:
+            _ring(pipe, "", "wake")
+            pipe.execute()
+
     def place(self, order: Sequence[str]) -> None:
         before = self.positions()
         positions = {job_id: position for position, job_id in enumerate(order, start=1)}
