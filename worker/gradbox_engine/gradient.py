@@ -26,16 +26,14 @@ from gradbox_engine.job import (
     Returned,
     SetGradient,
     Silent,
-    model_device,
 )
 from gradbox_engine.objective import Differentiated, differentiate
 from gradbox_engine.outputs import Outputs
-from gradbox_engine.overlay import lay_over, widen
 from gradbox_engine.phases import FirstPass, Prepared, Replayed, forward, replay
-from gradbox_engine.precision import accumulation_dtype, arithmetic
-from gradbox_engine.preservation import preserved
+from gradbox_engine.precision import accumulation_dtype
+from gradbox_engine.readiness import made_ready
 from gradbox_engine.retention import Retain, graph_budget
-from gradbox_engine.selection import Selection, select
+from gradbox_engine.selection import select
 
 GRADS_ALONE: tuple[Returned, ...] = ("grads",)
 
@@ -82,7 +80,13 @@ def set_gradient(
     """
     observer = observer or Silent()
     selection = select(model, wrt, others=objective.parameters)
-    with _ready(model, selection, mode=mode, precision=precision, weights=weights or {}) as device:
+    with made_ready(
+        model,
+        selection.parameters.values(),
+        mode=mode,
+        precision=precision,
+        weights=weights or {},
+    ) as device:
         buffers = Buffers(model)
         prepared = Prepared(
             calls=ModelCalls(
@@ -229,29 +233,6 @@ class _Run:
         start = time.perf_counter()
         yield
         self._seconds[phase] = time.perf_counter() - start
-
-
-@contextmanager
-def _ready(
-    model: nn.Module,
-    selection: Selection,
-    *,
-    mode: Mode,
-    precision: Precision,
-    weights: Mapping[str, Tensor],
-) -> Iterator[torch.device]:
-    """Set flags, numbers and arithmetic for one job, and put all of it back after it."""
-    with preserved(model), arithmetic(precision):
-        lay_over(model, weights)
-        if precision == "fp64":
-            widen(model)
-        model.train(mode == "train")
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-            parameter.grad = None
-        for parameter in selection.parameters.values():
-            parameter.requires_grad_()
-        yield model_device(model)
 
 
 def _nonzero(parts: Mapping[Position, Outputs]) -> set[Position]:

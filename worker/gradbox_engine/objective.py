@@ -5,6 +5,7 @@ Cost: one forward and one backward of g. Memory: Z, ∂L/∂Z and the graph of g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,12 +48,14 @@ def differentiate(
     device: torch.device,
     seed: int,
     widened: bool,
+    called: str = "loss",
 ) -> Differentiated:
     """Evaluate g at Z and differentiate it there.
 
     Args:
         outputs: by group, Z in the shards' order; g gets it in float32 or wider.
         widened: whether floating-point extras and parameters become float64 too.
+        called: what messages call g.
 
     Raises:
         ModelCallFailed: g raised.
@@ -73,17 +76,17 @@ def differentiate(
     }
     flat = [z for named in leaves.values() for z in named.values()]
     with (
-        _trainable(objective.parameters, widened=widened),
-        blaming("the loss", "objective"),
+        trainable(objective.parameters, widened=widened),
+        blaming(f"the {called}", "objective"),
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
         # Not a shard's stream: a loss that draws numbers gets the same ones in every run.
         shard_stream(seed, len(groups), 0),
     ):
         seen = {group: _ordered(named, orders.get(group)) for group, named in leaves.items()}
-        inputs = {name: _extra(v, device, widened) for name, v in objective.inputs.items()}
+        inputs = {name: moved(v, device, widened=widened) for name, v in objective.inputs.items()}
         loss = _evaluate(objective, {group: as_z(named) for group, named in seen.items()}, inputs)
-        value = _check(loss)
+        value = finite_number(loss, called=called)
         wanted = [*flat, *objective.parameters.values()]
         gradients = (
             torch.autograd.grad(loss, wanted, allow_unused=True)
@@ -111,20 +114,34 @@ def _evaluate(objective: Objective, seen: dict[str, Z], inputs: dict[str, Any]) 
     return objective.function(**seen, **inputs)
 
 
-def _check(loss: Any) -> float:
-    number = isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1
-    if not number:
-        raise LossNotScalar(
-            f"loss: expected a tensor with one real floating-point entry, got {describe(loss)}; "
-            f"reduce it, by .mean() or .sum()"
-        )
-    value = float(loss.detach())
-    if not torch.isfinite(loss.detach()).all():
+def finite_number(value: Any, *, called: str) -> float:
+    """Return a function's value on the host.
+
+    Raises:
+        LossNotScalar: it is not one real floating-point number.
+        LossNotFinite: it is NaN or infinite.
+    """
+    number = float(real_number(value, called=called).detach())
+    if not math.isfinite(number):
         raise LossNotFinite(
-            f"loss: expected a finite number, got {value}; look for a logarithm or a division at "
-            f"zero, or for outputs of the model that are not finite"
+            f"{called}: expected a finite number, got {number}; look for a logarithm or a division "
+            f"at zero, or for outputs of the model that are not finite"
         )
-    return value
+    return number
+
+
+def real_number(value: Any, *, called: str) -> Tensor:
+    """Return a function's value as it is, having looked at its form alone.
+
+    Raises:
+        LossNotScalar: it is not one real floating-point number.
+    """
+    if isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1:
+        return value
+    raise LossNotScalar(
+        f"{called}: expected a tensor with one real floating-point entry, got {describe(value)}; "
+        f"reduce it, by .mean() or .sum()"
+    )
 
 
 def _ordered(named: Outputs, order_N: Tensor | None) -> Outputs:
@@ -137,7 +154,8 @@ def _filled(named: Mapping[str, Tensor | None], like: Outputs) -> Outputs:
     return {n: torch.zeros_like(like[n]) if c is None else c for n, c in named.items()}
 
 
-def _extra(value: Any, device: torch.device, widened: bool) -> Any:
+def moved(value: Any, device: torch.device, *, widened: bool) -> Any:
+    """Return an extra on the device, in float64 if asked and if it is floating-point."""
     if not isinstance(value, Tensor):
         return value
     return value.to(device, wide_dtype(value.dtype) if widened else value.dtype)
@@ -148,7 +166,7 @@ def _num_rows(named: Outputs) -> int:
 
 
 @contextmanager
-def _trainable(parameters: Mapping[str, Tensor], *, widened: bool) -> Iterator[None]:
+def trainable(parameters: Mapping[str, Tensor], *, widened: bool) -> Iterator[None]:
     """Let the loss's own leaves require grad, and be float64 if asked, until this ends."""
     before = [(leaf, leaf.detach(), leaf.requires_grad) for leaf in parameters.values()]
     try:
