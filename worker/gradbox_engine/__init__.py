@@ -10,12 +10,14 @@ from gradbox_engine.errors import (
     LossNotFinite,
     LossNotScalar,
     ModelCallFailed,
+    NoTangent,
     ReplayMismatch,
     SampleStreamRefused,
     UnknownParameter,
 )
 from gradbox_engine.gradient import set_gradient
-from gradbox_engine.job import Group, Objective, Observer, Penalty, SetGradient
+from gradbox_engine.job import Group, MixedResult, Objective, Observer, Penalty, SetGradient
+from gradbox_engine.mixed import mixed_gradient
 from gradbox_engine.streams import shard_stream
 
 __all__ = [
@@ -28,7 +30,9 @@ __all__ = [
     "Group",
     "LossNotFinite",
     "LossNotScalar",
+    "MixedResult",
     "ModelCallFailed",
+    "NoTangent",
     "Objective",
     "Observer",
     "Penalty",
@@ -36,6 +40,7 @@ __all__ = [
     "SampleStreamRefused",
     "SetGradient",
     "UnknownParameter",
+    "mixed_gradient",
     "set_gradient",
     "shard_stream",
 ]

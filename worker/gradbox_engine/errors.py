@@ -9,6 +9,7 @@
     ├── ModelCallFailed                 the model, the readout or the loss raised; see __cause__
     ├── GraphInBuffer                   the model stores a graph in a buffer across shards
     ├── SampleStreamRefused             `streams="sample"` on an operation that it cannot key
+    ├── NoTangent                       an operation has no derivative of the kind that is needed
     ├── LossNotScalar (TypeError)       the loss is not one real number
     ├── LossNotFinite                   the loss is NaN or infinite
     └── ReplayMismatch                  a replay did not reproduce the first pass
@@ -53,6 +54,10 @@ class GraphInBuffer(EngineError):
 
 class SampleStreamRefused(EngineError):
     """A random operation cannot be keyed by sample."""
+
+
+class NoTangent(EngineError):
+    """An operation of the model has neither a forward-mode rule nor a second derivative."""
 
 
 class LossNotScalar(EngineError, TypeError):

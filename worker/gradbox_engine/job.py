@@ -13,6 +13,7 @@ Mode = Literal["eval", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp64"]
 Phase = Literal["forward", "cotangents", "replay"]
 Returned = Literal["grads", "buffers", "outputs", "cotangents", "input_grads"]
+MixedReturned = Literal["grads", "dfdz"]
 
 Shard = Mapping[str, Any]
 Z = Tensor | dict[str, Tensor]
@@ -88,6 +89,26 @@ class SetGradient:
     cotangents: dict[str, Z] | None = None  # likewise
     input_grads: dict[str, dict[str, tuple[Tensor, ...]]] | None = None
     """By group and argument name: one tensor per shard."""
+
+
+@dataclass(frozen=True)
+class MixedResult:
+    """dt/dy and what is known of how it came about.
+
+    `grads` are in float32 or wider, under the names that the objectives gave their parameters;
+    `unreached` names those that are zeros because no path leads to them. `fallbacks` counts, by
+    the operation that was in the way, the shards whose tangent was not taken by forward mode.
+    """
+
+    value: float  # t
+    grads: dict[str, Tensor]
+    unreached: tuple[str, ...]
+    shards: dict[str, int]  # shards of the group
+    tangents: int  # shards that had a tangent pass; for the others ∂t/∂dfdz is zero
+    fallbacks: dict[str, int]
+    replay_difference: float
+    seconds: dict[Phase, float]
+    dfdz: Tensor | None = None  # shards along dim 0, in the order in which `outer` saw them
 
 
 class Observer(Protocol):

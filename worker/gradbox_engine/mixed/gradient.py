@@ -1,0 +1,176 @@
+"""`mixed_gradient`: a derivative of derivatives through a frozen model.
+
+    t = outer(dfdz, x),   dfdz = cat(dfdz_1 … dfdz_N),   dfdz_i = ∂inner(y, G(z_i))/∂z_i
+
+With v_i = G(z_i), J_i = ∂v_i/∂z_i, a_i = ∂inner/∂v_i and u_i = ∂t/∂dfdz_i, and since
+dfdz_i = a_iᵀJ_i depends on y through a_i alone:
+
+    dt/dy = ∂outer/∂y + Σ_i ∂⟨a_i(y, v_i), J_i u_i⟩/∂y
+
+so G is differentiated once, and only `inner` twice. There is no constant: no 1/N.
+
+    forward      v_i, a_i and dfdz_i, through the graph of one shard
+    cotangents   t and u_i
+    replay       J_i u_i by forward mode, and its contraction's gradient
+
+The forward-mode product is the R-operator of Pearlmutter 1994, "Fast Exact Multiplication by the
+Hessian", section 3; here it meets G's first derivative alone.
+
+Cost, with F and B one call of G and its backward with respect to z, and a tangent about as dear as
+a call: N(3F + B). Double backward takes N(2F + B′), B′ > B being a backward that records itself.
+Memory beyond the model: in the first pass one shard's graph, in the
+tangent pass none; dfdz and ∂t/∂dfdz; of v, which may be much larger than z, only some entries, to
+compare with.
+
+Checked at run time: the tangent pass gives the first pass's v, and ⟨a_i, J_i u_i⟩ = ⟨dfdz_i, u_i⟩.
+
+Not optimal: a shard is run again even if there were memory to keep its graph, and one shard whose
+graph does not fit is not split.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradbox_engine.buffers import Buffers
+from gradbox_engine.calls import ModelCalls
+from gradbox_engine.errors import BadInputs
+from gradbox_engine.feed import Feed
+from gradbox_engine.job import (
+    Group,
+    MixedResult,
+    MixedReturned,
+    Mode,
+    Objective,
+    Observer,
+    Phase,
+    Precision,
+    Silent,
+)
+from gradbox_engine.mixed.inner import Inner
+from gradbox_engine.mixed.kernels import differentiable_kernels
+from gradbox_engine.mixed.passes import Equipment, differentiate_outer, first_pass, tangent_pass
+from gradbox_engine.mixed.products import ShardJacobians
+from gradbox_engine.mixed.sums import Sums
+from gradbox_engine.objective import trainable
+from gradbox_engine.readiness import made_ready
+
+
+def mixed_gradient(
+    model: nn.Module,
+    group: Group,
+    inner: Objective,
+    outer: Objective,
+    *,
+    z: str | None = None,
+    seed: int = 0,
+    mode: Mode = "eval",
+    precision: Precision = "fp32",
+    output: str | int | None = None,
+    readout: Callable[[Any, dict[str, Any]], Any] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+    returns: Collection[MixedReturned] = (),
+    observer: Observer | None = None,
+) -> MixedResult:
+    """Return dt/dy for t = outer(dfdz, x), dfdz_i = ∂inner(y, G(z_i))/∂z_i.
+
+    Args:
+        model: G, on one device; bit-identical afterwards, also after an error.
+        group: shards of G's arguments; all but z are constants. Stream and buffers of a shard are
+            those that it has in `set_gradient`.
+        inner: called with its inputs and v = G(z_i) by name, `v`; returns one number. Its
+            parameters, y, are leaves: members of its inputs, or of a module that it calls.
+        outer: called with dfdz, shards along dim 0, and its inputs by name; returns one number. Its
+            parameters may be leaves of `inner`, under the same names.
+        z: the shards' argument that is z; None takes the first floating-point one.
+        output: which part of the model's output is v, see `outputs`.
+        readout: (output, inputs) → v, a tensor or a dict of tensors.
+        returns: "dfdz" gives it back beside the gradients, which always come.
+
+    Raises:
+        EngineError: see `errors`; each says what was expected, what came, and what to do.
+        torch.OutOfMemoryError: one shard's graph does not fit.
+    """
+    leaves = _leaves(inner, outer)
+    widened = precision == "fp64"
+    with (
+        made_ready(model, (), mode=mode, precision=precision, weights=weights or {}) as device,
+        trainable(leaves, widened=widened),
+        differentiable_kernels(),
+    ):
+        calls = ModelCalls(
+            model,
+            [group],
+            seed=seed,
+            precision=precision,
+            device=device,
+            output=output,
+            readout=readout,
+            input_patterns=(),
+        )
+        feed = Feed([group], device, widened=widened)
+        equipment = Equipment(
+            group=group,
+            calls=calls,
+            feed=feed,
+            jacobians=ShardJacobians(calls, feed, argument=z, scaled=precision == "fp16"),
+            buffers=Buffers(model),
+            inner=Inner(inner, device=device, seed=seed, widened=widened),
+            precision=precision,
+            observer=observer or Silent(),
+        )
+        seconds: dict[Phase, float] = {}
+        with _timed(seconds, "forward"):
+            first = first_pass(equipment)
+        with _timed(seconds, "cotangents"):
+            differentiated = differentiate_outer(
+                equipment, outer, first, seed=seed, device=device, widened=widened
+            )
+        sums = Sums(leaves)
+        sums.add(differentiated.direct)
+        with _timed(seconds, "replay"):
+            tangents = tangent_pass(equipment, first, differentiated.directions, sums)
+    return MixedResult(
+        value=differentiated.value,
+        grads=sums.named(),
+        unreached=sums.unreached(),
+        shards={group.name: len(group.shards)},
+        tangents=tangents.num_shards,
+        fallbacks=tangents.fallbacks,
+        replay_difference=tangents.difference,
+        seconds=seconds,
+        dfdz=differentiated.dfdz if "dfdz" in returns else None,
+    )
+
+
+def _leaves(inner: Objective, outer: Objective) -> dict[str, Tensor]:
+    """Return y: the leaves of both functions by name.
+
+    Raises:
+        BadInputs: there is none, or one name stands for two tensors.
+    """
+    for name, leaf in outer.parameters.items():
+        if inner.parameters.get(name, leaf) is not leaf:
+            raise BadInputs(
+                f"y: expected {name!r} to be one tensor in inner and outer, got two; give one of "
+                f"them another name"
+            )
+    leaves = {**inner.parameters, **outer.parameters}
+    if not leaves:
+        raise BadInputs(
+            "y: expected at least one tensor to differentiate with respect to, got none; give "
+            "inner or outer parameters"
+        )
+    return leaves
+
+
+@contextmanager
+def _timed(seconds: dict[Phase, float], phase: Phase) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - start

@@ -1,0 +1,118 @@
+"""The scalar function inner(y, v), and the two derivatives of it that are needed.
+
+a = ∂inner/∂v is the cotangent that goes back through G. Its own derivative, contracted with a
+tangent w of v, is ∂⟨a(y, v), w⟩/∂y: double backward through `inner` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradbox_engine.calls import blaming
+from gradbox_engine.feed import Position
+from gradbox_engine.job import Objective
+from gradbox_engine.objective import moved, real_number
+from gradbox_engine.outputs import Outputs, as_z
+from gradbox_engine.precision import accumulation_dtype
+from gradbox_engine.streams import shard_stream
+
+STREAM = 2
+"""The model's calls draw from stream group 0 and `outer` from 1. Both evaluations of `inner` on a
+shard draw the same numbers."""
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """⟨a(y, v), w⟩ with a graph that leads to y. `scale` is ‖a‖‖w‖, its largest possible value."""
+
+    product: Tensor
+    scale: Tensor
+    _leaves: Mapping[str, Tensor]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return ∂⟨a(y, v), w⟩/∂y by name, without those that it does not depend on."""
+        if not self.product.requires_grad:
+            return {}
+        with blaming("inner's second derivative", "inner"):
+            return _gradients(self.product, self._leaves)
+
+
+class Inner:
+    """Evaluates and differentiates `inner` at the outputs of single shards."""
+
+    def __init__(
+        self, objective: Objective, *, device: torch.device, seed: int, widened: bool
+    ) -> None:
+        self._objective = objective
+        self._device = device
+        self._seed = seed
+        self._widened = widened
+
+    def cotangents(self, position: Position, outputs: Outputs) -> Outputs:
+        """Return a = ∂inner/∂v by output name, without outputs that `inner` does not depend on.
+
+        Raises:
+            ModelCallFailed: `inner` raised.
+            LossNotScalar: it returned anything but one real number.
+        """
+        leaves = _leaves(outputs)
+        return _gradients(self._evaluate(position, leaves), leaves)
+
+    def contract(self, position: Position, outputs: Outputs, tangents: Outputs) -> Contraction:
+        """Contract a(y, v) with w.
+
+        Args:
+            outputs: v.
+            tangents: w, by the same names.
+        """
+        leaves = _leaves(outputs)
+        value = self._evaluate(position, leaves)
+        with blaming("inner's derivative", "inner"), torch.enable_grad():
+            cotangents = _gradients(value, leaves, create_graph=True)
+            terms = [(a * tangents[name]).sum() for name, a in cotangents.items()]
+            product = torch.stack(terms).sum() if terms else value.new_zeros(())
+        scale = norm(cotangents.values()) * norm(tangents[name] for name in cotangents)
+        return Contraction(product, scale, self._objective.parameters)
+
+    def _evaluate(self, position: Position, leaves: Outputs) -> Tensor:
+        with (
+            blaming("inner", f"shard {position.shard}"),
+            torch.enable_grad(),
+            torch.autocast(self._device.type, enabled=False),
+            shard_stream(self._seed, STREAM, position.shard),
+        ):
+            inputs: dict[str, Any] = {
+                name: moved(value, self._device, widened=self._widened)
+                for name, value in self._objective.inputs.items()
+            }
+            return real_number(self._objective.function(v=as_z(leaves), **inputs), called="inner")
+
+
+def norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the Euclidean norm of several tensors as one vector; 0-dim, without a graph."""
+    norms = [torch.linalg.vector_norm(tensor.detach()).double() for tensor in tensors]
+    return torch.stack(norms).norm() if norms else torch.zeros((), dtype=torch.float64)
+
+
+def _leaves(outputs: Outputs) -> Outputs:
+    """Return v as `inner` gets it: in float32 or wider, and nothing behind it."""
+    return {
+        name: value.detach().to(accumulation_dtype(value.dtype)).requires_grad_()
+        for name, value in outputs.items()
+    }
+
+
+def _gradients(
+    value: Tensor, leaves: Mapping[str, Tensor], *, create_graph: bool = False
+) -> dict[str, Tensor]:
+    if not value.requires_grad or not leaves:
+        return {}
+    found = torch.autograd.grad(
+        value, list(leaves.values()), create_graph=create_graph, allow_unused=True
+    )
+    return {n: g for n, g in zip(leaves, found, strict=True) if g is not None}

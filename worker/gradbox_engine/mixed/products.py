@@ -1,0 +1,190 @@
+"""Products with J = ∂v/∂z of one shard: aᵀJ by reverse mode, and Ju in two ways.
+
+By forward mode a call of the model carries the tangent along: no graph, two forwards' work. Where
+an operation has no forward-mode rule, Ju is the derivative of the linear map p ↦ (pᵀJ)u at any p:
+a forward and a backward with a graph, that of the backward too, and one backward through it.
+
+Both treat what the model computes from z under `no_grad` alike only if the model does nothing of
+the kind: forward mode goes through `torch.no_grad()`, reverse mode does not. So the caller compares
+⟨a, Ju⟩ with ⟨aᵀJ, u⟩.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from gradbox_engine.calls import ModelCalls, Passage, blaming
+from gradbox_engine.errors import BadInputs, BadOutput, ModelCallFailed, NoTangent
+from gradbox_engine.feed import Feed, Position
+from gradbox_engine.mixed.dual import dual, parts
+from gradbox_engine.mixed.kernels import checkpoints_inlined
+from gradbox_engine.mixed.rules import LeanRules
+from gradbox_engine.outputs import Outputs
+from gradbox_engine.precision import accumulation_dtype
+
+WITHOUT_RULE = re.compile(r"Trying to use forward AD with (\S+) that does not support it")
+WITHOUT_JVP = "You must implement the jvp function for custom autograd.Function"
+
+
+@dataclass(frozen=True)
+class Linearised:
+    """v of a shard and a product with its Jacobian, without a graph. Ju has the names of v."""
+
+    outputs: Outputs
+    tangents: Outputs
+
+
+class ShardJacobians:
+    """Products with the Jacobians of shards, each by calls of the model under its own stream."""
+
+    def __init__(
+        self, calls: ModelCalls, feed: Feed, *, argument: str | None, scaled: bool
+    ) -> None:
+        """Choose z.
+
+        Args:
+            argument: the shards' argument that is z; None takes the first floating-point one.
+            scaled: whether what is multiplied with J is first brought to a largest entry of 1,
+                so that it passes through float16.
+        """
+        self._calls = calls
+        self._feed = feed
+        self._argument = argument
+        self._scaled = scaled
+
+    def transposed(
+        self, position: Position, cotangents: Callable[[Outputs], Outputs]
+    ) -> tuple[Outputs, Tensor]:
+        """Return v and aᵀJ, of the shape of z: one forward and one backward.
+
+        Args:
+            cotangents: a, given v.
+
+        Raises:
+            BadInputs: the shard has no floating-point argument to be z.
+            BadOutput: v does not depend on z.
+        """
+        arguments, name, z = self._take(position)
+        leaf = z.requires_grad_()
+        with torch.enable_grad():
+            # A copy, for the model may write to its argument, and a leaf must not be written to.
+            passage = self._calls(position, {**arguments, name: leaf.clone()})
+        flowing = {n: v for n, v in passage.outputs.items() if v.requires_grad}
+        if not flowing:
+            raise BadOutput(
+                f"{self._calls.where(position)}: expected an output that depends on the argument "
+                f"{name!r}, got one that does not; name the argument to differentiate by z="
+            )
+        a = {n: cotangent for n, cotangent in cotangents(passage.outputs).items() if n in flowing}
+        scale = self._scale(list(a.values()))
+        with blaming("the backward pass", self._calls.where(position)):
+            if a:
+                torch.autograd.backward(
+                    [flowing[n] for n in a],
+                    [(cotangent * scale).to(flowing[n].dtype) for n, cotangent in a.items()],
+                )
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        outputs = {n: v.detach() for n, v in passage.outputs.items()}
+        return outputs, gradient.detach() / scale
+
+    def forward_mode(self, position: Position, u: Tensor) -> Linearised:
+        """Return v and Ju: one call that keeps no graph.
+
+        Raises:
+            ModelCallFailed: most likely an operation has no rule; see `missing_rule`.
+        """
+        arguments, name, z = self._take(position)
+        scale = self._scale([u])
+        with forward_ad.dual_level(), checkpoints_inlined(), LeanRules():
+            moving = dual(z, (u * scale).to(z.dtype).view_as(z))
+            passage = self._calls(position, {**arguments, name: moving})
+            found = {n: parts(v) for n, v in passage.outputs.items()}
+        return _linearised(found, scale)
+
+    def double_transposed(self, position: Position, u: Tensor) -> Linearised:
+        """Return v and Ju as the derivative of p ↦ (pᵀJ)u: a graph of the model, and twice.
+
+        Raises:
+            NoTangent: an operation cannot be differentiated twice.
+        """
+        arguments, name, z = self._take(position)
+        scale = self._scale([u])
+        leaf = z.requires_grad_()
+        with torch.enable_grad(), checkpoints_inlined():
+            passage = self._calls(position, {**arguments, name: leaf.clone()})
+            tangents = self._twice(position, passage, leaf, (u * scale).to(z.dtype).view_as(z))
+        return _linearised({n: (v, tangents.get(n)) for n, v in passage.outputs.items()}, scale)
+
+    def _twice(
+        self, position: Position, passage: Passage, leaf: Tensor, u: Tensor
+    ) -> dict[str, Tensor | None]:
+        flowing = {n: v for n, v in passage.outputs.items() if v.requires_grad}
+        probes = {n: torch.zeros_like(v, requires_grad=True) for n, v in flowing.items()}
+        try:
+            (product,) = torch.autograd.grad(
+                list(flowing.values()), leaf, list(probes.values()), create_graph=True
+            )
+            found = torch.autograd.grad(product, list(probes.values()), u, allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise NoTangent(
+                f"{self._calls.where(position)}: expected every operation to have a forward-mode "
+                f"rule or a backward that can be differentiated again, got {error}; give the "
+                f"custom autograd.Function a jvp, or a backward made of differentiable operations"
+            ) from error
+        return dict(zip(probes, found, strict=True))
+
+    def _take(self, position: Position) -> tuple[dict[str, Any], str, Tensor]:
+        arguments = self._feed.take(position)
+        real = [n for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point()]
+        if self._argument is None:
+            self._argument = next(iter(real), None)
+        if self._argument not in real:
+            raise BadInputs(
+                f"{self._calls.where(position)}: expected z="
+                f"{'one of' if self._argument is None else repr(self._argument) + ','} the "
+                f"floating-point arguments, which are {real}, of {sorted(arguments)}; an integer "
+                f"argument has no derivative"
+            )
+        return arguments, self._argument, arguments[self._argument]
+
+    def _scale(self, tensors: list[Tensor]) -> float:
+        if not self._scaled:
+            return 1.0
+        largest = max((float(t.abs().amax()) for t in tensors if t.numel()), default=0.0)
+        if not 0 < largest < math.inf:
+            return 1.0
+        return 2.0 ** -round(math.log2(largest))
+
+
+def missing_rule(error: ModelCallFailed) -> str:
+    """Name the operation that forward mode could not pass."""
+    message = str(error.__cause__)
+    found = WITHOUT_RULE.search(message)
+    if found is not None:
+        return found.group(1).removeprefix("aten::")
+    if message.startswith(WITHOUT_JVP):
+        return "a custom autograd.Function"
+    return f"{type(error.__cause__).__name__}: {message.splitlines()[0] if message else ''}"
+
+
+def _linearised(found: dict[str, tuple[Tensor, Tensor | None]], scale: float) -> Linearised:
+    outputs, tangents = {}, {}
+    for name, (value, tangent) in found.items():
+        outputs[name] = value.detach()
+        wide = accumulation_dtype(value.dtype)
+        tangents[name] = (
+            torch.zeros_like(outputs[name], dtype=wide)
+            if tangent is None
+            else tangent.detach().to(wide) / scale
+        )
+    return Linearised(outputs, tangents)

@@ -1,0 +1,125 @@
+"""Forward-mode rules for operations of which only one argument moves, and linearly.
+
+torch's own rules also multiply by the weights' tangents, which are zero here: a convolution or a
+matrix product runs three times where two are needed (value and tangent), and an evaluated batch
+norm, which only scales and shifts, takes five kernels for its tangent. What is left out is zero, so
+the results are the same.
+
+Not reached: what a Python function of `torch.nn.functional` calls on its own account, as
+`multi_head_attention_forward` does, and scripted modules. There torch's rules apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from gradbox_engine.mixed.dual import dual, parts
+
+Operation = Callable[..., Any]
+
+
+class LeanRules(TorchFunctionMode):
+    """Computes tangents without products with zero, for as long as this is entered."""
+
+    def __torch_function__(
+        self,
+        func: Operation,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        rule = RULES.get(func)
+        result = None if rule is None else rule(*args, **kwargs)
+        return func(*args, **kwargs) if result is None else result
+
+
+def _layer(
+    operation: Operation, input: Any, weight: Any, bias: Any = None, *rest: Any, **options: Any
+) -> Tensor | None:
+    """operation(x, W, b): the tangent is operation(ẋ, W, 0)."""
+    primal, tangent = parts(input)
+    if tangent is None or _moves(weight, bias):
+        return None
+    return dual(
+        operation(primal, weight, bias, *rest, **options),
+        operation(tangent, weight, None, *rest, **options),
+    )
+
+
+def _product(operation: Operation, a: Any, b: Any, **options: Any) -> Tensor | None:
+    """operation(a, b), bilinear: the tangent is operation(ȧ, b), or operation(a, ḃ)."""
+    (a, a_tangent), (b, b_tangent) = parts(a), parts(b)
+    if options or (a_tangent is None) == (b_tangent is None):
+        return None
+    tangent = operation(a, b_tangent) if a_tangent is None else operation(a_tangent, b)
+    return dual(operation(a, b), tangent)
+
+
+def _shifted_product(bias: Any, a: Any, b: Any, **options: Any) -> Tensor | None:
+    """addmm, b₀ + a b: the tangent is ȧ b."""
+    primal, tangent = parts(a)
+    if options or tangent is None or _moves(bias, b):
+        return None
+    return dual(torch.addmm(bias, primal, b), torch.mm(tangent, b))
+
+
+def _batch_norm(
+    input: Any,
+    mean: Any,
+    variance: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    *rest: Any,
+    **options: Any,
+) -> Tensor | None:
+    """Batch norm by running statistics: the tangent is that of the scale alone."""
+    primal, tangent = parts(input)
+    if training or tangent is None or mean is None or _moves(mean, variance, weight, bias):
+        return None
+    return dual(
+        F.batch_norm(primal, mean, variance, weight, bias, False, *rest, **options),
+        F.batch_norm(
+            tangent, torch.zeros_like(mean), variance, weight, None, False, *rest, **options
+        ),
+    )
+
+
+def _moves(*values: Any) -> bool:
+    return any(parts(value)[1] is not None for value in values)
+
+
+LAYERS: tuple[Operation, ...] = (
+    F.linear,
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    F.conv_transpose1d,
+    F.conv_transpose2d,
+    F.conv_transpose3d,
+)
+
+PRODUCTS: tuple[Operation, ...] = (
+    torch.matmul,
+    torch.mm,
+    torch.bmm,
+    Tensor.matmul,
+    Tensor.mm,
+    Tensor.bmm,
+    Tensor.__matmul__,
+)
+
+RULES: dict[Operation, Callable[..., Tensor | None]] = {
+    **{layer: partial(_layer, layer) for layer in LAYERS},
+    **{product: partial(_product, product) for product in PRODUCTS},
+    torch.addmm: _shifted_product,
+    F.batch_norm: _batch_norm,
+}

@@ -1,0 +1,38 @@
+"""dt/dy, added up over shards in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gradbox_engine.precision import accumulation_dtype
+
+
+class Sums:
+    """One sum for each leaf, in float32 or wider."""
+
+    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
+        """Begin with zeros, of the width that the leaves have during the job."""
+        self._sums = {
+            name: torch.zeros_like(leaf.detach(), dtype=accumulation_dtype(leaf.dtype))
+            for name, leaf in leaves.items()
+        }
+        self._reached: set[str] = set()
+
+    @torch.no_grad()
+    def add(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Add one shard's gradients; None stands where no path leads to a leaf."""
+        for name, gradient in gradients.items():
+            if gradient is not None:
+                self._sums[name].add_(gradient)
+                self._reached.add(name)
+
+    def named(self) -> dict[str, Tensor]:
+        """Return all sums in the leaves' order."""
+        return dict(self._sums)
+
+    def unreached(self) -> tuple[str, ...]:
+        """Return the leaves that no gradient has come to."""
+        return tuple(name for name in self._sums if name not in self._reached)
