@@ -95,8 +95,8 @@ class Inner:
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
     """Return the Euclidean norm of several tensors as one vector; 0-dim, without a graph."""
-    norms = [torch.linalg.vector_norm(tensor.detach()).double() for tensor in tensors]
-    return torch.stack(norms).norm() if norms else torch.zeros((), dtype=torch.float64)
+    norms = [torch.linalg.vector_norm(tensor.detach()) for tensor in tensors]
+    return torch.stack(norms).norm() if norms else torch.zeros(())
 
 
 def _leaves(outputs: Outputs) -> Outputs:

@@ -135,17 +135,16 @@ def tangent_pass(
         ReplayMismatch: a shard's v differs from that of the first pass.
     """
     active = [record for record in records if record.position in directions]
-    comparison = ReplayComparison(equipment.precision)
-    tangents = _Tangents(equipment, TangentPass(len(active)))
+    scales = [norm([record.dfdz]) * norm([directions[record.position]]) for record in active]
+    largest = torch.stack(scales).amax() if scales else torch.zeros(())
+    tangents = _Tangents(equipment, TangentPass(len(active)), largest)
     for index, record in enumerate(active):
         equipment.observer.step("replay", index, len(active))
-        linearised, contraction = tangents.take(record, directions[record.position])
-        where = equipment.calls.where(record.position)
-        comparison.compare(where, _sketch(linearised.outputs), record.sketch)
+        contraction = tangents.take(record, directions[record.position])
         sums.add(contraction.gradients())
         following = active[index + 1].position if index + 1 < len(active) else None
         equipment.feed.prefetch(following)
-    tangents.went.difference = comparison.finish()
+    tangents.went.difference = tangents.comparison.finish()
     equipment.observer.step("replay", len(active), len(active))
     return tangents.went
 
@@ -153,44 +152,68 @@ def tangent_pass(
 class _Tangents:
     """Takes J u of one shard after the other, by forward mode for as long as that works."""
 
-    def __init__(self, equipment: Equipment, went: TangentPass) -> None:
+    def __init__(self, equipment: Equipment, went: TangentPass, largest: Tensor) -> None:
+        """Begin.
+
+        Args:
+            largest: the largest ‖dfdz_i‖‖u_i‖, to which a shard's disagreement is compared.
+        """
         self.went = went
+        self._largest = largest
+        self.comparison = ReplayComparison(equipment.precision)
         self._equipment = equipment
         self._obstacle: str | None = None
 
-    def take(self, record: ShardRecord, u: Tensor) -> tuple[Linearised, Contraction]:
-        """Return v and J u of a shard, and the latter contracted with a."""
+    def take(self, record: ShardRecord, u: Tensor) -> Contraction:
+        """Return J u of a shard, contracted with a.
+
+        Raises:
+            ReplayMismatch: v differs from that of the first pass.
+            NoTangent: an operation stands in the way of both ways to J u.
+        """
         if self._obstacle is None:
             try:
-                found = self._by_forward_mode(record, u)
+                contraction = self._by_forward_mode(record, u)
             except ModelCallFailed as error:  # the same call went through in the first pass
                 self._obstacle = missing_rule(error)
             else:
-                if self._agrees(record, u, found[1]):
-                    return found
+                if contraction is not None:
+                    return contraction
                 self._obstacle = DISAGREES
         # What stops one shard stops the next: the model is the same.
         fallbacks = self.went.fallbacks
         fallbacks[self._obstacle] = fallbacks.get(self._obstacle, 0) + 1
-        self._equipment.buffers.restore(record.before)
-        linearised = self._equipment.jacobians.double_transposed(record.position, u)
-        return linearised, self._contract(record, linearised)
+        return self._by_double_backward(record, u)
 
-    def _by_forward_mode(self, record: ShardRecord, u: Tensor) -> tuple[Linearised, Contraction]:
+    def _by_forward_mode(self, record: ShardRecord, u: Tensor) -> Contraction | None:
         self._equipment.buffers.restore(record.before)
         linearised = self._equipment.jacobians.forward_mode(record.position, u)
-        return linearised, self._contract(record, linearised)
+        contraction = self._contract(record, linearised)
+        if not self._agrees(record, u, contraction):
+            return None
+        self._compare(record, linearised)
+        return contraction
+
+    def _by_double_backward(self, record: ShardRecord, u: Tensor) -> Contraction:
+        self._equipment.buffers.restore(record.before)
+        linearised = self._equipment.jacobians.double_transposed(record.position, u)
+        self._compare(record, linearised)
+        return self._contract(record, linearised)
 
     def _contract(self, record: ShardRecord, linearised: Linearised) -> Contraction:
         return self._equipment.inner.contract(
             record.position, linearised.outputs, linearised.tangents
         )
 
+    def _compare(self, record: ShardRecord, linearised: Linearised) -> None:
+        where = self._equipment.calls.where(record.position)
+        self.comparison.compare(where, _sketch(linearised.outputs), record.sketch)
+
     def _agrees(self, record: ShardRecord, u: Tensor, contraction: Contraction) -> bool:
         """Return whether ⟨a, J u⟩ = ⟨dfdz, u⟩ within rounding; waits for the device."""
-        expected = (record.dfdz.double() * u.double()).sum()
-        error = (contraction.product.detach().double() - expected).abs()
-        scale = torch.maximum(contraction.scale, norm([record.dfdz]) * norm([u]))
+        expected = (record.dfdz.to(u.dtype) * u).sum()
+        error = (contraction.product.detach() - expected).abs()
+        scale = torch.maximum(contraction.scale, self._largest)
         tolerance = replay_tolerance(self._equipment.precision, record.dfdz.dtype)
         return bool(error <= tolerance * scale)
 

@@ -4,9 +4,9 @@ By forward mode a call of the model carries the tangent along: no graph, two for
 an operation has no forward-mode rule, Ju is the derivative of the linear map p ↦ (pᵀJ)u at any p:
 a forward and a backward with a graph, that of the backward too, and one backward through it.
 
-Both treat what the model computes from z under `no_grad` alike only if the model does nothing of
-the kind: forward mode goes through `torch.no_grad()`, reverse mode does not. So the caller compares
-⟨a, Ju⟩ with ⟨aᵀJ, u⟩.
+Both can be wrong without an error. Forward mode goes through a model's own `torch.no_grad()`, where
+reverse mode stops: the caller compares ⟨a, Ju⟩ with ⟨aᵀJ, u⟩. And autograd silently leaves out a
+backward marked `once_differentiable`: its mark in the graph is looked for.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ShardJacobians:
                 )
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         outputs = {n: v.detach() for n, v in passage.outputs.items()}
-        return outputs, gradient.detach() / scale
+        return outputs, gradient if scale == 1.0 else gradient / scale
 
     def forward_mode(self, position: Position, u: Tensor) -> Linearised:
         """Return v and Ju: one call that keeps no graph.
@@ -123,6 +123,14 @@ class ShardJacobians:
             tangents = self._twice(position, passage, leaf, (u * scale).to(z.dtype).view_as(z))
         return _linearised({n: (v, tangents.get(n)) for n, v in passage.outputs.items()}, scale)
 
+    def no_tangent(self, position: Position, found: str) -> NoTangent:
+        """Return the error that neither way gives Ju, because of what was found."""
+        return NoTangent(
+            f"{self._calls.where(position)}: expected every operation to have a forward-mode rule "
+            f"or a backward that can be differentiated again, got {found}; give the custom "
+            f"autograd.Function a jvp, or a backward made of differentiable operations"
+        )
+
     def _twice(
         self, position: Position, passage: Passage, leaf: Tensor, u: Tensor
     ) -> dict[str, Tensor | None]:
@@ -132,15 +140,13 @@ class ShardJacobians:
             (product,) = torch.autograd.grad(
                 list(flowing.values()), leaf, list(probes.values()), create_graph=True
             )
+            if _has_dead_end(product):
+                raise self.no_tangent(position, "a backward marked once_differentiable")
             found = torch.autograd.grad(product, list(probes.values()), u, allow_unused=True)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise NoTangent(
-                f"{self._calls.where(position)}: expected every operation to have a forward-mode "
-                f"rule or a backward that can be differentiated again, got {error}; give the "
-                f"custom autograd.Function a jvp, or a backward made of differentiable operations"
-            ) from error
+            raise self.no_tangent(position, str(error)) from error
         return dict(zip(probes, found, strict=True))
 
     def _take(self, position: Position) -> tuple[dict[str, Any], str, Tensor]:
@@ -175,6 +181,24 @@ def missing_rule(error: ModelCallFailed) -> str:
     if message.startswith(WITHOUT_JVP):
         return "a custom autograd.Function"
     return f"{type(error.__cause__).__name__}: {message.splitlines()[0] if message else ''}"
+
+
+def _has_dead_end(tensor: Tensor) -> bool:
+    """Return whether the graph behind a tensor holds a node that only raises.
+
+    autograd does not run such a node where it has nothing to hand on to: the derivative would be
+    zero without an error.
+    """
+    pending, seen = [tensor.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::Error":
+            return True
+        pending.extend(following for following, _ in node.next_functions)
+    return False
 
 
 def _linearised(found: dict[str, tuple[Tensor, Tensor | None]], scale: float) -> Linearised:

@@ -1,0 +1,171 @@
+"""Frozen models G for the mixed problems, in float64. Shape legend: B samples, T positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.case_models import cnn, inplace_mlp, seeded
+
+__all__ = ["cnn", "inplace_mlp"]
+
+
+@seeded
+def generator() -> nn.Module:
+    """A small DCGAN generator: (B, 6) → (B, 1, 8, 8)."""
+    return nn.Sequential(
+        nn.Linear(6, 32),
+        nn.Unflatten(1, (8, 2, 2)),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 4, 4, stride=2, padding=1),
+        nn.BatchNorm2d(4),
+        nn.LeakyReLU(0.1, inplace=True),
+        nn.ConvTranspose2d(4, 1, 4, stride=2, padding=1),
+        nn.Tanh(),
+    )
+
+
+class Attention(nn.Module):
+    """Fused attention with dropout between matrix products; also looks up constant words."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        hidden = hidden + self.words(tokens)
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(self.norm(hidden)).chunk(3, -1))
+        dropout = 0.2 if self.training else 0.0
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+        return hidden + mixed.squeeze(1) @ self.out
+
+
+class Transformer(nn.Module):
+    """Two attention layers of our own and two of torch's; returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.ModuleList(Attention() for _ in range(2))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor, hidden: Tensor) -> dict[str, Any]:
+        for attention in self.attention:
+            hidden = attention(hidden, tokens)
+        return {"hidden": self.encoder(hidden)}
+
+
+@seeded
+def transformer() -> nn.Module:
+    return Transformer()
+
+
+class Recurrent(nn.Module):
+    """An LSTM and a GRU: (B, T, 4) → (B, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 6, num_layers=2, dropout=0.3, batch_first=True)
+        self.gru = nn.GRU(6, 3, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(self.lstm(x)[0])[0].mean(1)[:, :3]
+
+
+@seeded
+def recurrent() -> nn.Module:
+    return Recurrent()
+
+
+class Checkpointed(nn.Module):
+    """Recomputes two blocks, with dropout in them, in its backward pass."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2)
+        )
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+        return x[:, :3]
+
+
+def checkpointed(*, reentrant: bool) -> nn.Module:
+    return seeded(lambda: Checkpointed(reentrant=reentrant))()
+
+
+class Square(torch.autograd.Function):
+    """x² with a backward that can be differentiated, and no forward-mode rule."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class SquareOnce(Square):
+    """The same with a backward that cannot be differentiated."""
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class Applies(nn.Module):
+    """A linear layer, a function, and another linear layer: (B, 5) → (B, 3)."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x).tanh()))
+
+
+def custom_functions() -> nn.Module:
+    return seeded(lambda: Applies(Square.apply))()
+
+
+def once_differentiable() -> nn.Module:
+    return seeded(lambda: Applies(SquareOnce.apply))()
+
+
+def normed() -> nn.Module:
+    """Normalises rows by the fused operation behind `weight_norm`."""
+    lengths = torch.ones(1, 4, dtype=torch.float64)
+    return seeded(lambda: Applies(lambda hidden: torch._weight_norm(hidden, lengths, 1)))()
+
+
+def distances() -> nn.Module:
+    """Uses `cdist`, which can be differentiated once and backward only."""
+    points = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+    return seeded(lambda: Applies(lambda hidden: torch.cdist(hidden, points)))()
+
+
+def constant_branch() -> nn.Module:
+    """Multiplies by what reverse mode takes for a constant and forward mode does not."""
+
+    def gated(hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = hidden.exp()
+        return hidden * gate
+
+    return seeded(lambda: Applies(gated))()
