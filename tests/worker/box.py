@@ -24,6 +24,7 @@ from gradbox.protocol import (
     GradientSpec,
     GraphLoss,
     InputGroup,
+    JobState,
     Receipt,
     ShardRef,
     TracedFunction,
@@ -35,6 +36,7 @@ from gradbox_service.dispatch import Dispatcher
 from gradbox_service.embedded_redis import EmbeddedRedis
 from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import Settings
+from tests.worker import zoo
 
 Shards = Sequence[Mapping[str, Tensor]]
 
@@ -56,10 +58,17 @@ class Box:
         self.redis_url = redis_url
         self.models_file = folder / "models.toml"
 
+    def order(self, what: str) -> None:
+        """Tell `zoo.Misbehaving` what to do; see there."""
+        beside = self.folder / "order.part"
+        beside.write_text(what)
+        beside.rename(self.folder / "order")
+
     def upload(self, tensors: Mapping[str, Tensor]) -> str:
         content = save(dict(tensors))
         digest = hashlib.sha256(content).hexdigest()
-        self.backing.blobs.put(digest, [content])
+        if self.backing.blobs.size_bytes(digest) is None:
+            self.backing.blobs.put(digest, [content])
         return digest
 
     def spec(self, shards: Shards, *, model: str = "m", **given: Any) -> GradientSpec:
@@ -191,6 +200,18 @@ def running_worker(box: Box, *options: str, name: str = "w1") -> Iterator[Worker
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()
+
+
+def register_misbehaving(box: Box) -> None:
+    """Write a models file with `zoo.Misbehaving` as model "m"."""
+    box.models_file.write_text(
+        f'[models.m]\nbuilder = "python"\nsource = "{zoo.__file__}:misbehaving"\n'
+        f'kwargs = {{folder = "{box.folder}"}}\n'
+    )
+
+
+def running(record: JobRecord) -> bool:
+    return record.state is JobState.RUNNING and record.progress is not None
 
 
 def shards_of(num: int, *, seed: int = 0) -> list[dict[str, Tensor]]:

@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how much of the device the weights of idle models may keep [half of it]",
     )
     parser.add_argument(
+        "--lease-s",
+        type=float,
+        default=20.0,
+        help="how long the worker may be silent before its job goes to another one [20]",
+    )
+    parser.add_argument(
         "--cancel-grace-s",
         type=float,
         default=30.0,
@@ -56,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     import redis
 
     from gradbox_service.settings import BadSettings
+    from gradbox_worker.device import DeviceNotStarted
     from gradbox_worker.models import ModelsFileError
     from gradbox_worker.presence import NameTaken
 
@@ -66,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     )
     try:
         return _work(args)
-    except (BadSettings, ModelsFileError, NameTaken) as error:
+    except (BadSettings, DeviceNotStarted, ModelsFileError, NameTaken) as error:
         print(f"gradbox worker: {error}", file=sys.stderr)
         return 2
     except redis.ConnectionError as error:
@@ -109,10 +116,9 @@ def _work(args: argparse.Namespace) -> int:
             name=name,
             device=device,
             results=result_store(settings.data),
-            patience=Patience(cancel_grace_s=args.cancel_grace_s),
+            patience=Patience(lease_s=args.lease_s, cancel_grace_s=args.cancel_grace_s),
         )
         worker.work(logging_level="WARNING")
     if worker.failure is not None:
-        print(f"gradbox worker: {worker.failure}", file=sys.stderr)
-        return 2
+        raise worker.failure
     return 0 if worker.leaving else 1
