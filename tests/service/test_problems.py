@@ -65,6 +65,16 @@ def test_a_failure_of_ours_tells_an_id_and_no_traceback(
     assert answer.json()["request_id"] in caplog.text
 
 
+def test_a_thread_that_ended_is_said(memory_box: Box, tmp_path: Path) -> None:
+    app = create_app(Settings(data=tmp_path), backing=memory_box.backing)
+    with InProcessTransport(app) as transport:
+        client = client_with(transport, "")
+        assert client.get("/livez").status_code == 200
+        app.state.dispatcher.close()
+        app.state.dispatcher.join()
+        assert client.get("/livez").status_code == 500
+
+
 def test_a_silent_redis_is_a_transient_problem(tmp_path: Path) -> None:
     server = EmbeddedRedis.start(tmp_path / "redis")
     app = create_app(Settings(redis_url=server.url, data=tmp_path))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,6 +62,13 @@ def resident_bytes(pid: int) -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise AssertionError("no VmHWM in /proc")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
 
 
 def large_blob() -> Iterator[bytes]:
@@ -168,6 +176,24 @@ def test_it_stops_in_order_though_streams_are_open(
         assert time.monotonic() - begun < 5.0
         listener.join()
         assert ended == ["in order"]
+        _, log = process.communicate()
+        assert "Traceback" not in log
+
+
+def test_an_upload_that_is_cut_off_leaves_nothing(redis_settings: Settings) -> None:
+    with running(redis_settings) as (process, url):
+        client = client_of(redis_settings, url)
+        host, port = url.removeprefix("http://").split(":")
+        head = (
+            f"PUT /v1/blobs/{'0' * 64} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100000\r\n"
+            f"Authorization: {client.headers['Authorization']}\r\n\r\n"
+        )
+        incoming = redis_settings.data / "blobs" / "incoming"
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head.encode() + bytes(50_000))
+            wait_until(lambda: incoming.exists() and any(incoming.iterdir()))
+        wait_until(lambda: not any(incoming.iterdir()))
+        process.terminate()
         _, log = process.communicate()
         assert "Traceback" not in log
 
