@@ -8,7 +8,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -169,19 +168,26 @@ class WorkerProcess:
 
 
 @contextmanager
+def dispatching(backing: Backing) -> Iterator[None]:
+    """Feed the backing's turns from its records while the context lasts."""
+    dispatcher = Dispatcher(backing.records, backing.turns, backing.fleet, backing.leadership)
+    dispatcher.start()
+    try:
+        yield
+    finally:
+        dispatcher.close()
+        dispatcher.join()
+
+
+@contextmanager
 def running_box(folder: Path) -> Iterator[Box]:
     """Run Redis and a dispatcher; the workers are the caller's."""
     server = EmbeddedRedis.start(folder / "redis")
     backing = Backing.on_redis(Settings(redis_url=server.url, data=folder))
-    dispatcher = Dispatcher(backing.records, backing.turns, backing.fleet, backing.leadership)
-    stop = threading.Event()
-    thread = threading.Thread(target=dispatcher.run, args=[stop])
-    thread.start()
     try:
-        yield Box(folder, backing, redis_url=server.url)
+        with dispatching(backing):
+            yield Box(folder, backing, redis_url=server.url)
     finally:
-        stop.set()
-        thread.join()
         server.stop()
 
 

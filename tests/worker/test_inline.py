@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,10 +10,9 @@ import torch
 from gradbox.errors import LossNotFinite
 from gradbox.protocol import BuiltinLoss, JobState, TensorRef
 from gradbox_service.backing import Backing
-from gradbox_service.dispatch import Dispatcher
 from gradbox_service.jobs import MemoryTurns
 from gradbox_worker.inline import InlineWorker
-from tests.worker.box import Box, register_misbehaving, running, shards_of, traced
+from tests.worker.box import Box, dispatching, register_misbehaving, running, shards_of, traced
 
 
 @pytest.fixture(scope="module")
@@ -24,23 +22,16 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     box = Box(folder, backing)
     register_misbehaving(box)
     assert isinstance(backing.turns, MemoryTurns)
-    dispatcher = Dispatcher(backing.records, backing.turns, backing.fleet, backing.leadership)
-    stop = threading.Event()
-    thread = threading.Thread(target=dispatcher.run, args=[stop])
-    thread.start()
-    try:
-        with InlineWorker(
-            box.models_file,
-            records=backing.records,
-            turns=backing.turns,
-            fleet=backing.fleet,
-            blobs=backing.blobs,
-            results=backing.results,
-        ):
-            yield box
-    finally:
-        stop.set()
-        thread.join()
+    worker = InlineWorker(
+        box.models_file,
+        records=backing.records,
+        turns=backing.turns,
+        fleet=backing.fleet,
+        blobs=backing.blobs,
+        results=backing.results,
+    )
+    with dispatching(backing), worker:
+        yield box
 
 
 def test_it_announces_itself_and_its_models(box: Box) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradbox.graphs.trace import trace
-from gradbox.protocol import GraphLoss, InputGroup, JobState, ShardRef, TracedFunction
+from gradbox.protocol import GradientSpec, GraphLoss, InputGroup, JobState, ShardRef, TracedFunction
 from gradbox_engine import shard_stream
 from gradbox_worker.demo.task import model_folder
 from tests.worker.box import running_box, running_worker
@@ -46,8 +46,7 @@ def test_minilm_with_dropout_agrees_with_the_naive_backward(tmp_path: Path) -> N
             f'[models.minilm]\nbuilder = "hf"\nsource = "{model_folder()}"\n'
         )
         with running_worker(box):
-            spec = box.spec(
-                [],
+            spec = GradientSpec(
                 model="minilm",
                 inputs=[
                     InputGroup(

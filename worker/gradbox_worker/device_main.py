@@ -31,15 +31,16 @@ class Inbox:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._runs: queue.SimpleQueue[Run] = queue.SimpleQueue()
-        self._stopped_job_id: str | None = None
+        self._stopped: tuple[str, int] | None = None
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
 
     def next_run(self) -> Run:
         """Wait for the next job."""
         return self._runs.get()
 
-    def stop_requested(self, job_id: str) -> bool:
-        return self._stopped_job_id == job_id
+    def stop_requested(self, job_id: str, attempt: int) -> bool:
+        """Tell whether this attempt is to stop."""
+        return self._stopped == (job_id, attempt)
 
     def _read(self) -> None:
         while True:
@@ -51,7 +52,7 @@ class Inbox:
                 case Run():
                     self._runs.put(order)
                 case Stop():
-                    self._stopped_job_id = order.job_id
+                    self._stopped = (order.job_id, order.attempt)
 
 
 def main(arguments: list[str]) -> None:

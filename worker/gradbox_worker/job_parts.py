@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from gradbox.losses import BUILTIN
 from torch import Tensor
 
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.build import build
 from gradbox.graphs.cost import metered
+from gradbox.losses import BUILTIN
 from gradbox.protocol import BuiltinLoss, GradientSpec, TensorRef, TracedFunction
 from gradbox_engine import Group, Objective
 from gradbox_worker.blob_tensors import BlobTensors

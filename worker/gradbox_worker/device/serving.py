@@ -32,7 +32,7 @@ class Orders(Protocol):
     """What the worker asks for."""
 
     def next_run(self) -> Run: ...
-    def stop_requested(self, job_id: str) -> bool: ...
+    def stop_requested(self, job_id: str, attempt: int) -> bool: ...
 
 
 def serve(
@@ -64,7 +64,7 @@ def serve(
     while True:
         order = orders.next_run()
         work = _work(order)
-        observer = _Reporter(connection, orders, job_id=order.job_id)
+        observer = _Reporter(connection, orders, work=work)
         answer = attempt(work, registry=registry, blobs=blobs, observer=observer)
         match answer:
             case Finished():
@@ -80,15 +80,15 @@ def serve(
 class _Reporter:
     """The engine's observer: sends progress now and then, and stops the job on request."""
 
-    def __init__(self, connection: Connection, orders: Orders, *, job_id: str) -> None:
+    def __init__(self, connection: Connection, orders: Orders, *, work: Work) -> None:
         self._connection = connection
         self._orders = orders
-        self._job_id = job_id
+        self._work = work
         self._phase = ""
         self._reported_at = 0.0
 
     def step(self, phase: str, done: int, total: int) -> None:
-        if self._orders.stop_requested(self._job_id):
+        if self._orders.stop_requested(self._work.job_id, self._work.attempt):
             raise StopNow
         now = time.monotonic()
         if phase == self._phase and done < total and now - self._reported_at < REPORT_S:
