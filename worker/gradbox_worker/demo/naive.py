@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import torch
-from gradbox_engine import shard_stream
 from safetensors.torch import save_file
 
+from gradbox_engine import shard_stream
 from gradbox_worker.demo import task
 from gradbox_worker.memory import PeakMemory
 
