@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 import time
@@ -104,6 +105,12 @@ class Misbehaving(Affine):
 
     def _exit(self) -> None:
         sys.exit("a model has no business here")
+
+    def _die_leaving_a_child(self) -> None:
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _sleep(self) -> None:
         time.sleep(0.05)

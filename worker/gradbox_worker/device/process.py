@@ -137,12 +137,17 @@ class DeviceProcess:
             send(self._connection, order)
         except OSError:
             return Died(self._how_it_ended())
-        return self._outcome(work, supervision)
+        try:
+            return self._outcome(work, supervision)
+        except BaseException:
+            self.kill()  # or its answer to this job would be taken for one to the next
+            self.close()
+            raise
 
     def kill(self) -> None:
-        """End the process at once; a job it runs ends as `Died`."""
+        """End the process at once, with those it started; a job it runs ends as `Died`."""
         if self._process is not None and self._process.poll() is None:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the process and wait until it is gone."""
@@ -153,7 +158,7 @@ class DeviceProcess:
             try:
                 self._process.wait(LEAVE_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                self.kill()
                 self._process.wait()
             self._process = None
 
@@ -172,7 +177,8 @@ class DeviceProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a model prints goes to the worker's log
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C on the terminal is the worker's business
+                # Ctrl-C on the terminal is the worker's business; and a group can be killed whole.
+                start_new_session=True,
             )
         self._connection = Connection(ours.detach())
 
