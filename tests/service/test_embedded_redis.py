@@ -14,16 +14,15 @@ import pytest
 import redis
 
 from gradbox_service import embedded_redis
-from gradbox_service.embedded_redis import EmbeddedRedis, NoRedis, redis_for, server_binary
+from gradbox_service.embedded_redis import EmbeddedRedis, NoRedis, server_binary, url_in
 from gradbox_service.jobs import connect
 
 
-def is_running(pid: int) -> bool:
+def answers(folder: Path) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return bool(connect(url_in(folder), retries=0).ping())
+    except redis.ConnectionError:
         return False
-    return True
 
 
 def test_it_keeps_what_it_was_given(tmp_path: Path) -> None:
@@ -74,19 +73,44 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_a_server_that_outlived_its_supervisor_is_replaced(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from gradbox_service.embedded_redis import *;"
-        f"print(EmbeddedRedis.start(Path({str(tmp_path)!r})).pid, flush=True); sys.stdin.read()"
-    )
+def kill_supervisor_of(folder: Path, *, arranged: bool) -> int:
+    """Let a process start a server and be killed; return the server's process id.
+
+    Args:
+        arranged: whether the kernel ends the server with its supervisor, as on Linux.
+    """
+    code = f"""
+import sys
+from pathlib import Path
+from gradbox_service import embedded_redis
+if not {arranged}:
+    embedded_redis.die_with_parent = lambda number: None
+print(embedded_redis.EmbeddedRedis.start(Path({str(folder)!r})).pid, flush=True)
+sys.stdin.read()
+"""
     supervisor = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert supervisor.stdout is not None
-    orphan = int(supervisor.stdout.readline())
+    pid = int(supervisor.stdout.readline())
     supervisor.kill()
     supervisor.communicate()
-    assert is_running(orphan)
+    return pid
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child")
+def test_a_server_ends_with_its_supervisor(tmp_path: Path) -> None:
+    kill_supervisor_of(tmp_path, arranged=True)
+    give_up = time.monotonic() + 5.0
+    while answers(tmp_path):
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def test_a_server_that_outlived_its_supervisor_is_replaced(tmp_path: Path) -> None:
+    orphan = kill_supervisor_of(tmp_path, arranged=False)
+    time.sleep(0.05)
+    assert answers(tmp_path)
     server = EmbeddedRedis.start(tmp_path)
     try:
         assert server.pid != orphan
@@ -102,19 +126,6 @@ def test_a_long_path_gets_a_short_socket(tmp_path: Path) -> None:
         assert len(server.url) < 108
     finally:
         server.stop()
-
-
-def test_a_given_address_is_taken_as_it_is(tmp_path: Path) -> None:
-    with redis_for("redis://elsewhere:1", data=tmp_path) as url:
-        assert url == "redis://elsewhere:1"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_an_address_one_runs_while_it_is_needed(tmp_path: Path) -> None:
-    with redis_for(None, data=tmp_path) as url:
-        assert connect(url).ping()
-    with pytest.raises(redis.ConnectionError):
-        connect(url, retries=0).ping()
 
 
 def test_a_server_on_path_is_the_second_choice(
