@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Final
+from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel
@@ -110,7 +111,7 @@ class GradClient:
         Raises:
             JobNotFound: there is none of that id.
         """
-        answer = self._connection.request("GET", f"/v1/jobs/{job_id}")
+        answer = self._connection.request("GET", f"/v1/jobs/{quote(job_id, safe='')}")
         return Job(self._connection, parsed(JobView, answer))
 
     def jobs(self, *, state: JobState | str | None = None, limit: int | None = None) -> list[Job]:
@@ -132,7 +133,7 @@ class GradClient:
         Raises:
             UnknownModel: there is none of that name.
         """
-        answer = self._connection.request("GET", f"/v1/models/{name}")
+        answer = self._connection.request("GET", f"/v1/models/{quote(name, safe='@')}")
         return parsed(ModelView, answer)
 
     def _post(self, body: bytes, key: str) -> JobView:
@@ -144,8 +145,12 @@ class GradClient:
         missing = [blob for blob in blobs if blob.digest not in self._present]
         if not missing:
             return
-        with ThreadPoolExecutor(UPLOADS_AT_ONCE) as pool:
+        pool = ThreadPoolExecutor(UPLOADS_AT_ONCE)
+        try:
             self._present.update(pool.map(self._upload_one, missing))
+        finally:
+            # After an error or Ctrl-C, what has not begun is not begun.
+            pool.shutdown(cancel_futures=True)
 
     def _upload_one(self, blob: Blob) -> str:
         """Upload a blob unless the box has it; return its digest."""
