@@ -82,7 +82,7 @@ class Computation:
     mode: Literal["eval", "train"] = "eval"
     seed: int = 0
     wrt: str | Sequence[str] | None = None
-    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    weights: Mapping[str, Tensor] | None = None
     priority: int = 0
     timeout_s: float = 3600.0
     name: str = ""
@@ -97,14 +97,14 @@ class Computation:
 
     def shared_fields(self, uploads: Uploads) -> dict[str, Any]:
         """Return the fields of a spec that all computations have."""
-        if not isinstance(self.weights, Mapping):
+        overlay = {} if self.weights is None else self.weights
+        if not isinstance(overlay, Mapping):
             raise InvalidInputs(
-                f"weights: expected {{name: tensor}}, got {type(self.weights).__name__}; "
+                f"weights: expected {{name: tensor}}, got {type(overlay).__name__}; "
                 f"write model.state_dict()"
             )
         weights = {
-            name: tensor_bytes(value, where=f"weights[{name!r}]")
-            for name, value in self.weights.items()
+            name: tensor_bytes(value, where=f"weights[{name!r}]") for name, value in overlay.items()
         }
         return {
             "model": self.model,

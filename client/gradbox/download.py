@@ -15,7 +15,6 @@ from gradbox.connection import Connection, TransientFault
 from gradbox.errors import ProtocolError
 from gradbox.protocol import ResultView
 
-CHUNK_BYTES: Final = 2**20
 CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/\d+")
 
 OnBytes = Callable[[int, int], None]
@@ -86,7 +85,7 @@ def _append(
         else:
             file.seek(0)
             file.truncate()
-        for chunk in answer.iter_raw(CHUNK_BYTES):
+        for chunk in answer.iter_bytes():
             file.write(chunk)
             if on_bytes is not None:
                 on_bytes(file.tell(), expected.size_bytes)

@@ -101,6 +101,9 @@ def _one_connection(
             # A read waits `wait_s` for bytes: near the deadline, ask again with a shorter wait.
             if deadline_s is not None and time.monotonic() + wait_s > deadline_s + LATENESS_S:
                 return
+    raise TransientFault(
+        f"the events of job {job_id} at {connection.url} ended before the job did; it goes on"
+    )
 
 
 def _read(fields: dict[str, str]) -> JobEvent | None:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from gradbox.errors import InvalidInputs, ProtocolError
 from gradbox.protocol import Receipt
-from gradbox.tensors import Tensor, is_torch_importable
+from gradbox.tensors import is_torch_importable
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ RECEIPT: Final = "gradbox"
 OF_THE_LOSS: Final = ("loss.", "loss_inputs.")
 
 
-class Tensors(Mapping[str, Tensor]):
+class Tensors(Mapping[str, Any]):
     """The tensors of one section of a result file, by name.
 
     They are torch tensors where torch is installed, else NumPy arrays. Torch maps them from the

@@ -64,7 +64,9 @@ def is_torch_importable() -> bool:
     """Tell whether torch is loaded or can be, without loading it."""
     from importlib.util import find_spec
 
-    return "torch" in sys.modules or find_spec("torch") is not None
+    if "torch" in sys.modules:
+        return sys.modules["torch"] is not None
+    return find_spec("torch") is not None
 
 
 @dataclass(frozen=True, eq=False)

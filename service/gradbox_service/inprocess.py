@@ -7,18 +7,15 @@ runs, lifespan included, in an event loop of its own thread; `close` ends it.
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any
 
 import httpx
 from starlette.types import ASGIApp, Message, Scope
-
-log = logging.getLogger(__name__)
 
 # Chunks of a response that may wait for a slow reader.
 MAX_WAITING_CHUNKS = 8
@@ -45,6 +42,7 @@ class InProcessTransport(httpx.BaseTransport):
         """Send one request; returns once the response has begun."""
         exchange = _Exchange(self._loop, request)
         task = asyncio.run_coroutine_threadsafe(exchange.run(self._app), self._loop)
+        task.add_done_callback(exchange.ended)
         status, headers = exchange.begun.result()
         silence_s = request.extensions.get("timeout", {}).get("read")
         return httpx.Response(
@@ -120,17 +118,14 @@ class _Exchange:
         self.received: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     async def run(self, app: ASGIApp) -> None:
-        try:
-            await app(self._scope(), self._receive, self._send)
-        except Exception as error:
-            if not self.begun.done():
-                self.begun.set_exception(error)
-            else:
-                log.debug("the app raised after it had answered", exc_info=error)
-        finally:
-            if not self.begun.done():
-                self.begun.set_exception(httpx.RemoteProtocolError("the app sent no response"))
-            self.received.put(None)
+        await app(self._scope(), self._receive, self._send)
+
+    def ended(self, task: Future[None]) -> None:
+        """Tell the caller that the app is through with the request, or why it failed."""
+        if not self.begun.done():
+            silence = httpx.RemoteProtocolError("the app sent no response")
+            self.begun.set_exception(task.exception() or silence)
+        self.received.put(None)
 
     def taken(self) -> None:
         """Make room for another chunk; called in the reader's thread."""
@@ -201,4 +196,4 @@ class _Body(httpx.SyncByteStream):
 
     def close(self) -> None:
         self._exchange.close()
-        self._task.result()
+        wait([self._task])

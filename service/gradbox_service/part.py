@@ -18,6 +18,8 @@ LONGEST_PAUSE_S: Final = 30.0
 # A process that lived this long had started well: its next restart is quick again.
 SETTLED_S: Final = 60.0
 TAIL_LINES: Final = 12
+# A longer log is put aside when the process is started.
+LONGEST_LOG_BYTES: Final = 16 * 2**20
 
 
 class Part:
@@ -58,6 +60,8 @@ class Part:
     def start(self) -> None:
         """Start the process."""
         self.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.log.exists() and self.log.stat().st_size > LONGEST_LOG_BYTES:
+            self.log.replace(self.log.with_suffix(".log.1"))
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             self._log_start = os.lseek(descriptor, 0, os.SEEK_END)

@@ -232,6 +232,17 @@ def test_shards_that_outer_does_not_see_have_no_tangent_pass():
     assert difference(result.grads, double_backward(case).grads) <= TOLERANCE
 
 
+def test_streams_of_samples_make_the_cut_into_shards_irrelevant():
+    case = mlp()
+    rows = torch.cat([shard["0"] for shard in case.shards])
+    cuts = [case.shards, [{"0": part} for part in rows.split((1, 4, 2))]]
+    first, second = (
+        mixed_answer(replace(case, shards=cut), streams="sample").grads for cut in cuts
+    )
+    assert difference(second, first) <= TOLERANCE
+    assert difference(mixed_answer(case).grads, first) > 1e-3
+
+
 class Steps:
     def __init__(self, stop_at: tuple[str, int] | None = None) -> None:
         self.seen: list[tuple[str, int, int]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,6 +81,17 @@ def accepted(box: Box, spec: dict[str, Any]) -> None:
 )
 def test_a_body_that_is_no_job_names_the_field(box: Box, body: bytes, says: str) -> None:
     assert says in refused(box, body, code="invalid-job")
+
+
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN", "1e999"])
+def test_a_number_that_is_not_finite_is_refused(box: Box, blob: str, number: str) -> None:
+    text = json.dumps(spec_for(blob, loss_inputs={"margin": 123.5})).replace("123.5", number)
+    assert "loss_inputs.margin" in refused(box, text.encode(), code="invalid-job")
+
+
+def test_text_that_is_no_unicode_is_refused(box: Box, blob: str) -> None:
+    text = json.dumps(spec_for(blob, name="\ud800"))
+    refused(box, text.encode(), code="invalid-job")
 
 
 def test_an_unknown_field_is_refused(box: Box, blob: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from functools import partial
 
@@ -195,9 +194,8 @@ def test_the_lock_passes_on_when_its_holder_is_gone(connection: redis.Redis) -> 
 
 
 def test_the_running_dispatcher_feeds_within_a_moment(backing: Backing) -> None:
-    stop = threading.Event()
-    thread = threading.Thread(target=dispatcher_of(backing).run, args=(stop,))
-    thread.start()
+    dispatcher = dispatcher_of(backing)
+    dispatcher.start()
     try:
         time.sleep(0.05)
         queue(backing.records, "a")
@@ -206,5 +204,6 @@ def test_the_running_dispatcher_feeds_within_a_moment(backing: Backing) -> None:
             time.sleep(0.005)
         assert time.monotonic() - begun < TICK_S
     finally:
-        stop.set()
-        thread.join()
+        dispatcher.close()
+        dispatcher.join()
+    assert not dispatcher.alive

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import pytest
 import redis
 
 from gradbox_service.jobs import JobRecord
@@ -102,6 +103,13 @@ def test_a_cancelled_job_ends_its_stream(box: Box) -> None:
     timer.start()
     assert read(box, job_id)[-1][2]["state"] == "cancelled"
     timer.join()
+
+
+def test_a_quiet_stream_is_kept_alive(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastapi.routing._PING_INTERVAL", 0.05)
+    job_id = submit(box.client)
+    with box.client.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
+        assert ": ping" in answer.iter_lines()
 
 
 def test_many_listeners_take_few_connections(box: Box, connection: redis.Redis) -> None:

@@ -8,7 +8,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from gradbox.protocol import (
     GradientSpec,
     GraphLoss,
     InputGroup,
+    JobState,
     Receipt,
     ShardRef,
     TracedFunction,
@@ -35,6 +35,7 @@ from gradbox_service.dispatch import Dispatcher
 from gradbox_service.embedded_redis import EmbeddedRedis
 from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import Settings
+from tests.worker import zoo
 
 Shards = Sequence[Mapping[str, Tensor]]
 
@@ -56,10 +57,17 @@ class Box:
         self.redis_url = redis_url
         self.models_file = folder / "models.toml"
 
+    def order(self, what: str) -> None:
+        """Tell `zoo.Misbehaving` what to do; see there."""
+        beside = self.folder / "order.part"
+        beside.write_text(what)
+        beside.rename(self.folder / "order")
+
     def upload(self, tensors: Mapping[str, Tensor]) -> str:
         content = save(dict(tensors))
         digest = hashlib.sha256(content).hexdigest()
-        self.backing.blobs.put(digest, [content])
+        if self.backing.blobs.size_bytes(digest) is None:
+            self.backing.blobs.put(digest, [content])
         return digest
 
     def spec(self, shards: Shards, *, model: str = "m", **given: Any) -> GradientSpec:
@@ -160,19 +168,26 @@ class WorkerProcess:
 
 
 @contextmanager
+def dispatching(backing: Backing) -> Iterator[None]:
+    """Feed the backing's turns from its records while the context lasts."""
+    dispatcher = Dispatcher(backing.records, backing.turns, backing.fleet, backing.leadership)
+    dispatcher.start()
+    try:
+        yield
+    finally:
+        dispatcher.close()
+        dispatcher.join()
+
+
+@contextmanager
 def running_box(folder: Path) -> Iterator[Box]:
     """Run Redis and a dispatcher; the workers are the caller's."""
     server = EmbeddedRedis.start(folder / "redis")
     backing = Backing.on_redis(Settings(redis_url=server.url, data=folder))
-    dispatcher = Dispatcher(backing.records, backing.turns, backing.fleet, backing.leadership)
-    stop = threading.Event()
-    thread = threading.Thread(target=dispatcher.run, args=[stop])
-    thread.start()
     try:
-        yield Box(folder, backing, redis_url=server.url)
+        with dispatching(backing):
+            yield Box(folder, backing, redis_url=server.url)
     finally:
-        stop.set()
-        thread.join()
         server.stop()
 
 
@@ -191,6 +206,18 @@ def running_worker(box: Box, *options: str, name: str = "w1") -> Iterator[Worker
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()
+
+
+def register_misbehaving(box: Box) -> None:
+    """Write a models file with `zoo.Misbehaving` as model "m"."""
+    box.models_file.write_text(
+        f'[models.m]\nbuilder = "python"\nsource = "{zoo.__file__}:misbehaving"\n'
+        f'kwargs = {{folder = "{box.folder}"}}\n'
+    )
+
+
+def running(record: JobRecord) -> bool:
+    return record.state is JobState.RUNNING and record.progress is not None
 
 
 def shards_of(num: int, *, seed: int = 0) -> list[dict[str, Tensor]]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.assembly import permutation
-from gradbox_engine.calls import blaming
 from gradbox_engine.errors import LossNotFinite, LossNotScalar
+from gradbox_engine.failures import blaming
 from gradbox_engine.job import Group, Objective, Z
 from gradbox_engine.outputs import Outputs, as_z, describe
 from gradbox_engine.overlay import wide_dtype
@@ -48,12 +48,14 @@ def differentiate(
     device: torch.device,
     seed: int,
     widened: bool,
+    penalty: float = 0.0,
     called: str = "loss",
 ) -> Differentiated:
     """Evaluate g at Z and differentiate it there.
 
     Args:
         outputs: by group, Z in the shards' order; g gets it in float32 or wider.
+        penalty: what the shards' penalties add to L.
         widened: whether floating-point extras and parameters become float64 too.
         called: what messages call g.
 
@@ -86,7 +88,7 @@ def differentiate(
         seen = {group: _ordered(named, orders.get(group)) for group, named in leaves.items()}
         inputs = {name: moved(v, device, widened=widened) for name, v in objective.inputs.items()}
         loss = _evaluate(objective, {group: as_z(named) for group, named in seen.items()}, inputs)
-        value = finite_number(loss, called=called)
+        value = finite_number(loss, penalty, called=called)
         wanted = [*flat, *objective.parameters.values()]
         gradients = (
             torch.autograd.grad(loss, wanted, allow_unused=True)
@@ -114,20 +116,21 @@ def _evaluate(objective: Objective, seen: dict[str, Z], inputs: dict[str, Any]) 
     return objective.function(**seen, **inputs)
 
 
-def finite_number(value: Any, *, called: str) -> float:
-    """Return a function's value on the host.
+def finite_number(value: Any, penalty: float = 0.0, *, called: str) -> float:
+    """Return a function's value on the host, with what penalties add to it.
 
     Raises:
         LossNotScalar: it is not one real floating-point number.
-        LossNotFinite: it is NaN or infinite.
+        LossNotFinite: the sum is NaN or infinite.
     """
     number = float(real_number(value, called=called).detach())
-    if not math.isfinite(number):
+    if not math.isfinite(number + penalty):
+        of_penalties = f" and {penalty} from the penalties" if penalty else ""
         raise LossNotFinite(
-            f"{called}: expected a finite number, got {number}; look for a logarithm or a division "
-            f"at zero, or for outputs of the model that are not finite"
+            f"{called}: expected a finite number, got {number}{of_penalties}; look for a logarithm "
+            f"or a division at zero, or for outputs of the model that are not finite"
         )
-    return number
+    return number + penalty
 
 
 def real_number(value: Any, *, called: str) -> Tensor:

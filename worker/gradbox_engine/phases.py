@@ -33,11 +33,13 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.buffers import Buffers, Snapshot
-from gradbox_engine.calls import ModelCalls, Passage, blaming
+from gradbox_engine.calls import ModelCalls, Passage
 from gradbox_engine.comparison import ReplayComparison
+from gradbox_engine.failures import blaming
 from gradbox_engine.feed import Feed, Position
 from gradbox_engine.job import Observer
 from gradbox_engine.outputs import Outputs
@@ -54,19 +56,22 @@ class Prepared:
     calls: ModelCalls
     feed: Feed
     buffers: Buffers
-    parameter_storages: frozenset[int]
+    inputs: Mapping[str, Sequence[str]]  # by group, the arguments whose gradients are wanted
+    device: torch.device
+    parameter_storages: frozenset[int]  # addresses
 
 
 @dataclass
 class ShardRecord:
     """What the first pass leaves of a shard.
 
-    `outputs` are z without a graph, `before` the buffers at its beginning. `passage` and `saved`
-    are there while its graph is kept.
+    `outputs` are z without a graph, `penalties` the penalties' values, `before` the buffers at its
+    beginning. `passage` and `saved` are there while its graph is kept.
     """
 
     position: Position
     outputs: Outputs
+    penalties: list[Tensor]
     before: Snapshot
     passage: Passage | None = None
     saved: SavedTensors | None = None
@@ -186,11 +191,12 @@ def _first_call(
     tried = saved.kept
     arguments = prepared.feed.take(position)
     with saved.saving():
-        passage = prepared.calls(position, arguments)
-    record = ShardRecord(position, {n: _compact(z) for n, z in passage.outputs.items()}, before)
+        passage = prepared.calls(position, arguments, with_values=True)
+    outputs = {name: _compact(z) for name, z in passage.outputs.items()}
+    record = ShardRecord(position, outputs, passage.penalties, before)
     if tried and not last:
         budget.count(saved)
-    if saved.kept:
+    if saved.kept and passage.intact:
         record.passage, record.saved = passage, saved
     return record
 
@@ -207,20 +213,35 @@ def _backward(
     where = prepared.calls.where(record.position)
     passage = record.passage
     if passage is None:
-        prepared.buffers.restore(record.before)
-        passage = prepared.calls(record.position, prepared.feed.take(record.position))
+        passage = _call_again(prepared, record)
         comparison.compare(where, passage.outputs, record.outputs)
-    roots = [name for name in cotangent if passage.outputs[name].requires_grad]
+    roots: list[Tensor | GradientEdge] = []
+    gradients: list[Tensor] = []
+    for name, z in passage.outputs.items():
+        if name in cotangent and z.requires_grad:
+            roots.append(z)
+            gradients.append(_cast(cotangent[name], z.dtype, sums.scale))
+    for tap, edge in passage.taps:
+        if edge is not None:
+            roots.append(edge)
+            gradients.append(tap.start(record.outputs, sums.scale))
     leaves = [*sums.parameters.values(), *passage.inputs.values()]
     if roots and leaves:
-        with blaming("the backward pass", where):
-            torch.autograd.backward(
-                [passage.outputs[name] for name in roots],
-                [_cast(cotangent[n], passage.outputs[n], sums.scale) for n in roots],
-                inputs=leaves,
-            )
+        with blaming("the backward pass", where), prepared.calls.backward():
+            torch.autograd.backward(roots, gradients, inputs=leaves)  # type: ignore[arg-type]
     record.drop()
-    return retained, {name: leaf.grad for name, leaf in passage.inputs.items()}
+    return retained, {
+        name: None if leaf.grad is None else leaf.grad / sums.scale
+        for name, leaf in passage.inputs.items()
+    }
+
+
+def _call_again(prepared: Prepared, record: ShardRecord) -> Passage:
+    while True:
+        prepared.buffers.restore(record.before)
+        passage = prepared.calls(record.position, prepared.feed.take(record.position))
+        if passage.intact:
+            return passage
 
 
 def _with_room(
@@ -243,8 +264,8 @@ def _with_room(
     return attempt()
 
 
-def _cast(cotangent: Tensor, z: Tensor, scale: float) -> Tensor:
-    return (cotangent if scale == 1.0 else cotangent * scale).to(z.dtype)
+def _cast(gradient: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    return (gradient if scale == 1.0 else gradient * scale).to(dtype)
 
 
 def _compact(z: Tensor) -> Tensor:

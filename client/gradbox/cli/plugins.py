@@ -45,8 +45,9 @@ def _register_missing(
         )
         return 2
 
+    # No character begins an option here, so that whatever follows is taken and explained.
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        entry.name, help=f"(not installed: {install})", add_help=False
+        entry.name, help=f"(not installed: {install})", add_help=False, prefix_chars="\0"
     )
-    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    parser.add_argument("rest", nargs="*")
     parser.set_defaults(func=explain)

@@ -16,10 +16,14 @@ from torch.fx import Proxy
 
 from gradbox.errors import UntraceableLoss
 from gradbox.graphs import allowed
-from gradbox.graphs.location import untraceable
+from gradbox.graphs.location import is_user_code, untraceable
 from gradbox.graphs.recording import Recording
 
 _LOCK: Final = threading.RLock()
+
+
+class GeneratorMoved(UntraceableLoss):
+    """A global random generator moved: the function drew from it, or another thread did."""
 
 
 @contextmanager
@@ -30,7 +34,7 @@ def surroundings(function: Callable[..., Any], recording: Recording) -> Iterator
     behave as before for everybody without symbols, so other threads do not notice.
 
     Raises:
-        UntraceableLoss: the function drew numbers from Python's or NumPy's random generator.
+        GeneratorMoved: numbers were drawn from Python's or NumPy's random generator meanwhile.
     """
     with _LOCK, ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
@@ -93,7 +97,7 @@ def _without_randomness() -> Iterator[None]:
     if random.getstate() != python_before or (
         numpy and str(numpy.random.get_state()) != numpy_before
     ):
-        raise UntraceableLoss(
+        raise GeneratorMoved(
             "the function draws from Python's or NumPy's random generator, and the number would be "
             "frozen into the graph; draw it outside and pass it in loss_inputs"
         )
@@ -111,12 +115,21 @@ def _intercepted(function: Callable[..., Any], recording: Recording) -> Iterator
     custom: Any = torch.autograd.Function
     apply = vars(custom)["apply"]
     custom.apply = classmethod(_refuse_custom(apply))
+    guarded = [names for names in _globals(function) if is_user_code(names.get("__file__", ""))]
+    shadowed = [names.get("isinstance", isinstance) for names in guarded]
+    for names, known in zip(guarded, shadowed, strict=True):
+        names["isinstance"] = _refuse_type_tests(known)
     try:
         yield
     finally:
         custom.apply = apply
         for namespace, name, value in undo:
             namespace[name] = value
+        for names, known in zip(guarded, shadowed, strict=True):
+            if known is isinstance:
+                del names["isinstance"]
+            else:
+                names["isinstance"] = known
 
 
 def _globals(function: Callable[..., Any]) -> list[dict[str, Any]]:
@@ -160,6 +173,20 @@ def _sized(factory: Callable[..., Any]) -> Callable[..., Any]:
         return factory(*size, **kwargs)
 
     return call
+
+
+def _refuse_type_tests(known: Callable[..., bool]) -> Callable[..., bool]:
+    """Stand for `isinstance`, which would say False of a symbol whatever it stands for."""
+
+    def test(value: Any, kinds: Any) -> bool:
+        if isinstance(value, Proxy):
+            raise untraceable(
+                "isinstance() asks for the type of a value that is not known yet",
+                "decide outside the function, or by an argument with a Python value",
+            )
+        return known(value, kinds)
+
+    return test
 
 
 def _refuse_custom(apply: Any) -> Callable[..., Any]:

@@ -15,7 +15,6 @@ class Seconds(BaseModel):
     forward: float = 0.0
     cotangents: float = 0.0
     replay: float = 0.0
-    write: float = 0.0
 
 
 class Receipt(BaseModel):

@@ -25,7 +25,7 @@ def list_models(box: Box, owner: Owner) -> ModelList:
     return ModelList(models=[view for view in found if view is not None])
 
 
-@router.get("/{name}")
+@router.get("/{name:path}")
 def one_model(name: str, box: Box, owner: Owner) -> ModelView:
     """One model by NAME or NAME@VERSION: parameters, shapes, entry points, version."""
     return find_model(name, fleet=box.fleet)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
-from gradbox.errors import ServiceUnavailable
+from gradbox.errors import GradboxError, ServiceUnavailable
 from gradbox_service.auth import Box
+from gradbox_service.dispatch import Dispatcher
+from gradbox_service.hub import Hub
 from gradbox_service.jobs.fleet import offered_versions
 
 router = APIRouter(tags=["probes"])
@@ -25,8 +27,12 @@ class Ready(BaseModel):
 
 
 @router.get("/livez")
-async def livez() -> Live:
-    """The process runs."""
+async def livez(request: Request) -> Live:
+    """The process runs, and so do its two threads."""
+    hub: Hub = request.app.state.hub
+    dispatcher: Dispatcher = request.app.state.dispatcher
+    if not (hub.alive and dispatcher.alive):
+        raise GradboxError("a thread of the service has ended: see its log, and restart it")
     return Live()
 
 

@@ -37,10 +37,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradbox_engine.buffers import Buffers
-from gradbox_engine.calls import ModelCalls
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.feed import Feed
 from gradbox_engine.job import (
     Group,
     MixedResult,
@@ -58,7 +55,11 @@ from gradbox_engine.mixed.passes import Equipment, differentiate_outer, first_pa
 from gradbox_engine.mixed.products import ShardJacobians
 from gradbox_engine.mixed.sums import Sums
 from gradbox_engine.objective import trainable
-from gradbox_engine.readiness import made_ready
+from gradbox_engine.preparation import Streams, Terms, prepared
+from gradbox_engine.selection import Selection
+
+NOTHING = Selection({}, ())
+"""No parameter of G is differentiated."""
 
 
 def mixed_gradient(
@@ -74,6 +75,7 @@ def mixed_gradient(
     output: str | int | None = None,
     readout: Callable[[Any, dict[str, Any]], Any] | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    streams: Streams = "shard",
     returns: Collection[MixedReturned] = (),
     observer: Observer | None = None,
 ) -> MixedResult:
@@ -98,29 +100,24 @@ def mixed_gradient(
     """
     leaves = _leaves(inner, outer)
     widened = precision == "fp64"
+    terms = Terms(
+        seed=seed,
+        mode=mode,
+        precision=precision,
+        output=output,
+        readout=readout,
+        weights=weights or {},
+        streams=streams,
+    )
     with (
-        made_ready(model, (), mode=mode, precision=precision, weights=weights or {}) as device,
+        prepared(model, [group], NOTHING, terms) as ready,
         trainable(leaves, widened=widened),
         differentiable_kernels(),
     ):
-        calls = ModelCalls(
-            model,
-            [group],
-            seed=seed,
-            precision=precision,
-            device=device,
-            output=output,
-            readout=readout,
-            input_patterns=(),
-        )
-        feed = Feed([group], device, widened=widened)
         equipment = Equipment(
-            group=group,
-            calls=calls,
-            feed=feed,
-            jacobians=ShardJacobians(calls, feed, argument=z, scaled=precision == "fp16"),
-            buffers=Buffers(model),
-            inner=Inner(inner, device=device, seed=seed, widened=widened),
+            ready=ready,
+            jacobians=ShardJacobians(ready, argument=z, scaled=precision == "fp16"),
+            inner=Inner(inner, device=ready.device, seed=seed, widened=widened),
             precision=precision,
             observer=observer or Silent(),
         )
@@ -129,7 +126,7 @@ def mixed_gradient(
             first = first_pass(equipment)
         with _timed(seconds, "cotangents"):
             differentiated = differentiate_outer(
-                equipment, outer, first, seed=seed, device=device, widened=widened
+                equipment, outer, first, seed=seed, widened=widened
             )
         sums = Sums(leaves)
         sums.add(differentiated.direct)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradbox_engine.calls import blaming
+from gradbox_engine.failures import blaming
 from gradbox_engine.feed import Position
 from gradbox_engine.job import Objective
 from gradbox_engine.objective import moved, real_number

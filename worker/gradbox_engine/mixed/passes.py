@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.assembly import Assembly
-from gradbox_engine.buffers import Buffers, Snapshot
-from gradbox_engine.calls import ModelCalls
+from gradbox_engine.buffers import Snapshot
 from gradbox_engine.comparison import ReplayComparison
 from gradbox_engine.errors import BadInputs, ModelCallFailed
-from gradbox_engine.feed import Feed, Position
-from gradbox_engine.job import Group, Objective, Observer, Precision
+from gradbox_engine.feed import Position
+from gradbox_engine.job import Objective, Observer, Precision
 from gradbox_engine.mixed.inner import Contraction, Inner, norm
 from gradbox_engine.mixed.products import Linearised, ShardJacobians, missing_rule
 from gradbox_engine.mixed.sums import Sums
 from gradbox_engine.objective import SOLE_GROUP, differentiate
 from gradbox_engine.outputs import BARE, Outputs
+from gradbox_engine.phases import Prepared
 from gradbox_engine.precision import replay_tolerance
 
 SKETCH_ENTRIES = 4096
@@ -34,11 +34,8 @@ DISAGREES = "forward mode that disagrees with reverse mode"
 class Equipment:
     """A model made ready for one job, and everything that puts shards through it."""
 
-    group: Group
-    calls: ModelCalls
-    feed: Feed
+    ready: Prepared
     jacobians: ShardJacobians
-    buffers: Buffers
     inner: Inner
     precision: Precision
     observer: Observer
@@ -75,8 +72,8 @@ class TangentPass:
 
 def first_pass(equipment: Equipment) -> list[ShardRecord]:
     """Take v, a and dfdz of every shard, in order, each through its own graph."""
-    observer, num_shards = equipment.observer, len(equipment.group.shards)
-    buffers = equipment.buffers
+    observer, num_shards = equipment.observer, len(equipment.ready.calls.groups[0].shards)
+    buffers = equipment.ready.buffers
     before = buffers.first
     records: list[ShardRecord] = []
     for shard, following in pairwise([*range(num_shards), None]):
@@ -88,7 +85,7 @@ def first_pass(equipment: Equipment) -> list[ShardRecord]:
         records.append(ShardRecord(position, before, _sketch(outputs), dfdz))
         _check_alike(equipment, records[0], records[-1])
         before = buffers.advance(before)
-        equipment.feed.prefetch(None if following is None else Position(0, following))
+        equipment.ready.feed.prefetch(None if following is None else Position(0, following))
     observer.step("forward", num_shards, num_shards)
     return records
 
@@ -99,17 +96,22 @@ def differentiate_outer(
     records: Sequence[ShardRecord],
     *,
     seed: int,
-    device: torch.device,
     widened: bool,
 ) -> OuterDifferentiated:
     """Evaluate t at dfdz and differentiate it there."""
     equipment.observer.step("cotangents", 0, 1)
-    group = replace(equipment.group, name=SOLE_GROUP)
+    group = replace(equipment.ready.calls.groups[0], name=SOLE_GROUP)
     assembly = Assembly([group], {record.position: {BARE: record.dfdz} for record in records})
     for record in records:  # views of the whole, which is thus held once
         record.dfdz = assembly.part(record.position, assembly.groups)[BARE]
     found = differentiate(
-        outer, assembly.groups, [group], device=device, seed=seed, widened=widened, called="outer"
+        outer,
+        assembly.groups,
+        [group],
+        device=equipment.ready.device,
+        seed=seed,
+        widened=widened,
+        called="outer",
     )
     dfdz = found.seen[SOLE_GROUP]
     assert isinstance(dfdz, Tensor)
@@ -143,7 +145,7 @@ def tangent_pass(
         contraction = tangents.take(record, directions[record.position])
         sums.add(contraction.gradients())
         following = active[index + 1].position if index + 1 < len(active) else None
-        equipment.feed.prefetch(following)
+        equipment.ready.feed.prefetch(following)
     tangents.went.difference = tangents.comparison.finish()
     equipment.observer.step("replay", len(active), len(active))
     return tangents.went
@@ -186,7 +188,7 @@ class _Tangents:
         return self._by_double_backward(record, u)
 
     def _by_forward_mode(self, record: ShardRecord, u: Tensor) -> Contraction | None:
-        self._equipment.buffers.restore(record.before)
+        self._equipment.ready.buffers.restore(record.before)
         linearised = self._equipment.jacobians.forward_mode(record.position, u)
         contraction = self._contract(record, linearised)
         if not self._agrees(record, u, contraction):
@@ -195,7 +197,7 @@ class _Tangents:
         return contraction
 
     def _by_double_backward(self, record: ShardRecord, u: Tensor) -> Contraction:
-        self._equipment.buffers.restore(record.before)
+        self._equipment.ready.buffers.restore(record.before)
         linearised = self._equipment.jacobians.double_transposed(record.position, u)
         self._compare(record, linearised)
         return self._contract(record, linearised)
@@ -206,7 +208,7 @@ class _Tangents:
         )
 
     def _compare(self, record: ShardRecord, linearised: Linearised) -> None:
-        where = self._equipment.calls.where(record.position)
+        where = self._equipment.ready.calls.where(record.position)
         self.comparison.compare(where, _sketch(linearised.outputs), record.sketch)
 
     def _agrees(self, record: ShardRecord, u: Tensor, contraction: Contraction) -> bool:
@@ -230,8 +232,8 @@ def _sketch(outputs: Outputs) -> Outputs:
 def _check_alike(equipment: Equipment, first: ShardRecord, record: ShardRecord) -> None:
     if first.dfdz.shape[1:] != record.dfdz.shape[1:] or first.dfdz.dtype != record.dfdz.dtype:
         raise BadInputs(
-            f"{equipment.calls.where(record.position)}: expected the z of all shards to have one "
-            f"dtype and to differ in dim 0 alone, got {record.dfdz.dtype} "
+            f"{equipment.ready.calls.where(record.position)}: expected the z of all shards to have "
+            f"one dtype and to differ in dim 0 alone, got {record.dfdz.dtype} "
             f"{tuple(record.dfdz.shape)} after {first.dfdz.dtype} {tuple(first.dfdz.shape)}; pad "
             f"them to one shape"
         )

@@ -21,13 +21,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gradbox_engine.calls import ModelCalls, Passage, blaming
+from gradbox_engine.calls import Passage
 from gradbox_engine.errors import BadInputs, BadOutput, ModelCallFailed, NoTangent
-from gradbox_engine.feed import Feed, Position
+from gradbox_engine.failures import blaming
+from gradbox_engine.feed import Position
 from gradbox_engine.mixed.dual import dual, parts
 from gradbox_engine.mixed.kernels import checkpoints_inlined
 from gradbox_engine.mixed.rules import LeanRules
 from gradbox_engine.outputs import Outputs
+from gradbox_engine.phases import Prepared
 from gradbox_engine.precision import accumulation_dtype
 
 WITHOUT_RULE = re.compile(r"Trying to use forward AD with (\S+) that does not support it")
@@ -45,9 +47,7 @@ class Linearised:
 class ShardJacobians:
     """Products with the Jacobians of shards, each by calls of the model under its own stream."""
 
-    def __init__(
-        self, calls: ModelCalls, feed: Feed, *, argument: str | None, scaled: bool
-    ) -> None:
+    def __init__(self, ready: Prepared, *, argument: str | None, scaled: bool) -> None:
         """Choose z.
 
         Args:
@@ -55,8 +55,8 @@ class ShardJacobians:
             scaled: whether what is multiplied with J is first brought to a largest entry of 1,
                 so that it passes through float16.
         """
-        self._calls = calls
-        self._feed = feed
+        self._calls = ready.calls
+        self._feed = ready.feed
         self._argument = argument
         self._scaled = scaled
 
@@ -85,7 +85,7 @@ class ShardJacobians:
             )
         a = {n: cotangent for n, cotangent in cotangents(passage.outputs).items() if n in flowing}
         scale = self._scale(list(a.values()))
-        with blaming("the backward pass", self._calls.where(position)):
+        with blaming("the backward pass", self._calls.where(position)), self._calls.backward():
             if a:
                 torch.autograd.backward(
                     [flowing[n] for n in a],
@@ -123,7 +123,7 @@ class ShardJacobians:
             tangents = self._twice(position, passage, leaf, (u * scale).to(z.dtype).view_as(z))
         return _linearised({n: (v, tangents.get(n)) for n, v in passage.outputs.items()}, scale)
 
-    def no_tangent(self, position: Position, found: str) -> NoTangent:
+    def _no_tangent(self, position: Position, found: str) -> NoTangent:
         """Return the error that neither way gives Ju, because of what was found."""
         return NoTangent(
             f"{self._calls.where(position)}: expected every operation to have a forward-mode rule "
@@ -137,16 +137,17 @@ class ShardJacobians:
         flowing = {n: v for n, v in passage.outputs.items() if v.requires_grad}
         probes = {n: torch.zeros_like(v, requires_grad=True) for n, v in flowing.items()}
         try:
-            (product,) = torch.autograd.grad(
-                list(flowing.values()), leaf, list(probes.values()), create_graph=True
-            )
-            if _has_dead_end(product):
-                raise self.no_tangent(position, "a backward marked once_differentiable")
-            found = torch.autograd.grad(product, list(probes.values()), u, allow_unused=True)
+            with self._calls.backward():
+                (product,) = torch.autograd.grad(
+                    list(flowing.values()), leaf, list(probes.values()), create_graph=True
+                )
+                if _has_dead_end(product):
+                    raise self._no_tangent(position, "a backward marked once_differentiable")
+                found = torch.autograd.grad(product, list(probes.values()), u, allow_unused=True)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise self.no_tangent(position, str(error)) from error
+            raise self._no_tangent(position, str(error)) from error
         return dict(zip(probes, found, strict=True))
 
     def _take(self, position: Position) -> tuple[dict[str, Any], str, Tensor]:

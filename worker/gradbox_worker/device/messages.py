@@ -35,10 +35,11 @@ class Run(Frame):
 
 
 class Stop(Frame):
-    """Stop this job before its next shard; if another one runs, the message came too late."""
+    """Stop this attempt before its next shard; if another one runs, the message came too late."""
 
     kind: Literal["stop"] = "stop"
     job_id: str
+    attempt: int
 
 
 class Ready(Frame):

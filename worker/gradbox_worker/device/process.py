@@ -137,12 +137,17 @@ class DeviceProcess:
             send(self._connection, order)
         except OSError:
             return Died(self._how_it_ended())
-        return self._outcome(work.job_id, supervision)
+        try:
+            return self._outcome(work, supervision)
+        except BaseException:
+            self.kill()  # or its answer to this job would be taken for one to the next
+            self.close()
+            raise
 
     def kill(self) -> None:
-        """End the process at once; a job it runs ends as `Died`."""
+        """End the process at once, with those it started; a job it runs ends as `Died`."""
         if self._process is not None and self._process.poll() is None:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the process and wait until it is gone."""
@@ -153,7 +158,7 @@ class DeviceProcess:
             try:
                 self._process.wait(LEAVE_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                self.kill()
                 self._process.wait()
             self._process = None
 
@@ -172,11 +177,12 @@ class DeviceProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a model prints goes to the worker's log
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C on the terminal is the worker's business
+                # Ctrl-C on the terminal is the worker's business; and a group can be killed whole.
+                start_new_session=True,
             )
         self._connection = Connection(ours.detach())
 
-    def _outcome(self, job_id: str, supervision: Supervision) -> Outcome:
+    def _outcome(self, work: Work, supervision: Supervision) -> Outcome:
         kill_at: float | None = None
 
         def watch() -> None:
@@ -184,9 +190,9 @@ class DeviceProcess:
             order = supervision.poll()
             if order is not None and kill_at is None:
                 kill_at = time.monotonic() + order.grace_s
-                self._tell_to_stop(job_id)
+                self._tell_to_stop(work)
             if kill_at is not None and time.monotonic() >= kill_at:
-                log.warning("job %s does not stop: killing device process %s", job_id, self.pid)
+                log.warning("job %s does not stop: killing the device process", work.job_id)
                 self.kill()
 
         while True:
@@ -215,15 +221,18 @@ class DeviceProcess:
             try:
                 if self._connection.poll(POLL_S):
                     return receive_answer(self._connection)
+                # A process that a model started may hold the pipe open after the device's death.
+                if self.pid is None and not self._connection.poll():
+                    return None
             except (EOFError, OSError):
                 return None
 
-    def _tell_to_stop(self, job_id: str) -> None:
+    def _tell_to_stop(self, work: Work) -> None:
         assert self._connection is not None
         try:
-            send(self._connection, Stop(job_id=job_id))
+            send(self._connection, Stop(job_id=work.job_id, attempt=work.attempt))
         except OSError:
-            log.info("job %s: its device process is gone already", job_id)
+            log.info("job %s: its device process is gone already", work.job_id)
 
     def _how_it_ended(self) -> str:
         assert self._process is not None
