@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.measure import QUIET
 from benchmarks.report import REPORTS, replay_section, service_section, write_report
 
-BENCHMARKS = ("replay", "service")
+BENCHMARKS = ("replay", "service", "mixed")
 
 
 def main(arguments: list[str]) -> int:
@@ -22,7 +22,9 @@ def main(arguments: list[str]) -> int:
         sections.append(_replay(args))
     if args.benchmark in (None, "service"):
         sections.append(_service(args))
-    path = write_report(args.benchmark or "replay-and-service", sections, folder=args.out)
+    if args.benchmark in (None, "mixed"):
+        sections.append(_mixed(args))
+    path = write_report(args.benchmark or "all", sections, folder=args.out)
     print(path.read_text())
     print(f"written to {path}")
     return 0
@@ -49,9 +51,23 @@ def _service(args: argparse.Namespace) -> str:
     return service_section(measure_service(plan))
 
 
+def _mixed(args: argparse.Namespace) -> str:
+    from benchmarks.mixed import MixedPlan, measure_mixed, mixed_section
+
+    plan = MixedPlan(
+        num_shards=args.mixed_shards,
+        depths=args.depths,
+        depth=args.depth,
+        shard=args.mixed_shard,
+        rounds=args.rounds,
+        threads=args.threads,
+    )
+    return mixed_section(measure_mixed(plan))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("benchmark", nargs="?", choices=BENCHMARKS, help="one of them [both]")
+    parser.add_argument("benchmark", nargs="?", choices=BENCHMARKS, help="one of them [all]")
     parser.add_argument(
         "--pairs", type=_numbers, default=(64, 128, 256, 512), help="for memory [64,128,256,512]"
     )
@@ -61,6 +77,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--service-pairs", type=int, default=128, help="for the service: 10 s or more [128]"
+    )
+    parser.add_argument(
+        "--mixed-shards",
+        type=_numbers,
+        default=(1, 2, 4, 8, 16, 32, 64),
+        help="for mixed gradients: how many [1,2,4,8,16,32,64]",
+    )
+    parser.add_argument("--mixed-shard", type=int, default=4, help="samples of those [4]")
+    parser.add_argument("--depth", type=int, default=16, help="their generator's blocks [16]")
+    parser.add_argument(
+        "--depths", type=_numbers, default=(4, 16, 64), help="for their memory [4,16,64]"
     )
     parser.add_argument("--shard", type=int, default=16, help="samples of a shard [16]")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds [5]")
