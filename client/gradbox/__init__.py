@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gradbox.client import GradClient as GradClient
     from gradbox.computations import Builtin as Builtin
     from gradbox.computations import Gradient as Gradient
+    from gradbox.computations import Penalty as Penalty
     from gradbox.connection import Retry as Retry
     from gradbox.events import JobEvent as JobEvent
     from gradbox.job import Job as Job
@@ -59,6 +60,7 @@ _LAZY = {
     "Job": "gradbox.job",
     "JobEvent": "gradbox.events",
     "JobState": "gradbox.protocol",
+    "Penalty": "gradbox.computations",
     "Retry": "gradbox.connection",
 }
 
@@ -86,6 +88,7 @@ __all__ = [
     "MissingBlobs",
     "ModelCallFailed",
     "OutOfMemory",
+    "Penalty",
     "ProtocolError",
     "ReplayMismatch",
     "ResultNotReady",
