@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from gradbox.connection import Retry as Retry
     from gradbox.events import JobEvent as JobEvent
     from gradbox.job import Job as Job
+    from gradbox.packing import Packed as Packed
+    from gradbox.packing import pack as pack
     from gradbox.protocol import JobState as JobState
     from gradbox.result import GradResult as GradResult
 
@@ -60,8 +62,10 @@ _LAZY = {
     "Job": "gradbox.job",
     "JobEvent": "gradbox.events",
     "JobState": "gradbox.protocol",
+    "Packed": "gradbox.packing",
     "Penalty": "gradbox.computations",
     "Retry": "gradbox.connection",
+    "pack": "gradbox.packing",
 }
 
 __all__ = [
@@ -88,6 +92,7 @@ __all__ = [
     "MissingBlobs",
     "ModelCallFailed",
     "OutOfMemory",
+    "Packed",
     "Penalty",
     "ProtocolError",
     "ReplayMismatch",
@@ -100,6 +105,7 @@ __all__ = [
     "UntraceableLoss",
     "WorkerLost",
     "losses",
+    "pack",
 ]
 
 
