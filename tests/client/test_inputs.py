@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -179,18 +177,3 @@ def test_computations_take_keywords_only() -> None:
     make: Callable[..., Gradient] = Gradient
     with pytest.raises(TypeError):
         make("m", [X], total)
-
-
-def test_what_another_thread_draws_is_not_blamed_on_the_loss() -> None:
-    calls: list[int] = []
-
-    def loss(z: Tensor) -> Tensor:
-        if not calls:
-            other = threading.Thread(target=random.random)
-            other.start()
-            other.join()
-        calls.append(1)
-        return z.sum()
-
-    Gradient(model="m", inputs=[X], loss=loss).prepare()
-    assert len(calls) == 2

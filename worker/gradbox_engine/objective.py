@@ -111,8 +111,8 @@ def differentiate(
 
 
 def _evaluate(objective: Objective, seen: dict[str, Z], inputs: dict[str, Any]) -> Any:
-    if seen.keys() == {SOLE_GROUP}:
-        return objective.function(seen[SOLE_GROUP], **inputs)
+    if len(seen) == 1:
+        return objective.function(*seen.values(), **inputs)
     return objective.function(**seen, **inputs)
 
 

@@ -26,11 +26,8 @@ from gradbox.graphs.encode import encode
 from gradbox.graphs.location import raised_line
 from gradbox.graphs.recording import Recorder, Recording
 from gradbox.graphs.schema import Graph
-from gradbox.graphs.surroundings import GeneratorMoved, surroundings, tensors_of
+from gradbox.graphs.surroundings import surroundings, tensors_of
 from gradbox.graphs.takes import bound_names
-
-# A function that draws random numbers does so every time; another thread happens to.
-TIMES: Final = 4
 
 # What a user's function raises when it meets a symbol, or when it is wrong by itself. An exception
 # class of the user's own passes as it is.
@@ -87,31 +84,14 @@ def trace(
         UntraceableLoss: it does something that cannot be recorded; the message has the line.
         GraphRefused: it was recorded, and exceeds a limit of `gradbox.graphs.check`.
     """
-    given = _Given(positional, tuple(arguments or ()), dict(options or {}))
-    for _ in range(TIMES - 1):
-        try:
-            return _record(function, given, structured=structured)
-        except GeneratorMoved:
-            continue  # by another thread, unless it is so every time
-    return _record(function, given, structured=structured)
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What a function is called with."""
-
-    positional: int
-    keywords: tuple[str, ...]
-    options: dict[str, Any]
-
-
-def _record(function: Callable[..., Any], given: _Given, *, structured: bool) -> Traced:
-    names = bound_names(function, given.positional, given.keywords, tuple(given.options))
+    options = dict(options or {})
+    keywords = tuple(arguments or ())
+    names = bound_names(function, positional, keywords, tuple(options))
     recording = Recording(FxGraph(), tensors_of(function), structured=structured)
-    symbols = [recording.argument(name) for name in (*names, *given.keywords)]
-    keywords = dict(zip(given.keywords, symbols[len(names) :], strict=True))
+    symbols = [recording.argument(name) for name in (*names, *keywords)]
+    given = dict(zip(keywords, symbols[len(names) :], strict=True))
     with surroundings(function, recording), Recorder(recording):
-        result = _call(function, symbols[: len(names)], {**keywords, **given.options})
+        result = _call(function, symbols[: len(names)], {**given, **options})
     _check_result(result, structured=structured)
     recording.output(result)
     graph = encode(recording.graph)

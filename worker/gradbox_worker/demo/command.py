@@ -103,6 +103,7 @@ def _submit(url: str, token: str, size: Any) -> GradResult:
                 loss=task.info_nce,
                 mode="train",
                 seed=task.SEED,
+                retain=0,  # one shard's graph at a time: the least memory there is
             )
         )
         return job.result(progress=True)
