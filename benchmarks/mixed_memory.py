@@ -1,8 +1,8 @@
 """Peak memory of one mixed gradient: `python -m benchmarks.mixed_memory METHOD SHARDS SHARD DEPTH`.
 
-A process of its own for each figure. Prints the peak beyond the loaded model and, for gradbox, that
-of the tangent pass: freed memory is handed back to the system before it begins, so that what the
-first pass needed does not hide what this one needs.
+A process of its own for each figure. Prints the peak beyond the loaded model and, for gradbox, what
+the tangent pass adds to what is there when it begins: freed memory is handed back to the system
+before, so that what the first pass needed does not hide what this one needs.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def main(arguments: list[str]) -> int:
         task.gradbox(observer)
     else:
         task.double_backward()
-    last_bytes = observer.memory.measure()[0]
+    last_bytes, at_last_bytes = observer.memory.measure()
     found = {"peak_bytes": max(last_bytes, observer.earlier_bytes) - observer.before_bytes}
     if method == "gradbox":
-        found["tangent_bytes"] = last_bytes - observer.before_bytes
+        found["tangent_bytes"] = last_bytes - at_last_bytes
     print(json.dumps(found))
     return 0
 

@@ -222,7 +222,7 @@ class Gradient(Computation):
             InvalidJob: a field has a value that no job can have.
         """
         uploads = Uploads()
-        tensors, scalars = _split_loss_inputs(self.loss_inputs)
+        tensors, scalars = split_extras(self.loss_inputs, what="loss_inputs")
         if isinstance(self.loss, Builtin):
             loss: BuiltinLoss | GraphLoss = self._builtin_loss(self.loss, list(tensors), scalars)
         else:
@@ -310,8 +310,14 @@ def _checked(fields: dict[str, Any]) -> JobSpec:
         raise InvalidJob(describe_validation(error)) from None
 
 
-def _split_loss_inputs(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Scalar]]:
-    """Part tensors, which are uploaded, from plain values, which become part of the loss."""
+def split_extras(
+    given: Mapping[str, Any], *, what: str
+) -> tuple[dict[str, Any], dict[str, Scalar]]:
+    """Part tensors, which are uploaded, from plain values, which become part of the function.
+
+    Raises:
+        InvalidInputs: a value is neither.
+    """
     scalars: dict[str, Scalar] = {}
     tensors: dict[str, Any] = {}
     for name, value in given.items():
@@ -323,7 +329,7 @@ def _split_loss_inputs(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
             tensors[name] = value
         else:
             raise InvalidInputs(
-                f"loss_inputs[{name!r}]: expected a tensor, a NumPy array, a number, a string or "
+                f"{what}[{name!r}]: expected a tensor, a NumPy array, a number, a string or "
                 f"None, got {type(value).__name__}; convert it with torch.as_tensor"
             )
     return tensors, scalars

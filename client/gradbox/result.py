@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 RECEIPT: Final = "gradbox"
-OF_THE_LOSS: Final = ("loss.", "loss_inputs.")
+DFDZ: Final = "dfdz"
+OF_THE_LOSS: Final = ("loss.", "loss_inputs.", "y.", "inner.", "outer.")
 
 
 class Tensors(Mapping[str, Any]):
@@ -66,6 +67,8 @@ class GradResult:
         cotangents: group → ∂L/∂Z, of the same shape, likewise.
         input_grads: `GROUP/SHARD/ARGUMENT` → ∂L/∂x, of the shard's argument's shape, if `wrt` or
             `returns` asked for inputs.
+        dfdz: the shards' ∂inner/∂z of a `MixedGradient`, one after the other as `outer` saw them,
+            if `returns` asked for it; else None.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +89,12 @@ class GradResult:
         self.buffers = Tensors(file, "buffers", _names(stored, "buffers", ()))
         self.outputs = Tensors(file, "outputs", _names(stored, "outputs", ()))
         self.cotangents = Tensors(file, "cotangents", _names(stored, "cotangents", ()))
+        self._dfdz = Tensors(file, DFDZ, _names(stored, DFDZ, ()))
         self.input_grads = Tensors(file, "input_grads", _names(stored, "input_grads", ()))
+
+    @property
+    def dfdz(self) -> Any:
+        return self._dfdz.get(DFDZ)
 
     @classmethod
     def load(cls, path: str | Path) -> GradResult:

@@ -69,6 +69,9 @@ def is_torch_importable() -> bool:
     return find_spec("torch") is not None
 
 
+FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
+
+
 @dataclass(frozen=True, eq=False)
 class TensorBytes:
     """One tensor as safetensors describes it; its bytes are read when they are asked for."""
@@ -77,6 +80,11 @@ class TensorBytes:
     dtype: str  # safetensors' tag, such as BF16
     shape: tuple[int, ...]
     item_bytes: int
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether the tensor holds real floating-point numbers, and so can have a gradient."""
+        return self.dtype in FLOATING
 
     @property
     def size_bytes(self) -> int:

@@ -8,13 +8,23 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from gradbox.protocol import JobSpec, Problem, ProgressView
+from gradbox.protocol import Problem, ProgressView
+from gradbox.protocol.spec import COMPUTATIONS
 
 REFERENCE = "#/components/schemas/{model}"
 JOB_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/GradientSpec"}}},
+        "content": {
+            "application/json": {
+                "schema": {
+                    "oneOf": [
+                        {"$ref": REFERENCE.format(model=spec.__name__)}
+                        for spec in COMPUTATIONS.values()
+                    ]
+                }
+            }
+        },
     }
 }
 BLOB_BODY: dict[str, Any] = {
@@ -45,7 +55,11 @@ def describe(app: FastAPI) -> dict[str, Any]:
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
     _, schemas = models_json_schema(
-        [(JobSpec, "validation"), (Problem, "serialization"), (ProgressView, "serialization")],
+        [
+            *((spec, "validation") for spec in COMPUTATIONS.values()),
+            (Problem, "serialization"),
+            (ProgressView, "serialization"),
+        ],
         ref_template=REFERENCE,
     )
     document["components"]["schemas"] |= schemas["$defs"]

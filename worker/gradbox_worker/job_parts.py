@@ -12,9 +12,17 @@ from torch import Tensor
 
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.build import build
+from gradbox.graphs.check import arguments_of
 from gradbox.graphs.cost import metered
 from gradbox.losses import BUILTIN
-from gradbox.protocol import BuiltinLoss, GradientSpec, TensorRef, TracedFunction
+from gradbox.protocol import (
+    BuiltinLoss,
+    GradientSpec,
+    JobSpec,
+    MixedGradientSpec,
+    TensorRef,
+    TracedFunction,
+)
 from gradbox_engine import Group, Objective, Penalty
 from gradbox_worker.blob_tensors import BlobTensors
 from gradbox_worker.device.placement import memory_bytes
@@ -32,7 +40,7 @@ class BuiltFunction:
     leaves: Mapping[str, Tensor]
 
 
-def input_groups(spec: GradientSpec, loaded: Loaded, tensors: BlobTensors) -> list[Group]:
+def input_groups(spec: JobSpec, loaded: Loaded, tensors: BlobTensors) -> list[Group]:
     """Return the groups, whose shards are read when the engine comes to them.
 
     Raises:
@@ -54,6 +62,19 @@ def input_groups(spec: GradientSpec, loaded: Loaded, tensors: BlobTensors) -> li
         )
         for group in spec.inputs
     ]
+
+
+def model_readout(
+    spec: JobSpec, tensors: BlobTensors, *, device: torch.device
+) -> Callable[..., Any] | None:
+    """Return the readout, built, if the job has one.
+
+    Raises:
+        GraphRefused: its graph is not allowed.
+    """
+    if spec.readout is None:
+        return None
+    return build_function(spec.readout, tensors, device=device).function
 
 
 def model_penalties(
@@ -116,6 +137,36 @@ def loss_objective(spec: GradientSpec, tensors: BlobTensors, *, device: torch.de
         function=function,
         inputs={**spec.loss_inputs, **read},
         parameters=parameters,
+    )
+
+
+def mixed_objectives(
+    spec: MixedGradientSpec, tensors: BlobTensors, *, device: torch.device
+) -> tuple[Objective, Objective]:
+    """Return `inner` and `outer`, which share the members of y that both read.
+
+    Raises:
+        GraphRefused: a graph is not allowed.
+        InvalidInputs: a leaf is not floating-point.
+    """
+    y, x = _read(spec.y, tensors), _read(spec.x, tensors)
+    leaves = {f"y.{name}": y[name] for name, ref in spec.y.items() if ref.requires_grad}
+    inner = build_function(spec.inner, tensors, device=device)
+    outer = build_function(spec.outer, tensors, device=device)
+    (v_name,) = (name for name in arguments_of(spec.inner.graph) if name not in y)
+    read = set(arguments_of(spec.outer.graph)[1:])
+    return (
+        Objective(
+            function=lambda v, **inputs: inner.function(**{v_name: v}, **inputs),
+            inputs=y,
+            parameters=leaves | {f"inner.{name}": leaf for name, leaf in inner.leaves.items()},
+        ),
+        Objective(
+            function=outer.function,
+            inputs=x | {name: value for name, value in y.items() if name in read},
+            parameters={n: leaf for n, leaf in leaves.items() if n.removeprefix("y.") in read}
+            | {f"outer.{name}": leaf for name, leaf in outer.leaves.items()},
+        ),
     )
 
 

@@ -23,8 +23,9 @@ class Receipt(BaseModel):
     `names` are the gradients in `named_parameters` order, then those of the loss: a safetensors
     file keeps no order of its own. `unreached` names parameters that the loss does not depend on;
     their gradients are zeros. `replay_difference` is the largest |z' − z| over a shard, relative to
-    that shard's largest |z|. `peak_memory_bytes` is the process's peak on a CPU (model included),
-    the allocator's on CUDA.
+    that shard's largest |z|. `fallbacks` counts, by the operation that was in the way, the shards
+    of a mixed gradient whose tangent was not taken by forward mode. `peak_memory_bytes` is the
+    process's peak on a CPU (model included), the allocator's on CUDA.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -46,6 +47,7 @@ class Receipt(BaseModel):
     shards_retained: int
     shards_replayed: int
     replay_difference: float
+    fallbacks: dict[str, int] = {}
     names: tuple[str, ...] = ()
     unreached: list[str] = []
     seconds: Seconds

@@ -22,6 +22,7 @@ Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$
 TensorName = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 Scalar = bool | int | float | str | None
 Returned = Literal["grads", "input_grads", "outputs", "cotangents", "buffers"]
+MixedReturned = Literal["grads", "dfdz"]
 
 
 class Wire(BaseModel):
@@ -135,7 +136,36 @@ class GradientSpec(SharedSpec):
     returns: Annotated[list[Returned], Field(min_length=1)] = ["grads"]
 
 
-JobSpec = GradientSpec
+class MixedGradientSpec(SharedSpec):
+    """dt/dy of t = outer(dfdz, x), dfdzᵢ = ∂inner(y, G(zᵢ))/∂zᵢ, with the model as G.
+
+    `inner` takes the members of y by name and v = G(zᵢ) as its one other argument. `outer` takes
+    dfdz as its first argument, and by name all of x and as many members of y as it reads.
+    """
+
+    computation: Literal["mixed_gradient"] = "mixed_gradient"
+    inputs: Annotated[list[InputGroup], Field(min_length=1, max_length=1)]
+    wrt: None = None  # what is differentiated by is y
+    inner: TracedFunction
+    outer: TracedFunction
+    y: dict[Identifier, TensorRef] = {}
+    x: dict[Identifier, TensorRef] = {}
+    z: Annotated[str, StringConstraints(min_length=1, max_length=100)] | None = None
+    returns: Annotated[list[MixedReturned], Field(min_length=1)] = ["grads"]
+
+
+JobSpec = GradientSpec | MixedGradientSpec
+
+COMPUTATIONS: Final[dict[str, type[GradientSpec] | type[MixedGradientSpec]]] = {
+    "gradient": GradientSpec,
+    "mixed_gradient": MixedGradientSpec,
+}
+
+
+class _Kind(BaseModel):
+    """The one field by which to tell what else a spec holds."""
+
+    computation: str = "gradient"
 
 
 def parse_spec(body: bytes | str | dict[str, Any]) -> JobSpec:
@@ -147,10 +177,20 @@ def parse_spec(body: bytes | str | dict[str, Any]) -> JobSpec:
     """
     try:
         if isinstance(body, dict):
-            return JobSpec.model_validate(body)
-        return JobSpec.model_validate_json(body)
+            return _class_of(_Kind.model_validate(body)).model_validate(body)
+        return _class_of(_Kind.model_validate_json(body)).model_validate_json(body)
     except ValidationError as error:
         raise InvalidJob(describe_validation(error)) from None
+
+
+def _class_of(kind: _Kind) -> type[GradientSpec] | type[MixedGradientSpec]:
+    found = COMPUTATIONS.get(kind.computation)
+    if found is None:
+        raise InvalidJob(
+            f"computation: expected one of {', '.join(COMPUTATIONS)}, got "
+            f"{kind.computation[:100]!r}"
+        )
+    return found
 
 
 def describe_validation(error: ValidationError) -> str:

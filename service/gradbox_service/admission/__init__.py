@@ -8,9 +8,18 @@ names of parameters. Shapes and values are the worker's to judge.
 from __future__ import annotations
 
 from gradbox.errors import InvalidInputs
-from gradbox.protocol import GraphLoss, JobSpec, ModelView, TensorRef, TracedFunction
+from gradbox.protocol import (
+    GradientSpec,
+    GraphLoss,
+    JobSpec,
+    MixedGradientSpec,
+    ModelView,
+    TensorRef,
+    TracedFunction,
+)
 from gradbox_service.admission.arguments import check_groups
 from gradbox_service.admission.functions import check_loss, check_penalties, check_readout
+from gradbox_service.admission.mixed import check_mixed
 from gradbox_service.admission.model import find_model
 from gradbox_service.admission.parameters import check_weights, check_wrt
 from gradbox_service.admission.tensors import Tensors
@@ -24,27 +33,30 @@ def admit(spec: JobSpec, *, fleet: Fleet, blobs: BlobStore) -> ModelView:
     Raises:
         UnknownModel: see `find_model`.
         MissingBlobs: the box does not have every blob that the job names.
-        GraphRefused: the loss, the readout or a penalty is not an allowed graph.
+        GraphRefused: a function is not an allowed graph.
         InvalidInputs: names do not fit the model, the blobs or each other.
         ServiceUnavailable: no worker has said yet which models there are.
     """
     model = find_model(spec.model, fleet=fleet)
-    _check_group_names(spec)
     references = _references(spec)
     shards = {shard.blob for group in spec.inputs for shard in group.shards}
     tensors = Tensors.load(shards | {ref.blob for _, ref in references}, blobs=blobs)
     for where, reference in references:
         tensors.entry(reference, where=where)
     check_groups(spec, model=model, tensors=tensors)
-    check_loss(spec)
     check_readout(spec)
-    check_penalties(spec)
     check_weights(spec, model=model, tensors=tensors)
-    check_wrt(spec, model=model, tensors=tensors)
+    if isinstance(spec, MixedGradientSpec):
+        check_mixed(spec, tensors=tensors)
+    else:
+        _check_group_names(spec)
+        check_loss(spec)
+        check_penalties(spec)
+        check_wrt(spec, model=model, tensors=tensors)
     return model
 
 
-def _check_group_names(spec: JobSpec) -> None:
+def _check_group_names(spec: GradientSpec) -> None:
     names = [group.name for group in spec.inputs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -59,22 +71,20 @@ def _check_group_names(spec: JobSpec) -> None:
 
 def _references(spec: JobSpec) -> list[tuple[str, TensorRef]]:
     """Return every reference to a single tensor, with the place in the spec where it stands."""
-    named: dict[str, TracedFunction | None] = {
-        "loss": spec.loss.function if isinstance(spec.loss, GraphLoss) else None,
-        "readout": spec.readout,
-    }
-    for index, penalty in enumerate(spec.penalties):
-        named[f"penalties.{index}.loss"] = penalty.loss
-        named[f"penalties.{index}.per_sample_scale"] = penalty.per_sample_scale
     found = [
         (f"{place}.tensors.{name}", reference)
-        for place, function in named.items()
-        if function is not None
+        for place, function in _functions(spec).items()
         for name, reference in function.tensors.items()
     ]
+    extras = (
+        {"y": spec.y, "x": spec.x}
+        if isinstance(spec, MixedGradientSpec)
+        else {"loss_inputs": spec.loss_inputs}
+    )
     found += [
-        (f"loss_inputs.{name}", value)
-        for name, value in spec.loss_inputs.items()
+        (f"{place}.{name}", value)
+        for place, values in extras.items()
+        for name, value in values.items()
         if isinstance(value, TensorRef)
     ]
     found += [
@@ -83,3 +93,19 @@ def _references(spec: JobSpec) -> list[tuple[str, TensorRef]]:
         if group.order is not None
     ]
     return found + [(f"weights.{name}", reference) for name, reference in spec.weights.items()]
+
+
+def _functions(spec: JobSpec) -> dict[str, TracedFunction]:
+    """Return every traced function by its place in the spec."""
+    named: dict[str, TracedFunction] = {}
+    if spec.readout is not None:
+        named["readout"] = spec.readout
+    if isinstance(spec, MixedGradientSpec):
+        return named | {"inner": spec.inner, "outer": spec.outer}
+    if isinstance(spec.loss, GraphLoss):
+        named["loss"] = spec.loss.function
+    for index, penalty in enumerate(spec.penalties):
+        named[f"penalties.{index}.loss"] = penalty.loss
+        if penalty.per_sample_scale is not None:
+            named[f"penalties.{index}.per_sample_scale"] = penalty.per_sample_scale
+    return named

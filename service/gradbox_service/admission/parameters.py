@@ -6,7 +6,7 @@ import difflib
 from fnmatch import fnmatchcase
 
 from gradbox.errors import InvalidInputs
-from gradbox.protocol import GraphLoss, JobSpec, ModelView, TensorRef
+from gradbox.protocol import GradientSpec, GraphLoss, JobSpec, ModelView, TensorRef
 from gradbox_service.admission.tensors import Tensors
 
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
@@ -32,7 +32,7 @@ def check_weights(spec: JobSpec, *, model: ModelView, tensors: Tensors) -> None:
             )
 
 
-def check_wrt(spec: JobSpec, *, model: ModelView, tensors: Tensors) -> None:
+def check_wrt(spec: GradientSpec, *, model: ModelView, tensors: Tensors) -> None:
     """Check that every glob names something that has a gradient.
 
     Raises:
@@ -51,7 +51,7 @@ def check_wrt(spec: JobSpec, *, model: ModelView, tensors: Tensors) -> None:
             )
 
 
-def _differentiable_inputs(spec: JobSpec, tensors: Tensors) -> list[str]:
+def _differentiable_inputs(spec: GradientSpec, tensors: Tensors) -> list[str]:
     """Return the floating-point arguments as `inputs.NAME` and `inputs.GROUP.NAME`."""
     names = []
     for group in spec.inputs:
@@ -63,7 +63,7 @@ def _differentiable_inputs(spec: JobSpec, tensors: Tensors) -> list[str]:
     return names
 
 
-def _loss_parameters(spec: JobSpec) -> list[str]:
+def _loss_parameters(spec: GradientSpec) -> list[str]:
     """Return the names under which gradients of the loss's own tensors come back."""
     names = [
         f"loss_inputs.{name}"

@@ -1,0 +1,140 @@
+"""The derivative of derivatives through a registered model: see docs/mixed.md."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from gradbox.computations import Computation, Prepared, split_extras, traced
+from gradbox.errors import InvalidInputs, InvalidJob
+from gradbox.protocol import MixedGradientSpec, TensorRef, TracedFunction
+from gradbox.protocol.spec import MixedReturned, Scalar, describe_validation
+from gradbox.tensors import TensorBytes, tensor_bytes
+from gradbox.uploads import Uploads
+
+if TYPE_CHECKING:
+    import torch
+
+OUTPUT = "v"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MixedGradient(Computation):
+    """dt/dy for t = outer(dfdz, **x), dfdz the shards' ∂inner(y, G(zᵢ))/∂zᵢ one after the other.
+
+    G is the model; its parameters do not change and have no gradient here, so `wrt` is refused.
+
+    Args:
+        inner: a function of the members of y by name and of `v`, the model's output; or an
+            nn.Module of v alone, a critic, whose parameters are differentiated by. It returns a
+            scalar and is traced.
+        outer: a function of dfdz, then of the members of x by name, and of those members of y that
+            it has as arguments. It returns the scalar t and is traced.
+        y: tensors, and plain numbers that stay as they are. Every floating-point tensor has a
+            gradient, under `y.NAME`; parameters of a module come back as `inner.NAME`.
+        x: what else `outer` reads, held constant.
+        z: the argument of the model that is z; by default its first floating-point one.
+        returns: "dfdz" in it keeps dfdz, as `result.dfdz`.
+
+    Raises:
+        InvalidInputs: the inputs are empty, are not tensors, or do not fit each other.
+    """
+
+    inner: Callable[..., Any] | torch.nn.Module
+    outer: Callable[..., Any] | torch.nn.Module
+    y: Mapping[str, Any] = field(default_factory=dict)
+    x: Mapping[str, Any] = field(default_factory=dict)
+    z: str | None = None
+    returns: Sequence[MixedReturned] = ("grads",)
+
+    def __repr__(self) -> str:
+        shards = " + ".join(str(len(group.shards)) for group in self.groups)
+        return f"MixedGradient(model={self.model!r}, shards={shards}, inner={self.inner!r})"
+
+    def prepare(self) -> Prepared:
+        """Trace the functions, and name every tensor by the blob it lies in.
+
+        Raises:
+            UntraceableLoss: a function is not made of allowed operations.
+            InvalidInputs: a member of y or x is not a tensor, or `wrt` is given.
+            InvalidJob: a field has a value that no job can have.
+        """
+        if self.wrt is not None:
+            raise InvalidInputs(
+                "wrt: expected nothing, for a mixed gradient is taken by y; put what it is to be "
+                "taken by into y"
+            )
+        both = sorted(self.y.keys() & self.x.keys())
+        if both:
+            raise InvalidInputs(f"x: expected other names than those in y, got {both} in both")
+        uploads = Uploads()
+        y, y_options = split_extras(self.y, what="y")
+        x, x_options = split_extras(self.x, what="x")
+        fields = self.shared_fields(uploads) | {
+            "inner": self._traced_inner(list(y), y_options, uploads),
+            "outer": self._traced_outer(y, y_options, list(x), x_options, uploads),
+            "y": _referred(y, uploads, what="y", trainable=True),
+            "x": _referred(x, uploads, what="x", trainable=False),
+            "z": self.z,
+            "returns": [self.returns] if isinstance(self.returns, str) else list(self.returns),
+        }
+        try:
+            return Prepared(spec=MixedGradientSpec(**fields), blobs=uploads.blobs)
+        except ValidationError as error:
+            raise InvalidJob(describe_validation(error)) from None
+
+    def _traced_inner(
+        self, y: list[str], options: dict[str, Scalar], uploads: Uploads
+    ) -> TracedFunction:
+        by_name = OUTPUT in _parameters(self.inner)
+        return traced(
+            self.inner,
+            uploads,
+            what="inner",
+            positional=0 if by_name else 1,
+            arguments=[*y, OUTPUT] if by_name else y,
+            options=options,
+        )
+
+    def _traced_outer(
+        self,
+        y: Collection[str],
+        y_options: dict[str, Scalar],
+        x: list[str],
+        x_options: dict[str, Scalar],
+        uploads: Uploads,
+    ) -> TracedFunction:
+        read = _parameters(self.outer)[1:]
+        return traced(
+            self.outer,
+            uploads,
+            what="outer",
+            positional=1,
+            arguments=[*x, *(name for name in y if name in read)],
+            options=x_options | {n: value for n, value in y_options.items() if n in read},
+        )
+
+
+def _parameters(function: Any) -> list[str]:
+    """Return the names of a function's own parameters; none where they cannot be told."""
+    target = getattr(function, "forward", function)
+    try:
+        return list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _referred(
+    given: Mapping[str, Any], uploads: Uploads, *, what: str, trainable: bool
+) -> dict[str, TensorRef]:
+    read: dict[str, TensorBytes] = {
+        name: tensor_bytes(value, where=f"{what}[{name!r}]") for name, value in given.items()
+    }
+    return {
+        name: ref.model_copy(update={"requires_grad": trainable and read[name].is_floating})
+        for name, ref in uploads.tensors(read).items()
+    }
