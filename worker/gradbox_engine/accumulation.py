@@ -26,6 +26,13 @@ class GradientSums:
         self._sums: dict[str, Tensor] = {}
         self._added: set[str] = set()
 
+    def expected_bytes(self) -> int:
+        """Return how many bytes the sums take when every parameter has one."""
+        return sum(
+            parameter.numel() * accumulation_dtype(parameter.dtype).itemsize
+            for parameter in self.parameters.values()
+        )
+
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Take gradients from the parameters for as long as this lasts."""
