@@ -249,10 +249,11 @@ def _backward(
         if edge is not None:
             roots.append(edge)
             gradients.append(tap.start(record.outputs, sums.scale))
-    leaves = [*sums.parameters.values(), *passage.inputs.values()]
-    if roots and leaves:
+    if roots:
+        sums.begin_attempt()
+        # Without inputs=, which reentrant checkpointing does not admit; nothing else requires grad.
         with blaming("the backward pass", where), prepared.calls.backward():
-            torch.autograd.backward(roots, gradients, inputs=leaves)  # type: ignore[arg-type]
+            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
     record.drop()
     return retained, {
         name: None if leaf.grad is None else leaf.grad / sums.scale
