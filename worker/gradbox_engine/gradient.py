@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from gradbox_engine.job import (
 )
 from gradbox_engine.objective import Differentiated, differentiate
 from gradbox_engine.outputs import Outputs
-from gradbox_engine.phases import FirstPass, Prepared, Replayed, forward, replay
+from gradbox_engine.phases import FirstPass, Prepared, Replayed, forward, replay, with_room
 from gradbox_engine.precision import accumulation_dtype
 from gradbox_engine.preparation import Streams, Terms, prepared
 from gradbox_engine.retention import Retain, graph_budget
@@ -125,29 +126,34 @@ class _Run:
                 self._ready,
                 positions,
                 before=self._ready.buffers.first,
-                budget=graph_budget(retain, self._ready.device),
+                budget=graph_budget(
+                    retain, self._ready.device, sums_bytes=self._sums.expected_bytes()
+                ),
                 observer=self._observer,
             )
 
     def cotangents(self, objective: Objective, first: FirstPass) -> Differentiated:
         with self._timed("cotangents"):
             self._observer.step("cotangents", 0, 1)
-            self._assembly = Assembly(
-                self._groups, {record.position: record.outputs for record in first.records}
-            )
-            for record in first.records:  # views of Z, which is thus held once
-                record.outputs = self._assembly.part(record.position, self._assembly.groups)
-            loss = differentiate(
-                objective,
-                self._assembly.groups,
-                self._groups,
-                device=self._ready.device,
-                seed=self._terms.seed,
-                widened=self._terms.precision == "fp64",
-                penalty=_total([value for record in first.records for value in record.penalties]),
-            )
+            loss = with_room(partial(self._differentiate, objective, first), first.records)
             self._observer.step("cotangents", 1, 1)
             return loss
+
+    def _differentiate(self, objective: Objective, first: FirstPass) -> Differentiated:
+        self._assembly = Assembly(
+            self._groups, {record.position: record.outputs for record in first.records}
+        )
+        for record in first.records:  # views of Z, which is thus held once
+            record.outputs = self._assembly.part(record.position, self._assembly.groups)
+        return differentiate(
+            objective,
+            self._assembly.groups,
+            self._groups,
+            device=self._ready.device,
+            seed=self._terms.seed,
+            widened=self._terms.precision == "fp64",
+            penalty=_total([value for record in first.records for value in record.penalties]),
+        )
 
     def replay(self, first: FirstPass, loss: Differentiated) -> Replayed:
         """Replay; in fp16 again with a smaller scale for as long as a gradient overflows."""
@@ -231,6 +237,8 @@ class _Run:
     def _timed(self, phase: Phase) -> Iterator[None]:
         start = time.perf_counter()
         yield
+        if self._ready.device.type == "cuda":
+            torch.cuda.synchronize(self._ready.device)
         self._seconds[phase] = time.perf_counter() - start
 
 

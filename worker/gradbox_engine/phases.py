@@ -123,7 +123,7 @@ def forward(
             budget.exhaust()
             buffers.restore(before)
 
-        records.append(_with_room(call, records, undo=start_over))
+        records.append(with_room(call, records, undo=start_over))
         before = buffers.advance(before)
         prepared.feed.prefetch(following)
     observer.step("forward", len(positions), len(positions))
@@ -171,13 +171,37 @@ def replay(
             sums.begin_shard()
             cotangent = cotangents[record.position]
             attempt = partial(_backward, prepared, record, cotangent, sums, comparison)
-            retained, input_grads[record.position] = _with_room(attempt, active)
+            retained, input_grads[record.position] = with_room(attempt, active)
             num_retained += retained
             waiting = (other.position for other in active[index + 1 :] if not other.kept)
             prepared.feed.prefetch(next(waiting, None))
     difference = comparison.finish()
     observer.step("replay", len(active), len(active))
     return Replayed(num_retained, len(active) - num_retained, difference, input_grads)
+
+
+def with_room(
+    attempt: Callable[[], T],
+    records: Sequence[ShardRecord],
+    undo: Callable[[], None] = lambda: None,
+) -> T:
+    """Run an attempt; where memory runs out while graphs are kept, drop them and run it again.
+
+    Raises:
+        torch.OutOfMemoryError: it runs out with nothing kept, too.
+    """
+    try:
+        return attempt()
+    except torch.OutOfMemoryError:
+        if not any(record.kept for record in records):
+            raise
+    # Outside the handler, for its traceback holds on to the failed attempt's tensors.
+    for record in records:
+        record.drop()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    undo()
+    return attempt()
 
 
 def _first_call(
@@ -225,10 +249,11 @@ def _backward(
         if edge is not None:
             roots.append(edge)
             gradients.append(tap.start(record.outputs, sums.scale))
-    leaves = [*sums.parameters.values(), *passage.inputs.values()]
-    if roots and leaves:
+    if roots:
+        sums.begin_attempt()
+        # Without inputs=, which reentrant checkpointing does not admit; nothing else requires grad.
         with blaming("the backward pass", where), prepared.calls.backward():
-            torch.autograd.backward(roots, gradients, inputs=leaves)  # type: ignore[arg-type]
+            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
     record.drop()
     return retained, {
         name: None if leaf.grad is None else leaf.grad / sums.scale
@@ -242,26 +267,6 @@ def _call_again(prepared: Prepared, record: ShardRecord) -> Passage:
         passage = prepared.calls(record.position, prepared.feed.take(record.position))
         if passage.intact:
             return passage
-
-
-def _with_room(
-    attempt: Callable[[], T],
-    records: Sequence[ShardRecord],
-    undo: Callable[[], None] = lambda: None,
-) -> T:
-    """Run an attempt; where memory runs out while graphs are kept, drop them and run it again."""
-    try:
-        return attempt()
-    except torch.OutOfMemoryError:
-        if not any(record.kept for record in records):
-            raise
-    # Outside the handler, for its traceback holds on to the failed attempt's tensors.
-    for record in records:
-        record.drop()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    undo()
-    return attempt()
 
 
 def _cast(gradient: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
