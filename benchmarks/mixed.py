@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from benchmarks.measure import QUIET, interleaved, median_ratio
-from benchmarks.mixed_task import METHODS, PIXELS, Task
+from benchmarks.mixed_task import ACTIVATION_BYTES, METHODS, PIXELS, Task
 
 MIB = 2**20
 GRADBOX, DOUBLE = METHODS
@@ -105,7 +105,7 @@ def mixed_section(found: Mixed) -> str:
             "|--:|--:|--:|--:|--:|--:|--:|",
             *(_row_of_shards(found, num) for num in plan.num_shards),
             "",
-            "| depth, one shard | gradbox, MiB | that the tangent pass adds, MiB | double backward, MiB |",
+            "| depth, one shard | gradbox, MiB | of it tangent pass, MiB | double backward, MiB |",
             "|--:|--:|--:|--:|",
             *(_row_of_depth(found, depth) for depth in plan.depths),
             "",
@@ -125,6 +125,16 @@ def mixed_verdicts(found: Mixed) -> list[str]:
     peaks = [_bytes(found.by_shards[num][GRADBOX]) for num in found.plan.num_shards]
     apart = max(peaks) / min(peaks) - 1
     lines.append(_bar(apart <= FLATNESS, f"peaks over shards differ by {apart:.1%}", FLATNESS))
+    tangents = [
+        peak.tangent_bytes
+        for peaks in found.by_depth.values()
+        if (peak := peaks[GRADBOX]) is not None and peak.tangent_bytes is not None
+    ]
+    if len(tangents) == len(found.plan.depths):
+        grown = (max(tangents) - min(tangents)) / MIB
+        layer = found.plan.shard * ACTIVATION_BYTES / MIB
+        sentence = f"MiB by which the tangent pass grows with depth: {grown:.2f}"
+        lines.append(_bar(grown <= layer, sentence, layer))
     return lines
 
 

@@ -17,6 +17,8 @@ from gradbox_engine import Group, Objective, Observer, mixed_gradient
 LATENTS = 64
 CHANNELS = 32
 PIXELS = 32
+ACTIVATION_BYTES = CHANNELS * PIXELS * PIXELS * 4
+"""Of one sample, between two layers of a block."""
 
 
 class Block(nn.Module):

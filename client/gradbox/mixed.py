@@ -79,13 +79,18 @@ class MixedGradient(Computation):
             "outer": self._traced_outer(y, y_options, list(x), x_options, uploads),
             "y": _referred(y, uploads, what="y", trainable=True),
             "x": _referred(x, uploads, what="x", trainable=False),
-            "z": self.z,
+            "z": self.z or self._first_floating(),
             "returns": [self.returns] if isinstance(self.returns, str) else list(self.returns),
         }
         try:
             return Prepared(spec=MixedGradientSpec(**fields), blobs=uploads.blobs)
         except ValidationError as error:
             raise InvalidJob(describe_validation(error)) from None
+
+    def _first_floating(self) -> str | None:
+        """Return the first floating-point argument as it was given: a blob keeps no order."""
+        shard = self.groups[0].shards[0]
+        return next((name for name, tensor in shard.items() if tensor.is_floating), None)
 
     def _traced_inner(
         self, y: list[str], options: dict[str, Scalar], uploads: Uploads

@@ -145,11 +145,61 @@ def test_what_does_not_fit_is_refused(twin: TestBox, name: str) -> None:
         client.submit(mixed(case, "mixed_inplace_mlp", **given)).result(WAIT_S)
 
 
+def _without(name: str) -> Any:
+    return lambda spec: spec | {name: {}}
+
+
+POSTED: dict[str, tuple[Any, str]] = {
+    "inner without y": (_without("y"), "inner: expected the members of y"),
+    "outer without x": (_without("x"), "outer: expected dfdz first"),
+    "an x too many": (
+        lambda spec: spec | {"x": spec["x"] | {"more": spec["x"]["target"]}},
+        "outer: expected dfdz first",
+    ),
+    "a name in both": (
+        lambda spec: spec | {"x": spec["x"] | {"y": spec["y"]["y"]}},
+        r"in both",
+    ),
+    "nothing that requires grad": (
+        lambda spec: spec | {"y": {"y": spec["y"]["y"] | {"requires_grad": False}}},
+        "something to differentiate by",
+    ),
+    "wrt": (lambda spec: spec | {"wrt": ["*"]}, "wrt"),
+    "a tensor that is not there": (
+        lambda spec: spec | {"y": {"y": spec["y"]["y"] | {"tensor": "elsewhere"}}},
+        "no tensor 'elsewhere'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POSTED)
+def test_what_is_posted_by_hand_is_checked(twin: TestBox, name: str) -> None:
+    change, message = POSTED[name]
+    case = MIXED_CASES["mlp, all shards coupled"]()
+    prepared = mixed(case, "mixed_inplace_mlp").prepare()
+    with twin.http() as http:
+        for blob in prepared.blobs:
+            body = b"".join(bytes(piece) for piece in blob.chunks())
+            http.put(f"/v1/blobs/{blob.digest}", content=body).raise_for_status()
+        good = prepared.spec.model_dump(mode="json")
+        answer = http.post("/v1/jobs", json=change(good))
+    assert answer.status_code == 422
+    assert message in answer.json()["detail"]
+
+
 def test_a_spec_survives_the_wire() -> None:
     spec = mixed(MIXED_CASES["mlp, outer reads y"](), "m").prepare().spec
     assert isinstance(spec, MixedGradientSpec)
     assert parse_spec(spec.model_dump_json()) == spec
     assert spec.y["y"].requires_grad
+
+
+def test_z_is_the_first_floating_point_argument_that_was_given() -> None:
+    case = MIXED_CASES["mlp, cubic"]()
+    shard = {"tokens": torch.ones(1, 5).long(), "later": torch.ones(1, 5), "first": torch.ones(1)}
+    spec = mixed(case, "m", inputs=[shard], z=None).prepare().spec
+    assert isinstance(spec, MixedGradientSpec)
+    assert spec.z == "later"
 
 
 @pytest.mark.parametrize("body", [{"computation": "hessian"}, '{"computation": "hessian"}'])
