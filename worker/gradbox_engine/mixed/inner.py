@@ -28,18 +28,21 @@ shard draw the same numbers."""
 
 @dataclass(frozen=True)
 class Contraction:
-    """⟨a(y, v), w⟩ with a graph that leads to y. `scale` is ‖a‖‖w‖, its largest possible value."""
+    """⟨a(y, v), w⟩ with a graph that leads to y, the leaves.
+
+    `scale` is ‖a‖‖w‖, the largest value that the product could have.
+    """
 
     product: Tensor
     scale: Tensor
-    _leaves: Mapping[str, Tensor]
+    leaves: Mapping[str, Tensor]
 
     def gradients(self) -> dict[str, Tensor]:
         """Return ∂⟨a(y, v), w⟩/∂y by name, without those that it does not depend on."""
         if not self.product.requires_grad:
             return {}
         with blaming("inner's second derivative", "inner"):
-            return _gradients(self.product, self._leaves)
+            return _gradients(self.product, self.leaves)
 
 
 class Inner:

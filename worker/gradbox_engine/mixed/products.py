@@ -157,10 +157,9 @@ class ShardJacobians:
             self._argument = next(iter(real), None)
         if self._argument not in real:
             raise BadInputs(
-                f"{self._calls.where(position)}: expected z="
-                f"{'one of' if self._argument is None else repr(self._argument) + ','} the "
-                f"floating-point arguments, which are {real}, of {sorted(arguments)}; an integer "
-                f"argument has no derivative"
+                f"{self._calls.where(position)}: expected a floating-point argument for z, one of "
+                f"{real}, got z={self._argument!r} of {sorted(arguments)}; an integer argument has "
+                f"no derivative"
             )
         return arguments, self._argument, arguments[self._argument]
 
