@@ -41,6 +41,14 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "batch norm": (lambda x: F.batch_norm(x, MEAN, VARIANCE, SCALE, MEAN, False, 0.1, 1e-3), IMAGE),
     "batch norm in train": (lambda x: F.batch_norm(x, None, None, SCALE, MEAN, True), IMAGE),
     "batch norm without scale": (lambda x: F.batch_norm(x, MEAN, VARIANCE), IMAGE),
+    "a scalar times": (lambda x: 0.1 * x, numbers(2, 3)),
+    "times a scalar": (lambda x: x * 3, numbers(2, 3)),
+    "times a larger tensor": (lambda x: torch.mul(x, numbers(4, 2, 3)), numbers(2, 3)),
+    "a tensor times": (lambda x: B4 * x, numbers(2, 1)),
+    "times itself": (lambda x: x * x, numbers(2, 3)),
+    "divided by": (lambda x: x / SCALE, numbers(2, 3)),
+    "divided and floored": (lambda x: x.div(0.1, rounding_mode="floor"), numbers(2, 3)),
+    "a divisor": (lambda x: SCALE / x, numbers(2, 3)),
     "in-place after a rule": (lambda x: F.relu_(F.linear(x, W, B4)), numbers(2, 3)),
     "a weight that moves": (lambda x: F.linear(numbers(2, 3), x, B4), W),
     "a bias that moves": (lambda x: F.linear(numbers(2, 3), W, x), B4),
@@ -89,6 +97,8 @@ class Kernels(TorchDispatchMode):
         ("conv_transpose2d", "convolution"),
         ("matmul", "mm"),
         ("batch norm", "native_batch_norm"),
+        ("a scalar times", "mul"),
+        ("divided by", "div"),
     ],
 )
 def test_value_and_tangent_take_one_kernel_each(name, kernel):

@@ -1,8 +1,9 @@
 """Forward-mode rules for operations of which only one argument moves, and linearly.
 
-torch's own rules also multiply by the weights' tangents, which are zero here: a convolution or a
-matrix product runs three times where two are needed (value and tangent), and an evaluated batch
-norm, which only scales and shifts, takes five kernels for its tangent. What is left out is zero, so
+torch's own rules also multiply by the constants' tangents, which are zero here: a convolution or a
+matrix product runs three times where two are needed (value and tangent), a product with a number
+goes through Python for the shape of nothing, and an evaluated batch norm, which only scales and
+shifts, takes five kernels for its tangent. What is left out is zero, so
 the results are the same.
 
 Not reached: what a Python function of `torch.nn.functional` calls on its own account, as
@@ -63,6 +64,14 @@ def _product(operation: Operation, a: Any, b: Any, **options: Any) -> Tensor | N
     return dual(operation(a, b), tangent)
 
 
+def _quotient(operation: Operation, a: Any, b: Any, **options: Any) -> Tensor | None:
+    """operation(a, b), linear in a: the tangent is operation(ȧ, b)."""
+    primal, tangent = parts(a)
+    if options or tangent is None or _moves(b):
+        return None
+    return dual(operation(primal, b), operation(tangent, b))
+
+
 def _shifted_product(bias: Any, a: Any, b: Any, **options: Any) -> Tensor | None:
     """addmm, b₀ + a b: the tangent is ȧ b."""
     primal, tangent = parts(a)
@@ -115,11 +124,18 @@ PRODUCTS: tuple[Operation, ...] = (
     Tensor.mm,
     Tensor.bmm,
     Tensor.__matmul__,
+    torch.mul,
+    Tensor.mul,
+    Tensor.__mul__,
+    Tensor.__rmul__,
 )
+
+QUOTIENTS: tuple[Operation, ...] = (torch.div, Tensor.div, Tensor.__truediv__)
 
 RULES: dict[Operation, Callable[..., Tensor | None]] = {
     **{layer: partial(_layer, layer) for layer in LAYERS},
     **{product: partial(_product, product) for product in PRODUCTS},
+    **{quotient: partial(_quotient, quotient) for quotient in QUOTIENTS},
     torch.addmm: _shifted_product,
     F.batch_norm: _batch_norm,
 }
