@@ -16,6 +16,7 @@ from gradbox_engine.errors import (
 )
 from gradbox_engine.gradient import set_gradient
 from gradbox_engine.job import Group, Objective, Observer, Penalty, SetGradient
+from gradbox_engine.set_outputs import SetOutputs, set_outputs
 from gradbox_engine.streams import shard_stream
 
 __all__ = [
@@ -35,7 +36,9 @@ __all__ = [
     "ReplayMismatch",
     "SampleStreamRefused",
     "SetGradient",
+    "SetOutputs",
     "UnknownParameter",
     "set_gradient",
+    "set_outputs",
     "shard_stream",
 ]

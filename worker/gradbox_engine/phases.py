@@ -18,8 +18,9 @@ The last shard of a first pass is always kept, and its backward pass comes first
 memory, for nothing else is held then. The order of the sum is thus last, first, second, …, whatever
 is kept, so on a CPU the result does not depend on the budget.
 
-Not optimal: a shard's graph is freed as a whole, so the peak is one graph and not less; and a model
-without random numbers or buffers pays for the bookkeeping all the same (about 0.2 ms a shard).
+Not optimal: a shard's graph is freed as a whole, so the peak is one graph and not less. The
+bookkeeping costs about 0.5 ms a shard and 10 µs for each parameter and buffer, which shows in
+shards that take less than some 20 ms.
 """
 
 from __future__ import annotations
