@@ -8,13 +8,13 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from gradbox.protocol import JobSpec, Problem, ProgressView
+from gradbox.protocol import JOB_SPEC, Problem, ProgressView
 
 REFERENCE = "#/components/schemas/{model}"
 JOB_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/GradientSpec"}}},
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobSpec"}}},
     }
 }
 BLOB_BODY: dict[str, Any] = {
@@ -45,8 +45,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
     _, schemas = models_json_schema(
-        [(JobSpec, "validation"), (Problem, "serialization"), (ProgressView, "serialization")],
-        ref_template=REFERENCE,
+        [(Problem, "serialization"), (ProgressView, "serialization")], ref_template=REFERENCE
     )
-    document["components"]["schemas"] |= schemas["$defs"]
+    job = JOB_SPEC.json_schema(ref_template=REFERENCE)
+    document["components"]["schemas"] |= schemas["$defs"] | job.pop("$defs") | {"JobSpec": job}
     return document

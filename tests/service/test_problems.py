@@ -137,6 +137,11 @@ def test_the_schema_names_what_is_posted(memory_box: Box) -> None:
         "/openapi.json"
     )
     schemas = document.json()["components"]["schemas"]
-    assert {"GradientSpec", "JobView", "ModelView", "Problem", "ProgressView"} <= schemas.keys()
+    named = {"ForwardSpec", "GradientSpec", "JobView", "ModelView", "Problem", "ProgressView"}
+    assert named <= schemas.keys()
     body = document.json()["paths"]["/v1/jobs"]["post"]["requestBody"]
-    assert body["content"]["application/json"]["schema"]["$ref"].endswith("/GradientSpec")
+    assert body["content"]["application/json"]["schema"]["$ref"].endswith("/JobSpec")
+    told_apart = schemas["JobSpec"]["discriminator"]
+    assert told_apart["propertyName"] == "computation"
+    assert told_apart["mapping"]["forward"] == "#/components/schemas/ForwardSpec"
+    assert "computation" in schemas["GradientSpec"]["required"]

@@ -14,7 +14,7 @@ from gradbox.errors import InvalidInputs
 from gradbox.graphs.build import build
 from gradbox.graphs.cost import metered
 from gradbox.losses import BUILTIN
-from gradbox.protocol import BuiltinLoss, GradientSpec, TensorRef, TracedFunction
+from gradbox.protocol import BuiltinLoss, GradientSpec, SharedSpec, TensorRef, TracedFunction
 from gradbox_engine import Group, Objective, Penalty
 from gradbox_worker.blob_tensors import BlobTensors
 from gradbox_worker.device.placement import memory_bytes
@@ -32,7 +32,7 @@ class BuiltFunction:
     leaves: Mapping[str, Tensor]
 
 
-def input_groups(spec: GradientSpec, loaded: Loaded, tensors: BlobTensors) -> list[Group]:
+def input_groups(spec: SharedSpec, loaded: Loaded, tensors: BlobTensors) -> list[Group]:
     """Return the groups, whose shards are read when the engine comes to them.
 
     Raises:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import check_graph
-from gradbox.protocol import GraphLoss, JobSpec
+from gradbox.protocol import GradientSpec, GraphLoss, SharedSpec
 from gradbox.signatures import check_builtin
 
 # readout(output, inputs)
 READOUT_ARGUMENTS = 2
 
 
-def check_loss(spec: JobSpec) -> None:
+def check_loss(spec: GradientSpec) -> None:
     """Check the loss.
 
     One group of inputs is its first argument whatever it is called; several are arguments by name.
@@ -30,7 +30,7 @@ def check_loss(spec: JobSpec) -> None:
         check_builtin(spec.loss.name, spec.loss.options, groups=groups, inputs=spec.loss_inputs)
 
 
-def check_readout(spec: JobSpec) -> None:
+def check_readout(spec: SharedSpec) -> None:
     """Check the readout, if there is one.
 
     Raises:
@@ -41,7 +41,7 @@ def check_readout(spec: JobSpec) -> None:
         check_graph(graph, tensors, positional=READOUT_ARGUMENTS, arguments=())
 
 
-def check_penalties(spec: JobSpec) -> None:
+def check_penalties(spec: GradientSpec) -> None:
     """Check the penalties' losses and scales.
 
     Raises:
