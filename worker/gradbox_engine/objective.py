@@ -28,14 +28,17 @@ SOLE_GROUP = "z"
 
 @dataclass(frozen=True)
 class Differentiated:
-    """The loss and what flows back from it. None stands where no path leads from the loss.
+    """The loss and what flows back from it.
 
-    `cotangents` have the shards' order, `seen` and `seen_cotangents` that in which g saw Z.
+    `cotangents` have the shards' order, `seen` and `seen_cotangents` that in which g saw Z. A
+    cotangent is None where no path leads from the loss; a parameter's gradient is zero then, and
+    its name in `unreached`.
     """
 
     loss: float
     cotangents: dict[str, dict[str, Tensor | None]]
-    parameters: dict[str, Tensor | None]
+    parameters: dict[str, Tensor]
+    unreached: tuple[str, ...]
     seen: dict[str, Z]
     seen_cotangents: dict[str, Z]
 
@@ -99,7 +102,11 @@ def differentiate(
     return Differentiated(
         loss=value,
         cotangents=cotangents,
-        parameters=parameters,
+        parameters={
+            name: _wide(torch.zeros_like(objective.parameters[name]) if g is None else g)
+            for name, g in parameters.items()
+        },
+        unreached=tuple(name for name, gradient in parameters.items() if gradient is None),
         seen={g: as_z({n: z.detach() for n, z in named.items()}) for g, named in seen.items()},
         seen_cotangents={
             group: as_z(_ordered(_filled(named, leaves[group]), orders.get(group)))
@@ -145,6 +152,10 @@ def _extra(value: Any, device: torch.device, widened: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.to(device, wide_dtype(value.dtype) if widened else value.dtype)
+
+
+def _wide(gradient: Tensor) -> Tensor:
+    return gradient.to(accumulation_dtype(gradient.dtype))
 
 
 def _num_rows(named: Outputs) -> int:
