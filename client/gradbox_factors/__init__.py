@@ -1,0 +1,26 @@
+"""Per-sample gradients and Jacobians as factors: the one algebra that box and laptop share.
+
+It needs torch and nothing else of gradbox, so the engine and the client both import it.
+"""
+
+from gradbox_factors.block import Block, Positions, Total
+from gradbox_factors.convolution import Convolution, Geometry
+from gradbox_factors.factored import Factored
+from gradbox_factors.hashing import Sketch
+from gradbox_factors.outer import Lookup, Outer
+from gradbox_factors.rules import TERMS
+from gradbox_factors.term import Term
+
+__all__ = [
+    "TERMS",
+    "Block",
+    "Convolution",
+    "Factored",
+    "Geometry",
+    "Lookup",
+    "Outer",
+    "Positions",
+    "Sketch",
+    "Term",
+    "Total",
+]

@@ -1,0 +1,287 @@
+"""Linear layers and embeddings: J as a sum of outer products over positions.
+
+Shapes: B samples, Y outputs, T positions, O rows, I columns, V vocabulary, D features.
+Source: Goodfellow 2015 (norms of one position); Li et al. 2022, arXiv:2110.05679 (over positions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from gradbox_factors.hashing import Sketch
+from gradbox_factors.term import Term
+
+_PAIR_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Outer(Term):
+    """J[b, y, o, i] = Σ_t left[y, b, t, o] right[b, t, i]; `transposed` says that S is (I, O)."""
+
+    rule: ClassVar[str] = "outer"
+    parameter: str
+    shape: tuple[int, ...]
+    left: Tensor  # (Y, B, T, O)
+    right: Tensor  # (B, T, I)
+    transposed: bool = False
+
+    @property
+    def samples(self) -> int:
+        return self.right.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        return self.left.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"left": self.left, "right": self.right}
+
+    def geometry(self) -> dict[str, Any]:
+        return {"transposed": self.transposed}
+
+    @classmethod
+    def read(
+        cls,
+        parameter: str,
+        shape: tuple[int, ...],
+        geometry: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> Self:
+        return cls(
+            parameter, shape, tensors["left"], tensors["right"], bool(geometry["transposed"])
+        )
+
+    def narrow(self, samples: slice, outputs: slice) -> Outer:
+        return replace(self, left=self.left[outputs, samples], right=self.right[samples])
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        if self.transposed:
+            part = replace(self, right=self.right[..., start:stop])
+        else:
+            part = replace(self, left=self.left[..., start:stop])
+        sizes = part._sizes()
+        out = self.left.new_empty(self.samples, self.outputs, *sizes)
+        part.write(out, accumulate=False)
+        return out.view(self.samples, self.outputs, stop - start, *self.shape[1:])
+
+    def _sizes(self) -> tuple[int, int]:
+        sizes = (self.left.shape[-1], self.right.shape[-1])
+        return sizes[::-1] if self.transposed else sizes
+
+    def write(self, out: Tensor, *, accumulate: bool) -> None:
+        out = out.view(self.samples, self.outputs, *self._sizes())
+        if self.right.shape[1] == 1:
+            left = self.left.select(2, 0).transpose(0, 1)
+            right = self.right.select(1, 0)[:, None]
+            pair = (
+                (right[..., None], left[:, :, None])
+                if self.transposed
+                else (left[..., None], right[:, :, None])
+            )
+            out.addcmul_(*pair) if accumulate else torch.mul(*pair, out=out)
+            return
+        first, second = self._matrices()
+        flat = out.view(first.shape[0], first.shape[1], second.shape[2])
+        flat.baddbmm_(first, second) if accumulate else torch.bmm(first, second, out=flat)
+
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        """The factors as (N, rows, T) and (N, T, columns) of one batched product."""
+        Y, B, T, O = self.left.shape
+        if self.transposed:
+            right = self.right.mT.expand(Y, *self.right.mT.shape).transpose(0, 1)
+            return right.reshape(B * Y, -1, T), self.left.transpose(0, 1).reshape(B * Y, T, O)
+        return self.left.permute(1, 0, 3, 2).reshape(B, Y * O, T), self.right
+
+    def squared_norm(self) -> Tensor:
+        Y, B, T, O = self.left.shape
+        columns = self.right.shape[2]
+        if T == 1:
+            left = self.left.select(2, 0).square().sum(2).T
+            return left.double() * self.right.select(1, 0).square().sum(1)[:, None].double()
+        if T * (columns + Y * O) < columns * Y * O:
+            pairs = torch.bmm(self.right, self.right.mT)
+            lefts = torch.matmul(self.left, self.left.mT)
+            return lefts.mul_(pairs).flatten(2).sum(2).T.double()
+        return super().squared_norm()
+
+    def add_gram(self, gram: Tensor, other: Term) -> None:
+        if not isinstance(other, Outer) or not self._pairs_are_cheaper(other):
+            return super().add_gram(gram, other)
+        T, U = self.right.shape[1], other.right.shape[1]
+        if T == U == 1:
+            left = self.left.select(2, 0).transpose(0, 1).flatten(0, 1)
+            right = other.left.select(2, 0).transpose(0, 1).flatten(0, 1)
+            pairs = (left @ right.T).view(gram.shape)
+            features = self.right.select(1, 0) @ other.right.select(1, 0).T
+            gram.addcmul_(pairs, features[:, None, :, None])
+            return None
+        left_out = other.left.transpose(0, 1).flatten(0, 2).T
+        right_out = other.right.flatten(0, 1).T
+        for start, stop in self._sample_chunks(other):
+            lefts = self.left[:, start:stop].transpose(0, 1).flatten(0, 2) @ left_out
+            features = self.right[start:stop].flatten(0, 1) @ right_out
+            shape = (stop - start, self.outputs, T, other.samples, other.outputs, U)
+            paired = lefts.view(shape).mul_(features.view(stop - start, 1, T, other.samples, 1, U))
+            gram[start:stop] += paired.sum((2, 5))
+        return None
+
+    def add_gram_trace(self, gram: Tensor, other: Term) -> None:
+        if not isinstance(other, Outer) or not self._pairs_are_cheaper(other):
+            return super().add_gram_trace(gram, other)
+        T, U = self.right.shape[1], other.right.shape[1]
+        for start, stop in self._sample_chunks(other):
+            left = self.left[:, start:stop].permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
+            lefts = left @ other.left.permute(1, 2, 0, 3).flatten(2).flatten(0, 1).T
+            features = self.right[start:stop].flatten(0, 1) @ other.right.flatten(0, 1).T
+            paired = lefts.mul_(features).view(stop - start, T, other.samples, U)
+            gram[start:stop] += paired.sum((1, 3))
+        return None
+
+    def _pairs_are_cheaper(self, other: Outer) -> bool:
+        """Compare products over pairs of positions with products over parameters."""
+        Y, B, T, O = self.left.shape
+        columns, C, U = self.right.shape[2], other.samples, other.right.shape[1]
+        if self.transposed != other.transposed:
+            return False
+        pairs = B * T * C * U * (columns + Y * other.outputs * O)
+        dense = (B * T * Y + C * U * other.outputs + B * Y * C * other.outputs) * O * columns
+        return pairs < dense
+
+    def _sample_chunks(self, other: Outer) -> list[tuple[int, int]]:
+        a_sample = self.left[:, :1, :, :1].numel() * other.left[..., :1].numel()
+        step = max(1, _PAIR_BYTES // max(1, a_sample * self.dtype.itemsize))
+        return [(at, min(at + step, self.samples)) for at in range(0, self.samples, step)]
+
+    def jvp(self, tangent: Tensor) -> Tensor:
+        matrix = tangent.reshape(self._sizes())
+        image = self.right @ (matrix if self.transposed else matrix.T)
+        return (self.left * image).flatten(2).sum(2).T
+
+    def vjp(self, cotangent: Tensor) -> Tensor:
+        left = self.left[0] * cotangent.T[0, :, None, None]
+        if self.outputs > 1:
+            left = torch.einsum("by,ybto->bto", cotangent, self.left)
+        product = left.flatten(0, 1).T @ self.right.flatten(0, 1)
+        return (product.T if self.transposed else product).reshape(self.shape)
+
+    def sketch(self, sketch: Sketch) -> Tensor:
+        axes = (1, 0) if self.transposed else (0, 1)
+        left = torch.fft.rfft(sketch.spread(self.left, self.parameter, axes[0]))
+        right = torch.fft.rfft(sketch.spread(self.right, self.parameter, axes[1]))
+        return torch.fft.irfft((left * right).sum(2), n=sketch.dim).transpose(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup(Term):
+    """J[b, y, v] = Σ_t [ids[b, t] = v] left[y, b, t]; rows that no id names are zero."""
+
+    rule: ClassVar[str] = "lookup"
+    parameter: str
+    shape: tuple[int, ...]
+    left: Tensor  # (Y, B, T, D)
+    ids: Tensor  # (B, T), int64
+
+    @property
+    def samples(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        return self.left.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"left": self.left, "ids": self.ids}
+
+    def geometry(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def read(
+        cls,
+        parameter: str,
+        shape: tuple[int, ...],
+        geometry: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> Self:
+        return cls(parameter, shape, tensors["left"], tensors["ids"])
+
+    def narrow(self, samples: slice, outputs: slice) -> Lookup:
+        return replace(self, left=self.left[outputs, samples], ids=self.ids[samples])
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        inside = (self.ids >= start) & (self.ids < stop)
+        left = self.left * inside[..., None]
+        out = self.left.new_zeros(self.samples, self.outputs, stop - start, self.shape[1])
+        ids = (self.ids - start).clamp(0, max(0, stop - start - 1))
+        return replace(self, left=left, ids=ids).add_to(out) if stop > start else out
+
+    def write(self, out: Tensor, *, accumulate: bool) -> None:
+        self.add_to(out if accumulate else out.zero_())
+
+    def add_to(self, out: Tensor) -> Tensor:
+        """Add J to `out` (B, Y, V, D), touching only the rows that the ids name."""
+        sample = torch.arange(self.samples, device=self.ids.device)[:, None].expand_as(self.ids)
+        for output in range(self.outputs):
+            out[:, output].index_put_((sample, self.ids), self.left[output], accumulate=True)
+        return out
+
+    def clear(self, out: Tensor) -> None:
+        """Zero the rows of `out` (B, Y, V, D) that this term touched."""
+        sample = torch.arange(self.samples, device=self.ids.device)[:, None].expand_as(self.ids)
+        for output in range(self.outputs):
+            out[:, output][sample, self.ids] = 0
+
+    def squared_norm(self) -> Tensor:
+        same = (self.ids[:, :, None] == self.ids[:, None]).to(self.dtype)
+        pairs = torch.matmul(self.left, self.left.mT).mul_(same)
+        return pairs.flatten(2).sum(2).T.double()
+
+    def add_gram(self, gram: Tensor, other: Term) -> None:
+        if not isinstance(other, Lookup):
+            return super().add_gram(gram, other)
+        same = self.ids.flatten()[:, None] == other.ids.flatten()
+        for y in range(self.outputs):
+            for z in range(other.outputs):
+                pairs = (self.left[y].flatten(0, 1) @ other.left[z].flatten(0, 1).T).mul_(same)
+                gram[:, y, :, z] += self._summed(pairs, other)
+        return None
+
+    def add_gram_trace(self, gram: Tensor, other: Term) -> None:
+        if not isinstance(other, Lookup):
+            return super().add_gram_trace(gram, other)
+        same = self.ids.flatten()[:, None] == other.ids.flatten()
+        mine = self.left.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
+        pairs = mine @ other.left.permute(1, 2, 0, 3).flatten(2).flatten(0, 1).T
+        gram += self._summed(pairs.mul_(same), other)
+        return None
+
+    def _summed(self, pairs: Tensor, other: Lookup) -> Tensor:
+        return pairs.view(*self.ids.shape, *other.ids.shape).sum((1, 3))
+
+    def jvp(self, tangent: Tensor) -> Tensor:
+        return (self.left * tangent[self.ids]).flatten(2).sum(2).T
+
+    def vjp(self, cotangent: Tensor) -> Tensor:
+        left = torch.einsum("by,ybtd->btd", cotangent, self.left)
+        return left.new_zeros(self.shape).index_add_(0, self.ids.flatten(), left.flatten(0, 1))
+
+    def sketch(self, sketch: Sketch) -> Tensor:
+        spread = sketch.spread(self.left, self.parameter, 1)
+        bucket, sign = sketch.axis(self.parameter, 0, self.shape[0], device=spread.device)
+        columns = torch.arange(sketch.dim, device=spread.device)
+        shifted = (columns - bucket[self.ids][..., None]) % sketch.dim
+        moved = spread.gather(3, shifted.expand(self.outputs, *shifted.shape))
+        return (moved * sign[self.ids][..., None].to(moved.dtype)).sum(2).transpose(0, 1)
