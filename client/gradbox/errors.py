@@ -6,7 +6,9 @@
     │   ├── GraphRefused                a graph with something outside the allow-list in it
     │   ├── UnknownModel                no model of that name, or not that version of it
     │   ├── InvalidInputs               shards, arguments, shapes, names
+    │   │   └── MissingBlobs            the job names blobs that the box does not have
     │   └── BlobRejected                bytes that are not what they were said to be
+    │       └── BlobTooLarge            more bytes than the box takes at once
     ├── Unauthorized                    no token, or not one this box knows
     ├── JobNotFound                     no such job, or somebody else's
     ├── IdempotencyConflict             one key, two different jobs
@@ -21,6 +23,7 @@
     │   └── WorkerLost                  the device process died and no attempt was left
     ├── JobCancelled                    the job ended in `cancelled`
     ├── ServiceUnavailable              the box cannot be reached, or asks to come back later
+    │   └── StorageFull                 the box's disk is full
     └── ProtocolError                   the other side speaks something else
 
 On the wire an error is an RFC 9457 problem whose `type` is `urn:gradbox:problem:CODE`; each class
@@ -80,11 +83,34 @@ class InvalidInputs(InvalidJob):
     title = "The inputs do not fit"
 
 
+class MissingBlobs(InvalidInputs):
+    """The job names blobs that the box does not have.
+
+    Attributes:
+        missing: their digests, as many as were worth listing.
+    """
+
+    code = "missing-blobs"
+    title = "Blobs are missing"
+
+    def __init__(self, message: str, *, missing: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
 class BlobRejected(InvalidJob):
     """Uploaded bytes are not what they were said to be."""
 
     code = "blob-rejected"
     title = "The uploaded bytes are refused"
+
+
+class BlobTooLarge(BlobRejected):
+    """A body is larger than the box takes at once."""
+
+    code = "blob-too-large"
+    title = "Too many bytes"
+    status = 413
 
 
 class Unauthorized(GradboxError):
@@ -210,6 +236,14 @@ class ServiceUnavailable(GradboxError):
     title = "The service is unavailable"
     category = "transient"
     status = 503
+
+
+class StorageFull(ServiceUnavailable):
+    """The box's disk is full."""
+
+    code = "storage-full"
+    title = "The disk is full"
+    status = 507
 
 
 class ProtocolError(GradboxError):

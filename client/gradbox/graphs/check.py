@@ -1,0 +1,281 @@
+"""What a graph must satisfy before anything of it runs. Torch-free: the service calls it too.
+
+A graph that comes over the wire is a stranger's. `check_graph` reads it once, node by node, and
+refuses what `allowed` does not list, what is not in the order in which it runs, and what exceeds
+the limits below. What depends on values (the size a list repetition makes, the memory an operation
+takes) is held by `scalars` and `cost` when the graph runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gradbox.errors import GraphRefused
+from gradbox.graphs import allowed
+from gradbox.graphs.schema import Graph, Node
+
+MAX_DEPTH: Final = 8  # of lists and tagged objects inside one argument
+MAX_LIST: Final = 1024  # entries of one list, tuple or keyword mapping
+MAX_STRING: Final = 256  # characters: an einsum equation, a reduction's name, a field's
+MAX_VALUES: Final = 100_000  # scalars, lists and objects in the arguments of the whole graph
+MAX_INTEGER: Final = 2**63 - 1
+MAX_NODES: Final = 5000  # the schema holds it too
+
+_FUNCTIONS = frozenset(allowed.FUNCTIONS)
+_TWO_ARGUMENTS = frozenset({allowed.ATTRIBUTE, allowed.FIELD})
+
+
+def check_graph(
+    graph: Graph,
+    tensors: Collection[str],
+    *,
+    positional: int | None = None,
+    arguments: Collection[str] | None = None,
+) -> None:
+    """Refuse a graph that must not run.
+
+    Args:
+        graph: what came over the wire.
+        tensors: the names of the tensors that travel with it.
+        positional: how many of its arguments are given by position; unchecked when None.
+        arguments: the names of those that are given by keyword; unchecked when None.
+
+    Raises:
+        GraphRefused: the message names the node, its operation and the rule.
+    """
+    names = frozenset(tensors)
+    seen: set[str] = set()
+    budget = _Budget()
+    if len(graph.nodes) > MAX_NODES:
+        raise GraphRefused(
+            f"the graph has {len(graph.nodes)} nodes, more than {MAX_NODES}: a loop over samples "
+            "or shards was unrolled; write it with batched operations"
+        )
+    for index, node in enumerate(graph.nodes):
+        if node.name in seen:
+            raise _refusal(node, "the name stands twice: every node has one of its own")
+        _check_order(node, index, graph, seen)
+        _check_target(node, names)
+        for value in (*node.args, *node.kwargs.values()):
+            budget.spend(value, node, seen, depth=1)
+        seen.add(node.name)
+    _check_arguments(graph, positional, arguments)
+
+
+def arguments_of(graph: Graph) -> tuple[str, ...]:
+    """Return the names of the graph's arguments in order."""
+    return tuple(node.target for node in graph.nodes if node.op == "placeholder")
+
+
+def _refusal(node: Node, rule: str) -> GraphRefused:
+    return GraphRefused(f"node {node.name!r} ({node.op} {node.target!r}): {rule}")
+
+
+def _check_order(node: Node, index: int, graph: Graph, seen: Collection[str]) -> None:
+    last = index == len(graph.nodes) - 1
+    if (node.op == "output") != last:
+        raise _refusal(
+            node, "a graph ends with its one output node, and no other node may stand there"
+        )
+    if node.op == "placeholder" and seen and graph.nodes[index - 1].op != "placeholder":
+        raise _refusal(node, "the arguments come first, before every other node")
+
+
+def _check_target(node: Node, tensors: Collection[str]) -> None:
+    if len(node.args) > MAX_LIST or len(node.kwargs) > MAX_LIST:
+        raise _refusal(node, f"it has more than {MAX_LIST} arguments")
+    match node.op:
+        case "placeholder":
+            if not node.target.isidentifier() or node.target.startswith("__"):
+                raise _refusal(node, "an argument's name must be a plain identifier")
+            _check_bare(node, num_args=0)
+        case "get_attr":
+            if node.target not in tensors:
+                raise _refusal(
+                    node, f"no tensor of that name travels with the graph; it has {_few(tensors)}"
+                )
+            _check_bare(node, num_args=0)
+        case "output":
+            _check_bare(node, num_args=1)
+        case "call_method":
+            _check_method(node)
+        case "call_function":
+            _check_function(node)
+
+
+def _check_bare(node: Node, *, num_args: int) -> None:
+    if len(node.args) != num_args or node.kwargs:
+        raise _refusal(node, f"such a node has {num_args} arguments and no keywords")
+
+
+def _check_method(node: Node) -> None:
+    if node.target not in allowed.METHODS:
+        raise _refusal(node, "no such method on the allow-list of tensor methods")
+    if not node.args or not _is_node(node.args[0]):
+        raise _refusal(node, "the first argument of a method is the node it is called on")
+    _check_keywords(node)
+    if node.target == "to" and any(
+        isinstance(value, str) for value in (*node.args, *node.kwargs.values())
+    ):
+        raise _refusal(node, 'a device is written {"device": "job"}: a graph does not choose one')
+
+
+def _check_function(node: Node) -> None:
+    if node.target not in _FUNCTIONS:
+        raise _refusal(node, "no such function on the allow-list")
+    _check_keywords(node)
+    if node.target in _TWO_ARGUMENTS:
+        _check_attribute(node)
+    if node.target == allowed.GRAD_MODE and not (
+        len(node.args) == 1 and isinstance(node.args[0], bool) and not node.kwargs
+    ):
+        raise _refusal(node, "it takes true or false and nothing else")
+
+
+def _check_keywords(node: Node) -> None:
+    for name, value in node.kwargs.items():
+        if name in allowed.FORBIDDEN_KEYWORDS:
+            raise _refusal(node, f"the argument {name!r} is not allowed")
+        if name == "device" and not (value is None or _is_node(value) or value == _DEVICE):
+            raise _refusal(
+                node, 'a device is written {"device": "job"}: a graph does not choose one'
+            )
+
+
+def _check_attribute(node: Node) -> None:
+    if len(node.args) != 2 or node.kwargs or not _is_node(node.args[0]):
+        raise _refusal(node, "it takes a node and a name")
+    name = node.args[1]
+    if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+        raise _refusal(node, f"the attribute {name!r} is not a public name")
+    if node.target == allowed.ATTRIBUTE and name not in allowed.ATTRIBUTES:
+        raise _refusal(node, f"the attribute {name!r} is not on the allow-list")
+
+
+def _check_arguments(
+    graph: Graph, positional: int | None, arguments: Collection[str] | None
+) -> None:
+    names = arguments_of(graph)
+    if len(set(names)) != len(names):
+        raise GraphRefused(f"two arguments of the graph have one name: {', '.join(names)}")
+    if positional is not None and len(names) < positional:
+        raise GraphRefused(f"the graph takes {len(names)} arguments, and {positional} are given")
+    if arguments is not None:
+        keywords = names[positional or 0 :]
+        if set(keywords) != set(arguments):
+            raise GraphRefused(
+                f"the graph's arguments are {_few(keywords)}, and the job gives "
+                f"{_few(arguments)}: every one must be given, and no other"
+            )
+
+
+_DEVICE: Final = {"device": "job"}
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, dict) and list(value) == ["node"]
+
+
+def _few(names: Collection[str]) -> str:
+    shown = sorted(names)[:10]
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return (", ".join(repr(name) for name in shown) + more) or "none"
+
+
+@dataclass
+class _Budget:
+    """Walks arguments and counts what they hold."""
+
+    num_values: int = field(default=0)
+
+    def spend(self, value: Any, node: Node, seen: Collection[str], *, depth: int) -> None:
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            raise _refusal(node, f"the graph's arguments hold more than {MAX_VALUES} values")
+        if depth > MAX_DEPTH:
+            raise _refusal(node, f"an argument is nested more than {MAX_DEPTH} deep")
+        if isinstance(value, list):
+            self._spend_all(value, node, seen, depth)
+        elif isinstance(value, dict):
+            self._spend_tagged(value, node, seen, depth)
+        else:
+            _check_scalar(value, node)
+
+    def _spend_all(self, values: list[Any], node: Node, seen: Collection[str], depth: int) -> None:
+        if len(values) > MAX_LIST:
+            raise _refusal(node, f"a list has {len(values)} entries, more than {MAX_LIST}")
+        for value in values:
+            self.spend(value, node, seen, depth=depth + 1)
+
+    def _spend_tagged(
+        self, value: dict[Any, Any], node: Node, seen: Collection[str], depth: int
+    ) -> None:
+        if len(value) != 1:
+            raise _refusal(node, f"an object has one key, its tag; got {_few(list(value))[:200]}")
+        ((tag, inner),) = value.items()
+        match tag:
+            case "node":
+                if not isinstance(inner, str) or inner not in seen:
+                    raise _refusal(
+                        node, f"it reads {inner!r:.200}, which no earlier node is called"
+                    )
+            case "tuple":
+                self._spend_list(inner, node, seen, depth)
+            case "slice":
+                self._spend_list(inner, node, seen, depth)
+                if len(inner) != 3:
+                    raise _refusal(node, "a slice is [start, stop, step]")
+            case "dict":
+                self._spend_pairs(inner, node, seen, depth)
+            case _:
+                _check_literal(tag, inner, node)
+
+    def _spend_list(self, value: Any, node: Node, seen: Collection[str], depth: int) -> None:
+        if not isinstance(value, list):
+            raise _refusal(node, f"a list was expected, got {type(value).__name__}")
+        self._spend_all(value, node, seen, depth)
+
+    def _spend_pairs(self, value: Any, node: Node, seen: Collection[str], depth: int) -> None:
+        if node.op != "output":
+            raise _refusal(node, "only the output may be a dict")
+        if not isinstance(value, list) or not all(
+            isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) for pair in value
+        ):
+            raise _refusal(node, "a dict is a list of [key, value], each key a string")
+        self._spend_all(value, node, seen, depth)
+
+
+def _check_scalar(value: Any, node: Node) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    if isinstance(value, str):
+        if len(value) > MAX_STRING:
+            raise _refusal(node, f"a string has {len(value)} characters, more than {MAX_STRING}")
+    elif isinstance(value, int):
+        if abs(value) > MAX_INTEGER:
+            raise _refusal(node, "an integer does not fit into 64 bits")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise _refusal(node, f'a float that is not finite is written {{"float": "{value}"}}')
+    else:
+        raise _refusal(node, f"{type(value).__name__} is not a JSON value")
+
+
+def _check_literal(tag: Any, inner: Any, node: Node) -> None:
+    known: dict[str, Collection[Any]] = {
+        "dtype": allowed.DTYPES,
+        "float": ("inf", "-inf", "nan"),
+        "memory_format": allowed.MEMORY_FORMATS,
+        "device": ("job",),
+    }
+    if tag == "ellipsis" and inner is True:
+        return
+    if tag == "complex" and isinstance(inner, list) and len(inner) == 2:
+        if all(isinstance(part, float) and math.isfinite(part) for part in inner):
+            return
+    elif tag in known and isinstance(inner, str) and inner in known[tag]:
+        return
+    raise _refusal(node, f"no such argument: {{{tag!r:.100}: {inner!r:.100}}}")

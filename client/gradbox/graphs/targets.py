@@ -1,0 +1,70 @@
+"""From a name of the allow-list to the function it means, and back.
+
+Looking a name up imports torch and reads attributes of the modules named here, nothing else; a name
+that is not on the allow-list is never looked up.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+import torch.fft
+import torch.linalg
+import torch.nn.functional
+import torch.special
+
+from gradbox.graphs import allowed
+
+_MODULES: Final[dict[str, Any]] = {
+    "torch": torch,
+    "torch.nn.functional": torch.nn.functional,
+    "torch.linalg": torch.linalg,
+    "torch.special": torch.special,
+    "torch.fft": torch.fft,
+    "operator": operator,
+    "math": math,
+    "builtins": builtins,
+}
+
+
+def field(record: Any, name: str) -> Any:
+    """Return a field of a model's output, which is a mapping or a named tuple.
+
+    Raises:
+        TypeError: the value has no fields.
+        KeyError: it has no field of that name.
+    """
+    if isinstance(record, Mapping):
+        if name not in record:
+            raise KeyError(f"no field {name!r}; the value has {', '.join(map(str, record))}")
+        return record[name]
+    fields: tuple[str, ...] = getattr(type(record), "_fields", ())
+    if not isinstance(record, tuple) or name not in fields:
+        raise TypeError(
+            f"{type(record).__name__} has no field {name!r}; a mapping or a named tuple was "
+            "expected"
+        )
+    return record[fields.index(name)]
+
+
+def _resolve(name: str) -> Callable[..., Any]:
+    if name == allowed.FIELD:
+        return field
+    module, _, attribute = name.rpartition(".")
+    resolved: Callable[..., Any] = getattr(_MODULES[module], attribute)
+    return resolved
+
+
+# Looked up at import: while a function is traced some of these names stand for something else.
+FUNCTIONS: Final = {name: _resolve(name) for name in allowed.FUNCTIONS}
+_NAMES: Final = {id(FUNCTIONS[name]): name for name in reversed(allowed.FUNCTIONS)}
+
+
+def name_of(function: Any) -> str | None:
+    """Return the name under which the allow-list knows a function, or None."""
+    return _NAMES.get(id(function))

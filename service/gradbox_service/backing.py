@@ -1,0 +1,71 @@
+"""All that a service stands on, so that it can be handed in as one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradbox_service.jobs.connection import connect
+from gradbox_service.jobs.fleet import Fleet, MemoryFleet, RedisFleet
+from gradbox_service.jobs.leadership import Leadership, RedisLeadership, SoleLeadership
+from gradbox_service.jobs.memory_records import MemoryRecords
+from gradbox_service.jobs.records import Records
+from gradbox_service.jobs.redis_records import RedisRecords
+from gradbox_service.jobs.turns import MemoryTurns, RqTurns, Turns
+from gradbox_service.settings import BadSettings, Settings
+from gradbox_service.store import BlobStore, ResultStore, blob_store, result_store
+from gradbox_service.tokens import MemoryTokens, RedisTokens, Tokens
+
+
+@dataclass(frozen=True)
+class Backing:
+    """Records, turns, fleet, tokens, the leader's lock, and the two stores of files."""
+
+    records: Records
+    turns: Turns
+    fleet: Fleet
+    tokens: Tokens
+    leadership: Leadership
+    blobs: BlobStore
+    results: ResultStore
+
+    @classmethod
+    def on_redis(cls, settings: Settings) -> Backing:
+        """Return the backing of a real box; nothing is sent before the first use.
+
+        Raises:
+            BadSettings: no Redis was named.
+        """
+        if not settings.redis_url:
+            raise BadSettings(
+                "the service needs a Redis: give --redis-url or GRADBOX_REDIS_URL "
+                "(`gradbox up` brings its own)"
+            )
+        try:
+            connection = connect(settings.redis_url)
+        except ValueError as error:
+            raise BadSettings(
+                f"not the address of a Redis: {settings.redis_url!r} ({error})"
+            ) from None
+        return cls(
+            records=RedisRecords(connection),
+            turns=RqTurns(connection),
+            fleet=RedisFleet(connection),
+            tokens=RedisTokens(connection),
+            leadership=RedisLeadership(connection),
+            blobs=blob_store(settings.data),
+            results=result_store(settings.data),
+        )
+
+    @classmethod
+    def in_memory(cls, data: Path) -> Backing:
+        """Return the backing of a box inside one process; files are under `data`."""
+        return cls(
+            records=MemoryRecords(),
+            turns=MemoryTurns(),
+            fleet=MemoryFleet(),
+            tokens=MemoryTokens(),
+            leadership=SoleLeadership(),
+            blobs=blob_store(data),
+            results=result_store(data),
+        )

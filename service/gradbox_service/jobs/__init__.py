@@ -1,0 +1,34 @@
+"""Job records, turns and the fleet: what the service and the workers share in Redis.
+
+Each has a protocol, an implementation on Redis and a twin in memory.
+"""
+
+from gradbox_service.jobs.connection import connect
+from gradbox_service.jobs.fleet import Fleet, MemoryFleet, RedisFleet, WorkerPresence
+from gradbox_service.jobs.memory_records import MemoryRecords
+from gradbox_service.jobs.record import JobRecord, Transition
+from gradbox_service.jobs.records import Change, Event, Records
+from gradbox_service.jobs.redis_records import RedisRecords
+from gradbox_service.jobs.turns import QUEUE, SERIALIZER, TASK, MemoryTurns, RqTurns, Turn, Turns
+
+__all__ = [
+    "QUEUE",
+    "SERIALIZER",
+    "TASK",
+    "Change",
+    "Event",
+    "Fleet",
+    "JobRecord",
+    "MemoryFleet",
+    "MemoryRecords",
+    "MemoryTurns",
+    "Records",
+    "RedisFleet",
+    "RedisRecords",
+    "RqTurns",
+    "Transition",
+    "Turn",
+    "Turns",
+    "WorkerPresence",
+    "connect",
+]

@@ -1,0 +1,33 @@
+"""The one place that knows how gradbox talks to Redis."""
+
+from __future__ import annotations
+
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+# How long one answer may take. Blocking reads ask for less than this.
+SOCKET_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
+
+
+def connect(url: str, *, retries: int = 3) -> redis.Redis:
+    """Return a client of the Redis at `url` (redis://, rediss:// or unix://).
+
+    Nothing is sent before the first command. The client answers in bytes, as RQ needs it, and in
+    RESP2, so that answers have one shape whatever the version of redis-py.
+
+    Args:
+        retries: how often a command is sent again when the connection breaks.
+
+    Raises:
+        ValueError: the URL has none of the three schemes.
+    """
+    return redis.Redis.from_url(
+        url,
+        protocol=2,
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        health_check_interval=30,
+        retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=retries),
+    )

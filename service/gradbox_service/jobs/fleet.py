@@ -1,0 +1,134 @@
+"""The workers of a box: who lives, what each does, and the models they announce."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, Protocol, cast
+
+import redis
+from pydantic import BaseModel, ConfigDict
+
+from gradbox.protocol import ModelView
+
+WORKERS = "gradbox:workers"
+MODELS = "gradbox:models"
+
+
+class WorkerPresence(BaseModel):
+    """What a worker's parent says of itself every few seconds.
+
+    `models` maps names to versions; it is empty until the device process has described them.
+    `job` is the id of the job that it holds.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    device: str
+    state: Literal["starting", "idle", "busy"]
+    models: Mapping[str, str] = {}
+    job: str | None = None
+    started_s: float = 0.0
+
+
+class Fleet(Protocol):
+    """What workers announce and the service reads."""
+
+    def announce(self, presence: WorkerPresence, *, ttl_s: float) -> None:
+        """Say that a worker lives, for the next `ttl_s` seconds."""
+
+    def retire(self, name: str) -> None:
+        """Say that a worker has stopped."""
+
+    def describe(self, models: Iterable[ModelView]) -> None:
+        """Publish what models look like; presences refer to them by name and version."""
+
+    def workers(self) -> Sequence[WorkerPresence]:
+        """Return the live workers by name."""
+
+    def model(self, name: str, *, version: str) -> ModelView | None:
+        """Return a description that was published."""
+
+
+class RedisFleet:
+    """Implements `Fleet`: one key with an expiry a worker, one hash of descriptions."""
+
+    def __init__(self, connection: redis.Redis) -> None:
+        self._redis = connection
+
+    def announce(self, presence: WorkerPresence, *, ttl_s: float) -> None:
+        with self._redis.pipeline() as pipe:
+            key = f"gradbox:worker:{presence.name}"
+            pipe.set(key, presence.model_dump_json(), px=max(1, int(ttl_s * 1000)))
+            pipe.sadd(WORKERS, presence.name)
+            pipe.execute()
+
+    def retire(self, name: str) -> None:
+        with self._redis.pipeline() as pipe:
+            pipe.delete(f"gradbox:worker:{name}")
+            pipe.srem(WORKERS, name)
+            pipe.execute()
+
+    def describe(self, models: Iterable[ModelView]) -> None:
+        for view in models:
+            self._redis.hset(MODELS, f"{view.name}@{view.version}", view.model_dump_json())
+
+    def workers(self) -> Sequence[WorkerPresence]:
+        names = sorted(name.decode() for name in cast("set[bytes]", self._redis.smembers(WORKERS)))
+        if not names:
+            return []
+        found = cast("list[bytes | None]", self._redis.mget([f"gradbox:worker:{n}" for n in names]))
+        gone = [name for name, text in zip(names, found, strict=True) if text is None]
+        if gone:
+            self._redis.srem(WORKERS, *gone)
+        return [WorkerPresence.model_validate_json(text) for text in found if text is not None]
+
+    def model(self, name: str, *, version: str) -> ModelView | None:
+        text = cast("bytes | None", self._redis.hget(MODELS, f"{name}@{version}"))
+        return None if text is None else ModelView.model_validate_json(text)
+
+
+class MemoryFleet:
+    """The in-memory twin of `RedisFleet`."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, tuple[WorkerPresence, float]] = {}
+        self._models: dict[tuple[str, str], ModelView] = {}
+        self._lock = threading.Lock()
+
+    def announce(self, presence: WorkerPresence, *, ttl_s: float) -> None:
+        with self._lock:
+            self._workers[presence.name] = (presence, time.monotonic() + ttl_s)
+
+    def retire(self, name: str) -> None:
+        with self._lock:
+            self._workers.pop(name, None)
+
+    def describe(self, models: Iterable[ModelView]) -> None:
+        with self._lock:
+            self._models.update({(view.name, view.version): view for view in models})
+
+    def workers(self) -> Sequence[WorkerPresence]:
+        with self._lock:
+            now = time.monotonic()
+            live = [presence for presence, until in self._workers.values() if now < until]
+        return sorted(live, key=lambda presence: presence.name)
+
+    def model(self, name: str, *, version: str) -> ModelView | None:
+        with self._lock:
+            return self._models.get((name, version))
+
+
+def offered_versions(workers: Sequence[WorkerPresence]) -> dict[str, list[str]]:
+    """Return the versions of every model that live workers offer, the most offered first."""
+    counts: dict[str, Counter[str]] = {}
+    for worker in workers:
+        for name, version in worker.models.items():
+            counts.setdefault(name, Counter())[version] += 1
+    return {
+        name: sorted(versions, key=lambda version: (-versions[version], version))
+        for name, versions in sorted(counts.items())
+    }

@@ -1,0 +1,148 @@
+"""The in-memory twin of `RedisRecords`: for tests, and for a box inside one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from gradbox.protocol import JobSpec, JobState
+from gradbox_service.jobs.events import event_of, parse_id, state_event
+from gradbox_service.jobs.record import JobRecord, Transition
+from gradbox_service.jobs.records import MAX_EVENTS, Change, Event, check_same_spec
+
+
+class MemoryRecords:
+    """Implements `Records` in one process."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, JobRecord] = {}
+        self._specs: dict[str, JobSpec] = {}
+        self._posted: dict[tuple[str, str], tuple[str, str]] = {}
+        self._events: dict[str, deque[Event]] = {}
+        self._leases: dict[tuple[str, int], float] = {}
+        self._order: list[str] = []
+        self._changes: list[Change] = []
+        self._ticks = 0
+        self._changed = threading.Condition()
+
+    def create(
+        self, record: JobRecord, *, spec: JobSpec, idempotency_key: str | None = None
+    ) -> JobRecord:
+        with self._changed:
+            if idempotency_key:
+                earlier = self.posted(
+                    record.owner, idempotency_key=idempotency_key, spec_digest=record.spec_digest
+                )
+                if earlier:
+                    return earlier
+                self._posted[record.owner, idempotency_key] = (record.id, record.spec_digest)
+            self._specs[record.id] = spec
+            self._write(None, record)
+            return record
+
+    def posted(self, owner: str, *, idempotency_key: str, spec_digest: str) -> JobRecord | None:
+        with self._changed:
+            if (owner, idempotency_key) not in self._posted:
+                return None
+            job_id, stored = self._posted[owner, idempotency_key]
+            check_same_spec(idempotency_key, stored=stored, posted=spec_digest)
+            return self._records[job_id]
+
+    def get(self, job_id: str) -> JobRecord | None:
+        with self._changed:
+            return self._records.get(job_id)
+
+    def spec(self, job_id: str) -> JobSpec | None:
+        with self._changed:
+            return self._specs.get(job_id)
+
+    def owned(
+        self, owner: str, *, state: JobState | None = None, limit: int = 100
+    ) -> Sequence[JobRecord]:
+        with self._changed:
+            found = [
+                record
+                for record in self._records.values()
+                if record.owner == owner and state in (None, record.state)
+            ]
+        found.sort(key=lambda record: (record.created_s, record.id), reverse=True)
+        return found[:limit]
+
+    def active(self) -> Sequence[JobRecord]:
+        with self._changed:
+            found = [record for record in self._records.values() if not record.state.final]
+        return sorted(found, key=lambda record: (record.created_s, record.id))
+
+    def update(
+        self, job_id: str, transition: Transition, *, lease_s: float | None = None
+    ) -> JobRecord | None:
+        with self._changed:
+            before = self._records.get(job_id)
+            after = transition(before) if before else None
+            if after is None:
+                return None
+            self._write(before, after)
+            if lease_s is not None:
+                self._leases[job_id, after.attempt] = time.monotonic() + lease_s
+            return after
+
+    def beat(self, job_id: str, *, attempt: int, lease_s: float) -> JobRecord | None:
+        with self._changed:
+            self._leases[job_id, attempt] = time.monotonic() + lease_s
+            return self._records.get(job_id)
+
+    def leased(self, job_id: str, *, attempt: int) -> bool:
+        with self._changed:
+            return time.monotonic() < self._leases.get((job_id, attempt), 0.0)
+
+    def events(self, job_id: str, *, after: str | None = None) -> Sequence[Event]:
+        with self._changed:
+            stream = self._events.get(job_id, ())
+            return [event for event in stream if parse_id(event.id) > parse_id(after)]
+
+    def changes(self, after: str | None, *, wait_s: float) -> tuple[str, Sequence[Change]]:
+        with self._changed:
+            if after is None:
+                return str(len(self._changes)), ()
+            start = int(after)
+            self._changed.wait_for(lambda: len(self._changes) > start, timeout=wait_s)
+            return str(len(self._changes)), self._changes[start:]
+
+    def place(self, order: Sequence[str]) -> None:
+        with self._changed:
+            before = self.positions()
+            self._order = list(order)
+            for position, job_id in enumerate(order, start=1):
+                record = self._records.get(job_id)
+                if record is None or record.state is not JobState.QUEUED:
+                    continue
+                if before.get(job_id) != position:
+                    self._tell(job_id, state_event(record, queue_position=position))
+                    self._ring(Change(job_id, "position"))
+
+    def positions(self) -> Mapping[str, int]:
+        with self._changed:
+            return {job_id: position for position, job_id in enumerate(self._order, start=1)}
+
+    def ping(self) -> None:
+        """Memory always answers."""
+
+    def _write(self, before: JobRecord | None, after: JobRecord) -> None:
+        self._records[after.id] = after
+        if after.state is not JobState.QUEUED and after.id in self._order:
+            self._order.remove(after.id)
+        event = event_of(before, after)
+        self._tell(after.id, event)
+        self._ring(Change(after.id, event.kind))
+
+    def _tell(self, job_id: str, event: Event) -> None:
+        self._ticks += 1
+        stream = self._events.setdefault(job_id, deque(maxlen=MAX_EVENTS))
+        stream.append(replace(event, id=f"{self._ticks}-0"))
+
+    def _ring(self, change: Change) -> None:
+        self._changes.append(change)
+        self._changed.notify_all()

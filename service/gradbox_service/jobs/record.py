@@ -1,0 +1,177 @@
+"""A job's record, and how it may change.
+
+    queued ──begin──▶ running ──finish──▶ done
+      │  ▲               │ ├────fail────▶ failed
+      │  └──requeue──────┤ └─cancelled──▶ cancelled
+      └──request_cancel──┼──────────────▶ cancelled
+
+A transition is a pure function: it returns the next record, or None if it does not apply. What a
+worker says is fenced by the number of the attempt it speaks for, so that a worker that was thought
+dead and comes back late changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pydantic import TypeAdapter
+
+from gradbox.errors import WorkerLost
+from gradbox.protocol import JobState, JobView, Problem, ProgressView, ResultView
+
+MAX_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """Everything about a job but its spec, which never changes and is stored beside it.
+
+    Times are seconds since 1970, UTC.
+    """
+
+    id: str
+    # The name of the token that posted it.
+    owner: str
+    computation: str
+    # The registered name, and the full version that the box had when it accepted the job.
+    model: str
+    model_version: str
+    # The digest of the spec as it was posted.
+    spec_digest: str
+    created_s: float
+    # What the poster called it.
+    name: str = ""
+    # From -10 to 10; higher goes first.
+    priority: int = 0
+    # How long one attempt may run.
+    timeout_s: float = 3600.0
+    state: JobState = JobState.QUEUED
+    # The number of the current or last attempt, 0 before the first. It fences what workers say.
+    attempt: int = 0
+    # How many attempts ended with the worker lost; the last allowed one is `max_attempts`.
+    losses: int = 0
+    max_attempts: int = MAX_ATTEMPTS
+    # When the last attempt began, and when the job ended.
+    started_s: float | None = None
+    finished_s: float | None = None
+    # Who holds, or last held, the job.
+    worker: str | None = None
+    # Asked of a running job; its worker reads this with every beat.
+    cancel_requested: bool = False
+    progress: ProgressView | None = None
+    error: Problem | None = None
+    result: ResultView | None = None
+
+    def begin(self, *, worker: str, now_s: float) -> JobRecord | None:
+        """Hand the queued job to `worker` as its next attempt."""
+        if self.state is not JobState.QUEUED:
+            return None
+        return replace(
+            self,
+            state=JobState.RUNNING,
+            attempt=self.attempt + 1,
+            worker=worker,
+            started_s=now_s,
+            progress=None,
+        )
+
+    def advance(self, *, attempt: int, progress: ProgressView) -> JobRecord | None:
+        """Note how far the attempt is."""
+        return replace(self, progress=progress) if self.held_by(attempt) else None
+
+    def finish(self, *, attempt: int, result: ResultView, now_s: float) -> JobRecord | None:
+        """End the job with a result file that is in its place."""
+        if not self.held_by(attempt):
+            return None
+        return replace(self, state=JobState.DONE, result=result, finished_s=now_s)
+
+    def fail(self, *, attempt: int, error: Problem, now_s: float) -> JobRecord | None:
+        """End the job for a reason that another attempt would meet again."""
+        if not self.held_by(attempt):
+            return None
+        return replace(self, state=JobState.FAILED, error=error, finished_s=now_s)
+
+    def cancelled(self, *, attempt: int, now_s: float) -> JobRecord | None:
+        """End the job because its worker stopped it as asked."""
+        if not self.held_by(attempt):
+            return None
+        return replace(
+            self, state=JobState.CANCELLED, cancel_requested=True, finished_s=now_s, progress=None
+        )
+
+    def requeue(self, *, attempt: int, reason: str, now_s: float) -> JobRecord | None:
+        """Count the attempt as lost: queue the job again, or end it if no attempt is left.
+
+        Args:
+            reason: what happened to the worker, a clause without a full stop.
+        """
+        if not self.held_by(attempt):
+            return None
+        lost = replace(self, losses=self.losses + 1, progress=None)
+        if self.cancel_requested:
+            return replace(lost, state=JobState.CANCELLED, finished_s=now_s)
+        if lost.losses < self.max_attempts:
+            return replace(lost, state=JobState.QUEUED)
+        problem = Problem.of(
+            WorkerLost(
+                f"the worker was lost in {lost.losses} of {self.max_attempts} allowed attempts, "
+                f"the last time because {reason}; if smaller shards do not help, ask the box's "
+                f"owner to look at the log of worker {self.worker!r}"
+            )
+        )
+        return replace(lost, state=JobState.FAILED, error=problem, finished_s=now_s)
+
+    def release(self, *, attempt: int, now_s: float) -> JobRecord | None:
+        """Give the job back because its worker stops in order; no attempt is used up."""
+        if not self.held_by(attempt):
+            return None
+        if self.cancel_requested:
+            return self.cancelled(attempt=attempt, now_s=now_s)
+        return replace(self, state=JobState.QUEUED, progress=None)
+
+    def request_cancel(self, *, now_s: float) -> JobRecord | None:
+        """Cancel the job if it waits; ask its worker to stop it if it runs."""
+        if self.state is JobState.QUEUED:
+            return replace(self, state=JobState.CANCELLED, cancel_requested=True, finished_s=now_s)
+        if self.state is JobState.RUNNING and not self.cancel_requested:
+            return replace(self, cancel_requested=True)
+        return None
+
+    def held_by(self, attempt: int) -> bool:
+        """Tell whether `attempt` is the one that runs now."""
+        return self.state is JobState.RUNNING and self.attempt == attempt
+
+    def view(self, *, queue_position: int | None = None) -> JobView:
+        """Return what the wire says of this job."""
+        return JobView(
+            id=self.id,
+            state=self.state,
+            computation=self.computation,
+            model=self.model,
+            name=self.name,
+            owner=self.owner,
+            priority=self.priority,
+            created_s=self.created_s,
+            started_s=self.started_s,
+            finished_s=self.finished_s,
+            attempts=self.attempt,
+            queue_position=queue_position if self.state is JobState.QUEUED else None,
+            progress=self.progress,
+            cancel_requested=self.cancel_requested,
+            worker=self.worker,
+            error=self.error,
+            result=self.result,
+        )
+
+    def to_json(self) -> bytes:
+        return _ADAPTER.dump_json(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> JobRecord:
+        return _ADAPTER.validate_json(text)
+
+
+Transition = Callable[[JobRecord], JobRecord | None]
+
+_ADAPTER = TypeAdapter(JobRecord)

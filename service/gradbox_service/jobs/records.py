@@ -1,0 +1,130 @@
+"""Where job records live: the protocol that Redis and the in-memory twin both keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from gradbox.errors import IdempotencyConflict
+from gradbox.protocol import JobSpec, JobState
+from gradbox_service.jobs.record import JobRecord, Transition
+
+# An idempotency key is remembered this long.
+KEY_LIFETIME_S = 7 * 24 * 3600
+# A job's stream keeps about this many events. A reader that missed older ones misses nothing: the
+# newest state is always among the kept.
+MAX_EVENTS = 1000
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entry of a job's stream.
+
+    Attributes:
+        id: grows along the stream; `after=id` reads on behind it.
+        kind: `state` (data is a JobView) or `progress` (data is a ProgressView).
+        data: JSON.
+        final: whether this is the job's last event.
+    """
+
+    id: str
+    kind: Literal["state", "progress"]
+    data: str
+    final: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """Says that something about a job is new; what it is stands in the job's own stream."""
+
+    job_id: str
+    kind: Literal["state", "progress", "position"]
+
+
+class Records(Protocol):
+    """The job records of a box. Every method is safe to call from several processes at once."""
+
+    def create(
+        self, record: JobRecord, *, spec: JobSpec, idempotency_key: str | None = None
+    ) -> JobRecord:
+        """Store a queued job, or return the one that its owner posted before under the same key.
+
+        Raises:
+            IdempotencyConflict: the key was used with another spec.
+        """
+
+    def posted(self, owner: str, *, idempotency_key: str, spec_digest: str) -> JobRecord | None:
+        """Return the job that `owner` posted under this key, if there is one.
+
+        Raises:
+            IdempotencyConflict: the key was used with another spec.
+        """
+
+    def get(self, job_id: str) -> JobRecord | None:
+        """Return the record, or None if there is no such job."""
+
+    def spec(self, job_id: str) -> JobSpec | None:
+        """Return what was posted, or None if there is no such job."""
+
+    def owned(
+        self, owner: str, *, state: JobState | None = None, limit: int = 100
+    ) -> Sequence[JobRecord]:
+        """Return an owner's jobs, newest first."""
+
+    def active(self) -> Sequence[JobRecord]:
+        """Return every queued and running job, oldest first."""
+
+    def update(
+        self, job_id: str, transition: Transition, *, lease_s: float | None = None
+    ) -> JobRecord | None:
+        """Apply `transition` to the newest record and append the event, as one transaction.
+
+        Args:
+            transition: may be called several times, so it must be pure.
+            lease_s: also grant the resulting attempt a lease of this length; used with `begin`.
+
+        Returns:
+            The new record; None if there is no such job or the transition does not apply.
+        """
+
+    def beat(self, job_id: str, *, attempt: int, lease_s: float) -> JobRecord | None:
+        """Renew an attempt's lease and return the newest record.
+
+        The holder calls this at least every half second and obeys what comes back: if the record is
+        None or no longer `held_by(attempt)`, the job is not its own any more; if
+        `cancel_requested`, the job is to be stopped. The record is the signal, so none gets lost.
+        """
+
+    def leased(self, job_id: str, *, attempt: int) -> bool:
+        """Tell whether the attempt's lease has not run out."""
+
+    def events(self, job_id: str, *, after: str | None = None) -> Sequence[Event]:
+        """Return the job's events behind the one with id `after`, oldest first."""
+
+    def changes(self, after: str | None, *, wait_s: float) -> tuple[str, Sequence[Change]]:
+        """Wait for changes of any job behind the cursor `after`; None means from now on.
+
+        Returns:
+            The next cursor, and the changes; none if `wait_s` went by without one.
+        """
+
+    def place(self, order: Sequence[str]) -> None:
+        """Store the order in which queued jobs will run, and tell those whose position is new."""
+
+    def positions(self) -> Mapping[str, int]:
+        """Return the position of every queued job that has one; 1 is next."""
+
+    def ping(self) -> None:
+        """Raise what the store raises if it does not answer."""
+
+
+def check_same_spec(key: str, *, stored: str, posted: str) -> None:
+    """Raises:
+    IdempotencyConflict: the digests differ.
+    """
+    if stored != posted:
+        raise IdempotencyConflict(
+            f"the Idempotency-Key {key!r} came before with another job (spec digest "
+            f"{stored[:12]}…, now {posted[:12]}…); send a new key with a new job"
+        )

@@ -1,0 +1,109 @@
+"""Turns: job ids in RQ's list. A turn says "run this job next" and can be lost without harm.
+
+RQ carries nothing but the id, under its JSON serializer, and names the worker's function by its
+dotted name, so the service never imports the worker.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, cast
+
+import redis
+import rq
+from rq.registry import StartedJobRegistry
+
+TASK = "gradbox_worker.turn.run_turn"
+# One queue for every worker. A worker on two queues would lose a job between them (rq/rq#1716).
+QUEUE = "gradbox"
+SERIALIZER = "json"
+# The worker's parent keeps each job's own time limit; RQ is to have none.
+NO_TIMEOUT = -1
+# A turn that failed is of interest to nobody: the record says what happened.
+FAILED_TURN_TTL_S = 60
+
+
+class Turn(NamedTuple):
+    """A turn begins one attempt of one job: an earlier one that still lingers is another turn."""
+
+    job_id: str
+    attempt: int
+
+
+class Turns(Protocol):
+    """The short list that workers take jobs from."""
+
+    def feed(self, turn: Turn) -> None:
+        """Append a turn."""
+
+    def waiting(self) -> Sequence[Turn]:
+        """Return the turns that nobody has taken yet, next first."""
+
+    def started(self) -> frozenset[Turn]:
+        """Return the turns that a live worker has taken."""
+
+
+class RqTurns:
+    """Implements `Turns` with RQ."""
+
+    def __init__(self, connection: redis.Redis, *, queue: str = QUEUE) -> None:
+        self._redis = connection
+        self._queue = rq.Queue(queue, connection=connection, serializer=SERIALIZER)
+        self._registry = StartedJobRegistry(queue=self._queue)
+
+    def feed(self, turn: Turn) -> None:
+        # The same turn may be fed twice. RQ must not take the second for the first, so each has an
+        # id of its own.
+        self._queue.enqueue_call(
+            TASK,
+            args=[turn.job_id],
+            job_id=f"{turn.job_id}-{turn.attempt}-{secrets.token_hex(4)}",
+            timeout=NO_TIMEOUT,
+            result_ttl=0,
+            failure_ttl=FAILED_TURN_TTL_S,
+            description=f"attempt {turn.attempt} of job {turn.job_id}",
+        )
+
+    def waiting(self) -> Sequence[Turn]:
+        return [_turn(rq_id) for rq_id in self._queue.get_job_ids()]
+
+    def started(self) -> frozenset[Turn]:
+        # Scores are the ends of the executions' heartbeats; keys are RQ_ID:EXECUTION.
+        live = self._redis.zrangebyscore(self._registry.key, f"({time.time()}", "+inf")
+        keys = [key.decode() for key in cast("list[bytes]", live)]
+        return frozenset(_turn(key.partition(":")[0]) for key in keys)
+
+
+class MemoryTurns:
+    """The in-memory twin, whose worker calls `take`."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Turn] = deque()
+        self._fed = threading.Condition()
+
+    def feed(self, turn: Turn) -> None:
+        with self._fed:
+            self._waiting.append(turn)
+            self._fed.notify()
+
+    def waiting(self) -> Sequence[Turn]:
+        with self._fed:
+            return list(self._waiting)
+
+    def started(self) -> frozenset[Turn]:
+        return frozenset()
+
+    def take(self, *, wait_s: float) -> Turn | None:
+        """Take the next turn, or None if none came within `wait_s`."""
+        with self._fed:
+            self._fed.wait_for(lambda: bool(self._waiting), timeout=wait_s)
+            return self._waiting.popleft() if self._waiting else None
+
+
+def _turn(rq_id: str) -> Turn:
+    job_id, attempt, _ = rq_id.rsplit("-", 2)
+    return Turn(job_id, int(attempt))

@@ -1,0 +1,145 @@
+"""Uploaded blobs on disk: DATA/blobs/aa/SHA256, each a whole, checked safetensors file.
+
+A blob is written beside its place, checked, flushed and renamed, so what has a blob's name is that
+blob, whatever died. Files are never changed or truncated afterwards: a worker may have them mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from gradbox.errors import BlobRejected
+from gradbox.safetensors_header import SafetensorsHeader, read_header
+from gradbox_service.store.files import make_folder, put_in_place
+
+# Headers kept in memory hold this many tensors together, about 200 MB.
+CACHED_TENSORS = 500_000
+STALE_UPLOAD_S = 24 * 3600
+
+
+class BlobStore:
+    """The blobs under one folder, shared by every process of the box."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._headers: OrderedDict[str, SafetensorsHeader] = OrderedDict()
+        self._cached = 0
+        self._lock = threading.Lock()
+
+    def path(self, digest: str) -> Path:
+        """Return where the blob is, or would be."""
+        return self._root / digest[:2] / digest
+
+    def size_bytes(self, digest: str) -> int | None:
+        """Return the blob's size, or None if it is not here."""
+        try:
+            return self.path(digest).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def header(self, digest: str) -> SafetensorsHeader | None:
+        """Return the blob's header, or None if it is not here."""
+        with self._lock:
+            found = self._headers.get(digest)
+            if found is not None:
+                self._headers.move_to_end(digest)
+                return found
+        try:
+            header = read_header(self.path(digest))
+        except FileNotFoundError:
+            return None
+        self._remember(digest, header)
+        return header
+
+    def upload(self, digest: str) -> Upload:
+        """Begin to write the blob; use the result as a context manager."""
+        incoming = self._root / "incoming"
+        make_folder(incoming)
+        beside = incoming / f"{digest}.{secrets.token_hex(8)}"
+        return Upload(digest, beside=beside, place=self.path(digest))
+
+    def put(self, digest: str, chunks: Iterable[bytes]) -> None:
+        """Write a whole blob.
+
+        Raises:
+            BlobRejected: see `Upload.commit`.
+            OSError: the disk did not take it.
+        """
+        with self.upload(digest) as upload:
+            for chunk in chunks:
+                upload.write(chunk)
+            upload.commit()
+
+    def sweep(self) -> None:
+        """Remove what uploads that died left behind."""
+        for path in (self._root / "incoming").glob("*.*"):
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > STALE_UPLOAD_S:
+                    path.unlink()
+
+    def _remember(self, digest: str, header: SafetensorsHeader) -> None:
+        with self._lock:
+            if digest not in self._headers:
+                self._headers[digest] = header
+                self._cached += len(header.tensors)
+            while self._cached > CACHED_TENSORS and len(self._headers) > 1:
+                _, oldest = self._headers.popitem(last=False)
+                self._cached -= len(oldest.tensors)
+
+
+class Upload:
+    """One blob on its way in. Leaving the context without `commit` leaves nothing behind."""
+
+    def __init__(self, digest: str, *, beside: Path, place: Path) -> None:
+        self._digest = digest
+        self._beside = beside
+        self._place = place
+        self._hash = hashlib.sha256()
+        self._file: BinaryIO = beside.open("xb")
+        self.size_bytes = 0
+
+    def write(self, chunk: bytes | bytearray | memoryview) -> None:
+        """Append bytes, and hash them."""
+        self._file.write(chunk)
+        self._hash.update(chunk)
+        self.size_bytes += len(chunk)
+
+    def commit(self) -> None:
+        """Check what was written and put it in its place.
+
+        Raises:
+            BlobRejected: the digest differs, or it is not a whole safetensors file.
+        """
+        found = self._hash.hexdigest()
+        if found != self._digest:
+            raise BlobRejected(
+                f"the {self.size_bytes} bytes that came have the SHA-256 {found}, expected "
+                f"{self._digest}; send them again, and if it repeats, compute the digest anew"
+            )
+        self._file.flush()
+        read_header(self._beside)
+        os.fsync(self._file.fileno())
+        put_in_place(self._beside, self._place)
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with suppress(OSError):
+            self._file.close()
+        self._beside.unlink(missing_ok=True)

@@ -1,0 +1,150 @@
+"""Bearer tokens: made here, shown once, stored as their hash.
+
+A token has 256 random bits, so a plain SHA-256 cannot be searched, and looking the hash up tells
+nothing about the token by its timing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import redis
+from pydantic import BaseModel, ConfigDict
+
+from gradbox.errors import GradboxError
+
+TOKENS = "gradbox:tokens"
+PREFIX = "gbx_"
+ID_LENGTH = 12
+
+
+class BadTokenName(GradboxError, ValueError):
+    """A token's name is not one that can be used."""
+
+    code = "bad-token-name"
+    title = "Not a name for a token"
+    category = "user"
+    status = 422
+
+
+class TokenInfo(BaseModel):
+    """What is known of a token. `id` begins its hash; `name` is the owner of the jobs it posts."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    name: str
+    created_s: float
+
+
+class Tokens(Protocol):
+    """The tokens of a box."""
+
+    def create(self, name: str) -> str:
+        """Make a token for `name` and return it; it cannot be read again.
+
+        Raises:
+            BadTokenName: see `check_name`.
+        """
+
+    def list(self) -> Sequence[TokenInfo]:
+        """Return what is known of every token, oldest first."""
+
+    def revoke(self, name_or_id: str) -> int:
+        """Forget the token of that id, or all of that name; return how many there were."""
+
+    def owner(self, token: str) -> str | None:
+        """Return whose token this is, or None if it is nobody's."""
+
+
+class RedisTokens:
+    """Implements `Tokens` with one hash."""
+
+    def __init__(self, connection: redis.Redis) -> None:
+        self._redis = connection
+
+    def create(self, name: str) -> str:
+        token, digest, info = _fresh(name)
+        self._redis.hset(TOKENS, digest, info.model_dump_json())
+        return token
+
+    def list(self) -> Sequence[TokenInfo]:
+        return sorted(self._all().values(), key=lambda info: info.created_s)
+
+    def revoke(self, name_or_id: str) -> int:
+        found = [digest for digest, info in self._all().items() if _named(info, name_or_id)]
+        return self._redis.hdel(TOKENS, *found) if found else 0
+
+    def owner(self, token: str) -> str | None:
+        text = cast("bytes | None", self._redis.hget(TOKENS, digest_of(token)))
+        return None if text is None else TokenInfo.model_validate_json(text).name
+
+    def _all(self) -> dict[str, TokenInfo]:
+        stored = cast("dict[bytes, bytes]", self._redis.hgetall(TOKENS))
+        return {
+            digest.decode(): TokenInfo.model_validate_json(text) for digest, text in stored.items()
+        }
+
+
+class MemoryTokens:
+    """The in-memory twin of `RedisTokens`."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, TokenInfo] = {}
+        self._lock = threading.Lock()
+
+    def create(self, name: str) -> str:
+        token, digest, info = _fresh(name)
+        with self._lock:
+            self._tokens[digest] = info
+        return token
+
+    def list(self) -> Sequence[TokenInfo]:
+        with self._lock:
+            return sorted(self._tokens.values(), key=lambda info: info.created_s)
+
+    def revoke(self, name_or_id: str) -> int:
+        with self._lock:
+            found = [d for d, info in self._tokens.items() if _named(info, name_or_id)]
+            for digest in found:
+                del self._tokens[digest]
+            return len(found)
+
+    def owner(self, token: str) -> str | None:
+        with self._lock:
+            info = self._tokens.get(digest_of(token))
+        return None if info is None else info.name
+
+
+def digest_of(token: str) -> str:
+    """Return the hash that a token is stored under."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that would be hard to read in a listing.
+
+    Raises:
+        BadTokenName: it is empty, longer than 100 characters, or has spaces or unprintable ones.
+    """
+    if not name or len(name) > 100 or not name.isprintable() or " " in name:
+        raise BadTokenName(
+            f"a token's name has 1 to 100 printable characters and no space, got {name[:120]!r}; "
+            "use a person's name or address"
+        )
+
+
+def _fresh(name: str) -> tuple[str, str, TokenInfo]:
+    check_name(name)
+    token = PREFIX + secrets.token_urlsafe(32)
+    digest = digest_of(token)
+    return token, digest, TokenInfo(id=digest[:ID_LENGTH], name=name, created_s=time.time())
+
+
+def _named(info: TokenInfo, name_or_id: str) -> bool:
+    return name_or_id in (info.name, info.id)

@@ -1,0 +1,56 @@
+"""The random numbers of a shard."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from gradbox_engine import shard_stream
+
+
+def _draw() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), float(np.random.random())
+
+
+def test_the_same_shard_draws_the_same_numbers_from_every_generator():
+    with shard_stream(3, group=1, shard=7):
+        first = _draw()
+    _draw()
+    with shard_stream(3, group=1, shard=7):
+        assert _draw() == first
+
+
+@pytest.mark.parametrize("other", [(4, 1, 7), (3, 2, 7), (3, 1, 8), (3, 7, 1)])
+def test_another_seed_group_or_shard_draws_other_numbers(other):
+    with shard_stream(3, 1, 7):
+        first = _draw()
+    with shard_stream(*other):
+        assert all(a != b for a, b in zip(_draw(), first, strict=True))
+
+
+def test_generators_go_on_as_if_the_stream_had_not_been():
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    expected = _draw()
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    with shard_stream(3, 1, 7):
+        _draw()
+    assert _draw() == expected
+
+
+def test_generators_are_put_back_after_an_error():
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    expected = _draw()
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    with pytest.raises(ZeroDivisionError), shard_stream(3, 1, 7):
+        _draw()
+        raise ZeroDivisionError
+    assert _draw() == expected
+
+
+def test_large_seeds_are_taken_whole():
+    with shard_stream(2**63 - 1, 0, 0):
+        first = _draw()
+    with shard_stream(2**31 - 1, 0, 0):
+        assert _draw() != first

@@ -1,0 +1,111 @@
+"""What the engine is asked for, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Mode = Literal["eval", "train"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp64"]
+Phase = Literal["forward", "cotangents", "replay"]
+Returned = Literal["grads", "buffers", "outputs", "cotangents", "input_grads"]
+
+Shard = Mapping[str, Any]
+Z = Tensor | dict[str, Tensor]
+"""A group's output as the loss sees it: one tensor, or a dict where the readout gave a dict."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Shards that all go through one entry point of the model.
+
+    `shards` may be lazy: each is read when it is used, and again for its replay. A shard maps
+    argument names to tensors on any device; a name that is a whole number is a position, "0" the
+    first. `order` is the permutation that makes the loss's Z out of the concatenated outputs:
+    Z = cat(z_1..z_n)[order].
+    """
+
+    name: str
+    shards: Sequence[Shard]
+    method: str = "forward"
+    order: Sequence[int] | Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss g.
+
+    `function` receives Z as its first argument where there is one group called "z", else one
+    keyword per group, and `inputs` as keywords; it returns one number. `parameters` are leaves that
+    the function reads: their gradients come back under the names given here.
+    """
+
+    function: Callable[..., Tensor]
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """A term Σ_i weight · loss(tap_i) that is added to L, tap_i being an activation of shard i.
+
+    `at` is the name of a submodule, whose output is the tap, or of an element of that output:
+    "encoder.layer.3", "encoder.layer.3[0]", "encoder[last_hidden_state]". A submodule that runs
+    several times in one call adds a term each time. `per_sample_scale` maps a shard's z to shape
+    (b,): sample b's gradient of the penalty is multiplied by entry b, which is held constant; the
+    value is not.
+    """
+
+    at: str
+    loss: Callable[[Tensor], Tensor]
+    weight: float = 1.0
+    per_sample_scale: Callable[[Z], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class SetGradient:
+    """dL/dθ and what is known of how it came about.
+
+    `unreached` names gradients that are zeros because no path leads from the loss to the parameter.
+    `buffers` are the model's buffers advanced once per shard. `replay_difference` is the largest
+    |z' − z| over a shard, relative to that shard's largest |z|.
+    """
+
+    loss: float
+    grads: dict[str, Tensor]
+    unreached: tuple[str, ...]
+    shards: dict[str, int]  # shards of each group
+    retained: int  # shards whose graph was kept from the first pass
+    replayed: int  # shards that were run a second time; the others had a cotangent of zero
+    replay_difference: float
+    seconds: dict[Phase, float]
+    buffers: dict[str, Tensor] | None = None
+    outputs: dict[str, Z] | None = None  # by group, in the order in which the loss saw them
+    cotangents: dict[str, Z] | None = None  # likewise
+    input_grads: dict[str, dict[str, tuple[Tensor, ...]]] | None = None
+    """By group and argument name: one tensor per shard."""
+
+
+class Observer(Protocol):
+    """Told how far a job has come; may raise to stop it, which leaves the model as it was."""
+
+    def step(self, phase: Phase, done: int, total: int) -> None:
+        """Called before each shard, and once more when a phase ends."""
+
+
+class Silent:
+    """An observer that does nothing."""
+
+    def step(self, phase: Phase, done: int, total: int) -> None:
+        """Do nothing."""
+
+
+def model_device(model: torch.nn.Module) -> torch.device:
+    """Return where the model's first parameter or buffer lives; the CPU if it has none."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")

@@ -1,0 +1,94 @@
+"""The random numbers of one shard.
+
+Shard i of group k draws from generators seeded from (seed, k, i) alone, so its dropout masks do not
+depend on what ran before it, in which process, or whether it is a replay. Covered: torch's default
+generators (CPU, every CUDA device, MPS), Python's `random` and NumPy's legacy global generator.
+
+Not covered: a `torch.Generator`, `random.Random` or `numpy.random.Generator` that a model keeps as
+its own attribute. The comparison after each replay catches those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+try:
+    import numpy
+except ImportError:
+    numpy = None  # type: ignore[assignment]
+
+
+@contextmanager
+def shard_stream(seed: int, group: int, shard: int) -> Iterator[None]:
+    """Seed every global generator for one shard, and put all of them back on the way out.
+
+    Args:
+        seed: the job's seed.
+        group: position of the shard's group among the groups.
+        shard: position of the shard in its group.
+    """
+    before = _generator_states()
+    try:
+        _seed_generators(stream_seed(seed, group, shard))
+        yield
+    finally:
+        _restore_generators(before)
+
+
+def stream_seed(seed: int, group: int, shard: int) -> int:
+    """Return the 64-bit seed of a shard's stream: BLAKE2b over the three numbers."""
+    text = f"gradbox/shard/{seed}/{group}/{shard}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+def generator_fingerprint() -> tuple[bytes, ...]:
+    """Return bytes that change when anything draws from a global generator."""
+    states = _generator_states()
+    tensors = [states["cpu"], *states.get("cuda", []), *states.get("mps", [])]
+    plain = [repr(states["python"]).encode(), repr(states.get("numpy")).encode()]
+    return (*(tensor.numpy().tobytes() for tensor in tensors), *plain)
+
+
+def _generator_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+    if numpy is not None:
+        states["numpy"] = numpy.random.get_state(legacy=False)
+    if _cuda_runs():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        states["mps"] = [torch.mps.get_rng_state()]
+    return states
+
+
+def _seed_generators(derived: int) -> None:
+    random.seed(derived)
+    torch.default_generator.manual_seed(derived)
+    if numpy is not None:
+        numpy.random.seed([derived & 0xFFFFFFFF, derived >> 32])
+    if _cuda_runs():
+        torch.cuda.manual_seed_all(derived)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(derived)
+
+
+def _cuda_runs() -> bool:
+    """Return whether CUDA is in use; asking its generators would otherwise start it."""
+    running: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return running
+
+
+def _restore_generators(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    torch.set_rng_state(states["cpu"])
+    if numpy is not None:
+        numpy.random.set_state(states["numpy"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])
+    if "mps" in states:
+        torch.mps.set_rng_state(states["mps"][0])
