@@ -3,7 +3,7 @@
 It needs torch and nothing else of gradbox, so the engine and the client both import it.
 """
 
-from gradbox_factors.block import Block, Positions, Total
+from gradbox_factors.block import Block, Positions, Total, Zero
 from gradbox_factors.convolution import Convolution, Geometry
 from gradbox_factors.factored import Factored
 from gradbox_factors.hashing import Sketch
@@ -23,4 +23,5 @@ __all__ = [
     "Sketch",
     "Term",
     "Total",
+    "Zero",
 ]

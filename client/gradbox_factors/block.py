@@ -116,6 +116,73 @@ class Block(Term):
 
 
 @dataclass(frozen=True, eq=False)
+class Zero(Term):
+    """J = 0: a parameter that no path leads to."""
+
+    rule: ClassVar[str] = "zero"
+    parameter: str
+    shape: tuple[int, ...]
+    empty: Tensor  # (B, Y, 0)
+
+    @property
+    def samples(self) -> int:
+        return self.empty.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        return self.empty.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.empty.dtype
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"empty": self.empty}
+
+    def geometry(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def read(
+        cls,
+        parameter: str,
+        shape: tuple[int, ...],
+        geometry: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> Self:
+        return cls(parameter, shape, tensors["empty"])
+
+    def narrow(self, samples: slice, outputs: slice) -> Zero:
+        return replace(self, empty=self.empty[samples, outputs])
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        sizes = (self.samples, self.outputs, stop - start, *self.shape[1:])
+        return self.empty.new_zeros(sizes)
+
+    def write(self, out: Tensor, *, accumulate: bool) -> None:
+        if not accumulate:
+            out.zero_()
+
+    def squared_norm(self) -> Tensor:
+        return self.empty.sum(2)
+
+    def add_gram(self, gram: Tensor, other: Term) -> None:
+        """Add nothing."""
+
+    def add_gram_trace(self, gram: Tensor, other: Term) -> None:
+        """Add nothing."""
+
+    def jvp(self, tangent: Tensor) -> Tensor:
+        return self.empty.sum(2)
+
+    def vjp(self, cotangent: Tensor) -> Tensor:
+        return self.empty.new_zeros(self.shape)
+
+    def sketch(self, sketch: Sketch) -> Tensor:
+        return self.empty.new_zeros(self.samples, self.outputs, sketch.dim)
+
+
+@dataclass(frozen=True, eq=False)
 class Total(Term):
     """The sum of several terms of one parameter: tied weights, a layer called twice.
 

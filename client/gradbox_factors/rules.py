@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gradbox_factors.block import Block, Positions, Total
+from gradbox_factors.block import Block, Positions, Total, Zero
 from gradbox_factors.convolution import Convolution
 from gradbox_factors.outer import Lookup, Outer
 from gradbox_factors.term import Term
 
 TERMS: dict[str, type[Term]] = {
-    term.rule: term for term in (Outer, Lookup, Positions, Convolution, Block, Total)
+    term.rule: term for term in (Outer, Lookup, Positions, Convolution, Block, Zero, Total)
 }

@@ -1,0 +1,62 @@
+"""The first use of a plan is compared with autograd on the same graph.
+
+Two comparisons, for each parameter: the per-sample gradients sum to the gradient of the sum, and one
+sample's row is the gradient of that sample's number alone. Both use the graph of the very forward
+that the rules read, so ReLU kinks and dropout masks are the same and only rounding may differ. A
+parameter that fails takes the loop road from then on and is named there; so a use that escaped the
+watch (a compiled or custom function) costs time and not correctness.
+
+Cost: one summed backward, one backward for the sample, and the dense rows of one output.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradbox_engine.per_sample.factoring import Traced
+from gradbox_engine.per_sample.failures import SelfCheckFailed
+from gradbox_engine.per_sample.plan import Plan
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
+"""‖difference‖ over ‖gradient‖ of a parameter: about the square root of eps, for sums that cancel."""
+
+
+def check_first_use(traced: Traced, plan: Plan) -> bool:
+    """Send parameters whose result is not autograd's down the loop road; say whether any was.
+
+    Raises:
+        SelfCheckFailed: one that is there already differs.
+    """
+    names = list(traced.session.parameters)
+    wanted = [traced.session.parameters[name] for name in names]
+    sample = traced.samples // 2
+    column = traced.value[:, 0]
+    total = torch.autograd.grad(column.sum(), wanted, retain_graph=True, allow_unused=True)
+    alone = torch.autograd.grad(column[sample], wanted, retain_graph=True, allow_unused=True)
+    terms = traced.terms(range(1), last=True)
+    failed = []
+    for name, parameter, summed, row in zip(names, wanted, total, alone, strict=True):
+        term = terms[name]
+        ones = torch.ones(traced.samples, 1, dtype=term.dtype, device=parameter.device)
+        mine = term.narrow(slice(sample, sample + 1), slice(None)).block()[0, 0]
+        if not (_same(term.vjp(ones), summed, mine) and _same(mine, row, mine)):
+            failed.append(name)
+    stuck = [name for name in failed if name in plan.loops]
+    if stuck:
+        raise SelfCheckFailed(
+            f"the per-sample gradients of {stuck} do not sum to the gradient that autograd gives: "
+            "please report this model; unchecked=('self',) turns the check off"
+        )
+    plan.loop(failed, "its rule's result differed from autograd's on first use")
+    return bool(failed)
+
+
+def _same(found: Tensor, expected: Tensor | None, row: Tensor) -> bool:
+    wide = torch.float32 if found.device.type == "mps" else torch.float64
+    tolerance = TOLERANCE[found.dtype]
+    found = found.detach().to(wide)
+    reference = torch.zeros_like(found) if expected is None else expected.detach().to(wide)
+    scale = reference.square().sum().sqrt() + row.to(wide).square().sum().sqrt()
+    apart = (found - reference).square().sum().sqrt()
+    return bool(apart <= tolerance * scale) or bool(reference.isnan().any())
