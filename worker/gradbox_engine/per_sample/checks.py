@@ -11,15 +11,39 @@ Cost: one summed backward, one backward for the sample, and the dense rows of on
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from gradbox_engine.per_sample.batch_axis import BatchAxis, samples_that_differ
 from gradbox_engine.per_sample.factoring import Traced
-from gradbox_engine.per_sample.failures import SelfCheckFailed
+from gradbox_engine.per_sample.failures import CoupledSamples, SelfCheckFailed
 from gradbox_engine.per_sample.plan import Plan
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 """‖difference‖ over ‖gradient‖ of a parameter: about the square root of eps, for sums that cancel."""
+
+
+def check_head(z: Tensor, head: Callable[[Tensor], Tensor]) -> None:
+    """Replace one row of z and look whether the loss of another sample moves.
+
+    Raises:
+        CoupledSamples: it does.
+    """
+    if z.shape[0] < 2:
+        return
+    sample = z.shape[0] // 2
+    moved = z.clone()
+    moved[sample] = z[sample - 1] + 0.1
+    with torch.no_grad():
+        apart = samples_that_differ(head(z), head(moved), BatchAxis(0))
+    apart[sample] = False
+    if apart.any():
+        raise CoupledSamples(
+            "the loss of one sample changed when another sample's output did, so it has no "
+            "gradient per sample: entry b of the loss may read row b of z alone"
+        )
 
 
 def check_first_use(traced: Traced, plan: Plan) -> bool:

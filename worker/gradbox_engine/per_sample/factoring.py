@@ -93,6 +93,17 @@ class Traced:
             self._loop(found, outputs, keep=not last)
         return {name: self._merged(name, found.get(name, []), len(outputs)) for name in self.session.parameters}
 
+    def pulled_back(self, cotangents: Tensor) -> dict[str, Tensor]:
+        """Return Jᵀ u by parameter, u of shape (B, Y), by one ordinary backward."""
+        parameters = self.session.parameters
+        gradients = torch.autograd.grad(
+            self.value, list(parameters.values()), cotangents, allow_unused=True
+        )
+        return {
+            name: torch.zeros_like(parameter) if gradient is None else gradient
+            for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+        }
+
     def _backward(
         self, edges: Sequence[Any], outputs: range, *, keep: bool
     ) -> Sequence[Tensor | None]:

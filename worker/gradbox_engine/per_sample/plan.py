@@ -61,6 +61,7 @@ class Plan:
     steps: list[Step] = field(default_factory=list)
     roads: dict[str, set[str]] = field(default_factory=dict)
     loops: dict[str, str] = field(default_factory=dict)
+    axes: dict[str, int] = field(default_factory=dict)  # argument → dim that counts samples
     random: bool = True  # whether the model draws random numbers
     stateful: bool = True  # whether the model changes its buffers
     batched_backward: bool = True  # whether all outputs' backward passes run as one

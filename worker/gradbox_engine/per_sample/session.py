@@ -21,7 +21,7 @@ from gradbox_engine.job import Mode, Precision, model_device
 from gradbox_engine.outputs import BARE, as_outputs, choose
 from gradbox_engine.overlay import lay_over, wide_dtype, widen
 from gradbox_engine.per_sample.capture import PlanStale
-from gradbox_engine.per_sample.checks import check_first_use
+from gradbox_engine.per_sample.checks import check_first_use, check_head
 from gradbox_engine.per_sample.failures import NoBatchAxis
 from gradbox_engine.per_sample.factoring import Traced
 from gradbox_engine.per_sample.plan import Plan
@@ -154,23 +154,36 @@ class Session:
             NoBatchAxis: the samples cannot be found.
             SelfCheckFailed: the first use of a plan does not give autograd's gradient.
         """
-        key = self._signature(arguments)
-        plans = _plans.setdefault(self.model, {})
-        plan = plans.get(key)
-        if plan is None:
-            plan = plans[key] = self._planned(arguments, index, SAMPLES)
+        plan = self._plan(arguments, index)
         try:
             traced = self._traced(plan, arguments, index, head)
         except PlanStale:
-            plan = plans[key] = self._replanned(arguments, index)
+            plan = self._replanned(arguments, index)
             traced = self._traced(plan, arguments, index, head)
         if not plan.checked:
             plan.checked = True
-            if "self" not in self.unchecked and check_first_use(traced, plan):
+            if "coupling" not in self.unchecked:
+                check_head(traced.z, head)
+            if "self" not in self.unchecked:
+                if check_first_use(traced, plan):
+                    check_first_use(self._traced(plan, arguments, index, head), plan)
                 traced = self._traced(plan, arguments, index, head)
-                check_first_use(traced, plan)
-            traced = self._traced(plan, arguments, index, head)
         return traced
+
+    def count(self, arguments: dict[str, Any], index: int) -> int:
+        """Return how many samples a shard has."""
+        for name, dim in self._plan(arguments, index).axes.items():
+            size: int = arguments[name].shape[dim]
+            return size
+        raise NoBatchAxis(f"shard {index}: expected a tensor that holds samples, got none")
+
+    def _plan(self, arguments: dict[str, Any], index: int) -> Plan:
+        plans = _plans.setdefault(self.model, {})
+        key = self._signature(arguments)
+        plan = plans.get(key)
+        if plan is None:
+            plan = plans[key] = self._planned(arguments, index, SAMPLES)
+        return plan
 
     def _planned(self, arguments: dict[str, Any], index: int, samples: int) -> Plan:
         with blaming("the model", f"shard {index}"), self._kept_buffers():
@@ -188,6 +201,7 @@ class Session:
             plan.steps.clear()
             plan.watched = False
             plan.loop(self.parameters, "the model's calls differ from run to run")
+        _plans[self.model][self._signature(arguments)] = plan
         return plan
 
     def _traced(

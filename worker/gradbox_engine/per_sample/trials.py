@@ -53,6 +53,7 @@ def plan_for(
     if "coupling" not in model.unchecked:
         _refuse_coupling(trials, second.z, third.z)
     plan = make_plan(trials, model.parameters)
+    plan.axes = dict(axes)
     plan.random = first.random
     plan.stateful = versions != [buffer._version for buffer in model.model.buffers()]
     return plan
