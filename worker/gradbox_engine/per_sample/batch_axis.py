@@ -97,7 +97,7 @@ def _only(differs: Tensor, changed: int) -> bool:
 
 def samples_that_differ(second: Tensor, third: Tensor, axis: BatchAxis) -> Tensor:
     """Return for every sample whether its part of the tensor differs beyond rounding, (B,) bool."""
-    first_B, second_B = axis.lead(second).flatten(1), axis.lead(third).flatten(1)
+    first_B, second_B = (axis.lead(x).reshape(second.shape[axis.dim] // (axis.before * axis.after), -1) for x in (second, third))
     if not first_B.is_floating_point():
         return (first_B != second_B).any(1)
     scale = first_B.nan_to_num().abs().amax().clamp_min(torch.finfo(first_B.dtype).tiny)
