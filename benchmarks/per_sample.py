@@ -61,8 +61,8 @@ def methods(work: Workload, session: Session) -> dict[str, Callable[[], Any]]:
         keep.factors.gram()
 
     def vjp() -> None:
-        collected(keep := Keep())
-        keep.factors.vjp(torch.ones(keep.factors.samples, work.outputs))
+        traced = session.trace(arguments, 0, head)
+        traced.pulled_back(torch.ones_like(traced.value))
 
     found: dict[str, Callable[[], Any]] = {
         "base": base,

@@ -5,7 +5,7 @@ It needs torch and nothing else of gradbox, so the engine and the client both im
 
 from gradbox_factors.block import Block, Positions, Total, Zero
 from gradbox_factors.convolution import Convolution, Geometry
-from gradbox_factors.factored import Factored
+from gradbox_factors.factored import Factored, squared_norms
 from gradbox_factors.hashing import Sketch
 from gradbox_factors.outer import Lookup, Outer
 from gradbox_factors.rules import TERMS
@@ -24,4 +24,5 @@ __all__ = [
     "Term",
     "Total",
     "Zero",
+    "squared_norms",
 ]

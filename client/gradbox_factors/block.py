@@ -59,6 +59,12 @@ class Positions(Term):
             return self.left[:, :, start:stop].sum(3).transpose(0, 1)
         return self.left[..., start:stop].sum(2).transpose(0, 1)
 
+    def squared_norm(self) -> Tensor:
+        axis = 3 if self.channels_first else 2
+        one = self.left.shape[axis] == 1
+        summed = self.left.select(axis, 0) if one else self.left.sum(axis)
+        return torch.linalg.vecdot(summed, summed).T.double()
+
     def write(self, out: Tensor, *, accumulate: bool) -> None:
         axis = 3 if self.channels_first else 2
         if accumulate:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradbox_factors.block import Positions
 from gradbox_factors.hashing import Sketch
+from gradbox_factors.outer import Outer, add_grams_of_one_position
 from gradbox_factors.term import Term
 
 EVERYTHING = slice(None)
@@ -74,10 +76,8 @@ class Factored:
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return the squared norm of every sample's row, by parameter, shape (B, Y), float64."""
-        return {
-            name: torch.cat([piece[name].squared_norm() for piece in self.pieces])
-            for name in self.names
-        }
+        parts = [squared_norms(piece) for piece in self.pieces]
+        return {name: torch.cat([part[name] for part in parts]) for name in self.names}
 
     def norms(self) -> Tensor:
         """Return the norm over all parameters, shape (B, Y)."""
@@ -85,26 +85,17 @@ class Factored:
         return total.sqrt().to(_any(self.pieces[0]).dtype)
 
     def gram(self, *, trace: bool = False) -> Tensor:
-        """Return J Jᵀ, shape (B, Y, B, Y), or Σ_y J_y J_yᵀ, shape (B, B)."""
-        rows = []
-        for piece in self.pieces:
-            rows.append(
-                torch.cat(
-                    [self._pair(piece, other, trace) for other in self.pieces], -1 if trace else 2
-                )
-            )
-        return torch.cat(rows)
-
-    def _pair(self, piece: Mapping[str, Term], other: Mapping[str, Term], trace: bool) -> Tensor:
-        first, second = _any(piece), _any(other)
-        sizes: tuple[int, ...] = (first.samples, first.outputs, second.samples, second.outputs)
-        gram = _new(first, sizes[::2] if trace else sizes)
-        for name, term in piece.items():
-            if trace:
-                term.add_gram_trace(gram, other[name])
-            else:
-                term.add_gram(gram, other[name])
-        return gram
+        """Return J Jᵀ, shape (B, Y, B, Y), or with `trace` Σ_y J_y J_yᵀ, shape (B, B)."""
+        rows = [
+            torch.cat([_pair(piece, other, trace=trace) for other in self.pieces], -1)
+            if len(self.pieces) > 1
+            else _pair(piece, piece, trace=trace)
+            for piece in self.pieces
+        ]
+        if trace:
+            return torch.cat(rows)
+        whole = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
+        return whole.permute(1, 0, 3, 2)
 
     def jvp(self, tangents: Mapping[str, Tensor]) -> Tensor:
         """Return J v, shape (B, Y); a parameter that `tangents` lacks has tangent 0."""
@@ -135,6 +126,23 @@ class Factored:
         return torch.cat([sum_of([t.sketch(sketch) for t in p.values()]) for p in self.pieces])
 
 
+def squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
+    """Return the squared norm of every sample's row by parameter, shape (B, Y), float64."""
+    biased = _biased(terms, terms)
+    found: dict[str, Tensor] = {}
+    for name, term in terms.items():
+        if name in found:
+            continue
+        if name in biased and isinstance(term, Outer) and term.right.shape[1] == 1:
+            # The bias' row is the left factor itself, and the weight's norm a product with it.
+            found[biased[name]] = lefts = terms[biased[name]].squared_norm()
+            right = term.right.select(1, 0)
+            found[name] = lefts * torch.linalg.vecdot(right, right)[:, None]
+        else:
+            found[name] = term.squared_norm()
+    return {name: found[name] for name in terms}
+
+
 def sum_of(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum of tensors of one shape."""
     total = parts[0].clone()
@@ -150,3 +158,68 @@ def _any(piece: Mapping[str, Term]) -> Term:
 def _new(term: Term, sizes: tuple[int, ...]) -> Tensor:
     device = next(iter(term.tensors().values())).device
     return torch.zeros(sizes, dtype=term.dtype, device=device)
+
+
+def _pair(piece: Mapping[str, Term], other: Mapping[str, Term], *, trace: bool) -> Tensor:
+    """Return the Gram of two pieces, (Y, B, Y, B') or its trace (B, B')."""
+    first, second = _any(piece), _any(other)
+    sizes: tuple[int, ...] = (first.outputs, first.samples, second.outputs, second.samples)
+    gram = _new(first, sizes[1::2] if trace else sizes)
+    biased = _biased(piece, other)
+    together: list[tuple[Outer, Outer, float]] = []
+    for name, term in piece.items():
+        if name in biased.values():
+            continue
+        theirs = other[name]
+        if not isinstance(term, Outer) or not isinstance(theirs, Outer):
+            (term.add_gram_trace if trace else term.add_gram)(gram, theirs)
+            continue
+        shift = 1.0 if name in biased else 0.0
+        if trace:
+            term.add_gram_trace_with(gram, theirs, shift=shift)
+        elif _one_position(term, theirs):
+            together.append((term, theirs, shift))
+        else:
+            term.add_gram_with(gram, theirs, shift=shift)
+    if together:
+        add_grams_of_one_position(gram, together)
+    return gram
+
+
+def _one_position(first: Outer, second: Outer) -> bool:
+    alone = first.right.shape[1] == second.right.shape[1] == 1
+    return alone and first.pairs_are_cheaper(second)
+
+
+def _biased(piece: Mapping[str, Term], other: Mapping[str, Term]) -> dict[str, str]:
+    """Return weight → bias for layers whose bias shares the weight's factor in both pieces.
+
+    The bias of a linear layer is a weight for a constant input of 1, so its Gram comes with the
+    weight's for one addition.
+    """
+    weights = {
+        _identity(term.left): name
+        for name, term in piece.items()
+        if isinstance(term, Outer) and not term.transposed
+    }
+    found = {}
+    for name, term in piece.items():
+        if not isinstance(term, Positions) or term.channels_first:
+            continue
+        weight = weights.get(_identity(term.left))
+        if weight is None:
+            continue
+        mine, theirs, bias = piece[weight], other[weight], other[name]
+        if (
+            isinstance(mine, Outer)
+            and isinstance(theirs, Outer)
+            and isinstance(bias, Positions)
+            and _identity(theirs.left) == _identity(bias.left)
+            and mine.pairs_are_cheaper(theirs)
+        ):
+            found[weight] = name
+    return found
+
+
+def _identity(factor: Tensor) -> tuple[int, torch.Size]:
+    return factor.data_ptr(), factor.shape

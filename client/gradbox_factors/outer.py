@@ -6,7 +6,7 @@ Source: Goodfellow 2015 (norms of one position); Li et al. 2022, arXiv:2110.0567
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -105,8 +105,9 @@ class Outer(Term):
         Y, B, T, O = self.left.shape
         columns = self.right.shape[2]
         if T == 1:
-            left = self.left.select(2, 0).square().sum(2).T
-            return left.double() * self.right.select(1, 0).square().sum(1)[:, None].double()
+            left, right = self.left.flatten(0, 2), self.right.select(1, 0)
+            lefts = torch.linalg.vecdot(left, left).view(Y, B)
+            return (lefts * torch.linalg.vecdot(right, right)).T.double()
         if T * (columns + Y * O) < columns * Y * O:
             pairs = torch.bmm(self.right, self.right.mT)
             lefts = torch.matmul(self.left, self.left.mT)
@@ -114,39 +115,45 @@ class Outer(Term):
         return super().squared_norm()
 
     def add_gram(self, gram: Tensor, other: Term) -> None:
-        if not isinstance(other, Outer) or not self._pairs_are_cheaper(other):
+        self.add_gram_with(gram, other, shift=0.0)
+
+    def add_gram_with(self, gram: Tensor, other: Term, *, shift: float) -> None:
+        """Add J J'ᵀ, and with `shift` 1 also that of the bias whose factor is `left`."""
+        if not isinstance(other, Outer) or not self.pairs_are_cheaper(other):
             return super().add_gram(gram, other)
         T, U = self.right.shape[1], other.right.shape[1]
         if T == U == 1:
-            left = self.left.select(2, 0).transpose(0, 1).flatten(0, 1)
-            right = other.left.select(2, 0).transpose(0, 1).flatten(0, 1)
-            pairs = (left @ right.T).view(gram.shape)
-            features = self.right.select(1, 0) @ other.right.select(1, 0).T
-            gram.addcmul_(pairs, features[:, None, :, None])
+            add_grams_of_one_position(gram, [(self, other, shift)])
             return None
-        left_out = other.left.transpose(0, 1).flatten(0, 2).T
-        right_out = other.right.flatten(0, 1).T
+        lefts_T = other.left.flatten(0, 2).T
+        features_T = other.right.flatten(0, 1).T
         for start, stop in self._sample_chunks(other):
-            lefts = self.left[:, start:stop].transpose(0, 1).flatten(0, 2) @ left_out
-            features = self.right[start:stop].flatten(0, 1) @ right_out
-            shape = (stop - start, self.outputs, T, other.samples, other.outputs, U)
-            paired = lefts.view(shape).mul_(features.view(stop - start, 1, T, other.samples, 1, U))
-            gram[start:stop] += paired.sum((2, 5))
+            features = self.right[start:stop].flatten(0, 1) @ features_T
+            features = (features + shift if shift else features).view(-1, T, 1, other.samples, U)
+            for y in range(self.outputs):
+                lefts = self.left[y, start:stop].flatten(0, 1) @ lefts_T
+                paired = lefts.view(stop - start, T, other.outputs, other.samples, U)
+                gram[y, start:stop] += paired.mul_(features).sum((1, 4))
         return None
 
     def add_gram_trace(self, gram: Tensor, other: Term) -> None:
-        if not isinstance(other, Outer) or not self._pairs_are_cheaper(other):
+        self.add_gram_trace_with(gram, other, shift=0.0)
+
+    def add_gram_trace_with(self, gram: Tensor, other: Term, *, shift: float) -> None:
+        """Add Σ_y J_y J'_yᵀ, and with `shift` 1 also that of the bias whose factor is `left`."""
+        if not isinstance(other, Outer) or not self.pairs_are_cheaper(other):
             return super().add_gram_trace(gram, other)
         T, U = self.right.shape[1], other.right.shape[1]
+        lefts_T = other.left.permute(1, 2, 0, 3).flatten(2).flatten(0, 1).T
+        features_T = other.right.flatten(0, 1).T
         for start, stop in self._sample_chunks(other):
             left = self.left[:, start:stop].permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
-            lefts = left @ other.left.permute(1, 2, 0, 3).flatten(2).flatten(0, 1).T
-            features = self.right[start:stop].flatten(0, 1) @ other.right.flatten(0, 1).T
-            paired = lefts.mul_(features).view(stop - start, T, other.samples, U)
-            gram[start:stop] += paired.sum((1, 3))
+            features = self.right[start:stop].flatten(0, 1) @ features_T
+            paired = (left @ lefts_T).mul_(features + shift if shift else features)
+            gram[start:stop] += paired.view(stop - start, T, other.samples, U).sum((1, 3))
         return None
 
-    def _pairs_are_cheaper(self, other: Outer) -> bool:
+    def pairs_are_cheaper(self, other: Outer) -> bool:
         """Compare products over pairs of positions with products over parameters."""
         Y, B, T, O = self.left.shape
         columns, C, U = self.right.shape[2], other.samples, other.right.shape[1]
@@ -157,7 +164,7 @@ class Outer(Term):
         return pairs < dense
 
     def _sample_chunks(self, other: Outer) -> list[tuple[int, int]]:
-        a_sample = self.left[:, :1, :, :1].numel() * other.left[..., :1].numel()
+        a_sample = self.left[:1, :1, :, :1].numel() * other.left[..., :1].numel()
         step = max(1, _PAIR_BYTES // max(1, a_sample * self.dtype.itemsize))
         return [(at, min(at + step, self.samples)) for at in range(0, self.samples, step)]
 
@@ -178,6 +185,25 @@ class Outer(Term):
         left = torch.fft.rfft(sketch.spread(self.left, self.parameter, axes[0]))
         right = torch.fft.rfft(sketch.spread(self.right, self.parameter, axes[1]))
         return torch.fft.irfft((left * right).sum(2), n=sketch.dim).transpose(0, 1)
+
+
+def add_grams_of_one_position(
+    gram: Tensor, pairs: Sequence[tuple[Outer, Outer, float]]
+) -> None:
+    """Add the Grams of several layers with T = 1 to `gram` (Y, B, Y', B').
+
+    Output by output through all layers, so that the strip of `gram` stays in the cache. Each pair
+    comes with its `shift`, see `add_gram_with`.
+    """
+    features = []
+    for mine, other, shift in pairs:
+        product = mine.right.select(1, 0) @ other.right.select(1, 0).T
+        features.append((product.add_(shift) if shift else product)[:, None])
+    strips = [other.left.flatten(0, 2).T for _, other, _ in pairs]
+    for y, strip in enumerate(gram):
+        for (mine, _, _), feature, others in zip(pairs, features, strips, strict=True):
+            lefts = mine.left[y].select(1, 0) @ others
+            strip.addcmul_(lefts.view(strip.shape), feature)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +282,7 @@ class Lookup(Term):
         for y in range(self.outputs):
             for z in range(other.outputs):
                 pairs = (self.left[y].flatten(0, 1) @ other.left[z].flatten(0, 1).T).mul_(same)
-                gram[:, y, :, z] += self._summed(pairs, other)
+                gram[y, :, z] += self._summed(pairs, other)
         return None
 
     def add_gram_trace(self, gram: Tensor, other: Term) -> None:

@@ -113,21 +113,23 @@ class Term(ABC):
         return total
 
     def add_gram(self, gram: Tensor, other: Term) -> None:
-        """Add Σ_p J[b, y, p] J'[c, z, p] to `gram` (B, Y, B', Y')."""
+        """Add Σ_p J[b, y, p] J'[c, z, p] to `gram` (Y, B, Y', B'), outputs leading."""
         flat = gram.view(self.samples * self.outputs, other.samples * other.outputs)
-        mine = max(self.dense_bytes, other.dense_bytes)
-        for start, stop in self.slabs(SLAB_BYTES * self.dense_bytes // max(1, mine) or 1):
-            left = self.rows(start, stop).flatten(2).flatten(0, 1)
-            right = left if other is self else other.rows(start, stop).flatten(2).flatten(0, 1)
-            flat.addmm_(left, right.T)
+        for left, right in self._paired_slabs(other):
+            rows = left.transpose(0, 1).flatten(0, 1)
+            flat.addmm_(rows, (rows if right is left else right.transpose(0, 1).flatten(0, 1)).T)
 
     def add_gram_trace(self, gram: Tensor, other: Term) -> None:
         """Add Σ_y Σ_p J[b, y, p] J'[c, y, p] to `gram` (B, B')."""
-        mine = max(self.dense_bytes, other.dense_bytes)
-        for start, stop in self.slabs(SLAB_BYTES * self.dense_bytes // max(1, mine) or 1):
-            left = self.rows(start, stop).flatten(1)
-            right = left if other is self else other.rows(start, stop).flatten(1)
-            gram.addmm_(left, right.T)
+        for left, right in self._paired_slabs(other):
+            gram.addmm_(left.flatten(1), right.flatten(1).T)
+
+    def _paired_slabs(self, other: Term) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the same rows of both, (B, Y, n) each."""
+        larger = self if self.dense_bytes >= other.dense_bytes else other
+        for start, stop in larger.slabs():
+            left = self.rows(start, stop).flatten(2)
+            yield left, left if other is self else other.rows(start, stop).flatten(2)
 
     def jvp(self, tangent: Tensor) -> Tensor:
         """Return Σ_p J[b, y, p] v[p], shape (B, Y), for `tangent` of shape S."""

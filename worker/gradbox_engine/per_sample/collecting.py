@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-from gradbox_factors import Block, Factored, Positions, Sketch, Term
+from gradbox_factors import Block, Factored, Positions, Sketch, Term, squared_norms
 from torch import Tensor
 
 from gradbox_engine.per_sample.arena import Arena, Sink
@@ -110,10 +110,13 @@ class Norms:
         self._sizes = (samples, outputs)
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
-        for name, term in terms.items():
-            squared = term.squared_norm()
+        for name, squared in squared_norms(terms).items():
+            if squared.shape == self._sizes:
+                self.squares[name] = squared
+                continue
             total = self.squares.setdefault(name, squared.new_zeros(self._sizes))
-            total[first_sample : first_sample + term.samples, outputs.start : outputs.stop] = squared
+            rows = slice(first_sample, first_sample + squared.shape[0])
+            total[rows, outputs.start : outputs.stop] = squared
 
 
 class Projected:
@@ -175,7 +178,7 @@ class ClippedSum:
         """Nothing to prepare."""
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
-        squared = torch.stack([term.squared_norm() for term in terms.values()]).sum(0)
+        squared = torch.stack(list(squared_norms(terms).values())).sum(0)
         norms = squared.sqrt()
         factors = (self._clip / norms.clamp_min(self._clip)).to(next(iter(terms.values())).dtype)
         self.norms.append(norms)
