@@ -42,9 +42,7 @@ def methods(work: Workload, session: Session) -> dict[str, Callable[[], Any]]:
         return z.flatten(1) if work.outputs > 1 else work.loss(z)[:, None]
 
     def base() -> None:
-        torch.autograd.grad(
-            work.loss(session.call(arguments)).sum(), parameters, allow_unused=True
-        )
+        torch.autograd.grad(work.loss(session.call(arguments)).sum(), parameters, allow_unused=True)
 
     def terms() -> Any:
         return session.trace(arguments, 0, head).terms()
@@ -112,14 +110,20 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     if not chosen.json:
-        print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, one thread")
+        print(
+            f"{platform.processor() or platform.machine()}, torch {torch.__version__}, one thread"
+        )
     for name in chosen.workloads:
         work = WORKLOADS[name]()
         line = report(work, measure(work))
         if chosen.json:
             print(json.dumps(line))
             continue
-        found = [f"{k} {v} (bar {line['bars'].get(k, '–')})" for k, v in line.items() if k not in ("workload", "base_ms", "bars")]
+        found = [
+            f"{k} {v} (bar {line['bars'].get(k, '–')})"
+            for k, v in line.items()
+            if k not in ("workload", "base_ms", "bars")
+        ]
         print(f"{name}: base {line['base_ms']:.2f} ms; " + "; ".join(found), flush=True)
 
 

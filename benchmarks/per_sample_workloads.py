@@ -82,7 +82,12 @@ def minilm() -> Workload:
     ids = torch.randint(1000, 30000, (16, 32))
     shard = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return Workload(
-        "W4", model, shard, lambda z: z.mean(1).square().sum(1), output="last_hidden_state", rounds=4
+        "W4",
+        model,
+        shard,
+        lambda z: z.mean(1).square().sum(1),
+        output="last_hidden_state",
+        rounds=4,
     )
 
 

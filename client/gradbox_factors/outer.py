@@ -187,9 +187,7 @@ class Outer(Term):
         return torch.fft.irfft((left * right).sum(2), n=sketch.dim).transpose(0, 1)
 
 
-def add_grams_of_one_position(
-    gram: Tensor, pairs: Sequence[tuple[Outer, Outer, float]]
-) -> None:
+def add_grams_of_one_position(gram: Tensor, pairs: Sequence[tuple[Outer, Outer, float]]) -> None:
     """Add the Grams of several layers with T = 1 to `gram` (Y, B, Y', B').
 
     Output by output through all layers, so that the strip of `gram` stays in the cache. Each pair
@@ -200,10 +198,12 @@ def add_grams_of_one_position(
         product = mine.right.select(1, 0) @ other.right.select(1, 0).T
         features.append((product.add_(shift) if shift else product)[:, None])
     strips = [other.left.flatten(0, 2).T for _, other, _ in pairs]
+    lefts = gram.new_empty(gram.shape[1:])
+    flat = lefts.view(gram.shape[1], -1)
     for y, strip in enumerate(gram):
         for (mine, _, _), feature, others in zip(pairs, features, strips, strict=True):
-            lefts = mine.left[y].select(1, 0) @ others
-            strip.addcmul_(lefts.view(strip.shape), feature)
+            torch.mm(mine.left[y].select(1, 0), others, out=flat)
+            strip.addcmul_(lefts, feature)
 
 
 @dataclass(frozen=True, eq=False)

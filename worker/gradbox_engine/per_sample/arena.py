@@ -22,7 +22,9 @@ ALIGNMENT = 64
 class Sink(Protocol):
     """Takes a dense result in pieces, for instance into a file that is written in place."""
 
-    def begin(self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> None:
+    def begin(
+        self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
         """Told every parameter's (B, Y, *shape) and dtype before the first piece."""
 
     def write(self, name: str, at: tuple[slice, slice, slice], piece: Tensor) -> None:
@@ -54,7 +56,8 @@ class Arena:
         """Return views of the given shapes; their contents are the arena's business until written."""
         layout = dict(shapes)
         fits = self._layout == layout and all(
-            view.dtype == dtypes[name] and view.device == device for name, view in self._views.items()
+            view.dtype == dtypes[name] and view.device == device
+            for name, view in self._views.items()
         )
         if fits:
             return self._views

@@ -52,7 +52,9 @@ def changed_dim(first: torch.Size, second: torch.Size) -> int | None:
     return dims[0] if len(dims) == 1 else -1
 
 
-def find(first: Tensor, second: Tensor, third: Tensor, samples: int, changed: int) -> BatchAxis | None:
+def find(
+    first: Tensor, second: Tensor, third: Tensor, samples: int, changed: int
+) -> BatchAxis | None:
     """Return where the samples lie in a tensor that holds them, None if that cannot be told.
 
     Args:
@@ -72,7 +74,9 @@ def find(first: Tensor, second: Tensor, third: Tensor, samples: int, changed: in
     return _order(second, third, BatchAxis(dim, copies, 1), samples + EXTRA, changed)
 
 
-def _order(second: Tensor, third: Tensor, guess: BatchAxis, samples: int, changed: int) -> BatchAxis | None:
+def _order(
+    second: Tensor, third: Tensor, guess: BatchAxis, samples: int, changed: int
+) -> BatchAxis | None:
     """Settle how a merged dim is laid out: every position that differs must be sample `changed`."""
     if second.shape != third.shape:
         return None
@@ -83,8 +87,7 @@ def _order(second: Tensor, third: Tensor, guess: BatchAxis, samples: int, change
     fits = [
         before
         for before in range(1, copies + 1)
-        if copies % before == 0
-        and _only(differs.view(before, samples, copies // before), changed)
+        if copies % before == 0 and _only(differs.view(before, samples, copies // before), changed)
     ]
     return BatchAxis(guess.dim, fits[0], copies // fits[0]) if len(fits) == 1 else None
 
@@ -97,7 +100,10 @@ def _only(differs: Tensor, changed: int) -> bool:
 
 def samples_that_differ(second: Tensor, third: Tensor, axis: BatchAxis) -> Tensor:
     """Return for every sample whether its part of the tensor differs beyond rounding, (B,) bool."""
-    first_B, second_B = (axis.lead(x).reshape(second.shape[axis.dim] // (axis.before * axis.after), -1) for x in (second, third))
+    first_B, second_B = (
+        axis.lead(x).reshape(second.shape[axis.dim] // (axis.before * axis.after), -1)
+        for x in (second, third)
+    )
     if not first_B.is_floating_point():
         return (first_B != second_B).any(1)
     scale = first_B.nan_to_num().abs().amax().clamp_min(torch.finfo(first_B.dtype).tiny)

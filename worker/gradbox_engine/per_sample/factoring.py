@@ -91,7 +91,10 @@ class Traced:
         self._pull_back(found)
         if looped:
             self._loop(found, outputs, keep=not last)
-        return {name: self._merged(name, found.get(name, []), len(outputs)) for name in self.session.parameters}
+        return {
+            name: self._merged(name, found.get(name, []), len(outputs))
+            for name in self.session.parameters
+        }
 
     def pulled_back(self, cotangents: Tensor) -> dict[str, Tensor]:
         """Return Jᵀ u by parameter, u of shape (B, Y), by one ordinary backward."""
@@ -117,7 +120,12 @@ class Traced:
         if self.plan.batched_backward:
             try:
                 return torch.autograd.grad(
-                    value, edges, cotangents, retain_graph=keep, allow_unused=True, is_grads_batched=True
+                    value,
+                    edges,
+                    cotangents,
+                    retain_graph=keep,
+                    allow_unused=True,
+                    is_grads_batched=True,
                 )
             except RuntimeError as error:
                 if "vmap" not in str(error) and "batching rule" not in str(error):
@@ -143,11 +151,25 @@ class Traced:
         node = q.grad_fn
         by_id = {id(tensor): name for name, tensor in self.session.parameters.items()}
         leaf = _leaf(node) if node is not None else None
-        if node is not None and node.name() in ("TBackward0", "TransposeBackward0") and q.dim() == 2 and leaf is not None and id(leaf) in by_id:
+        if (
+            node is not None
+            and node.name() in ("TBackward0", "TransposeBackward0")
+            and q.dim() == 2
+            and leaf is not None
+            and id(leaf) in by_id
+        ):
             for term in terms:
                 name = by_id[id(leaf)]
                 if isinstance(term, Outer):
-                    yield name, replace(term, parameter=name, shape=tuple(leaf.shape), transposed=not term.transposed)
+                    yield (
+                        name,
+                        replace(
+                            term,
+                            parameter=name,
+                            shape=tuple(leaf.shape),
+                            transposed=not term.transposed,
+                        ),
+                    )
                 else:
                     yield name, Block(name, tuple(leaf.shape), term.block().mT)
             return
@@ -155,7 +177,12 @@ class Traced:
         names = list(self.session.parameters)
         flat = block.flatten(0, 1)
         gradients = torch.autograd.grad(
-            q, list(self.session.parameters.values()), flat, retain_graph=True, allow_unused=True, is_grads_batched=True
+            q,
+            list(self.session.parameters.values()),
+            flat,
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=True,
         )
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:
@@ -167,7 +194,8 @@ class Traced:
         names = list(self.plan.loops)
         wanted = [self.session.parameters[name] for name in names]
         arrays = [
-            torch.zeros(self.samples, len(outputs), *p.shape, dtype=p.dtype, device=p.device) for p in wanted
+            torch.zeros(self.samples, len(outputs), *p.shape, dtype=p.dtype, device=p.device)
+            for p in wanted
         ]
         for sample in range(self.samples):
             for row, output in enumerate(outputs):
@@ -191,7 +219,11 @@ def _joined(terms: list[Term]) -> Term:
     """Join terms of one kind along their positions; keep the sum of the others."""
     kinds: dict[Any, list[Term]] = {}
     for term in terms:
-        kind = (type(term), getattr(term, "transposed", None), getattr(term, "channels_first", None))
+        kind = (
+            type(term),
+            getattr(term, "transposed", None),
+            getattr(term, "channels_first", None),
+        )
         kinds.setdefault(kind, []).append(term)
     joined: list[Term] = []
     for same in kinds.values():

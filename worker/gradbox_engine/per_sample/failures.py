@@ -1,11 +1,11 @@
 """What can be wrong with a per-sample computation.
 
-    EngineError
-    ├── CoupledSamples     one sample's output depends on another sample
-    ├── NoBatchAxis        the samples cannot be found in the inputs or the output
-    ├── BadReduction       a reduction or an argument of one that does not fit
-    ├── BadSampleLoss      the loss does not return one number a sample
-    └── SelfCheckFailed    the rules' result is not the gradient: a defect in gradbox
+EngineError
+├── CoupledSamples     one sample's output depends on another sample
+├── NoBatchAxis        the samples cannot be found in the inputs or the output
+├── BadReduction       a reduction or an argument of one that does not fit
+├── BadSampleLoss      the loss does not return one number a sample
+└── SelfCheckFailed    the rules' result is not the gradient: a defect in gradbox
 """
 
 from __future__ import annotations

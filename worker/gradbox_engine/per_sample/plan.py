@@ -118,7 +118,9 @@ class _Use:
     def axis(self, tensors: Callable[[Sighting], Sequence[Tensor]], index: int) -> BatchAxis | None:
         """Return where the samples lie in one of the use's tensors."""
         found = [tensors(run)[index] for run in (self.first, self.second, self.third)]
-        return batch_axis.find(found[0], found[1], found[2], self.trials.samples, self.trials.changed)
+        return batch_axis.find(
+            found[0], found[1], found[2], self.trials.samples, self.trials.changed
+        )
 
     def step(self) -> Step:
         """Choose the road."""
@@ -227,9 +229,7 @@ class _Use:
             return None
         if any(out is one for out in self.first.outputs for one in self.first.inputs):
             return None
-        step = VmapStep(
-            self.first.function, self.number, "vmap", tuple(axes), output_axis
-        )
+        step = VmapStep(self.first.function, self.number, "vmap", tuple(axes), output_axis)
         return step if self._reproduced(step) else None
 
     def _plain_arguments(self, sighting: Sighting) -> str:

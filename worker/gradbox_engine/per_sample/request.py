@@ -51,7 +51,9 @@ class Request:
                 f"form={self.form!r} keeps factors, which reduce={self.reduce!r} has used up: "
                 "leave form away, or reduce the factored result"
             )
-        self._check_argument("clip", "clipped_sum", self.clip, self._is_positive(self.clip), "a positive number")
+        self._check_argument(
+            "clip", "clipped_sum", self.clip, self._is_positive(self.clip), "a positive number"
+        )
         whole = isinstance(self.dim, int) and not isinstance(self.dim, bool) and self.dim >= 1
         self._check_argument("dim", "projection", self.dim, whole, "a whole number from 1")
         given = self.vectors is not None
@@ -61,7 +63,9 @@ class Request:
                 f"got {'some' if given else 'none'}"
             )
 
-    def _check_argument(self, name: str, reduce: str, value: Any, fits: bool, expected: str) -> None:
+    def _check_argument(
+        self, name: str, reduce: str, value: Any, fits: bool, expected: str
+    ) -> None:
         if self.reduce == reduce and not fits:
             raise BadReduction(f"{name}: expected {expected} with reduce={reduce!r}, got {value!r}")
         if self.reduce != reduce and value is not None:
@@ -95,7 +99,9 @@ class SampleResult:
     parameter_norms: dict[str, Tensor] = field(default_factory=dict)  # name → (B, Y)
     values: Tensor | None = None  # the losses (B,), or z (B, ...)
     roads: Mapping[str, Sequence[str]] = field(default_factory=dict)  # parameter → rules and roads
-    loops: Mapping[str, str] = field(default_factory=dict)  # parameter → why it took one backward a sample
+    loops: Mapping[str, str] = field(
+        default_factory=dict
+    )  # parameter → why it took one backward a sample
     unreached: tuple[str, ...] = ()  # no path leads from the loss to these: zeros
     samples: int = 0
     outputs: int = 1

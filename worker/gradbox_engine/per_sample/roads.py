@@ -89,9 +89,7 @@ class RuleStep(Step):
             self._record(capture, layer, targets, out)
         return out
 
-    def _record(
-        self, capture: Run, layer: Layer, targets: dict[str, Target], out: Tensor
-    ) -> None:
+    def _record(self, capture: Run, layer: Layer, targets: dict[str, Target], out: Tensor) -> None:
         held = layer.input.detach()
         version = held._version
         keys = {label(key): key for _, key in self.keys}
