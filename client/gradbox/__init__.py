@@ -1,0 +1,113 @@
+"""Exact gradients of large pretrained PyTorch models, computed on a GPU box that a team shares.
+
+    from gradbox import GradClient, Gradient
+
+    job = GradClient().submit(Gradient(model="minilm", inputs=shards, loss=info_nce))
+    job.result().apply_to(local_model)
+
+Importing this package loads neither torch nor anything that reads a network or a file.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import gradbox.losses as losses
+    from gradbox.client import GradClient as GradClient
+    from gradbox.computations import Builtin as Builtin
+    from gradbox.computations import Gradient as Gradient
+    from gradbox.connection import Retry as Retry
+    from gradbox.events import JobEvent as JobEvent
+    from gradbox.job import Job as Job
+    from gradbox.protocol import JobState as JobState
+    from gradbox.result import GradResult as GradResult
+
+from gradbox.errors import (
+    BlobRejected,
+    BlobTooLarge,
+    GradboxError,
+    GraphRefused,
+    IdempotencyConflict,
+    InvalidInputs,
+    InvalidJob,
+    JobCancelled,
+    JobFailed,
+    JobNotFound,
+    JobTimedOut,
+    LossNotFinite,
+    LossNotScalar,
+    MissingBlobs,
+    ModelCallFailed,
+    OutOfMemory,
+    ProtocolError,
+    ReplayMismatch,
+    ResultNotReady,
+    ServiceUnavailable,
+    StorageFull,
+    Unauthorized,
+    UnknownModel,
+    UntraceableLoss,
+    WorkerLost,
+)
+
+# Loaded when they are first used: name → module.
+_LAZY = {
+    "Builtin": "gradbox.computations",
+    "GradClient": "gradbox.client",
+    "GradResult": "gradbox.result",
+    "Gradient": "gradbox.computations",
+    "Job": "gradbox.job",
+    "JobEvent": "gradbox.events",
+    "JobState": "gradbox.protocol",
+    "Retry": "gradbox.connection",
+}
+
+__all__ = [
+    "BlobRejected",
+    "BlobTooLarge",
+    "Builtin",
+    "GradClient",
+    "GradResult",
+    "GradboxError",
+    "Gradient",
+    "GraphRefused",
+    "IdempotencyConflict",
+    "InvalidInputs",
+    "InvalidJob",
+    "Job",
+    "JobCancelled",
+    "JobEvent",
+    "JobFailed",
+    "JobNotFound",
+    "JobState",
+    "JobTimedOut",
+    "LossNotFinite",
+    "LossNotScalar",
+    "MissingBlobs",
+    "ModelCallFailed",
+    "OutOfMemory",
+    "ProtocolError",
+    "ReplayMismatch",
+    "ResultNotReady",
+    "Retry",
+    "ServiceUnavailable",
+    "StorageFull",
+    "Unauthorized",
+    "UnknownModel",
+    "UntraceableLoss",
+    "WorkerLost",
+    "losses",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "losses":
+        return import_module("gradbox.losses")
+    if name in _LAZY:
+        found = globals()[name] = getattr(import_module(_LAZY[name]), name)
+        return found
+    raise AttributeError(f"module 'gradbox' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

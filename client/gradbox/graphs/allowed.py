@@ -111,6 +111,17 @@ OPERATORS: Final = frozenset(
     )
 )
 
+# Functions that write into their first argument, or into running statistics.
+WRITING_FUNCTIONS: Final = frozenset(
+    (
+        *_names(
+            "operator.",
+            "iadd iand ifloordiv imatmul imod imul ior ipow isub itruediv ixor setitem",
+        ),
+        *_names("torch.nn.functional.", "batch_norm instance_norm"),
+    )
+)
+
 MATH: Final = frozenset(
     _names(
         "math.",
@@ -173,23 +184,22 @@ _METHODS = """
     diagflat diagonal diagonal_scatter diff digamma dim dist div divide dot double dsplit eq erf
     erfc erfinv exp exp2 expand expand_as expm1 fix flatten flip fliplr flipud float float_power
     floor floor_divide fmax fmin fmod frac frexp gather gcd ge ger greater greater_equal gt half
-    hardshrink heaviside histc hsplit hypot i0 igamma igammac imag index_add index_copy
-    index_fill index_put index_reduce index_select inner int inverse isclose isfinite isinf
-    isnan isneginf isposinf isreal kron kthvalue lcm ldexp le lerp less less_equal lgamma log
-    log10 log1p log2 log_softmax logaddexp logaddexp2 logcumsumexp logdet logical_and
-    logical_not logical_or logical_xor logit logsumexp long lt masked_fill masked_scatter
-    masked_select matmul matrix_exp matrix_power max maximum mean median min minimum mm mode
-    moveaxis movedim msort mul multiply mv nan_to_num nanmean nanmedian nanquantile
-    nansum narrow narrow_copy ndimension ne neg negative nelement new_full new_ones new_zeros
-    nextafter nonzero norm not_equal numel outer permute pinverse polygamma positive pow prelu
-    prod put qr quantile rad2deg ravel real reciprocal relu remainder renorm repeat
-    repeat_interleave reshape reshape_as resolve_conj resolve_neg roll rot90 round rsqrt scatter
-    scatter_add scatter_reduce select select_scatter sgn short sigmoid sign signbit sin sinc
-    sinh size slice_scatter slogdet softmax sort split split_with_sizes sqrt square squeeze std
-    stride sub subtract sum sum_to_size swapaxes swapdims t take take_along_dim tan tanh
-    tensor_split tile to topk trace transpose tril triu true_divide trunc type_as unbind
-    unflatten unfold unique unique_consecutive unsqueeze var vdot view view_as vsplit where
-    xlogy
+    hardshrink heaviside histc hsplit hypot i0 igamma igammac index_add index_copy index_fill
+    index_put index_reduce index_select inner int inverse isclose isfinite isinf isnan isneginf
+    isposinf isreal kron kthvalue lcm ldexp le lerp less less_equal lgamma log log10 log1p log2
+    log_softmax logaddexp logaddexp2 logcumsumexp logdet logical_and logical_not logical_or
+    logical_xor logit logsumexp long lt masked_fill masked_scatter masked_select matmul
+    matrix_exp matrix_power max maximum mean median min minimum mm mode moveaxis movedim msort
+    mul multiply mv nan_to_num nanmean nanmedian nanquantile nansum narrow narrow_copy
+    ndimension ne neg negative nelement new_full new_ones new_zeros nextafter nonzero norm
+    not_equal numel outer permute pinverse polygamma positive pow prelu prod put qr quantile
+    rad2deg ravel reciprocal relu remainder renorm repeat repeat_interleave reshape reshape_as
+    resolve_conj resolve_neg roll rot90 round rsqrt scatter scatter_add scatter_reduce select
+    select_scatter sgn short sigmoid sign signbit sin sinc sinh size slice_scatter slogdet
+    softmax sort split split_with_sizes sqrt square squeeze std stride sub subtract sum
+    sum_to_size swapaxes swapdims t take take_along_dim tan tanh tensor_split tile to topk trace
+    transpose tril triu true_divide trunc type_as unbind unflatten unfold unique
+    unique_consecutive unsqueeze var vdot view view_as vsplit where xlogy
 """
 
 _IN_PLACE = """

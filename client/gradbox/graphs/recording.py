@@ -148,7 +148,10 @@ _GIVE: Final = (
     "it as a parameter or submodule, or detach it"
 )
 
-# torch.func and torch.jit have their own names for real tensors.
+# Not operations: what torch.no_grad() calls, and a value that `encode` writes down.
+_SURROUNDINGS: Final = (torch._C._set_grad_enabled, torch.device)
+
+# Answered for real tensors; symbols have nodes for them.
 _METADATA: Final = frozenset(
     """
     __dir__ __format__ __hash__ __len__ __repr__ dim element_size get_device is_complex
@@ -182,7 +185,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        if func is torch._C._set_grad_enabled:
+        if func in _SURROUNDINGS:
             return func(*args, **kwargs)
         if name in ("__get__", "__set__"):
             return self._property(func, name, args)
@@ -242,9 +245,7 @@ _OLD_DIVISIONS: Final = frozenset({"__div__", "__rdiv__", "__idiv__"})
 def _writes(kind: str, target: Any) -> bool:
     if kind == "call_method":
         return target in allowed.IN_PLACE
-    return (targets.name_of(target) or "").startswith(("operator.i", "operator.setitem")) and (
-        target is not operator.invert
-    )
+    return targets.name_of(target) in allowed.WRITING_FUNCTIONS
 
 
 def _foreign(tensor: torch.Tensor) -> str:

@@ -15,15 +15,16 @@ class Seconds(BaseModel):
     forward: float = 0.0
     cotangents: float = 0.0
     replay: float = 0.0
-    write: float = 0.0
 
 
 class Receipt(BaseModel):
     """What a result says of its own making.
 
-    `unreached` names parameters that the loss does not depend on; their gradients are zeros.
-    `replay_difference` is the largest |z' − z| over a shard, relative to that shard's largest |z|.
-    `peak_memory_bytes` is the process's peak on a CPU (model included), the allocator's on CUDA.
+    `names` are the gradients in `named_parameters` order, then those of the loss: a safetensors
+    file keeps no order of its own. `unreached` names parameters that the loss does not depend on;
+    their gradients are zeros. `replay_difference` is the largest |z' − z| over a shard, relative to
+    that shard's largest |z|. `peak_memory_bytes` is the process's peak on a CPU (model included),
+    the allocator's on CUDA.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -45,6 +46,7 @@ class Receipt(BaseModel):
     shards_retained: int
     shards_replayed: int
     replay_difference: float
+    names: tuple[str, ...] = ()
     unreached: list[str] = []
     seconds: Seconds
     peak_memory_bytes: int

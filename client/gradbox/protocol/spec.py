@@ -24,9 +24,12 @@ Scalar = bool | int | float | str | None
 
 
 class Wire(BaseModel):
-    """Frozen, and strict about fields it does not know: a typo is an error, not a default."""
+    """Frozen, and strict about fields it does not know: a typo is an error, not a default.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    Numbers are finite: JSON has no other, and an infinity would be written back as null.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TensorRef(Wire):

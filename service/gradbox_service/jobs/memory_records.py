@@ -23,7 +23,7 @@ class MemoryRecords:
         self._posted: dict[tuple[str, str], tuple[str, str]] = {}
         self._events: dict[str, deque[Event]] = {}
         self._leases: dict[tuple[str, int], float] = {}
-        self._order: list[str] = []
+        self._order: dict[str, int] = {}
         self._changes: list[Change] = []
         self._ticks = 0
         self._changed = threading.Condition()
@@ -111,11 +111,15 @@ class MemoryRecords:
             self._changed.wait_for(lambda: len(self._changes) > start, timeout=wait_s)
             return str(len(self._changes)), self._changes[start:]
 
+    def wake(self) -> None:
+        with self._changed:
+            self._ring(Change("", "wake"))
+
     def place(self, order: Sequence[str]) -> None:
         with self._changed:
-            before = self.positions()
-            self._order = list(order)
-            for position, job_id in enumerate(order, start=1):
+            before = self._order
+            self._order = {job_id: position for position, job_id in enumerate(order, start=1)}
+            for job_id, position in self._order.items():
                 record = self._records.get(job_id)
                 if record is None or record.state is not JobState.QUEUED:
                     continue
@@ -125,15 +129,15 @@ class MemoryRecords:
 
     def positions(self) -> Mapping[str, int]:
         with self._changed:
-            return {job_id: position for position, job_id in enumerate(self._order, start=1)}
+            return dict(self._order)
 
     def ping(self) -> None:
         """Memory always answers."""
 
     def _write(self, before: JobRecord | None, after: JobRecord) -> None:
         self._records[after.id] = after
-        if after.state is not JobState.QUEUED and after.id in self._order:
-            self._order.remove(after.id)
+        if after.state is not JobState.QUEUED:
+            self._order.pop(after.id, None)
         event = event_of(before, after)
         self._tell(after.id, event)
         self._ring(Change(after.id, event.kind))

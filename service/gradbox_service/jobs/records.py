@@ -36,10 +36,13 @@ class Event:
 
 @dataclass(frozen=True)
 class Change:
-    """Says that something about a job is new; what it is stands in the job's own stream."""
+    """Says that something about a job is new; what it is stands in the job's own stream.
+
+    `wake` is about no job: it ends every wait at once.
+    """
 
     job_id: str
-    kind: Literal["state", "progress", "position"]
+    kind: Literal["state", "progress", "position", "wake"]
 
 
 class Records(Protocol):
@@ -108,6 +111,9 @@ class Records(Protocol):
         Returns:
             The next cursor, and the changes; none if `wait_s` went by without one.
         """
+
+    def wake(self) -> None:
+        """End the present wait of everyone in `changes`."""
 
     def place(self, order: Sequence[str]) -> None:
         """Store the order in which queued jobs will run, and tell those whose position is new."""

@@ -158,26 +158,29 @@ class RedisRecords:
         ]
         return entries[-1][0].decode(), changes
 
+    def wake(self) -> None:
+        with self._redis.pipeline() as pipe:
+            _ring(pipe, "", "wake")
+            pipe.execute()
+
     def place(self, order: Sequence[str]) -> None:
         before = self.positions()
-        told = [
-            (job_id, position)
-            for position, job_id in enumerate(order[:MAX_TOLD], start=1)
-            if before.get(job_id) != position
-        ]
+        positions = {job_id: position for position, job_id in enumerate(order, start=1)}
+        told = [job_id for job_id in order[:MAX_TOLD] if before.get(job_id) != positions[job_id]]
         if not told and len(before) == len(order):
             return
-        with self._redis.pipeline() as pipe:
-            pipe.delete(ORDER)
-            if order:
-                pipe.zadd(ORDER, {job_id: i for i, job_id in enumerate(order, start=1)})
-            records = {record.id: record for record in self._many([i.encode() for i, _ in told])}
-            for job_id, position in told:
-                record = records.get(job_id)
-                if record is not None and record.state is JobState.QUEUED:
-                    _tell(pipe, job_id, state_event(record, queue_position=position))
-                    _ring(pipe, job_id, "position")
-            pipe.execute()
+        while True:
+            with self._redis.pipeline() as pipe:
+                try:
+                    # A job that begins in between must not be said to wait.
+                    _watch(pipe, *(f"gradbox:job:{job_id}" for job_id in told))
+                    records = self._many([job_id.encode() for job_id in told])
+                    pipe.multi()
+                    _place(pipe, positions, [r for r in records if r.state is JobState.QUEUED])
+                    pipe.execute()
+                except redis.WatchError:
+                    continue
+                return
 
     def positions(self) -> Mapping[str, int]:
         pairs = cast("list[tuple[bytes, float]]", self._redis.zrange(ORDER, 0, -1, withscores=True))
@@ -198,8 +201,18 @@ class RedisRecords:
 _Entry = tuple[bytes, dict[bytes, bytes]]
 
 
-def _watch(pipe: Pipeline, key: str) -> None:
-    cast(Any, pipe).watch(key)  # redis-py leaves this one method untyped
+def _watch(pipe: Pipeline, *keys: str) -> None:
+    if keys:
+        cast(Any, pipe).watch(*keys)  # redis-py leaves this one method untyped
+
+
+def _place(pipe: Pipeline, positions: Mapping[str, int], told: Sequence[JobRecord]) -> None:
+    pipe.delete(ORDER)
+    if positions:
+        pipe.zadd(ORDER, dict(positions))
+    for record in told:
+        _tell(pipe, record.id, state_event(record, queue_position=positions[record.id]))
+        _ring(pipe, record.id, "position")
 
 
 def _write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:

@@ -6,12 +6,7 @@ the file that the record speaks of.
 
 from __future__ import annotations
 
-import hashlib
-import os
 from pathlib import Path
-
-from gradbox.protocol import ResultView
-from gradbox_service.store.files import make_folder, put_in_place
 
 
 class ResultStore:
@@ -25,23 +20,8 @@ class ResultStore:
         return self._root / f"{job_id}.{attempt}.safetensors"
 
     def beside(self, job_id: str, *, attempt: int) -> Path:
-        """Return where the attempt writes its result; the folder exists."""
-        make_folder(self._root)
-        return self._root / f"{job_id}.{attempt}.partial"
-
-    def commit(self, job_id: str, *, attempt: int) -> ResultView:
-        """Flush, hash and name what was written beside.
-
-        Raises:
-            FileNotFoundError: nothing was written.
-        """
-        beside = self.beside(job_id, attempt=attempt)
-        with beside.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            size_bytes = os.fstat(file.fileno()).st_size
-            os.fsync(file.fileno())
-        put_in_place(beside, self.path(job_id, attempt=attempt))
-        return ResultView(size_bytes=size_bytes, sha256=digest)
+        """Return where the attempt writes its result before it renames it to `path`."""
+        return self.path(job_id, attempt=attempt).with_suffix(".partial")
 
     def discard(self, job_id: str, *, attempt: int) -> None:
         """Remove what the attempt wrote, whether committed or not."""

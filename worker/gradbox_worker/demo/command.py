@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from gradbox import GradResult
 
 TOLERANCE = 1e-4
-READY = "gradbox ready at "
 MIB = 2**20
 
 
@@ -77,10 +74,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare(folder: Path, *, num_pairs: int, shard_size: int) -> Comparison:
     from gradbox_worker.demo import task
+    from gradbox_worker.demo.box import running_box
 
     size = task.Size(num_pairs=num_pairs, shard_size=shard_size)
     print(f"starting a box with all-MiniLM-L6-v2 from {task.model_folder()}")
-    with _box(folder) as (url, token):
+    with running_box(folder) as (url, token):
         result = _submit(url, token, size)
         print("the same by naive code, all graphs alive, with the same dropout masks …")
         naive_file = folder / "naive.safetensors"
@@ -88,43 +86,8 @@ def _compare(folder: Path, *, num_pairs: int, shard_size: int) -> Comparison:
         return _difference(result, naive, naive_file)
 
 
-@contextmanager
-def _box(folder: Path) -> Iterator[tuple[str, str]]:
-    """Run `gradbox up` in `folder` and give its URL and token; stop it whatever happens."""
-    from gradbox_worker.demo import task
-
-    models = folder / "models.toml"
-    models.write_text(
-        f'[models.{task.MODEL}]\nbuilder = "hf"\nsource = {json.dumps(str(task.model_folder()))}\n'
-    )
-    command = [sys.executable, "-m", "gradbox", "up", "--port", "0", "--workers", "1"]
-    command += ["--device", "cpu", "--data", str(folder / "data"), "--models", str(models)]
-    # A group of its own: Ctrl-C comes here first, and the box is stopped in order.
-    up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        assert up.stdout is not None
-        for line in up.stdout:
-            print(line, end="", flush=True)
-            if line.startswith(READY):
-                break
-        else:
-            raise SystemExit(f"gradbox up ended with exit code {up.wait()} before it was ready")
-        yield _credentials(folder / "data" / "client.toml")
-    finally:
-        up.terminate()
-        up.wait()
-
-
-def _credentials(path: Path) -> tuple[str, str]:
-    import tomllib
-
-    entries = tomllib.loads(path.read_text())
-    return entries["url"], entries["token"]
-
-
 def _submit(url: str, token: str, size: Any) -> GradResult:
     from gradbox import GradClient, Gradient
-
     from gradbox_worker.demo import task
 
     towers = task.tokenised(size)

@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 import torch
-from gradbox_engine import shard_stream
 from safetensors.torch import save_file
+from torch import Tensor
 
+from gradbox_engine import shard_stream
 from gradbox_worker.demo import task
 from gradbox_worker.memory import PeakMemory
 
@@ -25,16 +26,16 @@ def naive_gradient(size: task.Size, out: Path) -> dict[str, float]:
     model = AutoModel.from_pretrained(task.model_folder(), use_safetensors=True).train()
     towers = task.tokenised(size)
     peak = PeakMemory(torch.device("cpu"))
-    embeddings = []
-    for group, shards in enumerate(towers.values()):
+    embeddings: dict[str, Tensor] = {}
+    for group, (tower, shards) in enumerate(towers.items()):
         outputs = []
         for index, shard in enumerate(shards):
             with shard_stream(task.SEED, group, index):
                 hidden = getattr(model(**shard), task.OUTPUT)
                 outputs.append(task.mean_pooling(hidden, shard))
-        embeddings.append(torch.cat(outputs))
-    loss = task.info_nce(*embeddings)
-    loss.backward()
+        embeddings[tower] = torch.cat(outputs)
+    loss = task.info_nce(embeddings["queries"], embeddings["passages"])
+    torch.autograd.backward(loss)
     peak_bytes, before_bytes = peak.measure()
     save_file(
         {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, str(out)

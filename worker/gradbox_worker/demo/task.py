@@ -19,6 +19,7 @@ MODEL = "minilm"
 SEED = 0
 OUTPUT = "last_hidden_state"
 MAX_TOKENS = 64
+TEMPERATURE = 0.05
 
 Shards = list[dict[str, Tensor]]
 
@@ -44,9 +45,9 @@ def mean_pooling(output: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     return (output * mask_BT1).sum(1) / mask_BT1.sum(1)
 
 
-def info_nce(queries: Tensor, passages: Tensor, temperature: float = 0.05) -> Tensor:
+def info_nce(queries: Tensor, passages: Tensor) -> Tensor:
     """Each query's own passage against all others (van den Oord et al. 2018, eq. 4)."""
-    scores_BB = F.normalize(queries, dim=-1) @ F.normalize(passages, dim=-1).T / temperature
+    scores_BB = F.normalize(queries, dim=-1) @ F.normalize(passages, dim=-1).T / TEMPERATURE
     return F.cross_entropy(scores_BB, torch.arange(queries.shape[0], device=queries.device))
 
 

@@ -120,6 +120,7 @@ def _build_hf(entry: ModelEntry) -> nn.Module:
             f"models.{entry.name}.source: expected a folder with config.json and "
             f"model.safetensors, found none at {folder}"
         )
+    transformers.utils.logging.disable_progress_bar()  # a worker's log is not a terminal
     built: nn.Module = factory.from_pretrained(
         str(folder) if folder.is_dir() else entry.source,
         trust_remote_code=False,

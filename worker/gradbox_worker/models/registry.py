@@ -17,9 +17,10 @@ from torch import nn
 
 from gradbox.errors import UnknownModel
 from gradbox.protocol import ModelView
+from gradbox_worker.failures import Caught, caught
 from gradbox_worker.models.builders import build_model, source_code_digest
 from gradbox_worker.models.describe import describe_model
-from gradbox_worker.models.models_file import ModelEntry
+from gradbox_worker.models.models_file import ModelEntry, ModelsFileError
 from gradbox_worker.models.version import model_version
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,11 @@ class Registry:
         self._versions: dict[str, str] = {}
 
     def describe(self) -> list[ModelView]:
-        """Build every model once and describe it."""
+        """Build every model once and describe it.
+
+        Raises:
+            ModelsFileError: a model cannot be built.
+        """
         return [self._get(name).view for name in self._entries]
 
     def get(self, name: str, version: str | None = None) -> Loaded:
@@ -92,7 +97,13 @@ class Registry:
         return loaded
 
     def _load(self, entry: ModelEntry) -> Loaded:
-        module = build_model(entry)
+        module = caught(
+            lambda: build_model(entry),
+            doing=f"the model {entry.name!r}",
+            let_through=ModelsFileError,
+        )
+        if isinstance(module, Caught):
+            raise ModelsFileError(module.problem.detail)
         version = model_version(module, code=source_code_digest(entry))
         expected = self._versions.setdefault(entry.name, version)
         if version != expected:

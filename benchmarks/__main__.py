@@ -1,0 +1,77 @@
+"""`python -m benchmarks`: run the benchmarks and write a dated report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.measure import QUIET
+from benchmarks.report import REPORTS, replay_section, service_section, write_report
+
+BENCHMARKS = ("replay", "service")
+
+
+def main(arguments: list[str]) -> int:
+    """Run what is asked for; 0 when it ran, whatever the bars say."""
+    args = _parser().parse_args(arguments)
+    os.environ.update(QUIET)
+    sections = []
+    if args.benchmark in (None, "replay"):
+        sections.append(_replay(args))
+    if args.benchmark in (None, "service"):
+        sections.append(_service(args))
+    path = write_report(args.benchmark or "replay-and-service", sections, folder=args.out)
+    print(path.read_text())
+    print(f"written to {path}")
+    return 0
+
+
+def _replay(args: argparse.Namespace) -> str:
+    from benchmarks.replay import Plan, measure_replay
+
+    plan = Plan(
+        timed_pairs=args.timed_pairs,
+        memory_pairs=args.pairs,
+        naive_limit=args.naive_limit,
+        shard=args.shard,
+        rounds=args.rounds,
+        threads=args.threads,
+    )
+    return replay_section(measure_replay(plan))
+
+
+def _service(args: argparse.Namespace) -> str:
+    from benchmarks.service import ServicePlan, measure_service
+
+    plan = ServicePlan(args.service_pairs, args.shard, args.rounds, args.threads)
+    return service_section(measure_service(plan))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("benchmark", nargs="?", choices=BENCHMARKS, help="one of them [both]")
+    parser.add_argument(
+        "--pairs", type=_numbers, default=(64, 128, 256, 512), help="for memory [64,128,256,512]"
+    )
+    parser.add_argument("--timed-pairs", type=int, default=64, help="for time [64]")
+    parser.add_argument(
+        "--naive-limit", type=int, default=128, help="most pairs that naive code may try [128]"
+    )
+    parser.add_argument(
+        "--service-pairs", type=int, default=128, help="for the service: 10 s or more [128]"
+    )
+    parser.add_argument("--shard", type=int, default=16, help="samples of a shard [16]")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds [5]")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch [1]")
+    parser.add_argument("--out", type=Path, default=REPORTS, help="folder [benchmarks/reports]")
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""Time by interleaved runs, memory by fresh processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.workloads import TOWERS, Encoder, Tokens, Workload
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What one run took, on the clock and of all CPUs together."""
+
+    wall: float
+    cpu: float
+
+
+Runs = dict[str, list[Seconds]]
+
+
+@dataclass(frozen=True)
+class ShardCost:
+    """Seconds of CPU that a forward and a backward of one shard take, medians."""
+
+    forward: float
+    backward: float
+
+    @property
+    def bound(self) -> float:
+        """Return (2F + B)/(F + B): what replaying every shard costs, to naive."""
+        return (2 * self.forward + self.backward) / (self.forward + self.backward)
+
+
+def timed(run: Callable[[], object]) -> Seconds:
+    """Run once and say what it took."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def interleaved(runs: Mapping[str, Callable[[], object]], *, rounds: int) -> Runs:
+    """Run everything once unmeasured, then all in turn for so many rounds.
+
+    The order is turned round every time, so that nothing always follows the same neighbour.
+    """
+    for run in runs.values():
+        run()
+    seconds: Runs = {name: [] for name in runs}
+    for index in range(rounds):
+        names = list(runs) if index % 2 == 0 else list(runs)[::-1]
+        for name in names:
+            seconds[name].append(timed(runs[name]))
+    return seconds
+
+
+def median_ratio(runs: list[Seconds], to: list[Seconds], *, cpu: bool) -> float:
+    """Return the median over rounds of each round's ratio."""
+    return statistics.median(
+        (a.cpu / b.cpu) if cpu else (a.wall / b.wall) for a, b in zip(runs, to, strict=True)
+    )
+
+
+class ShardClock:
+    """Times a forward and a backward of a few shards each time it is run."""
+
+    def __init__(self, workload: Workload, *, num_shards: int = 4) -> None:
+        self._encoder = Encoder()
+        shards = [shard for tower in TOWERS for shard in workload.shards[tower]]
+        self._shards = shards[:: max(1, len(shards) // num_shards)]
+        self._forward: list[float] = []
+        self._backward: list[float] = []
+
+    def __call__(self) -> None:
+        for shard in self._shards:
+            outputs: list[torch.Tensor] = []
+            self._forward.append(timed(partial(self._run, shard, outputs)).cpu)
+            cotangent = torch.ones_like(outputs[0])
+            self._backward.append(timed(partial(outputs[0].backward, cotangent)).cpu)
+        self._encoder.zero_grad(set_to_none=True)
+
+    def _run(self, shard: Tokens, outputs: list[torch.Tensor]) -> None:
+        outputs.append(self._encoder(**shard))
+
+    def cost(self) -> ShardCost:
+        """Return the medians so far, the unmeasured first run left out."""
+        warm = len(self._shards)
+        return ShardCost(
+            statistics.median(self._forward[warm:]), statistics.median(self._backward[warm:])
+        )
+
+
+def peak_bytes(peer: str, workload: Workload, *, threads: int) -> int | None:
+    """Return the peak memory of one step beyond the loaded model, measured in a fresh process.
+
+    None when the process did not live to say it.
+    """
+    command = [sys.executable, "-m", "benchmarks.memory", peer]
+    command += [str(workload.num_pairs), str(workload.shard), str(threads)]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=False, env={**os.environ, **QUIET}
+    )
+    if done.returncode != 0:
+        return None
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found["peak_bytes"]
+
+
+QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}

@@ -1,0 +1,76 @@
+"""The `gradbox` command: what a user needs, and what other packages join by entry points.
+
+A package joins with an entry point in the group `gradbox.commands`: a function
+`register(subparsers)` that adds one command and sets `func=callable(args) -> int`. It is loaded
+when its command is called, so that `gradbox jobs list` imports no web server.
+
+Exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 the service cannot be reached, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from gradbox.cli import jobs, login, plugins, result, version
+from gradbox.errors import (
+    GradboxError,
+    JobCancelled,
+    JobFailed,
+    ProtocolError,
+    ServiceUnavailable,
+)
+
+DONE = 0
+JOB_FAILED = 1
+WRONG_USAGE = 2
+UNREACHABLE = 3
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(arguments)
+    args = parser.parse_args(arguments)
+    try:
+        code: int = args.func(args)
+        sys.stdout.flush()
+        return code
+    except GradboxError as error:
+        print(f"gradbox: {error}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(f"  {note}", file=sys.stderr)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe has had enough; Python must not complain about it at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+
+
+def exit_code(error: GradboxError) -> int:
+    """Return the exit code that says what kind of error it is."""
+    if isinstance(error, JobFailed | JobCancelled):
+        return JOB_FAILED
+    if isinstance(error, ServiceUnavailable | ProtocolError):
+        return UNREACHABLE
+    return WRONG_USAGE if error.category == "user" else JOB_FAILED
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradbox",
+        description="Gradients of large models, computed on a box that a team shares.",
+        epilog="exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 no service can be reached",
+    )
+    parser.add_argument("--version", action="version", version=version.text())
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in (jobs, result, login, version):
+        command.register(subparsers)
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    plugins.register(subparsers, chosen=chosen)
+    return parser

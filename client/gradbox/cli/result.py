@@ -1,0 +1,37 @@
+"""`gradbox result ID -o FILE`: fetch a result."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def register(subparsers: Any) -> None:
+    """Join the `gradbox` command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "result", help="wait for a job and fetch its result"
+    )
+    parser.add_argument("id", help="the job")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="a safetensors file"
+    )
+    parser.add_argument("--json", action="store_true", help="print the receipt")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Wait for the job, write its result to the file and say what is in it."""
+    from gradbox.client import GradClient
+    from gradbox.result import GradResult
+
+    with GradClient() as client:
+        job = client.job(args.id)
+        job.wait()
+        job.fetch(args.output)
+    result = GradResult.load(args.output)
+    if args.json:
+        print(result.manifest.model_dump_json(indent=2))
+    else:
+        print(f"{args.output}: loss {result.loss:.6g}, {len(result.grads)} gradients")
+    return 0

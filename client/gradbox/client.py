@@ -1,0 +1,164 @@
+"""The way to a box: submit computations, find jobs and models."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Final
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel
+
+from gradbox.computations import Gradient
+from gradbox.connection import Connection, Retry, parsed
+from gradbox.errors import MissingBlobs
+from gradbox.job import Job
+from gradbox.protocol import JobState, JobView, ModelView
+from gradbox.settings import ClientSettings, find_settings
+from gradbox.tensors import Blob
+
+# Enough to hide the way to the box and back; more would share the same uplink.
+UPLOADS_AT_ONCE: Final = 4
+
+
+class _Jobs(BaseModel):
+    jobs: list[JobView]
+
+
+class _Models(BaseModel):
+    models: list[ModelView]
+
+
+class GradClient:
+    """A box, as one user sees it. Nothing is sent before the first call.
+
+    Args:
+        url: the box's address; see `gradbox.settings` for where it is looked for otherwise.
+        token: the user's token, likewise.
+        transport: an httpx transport in place of the network: the in-process service's, or a mock.
+        timeout_s: how long one read or write may stall.
+        retry: how long transient faults are borne.
+
+    Raises:
+        ServiceUnavailable, Unauthorized: no address or no token was found.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        transport: httpx.BaseTransport | None = None,
+        timeout_s: float = 60.0,
+        retry: Retry | None = None,
+    ) -> None:
+        settings = find_settings(url, token)
+        self.url = settings.url
+        self._connection = Connection(
+            ClientSettings(url=settings.url, token=settings.token),
+            transport=transport,
+            timeout_s=timeout_s,
+            retry=retry,
+        )
+        # What this client has seen on the box: not asked for again when it submits in a loop.
+        self._present: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"GradClient({self.url!r})"
+
+    def __enter__(self) -> GradClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; jobs go on."""
+        self._connection.close()
+
+    def submit(self, computation: Gradient) -> Job:
+        """Upload what the box does not have and post the job.
+
+        Raises:
+            InvalidJob: the computation cannot be run as it is: see its subclasses.
+            Unauthorized: the box does not know the token.
+            ServiceUnavailable: the box cannot be reached.
+        """
+        prepared = computation.prepare()
+        body = prepared.spec.model_dump_json().encode()
+        key = str(uuid.uuid4())
+        self._upload(prepared.blobs)
+        try:
+            view = self._post(body, key)
+        except MissingBlobs:
+            # The box's owner removed blobs since this client saw them there.
+            self._present.clear()
+            self._upload(prepared.blobs)
+            view = self._post(body, key)
+        return Job(self._connection, view)
+
+    def job(self, job_id: str) -> Job:
+        """Return a handle on one of one's own jobs.
+
+        Raises:
+            JobNotFound: there is none of that id.
+        """
+        answer = self._connection.request("GET", f"/v1/jobs/{quote(job_id, safe='')}")
+        return Job(self._connection, parsed(JobView, answer))
+
+    def jobs(self, *, state: JobState | str | None = None, limit: int | None = None) -> list[Job]:
+        """Return one's own jobs, newest first."""
+        query = httpx.QueryParams(
+            {k: v for k, v in (("state", state), ("limit", limit)) if v is not None}
+        )
+        answer = self._connection.request("GET", f"/v1/jobs?{query}" if query else "/v1/jobs")
+        return [Job(self._connection, view) for view in parsed(_Jobs, answer).jobs]
+
+    def models(self) -> list[ModelView]:
+        """Return the registered models with their parameters, entry points and versions."""
+        answer = self._connection.request("GET", "/v1/models")
+        return parsed(_Models, answer).models
+
+    def model_info(self, name: str) -> ModelView:
+        """Describe one registered model.
+
+        Raises:
+            UnknownModel: there is none of that name.
+        """
+        answer = self._connection.request("GET", f"/v1/models/{quote(name, safe='@')}")
+        return parsed(ModelView, answer)
+
+    def _post(self, body: bytes, key: str) -> JobView:
+        headers = {"Idempotency-Key": key, "Content-Type": "application/json"}
+        answer = self._connection.request("POST", "/v1/jobs", body=lambda: [body], headers=headers)
+        return parsed(JobView, answer)
+
+    def _upload(self, blobs: Iterable[Blob]) -> None:
+        missing = [blob for blob in blobs if blob.digest not in self._present]
+        if not missing:
+            return
+        pool = ThreadPoolExecutor(UPLOADS_AT_ONCE)
+        try:
+            self._present.update(pool.map(self._upload_one, missing))
+        finally:
+            # After an error or Ctrl-C, what has not begun is not begun.
+            pool.shutdown(cancel_futures=True)
+
+    def _upload_one(self, blob: Blob) -> str:
+        """Upload a blob unless the box has it; return its digest."""
+        path = f"/v1/blobs/{blob.digest}"
+        if self._connection.request("HEAD", path, accept=(404,)).status_code == 404:
+            headers = {
+                "Content-Length": str(blob.size_bytes),
+                "Content-Type": "application/octet-stream",
+            }
+            self._connection.request("PUT", path, body=blob.chunks, headers=headers)
+        return blob.digest

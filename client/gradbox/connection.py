@@ -1,0 +1,245 @@
+"""HTTP with one box: the bearer token, retries, and problems turned into errors.
+
+What is transient is tried again with growing pauses until `Retry.patience_s` is over: a broken
+connection, and the statuses 429, 502, 503 and 504, after `Retry-After` where it is given. Every
+call can be repeated: uploads are named by their content, jobs by an idempotency key. A refused
+connection is only waited for where the box has answered before (it restarts); at first contact it
+means that nothing listens there.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Final, TypeVar, cast
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from gradbox.errors import GradboxError, ProtocolError, ServiceUnavailable
+from gradbox.protocol import Problem
+from gradbox.settings import ClientSettings
+
+TRANSIENT: Final = frozenset({429, 502, 503, 504})
+PROBLEM: Final = "application/problem+json"
+CONNECT_TIMEOUT_S: Final = 10.0
+LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
+Body = Callable[[], Iterable[bytes | memoryview]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retry:
+    """How long transient faults are borne, and how the pauses between attempts grow."""
+
+    patience_s: float = 30.0
+    first_pause_s: float = 0.1
+    longest_pause_s: float = 5.0
+
+
+class Attempts:
+    """The attempts of one call: `pause` waits before the next one, or gives up."""
+
+    def __init__(self, retry: Retry) -> None:
+        self._retry = retry
+        self.succeeded()
+
+    def succeeded(self) -> None:
+        """Begin anew: what comes next is another fault."""
+        self._number = 0
+        self._give_up_s: float | None = None
+
+    def pause(self, fault: TransientFault) -> None:
+        """Wait before another attempt.
+
+        Raises:
+            ServiceUnavailable: patience is over, or waiting cannot help.
+        """
+        now = time.monotonic()
+        if self._give_up_s is None:
+            self._give_up_s = now + self._retry.patience_s
+        grown = self._retry.first_pause_s * 2**self._number * random.uniform(0.75, 1.25)
+        pause_s = max(min(grown, self._retry.longest_pause_s), fault.retry_after_s)
+        self._number += 1
+        if fault.hopeless or now + pause_s > self._give_up_s:
+            raise fault.error from fault.__cause__
+        time.sleep(pause_s)
+
+
+class TransientFault(Exception):
+    """An attempt failed in a way that another one may not.
+
+    Attributes:
+        error: what to raise when patience is over.
+        retry_after_s: how long the box asks to wait.
+        hopeless: whether waiting cannot help, because nothing listens there.
+    """
+
+    def __init__(
+        self,
+        error: ServiceUnavailable | str,
+        *,
+        retry_after_s: float = 0.0,
+        hopeless: bool = False,
+    ) -> None:
+        super().__init__(str(error))
+        self.error = ServiceUnavailable(error) if isinstance(error, str) else error
+        self.retry_after_s = retry_after_s
+        self.hopeless = hopeless
+
+
+class Connection:
+    """One box over HTTP."""
+
+    def __init__(
+        self,
+        settings: ClientSettings,
+        *,
+        transport: httpx.BaseTransport | None = None,
+        timeout_s: float = 60.0,
+        retry: Retry | None = None,
+    ) -> None:
+        self.url = settings.url
+        self._timeout_s = timeout_s
+        self._retry = retry or Retry()
+        self._answered = False
+        self._http = httpx.Client(
+            base_url=settings.url,
+            transport=transport,
+            # No proxy stands between a machine and itself, whatever the environment names.
+            trust_env=urlsplit(settings.url).hostname not in LOOPBACK,
+            headers={
+                "Authorization": f"Bearer {settings.token}",
+                "User-Agent": f"gradbox/{metadata.version('gradbox')}",
+            },
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def attempts(self) -> Attempts:
+        return Attempts(self._retry)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Body | None = None,
+        headers: Mapping[str, str] | None = None,
+        accept: Container[int] = (),
+    ) -> httpx.Response:
+        """Send a request until it is answered, and return the answer with its body.
+
+        Args:
+            body: gives the body's pieces; called once for each attempt.
+            accept: error statuses to return instead of raising.
+
+        Raises:
+            GradboxError: what the box answered, as the class that the problem names.
+            ServiceUnavailable: it could not be reached within the patience of `Retry`.
+            ProtocolError: what answered is no gradbox service.
+        """
+        attempts = self.attempts()
+        while True:
+            try:
+                with self.stream(method, path, body=body, headers=headers, accept=accept) as answer:
+                    answer.read()
+                    return answer
+            except TransientFault as fault:
+                attempts.pause(fault)
+
+    @contextmanager
+    def stream(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Body | None = None,
+        headers: Mapping[str, str] | None = None,
+        accept: Container[int] = (),
+        timeout_s: float | None = None,
+    ) -> Iterator[httpx.Response]:
+        """Make one attempt and give the answer before its body is read.
+
+        Raises:
+            TransientFault: also from within the context, when the connection breaks there.
+            GradboxError, ProtocolError: as for `request`.
+        """
+        timeout = httpx.Timeout(timeout_s or self._timeout_s, connect=CONNECT_TIMEOUT_S)
+        try:
+            # httpx sends any buffer; its annotations say bytes.
+            content = cast("Iterable[bytes] | None", body and body())
+            with self._http.stream(
+                method, path, content=content, headers=headers, timeout=timeout
+            ) as answer:
+                self._answered = True
+                if not (answer.is_success or answer.status_code in accept):
+                    answer.read()
+                    raise _refusal(answer)
+                yield answer
+        except httpx.ConnectError as error:
+            raise TransientFault(
+                f"expected a gradbox service at {self.url}, but cannot connect ({error}); "
+                f"is it running (`gradbox up`), and is the address right (GRADBOX_URL)?",
+                hopeless=not self._answered,
+            ) from error
+        except httpx.TransportError as error:
+            raise TransientFault(
+                f"the connection to {self.url} broke ({type(error).__name__}: {error}); try again, "
+                f"and if it persists ask the box's owner to look at the service's log"
+            ) from error
+
+
+def parsed(model: type[Parsed], answer: httpx.Response) -> Parsed:
+    """Read an answer's JSON.
+
+    Raises:
+        ProtocolError: it has another form.
+    """
+    try:
+        return model.model_validate_json(answer.content)
+    except ValidationError as error:
+        raise ProtocolError(
+            f"expected a {model.__name__} from {answer.request.url}, got {answer.text[:200]!r} "
+            f"({error.error_count()} fields differ); is this client older or newer than the box?"
+        ) from None
+
+
+def _refusal(answer: httpx.Response) -> GradboxError | TransientFault:
+    error = _described(answer)
+    if answer.status_code in TRANSIENT:
+        known = error if isinstance(error, ServiceUnavailable) else str(error)
+        return TransientFault(known, retry_after_s=_retry_after_s(answer))
+    return error
+
+
+def _described(answer: httpx.Response) -> GradboxError:
+    media_type = answer.headers.get("content-type", "").partition(";")[0].strip()
+    if media_type == PROBLEM:
+        try:
+            problem = Problem.model_validate_json(answer.content)
+        except ValidationError:
+            pass  # falls through to what any other answer is
+        else:
+            error = problem.error()
+            if problem.request_id:
+                error.add_note(f"request id: {problem.request_id}")
+            return error
+    return ProtocolError(
+        f"expected an answer of a gradbox service from {answer.request.method} "
+        f"{answer.request.url}, got status {answer.status_code} with {media_type or 'no body'}: "
+        f"{answer.text[:200]!r}; is this the address of a box, and not of something before it?"
+    )
+
+
+def _retry_after_s(answer: httpx.Response) -> float:
+    """Return the seconds that the box asks to wait; dates, which it never sends, count as none."""
+    text = answer.headers.get("retry-after", "")
+    return float(text) if text.isascii() and text.isdigit() else 0.0

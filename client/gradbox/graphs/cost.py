@@ -1,0 +1,179 @@
+"""The memory that a function may take, held while it runs.
+
+A `Meter` sits below autograd and sees every kernel call. Before each it runs the call on meta
+tensors of the same shapes, which costs microseconds and no memory, and adds up the bytes of the new
+tensors; the call that would exceed the budget is refused before it allocates. The sum counts what
+is freed in between as well, so it bounds the peak from above; the backward is not metered and takes
+about as much again.
+
+Calls whose result's size depends on values have no meta form. For indexing by a mask the meter
+counts the mask; for the others in `_BOUNDS` it takes an upper bound. Any other call without a meta
+form runs and is counted afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradbox.errors import GraphRefused
+
+_GIB: Final = 2**30
+
+
+def metered(function: Callable[..., Any], *, budget_bytes: int) -> Callable[..., Any]:
+    """Return the function, refusing to allocate more than a budget in one call.
+
+    Raises, when called:
+        GraphRefused: the tensors that one call makes exceed the budget together.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with Meter(budget_bytes=budget_bytes):
+            return function(*args, **kwargs)
+
+    return call
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is active, new tensors count against a budget.
+
+    `spent_bytes` is what they took so far.
+    """
+
+    def __init__(self, *, budget_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.budget_bytes = budget_bytes
+        self.spent_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        makes = _makes(func)
+        if not any(makes):
+            return func(*args, **kwargs)
+        needed = _foresee(func, makes, args, kwargs)
+        if needed is not None:
+            self._spend(needed, func)
+            return func(*args, **kwargs)
+        bound = _BOUNDS.get(func.overloadpacket, _no_bound)(*args, **kwargs)
+        if self.spent_bytes + bound > self.budget_bytes:
+            self._spend(bound, func)
+        result = func(*args, **kwargs)
+        self._spend(_new_bytes(result, makes), func)
+        return result
+
+    def _spend(self, num_bytes: int, func: Any) -> None:
+        self.spent_bytes += num_bytes
+        if self.spent_bytes > self.budget_bytes:
+            raise GraphRefused(
+                f"the function's tensors take {self.spent_bytes / _GIB:.3g} GiB with {func}, and "
+                f"{self.budget_bytes / _GIB:.3g} GiB are allowed: pairs or triplets of all samples "
+                "grow with their square or cube; use fewer samples or a sum over parts"
+            )
+
+
+def _makes(func: Any) -> list[bool]:
+    """Tell for each result whether it is a new tensor, and not a view or the argument itself."""
+    return [result.alias_info is None for result in func._schema.returns]
+
+
+def _foresee(func: Any, makes: list[bool], args: Any, kwargs: Any) -> int | None:
+    """Return the bytes of the new tensors that a call will make; None where shapes don't say."""
+    try:
+        return _new_bytes(func(*_meta(args), **_meta(kwargs)), makes)
+    except (NotImplementedError, RuntimeError, IndexError, ValueError, TypeError):
+        return None
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if isinstance(value, list | tuple):
+        return type(value)(_meta(item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _meta(item) for key, item in value.items()}
+    return value
+
+
+def _new_bytes(result: Any, makes: list[bool]) -> int:
+    results = result if isinstance(result, tuple | list) and len(makes) > 1 else (result,)
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for item, new in zip(results, makes, strict=False)
+        if new
+        for tensor in _tensors(item)
+    )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _no_bound(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def _nonzero(tensor: torch.Tensor) -> int:
+    return tensor.numel() * max(tensor.ndim, 1) * 8
+
+
+def _selected(tensor: torch.Tensor, mask: torch.Tensor) -> int:
+    shape: tuple[int, ...] = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
+    return math.prod(shape) * tensor.element_size()
+
+
+def _indexed(tensor: torch.Tensor, indices: Any, *rest: Any, **kwargs: Any) -> int:
+    num, dims = 1, 0
+    for index in indices:
+        if index is None:
+            dims += 1
+        elif index.dtype in (torch.bool, torch.uint8):
+            num = max(num, int(torch.count_nonzero(index)))
+            dims += index.ndim
+        else:
+            num = max(num, 1) * max(index.numel(), 1)
+            dims += 1
+    kept = [size for size, index in zip(tensor.shape, indices, strict=False) if index is None]
+    return num * math.prod(kept) * math.prod(tensor.shape[dims:]) * tensor.element_size()
+
+
+def _uniques(tensor: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
+    return tensor.numel() * (tensor.element_size() + 16)
+
+
+def _counts(tensor: torch.Tensor, weights: Any = None, minlength: int = 0) -> int:
+    return max(int(tensor.max()) + 1 if tensor.numel() else 0, minlength) * 8
+
+
+def _repeated(repeats: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
+    return int(repeats.sum()) * 8
+
+
+def _histogram(tensor: torch.Tensor, bins: int = 100, *rest: Any, **kwargs: Any) -> int:
+    return bins * tensor.element_size()
+
+
+_aten: Final = torch.ops.aten
+_BOUNDS: Final[dict[Any, Callable[..., int]]] = {
+    _aten.nonzero: _nonzero,
+    _aten.masked_select: _selected,
+    _aten.index: _indexed,
+    _aten._unique2: _uniques,
+    _aten.unique_dim: _uniques,
+    _aten.unique_consecutive: _uniques,
+    _aten.bincount: _counts,
+    _aten.repeat_interleave: _repeated,
+    _aten.histc: _histogram,
+}

@@ -1,0 +1,157 @@
+"""A job that a box accepted, seen from here."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from gradbox.connection import Connection, parsed
+from gradbox.download import download
+from gradbox.errors import GradboxError, JobCancelled, JobFailed, ResultNotReady
+from gradbox.events import JobEvent, follow
+from gradbox.progress import ProgressBar
+from gradbox.protocol import JobState, JobView
+from gradbox.result import GradResult
+
+
+class Job:
+    """A handle on one job. It holds no more than an id: closing the laptop stops nothing."""
+
+    def __init__(self, connection: Connection, view: JobView) -> None:
+        self._connection = connection
+        self._view = view
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id} {self._view.state.value} at {self._connection.url}>"
+
+    @property
+    def id(self) -> str:
+        return self._view.id
+
+    @property
+    def view(self) -> JobView:
+        """What the box said of the job when it was last asked."""
+        return self._view
+
+    @property
+    def state(self) -> JobState:
+        """The job's state, asked anew."""
+        return self.refresh().state
+
+    def refresh(self) -> JobView:
+        """Ask the box how the job is, unless that can no longer change."""
+        if not self._view.state.final:
+            answer = self._connection.request("GET", f"/v1/jobs/{self.id}")
+            self._view = parsed(JobView, answer)
+        return self._view
+
+    def events(self, *, after: str | None = None) -> Iterator[JobEvent]:
+        """Give the job's events, from the first one up to that of its final state.
+
+        Args:
+            after: the id of an event; give those behind it.
+        """
+        return self._seen(after=after)
+
+    def wait(self, timeout: float | None = None, *, progress: bool | None = None) -> JobView:
+        """Wait until the job is over, however it ends.
+
+        Args:
+            timeout: seconds.
+            progress: whether to show a progress bar; None shows one where stderr is a terminal.
+
+        Raises:
+            TimeoutError: the job was not over in time; it goes on.
+        """
+        if self._view.state.final:
+            return self._view
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        try:
+            with ProgressBar(self._title, shown=progress) as bar:
+                for event in self._seen(deadline_s=deadline_s):
+                    bar.show(event)
+        except KeyboardInterrupt:
+            print(
+                f"\njob {self.id} goes on at {self._connection.url}. Back to it: "
+                f"GradClient().job({self.id!r}), or `gradbox jobs watch {self.id}`. "
+                f"To stop it: `gradbox jobs cancel {self.id}`",
+                file=sys.stderr,
+            )
+            raise
+        return self._view
+
+    def result(self, timeout: float | None = None, *, progress: bool | None = None) -> GradResult:
+        """Wait for the job and fetch its result.
+
+        Args:
+            timeout: seconds to wait for the job; fetching is not counted.
+            progress: as for `wait`.
+
+        Raises:
+            JobFailed: it failed; the subclass says why.
+            JobCancelled: it was cancelled.
+            TimeoutError: it was not over in time; it goes on.
+        """
+        self.wait(timeout, progress=progress)
+        folder = Path(tempfile.mkdtemp(prefix="gradbox-"))
+        try:
+            path = folder / f"{self.id}.safetensors"
+            self.fetch(path, progress=progress)
+            return GradResult.owning(path)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def fetch(self, path: str | Path, *, progress: bool | None = None) -> None:
+        """Write the result of a job that is over to `path`, a safetensors file.
+
+        Raises:
+            JobFailed, JobCancelled: the job has no result.
+            ResultNotReady: it is not over.
+        """
+        view = self.refresh()
+        if view.result is None:
+            raise self._why_no_result(view)
+        with ProgressBar(self._title, shown=progress) as bar:
+            download(
+                self._connection,
+                f"/v1/jobs/{self.id}/result",
+                Path(path),
+                expected=view.result,
+                on_bytes=bar.show_bytes,
+            )
+
+    def cancel(self) -> JobView:
+        """Cancel the job: at once if it waits, within a shard if it runs; nothing if it is over."""
+        answer = self._connection.request("DELETE", f"/v1/jobs/{self.id}")
+        self._view = parsed(JobView, answer)
+        return self._view
+
+    @property
+    def _title(self) -> str:
+        return self._view.name or self.id[:12]
+
+    def _seen(
+        self, *, after: str | None = None, deadline_s: float | None = None
+    ) -> Iterator[JobEvent]:
+        for event in follow(self._connection, self.id, after=after, deadline_s=deadline_s):
+            if event.job is not None:
+                self._view = event.job
+            yield event
+
+    def _why_no_result(self, view: JobView) -> GradboxError:
+        if view.state is JobState.CANCELLED:
+            return JobCancelled(f"job {self.id} was cancelled; submit it again to have its result")
+        if view.error is not None:
+            error = view.error.error()
+            error.add_note(f"job {self.id} at {self._connection.url}")
+            return error
+        if view.state.final:
+            return JobFailed(f"job {self.id} ended as {view.state.value} and the box says no more")
+        return ResultNotReady(
+            f"job {self.id} is {view.state.value}: wait for it with job.wait() or job.result()"
+        )

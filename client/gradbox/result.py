@@ -1,0 +1,201 @@
+"""A job's result: named gradients in a safetensors file, read when they are asked for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+
+from gradbox.errors import InvalidInputs, ProtocolError
+from gradbox.protocol import Receipt
+from gradbox.tensors import is_torch_importable
+
+if TYPE_CHECKING:
+    import torch
+
+RECEIPT: Final = "gradbox"
+OF_THE_LOSS: Final = ("loss.", "loss_inputs.")
+
+
+class Tensors(Mapping[str, Any]):
+    """The tensors of one section of a result file, by name.
+
+    They are torch tensors where torch is installed, else NumPy arrays. Torch maps them from the
+    file, so that they take memory as they are read; what is written into one stays in this process.
+    """
+
+    def __init__(self, file: Any, section: str, names: tuple[str, ...]) -> None:
+        self._file = file
+        self._section = section
+        self._names = dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._file.get_tensor(f"{self._section}/{name}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tensors: {', '.join([*self][:3])}{', …' if len(self) > 3 else ''}>"
+
+
+class GradResult:
+    """What a job computed: a safetensors file, read lazily.
+
+    Attributes:
+        manifest: the receipt: versions, seed, loss, shards, times and memory.
+        grads: name → gradient of the parameter's shape, in `named_parameters` order, then those of
+            the loss. Where the loss does not reach a parameter it is zeros, and
+            `manifest.unreached` has the name.
+        buffers: name → the model's buffer after the job, if `returns` asked for buffers.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            file: Any = safe_open(path, framework="pt" if is_torch_importable() else "np")
+            metadata: dict[str, str] = file.metadata() or {}
+            self.manifest = Receipt.model_validate_json(metadata[RECEIPT])
+        except FileNotFoundError:
+            raise
+        except (SafetensorError, KeyError, ValidationError) as error:
+            raise ProtocolError(
+                f"{path}: expected a result file of gradbox, got one that is not "
+                f"({type(error).__name__}: {error})"
+            ) from None
+        stored = file.keys()
+        self.grads = Tensors(file, "grads", _names(stored, "grads", self.manifest.names))
+        self.buffers = Tensors(file, "buffers", _names(stored, "buffers", ()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> GradResult:
+        """Open a result that `save` or `gradbox result` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ProtocolError: it is not a result of gradbox.
+        """
+        return cls(Path(path))
+
+    @classmethod
+    def owning(cls, path: Path) -> GradResult:
+        """Open a result whose folder is removed when the result is no longer used."""
+        result = cls(path)
+        weakref.finalize(result, shutil.rmtree, path.parent, ignore_errors=True)
+        return result
+
+    def __repr__(self) -> str:
+        return (
+            f"<GradResult of job {self.manifest.job}: loss {self.loss:g}, {len(self.grads)} grads>"
+        )
+
+    @property
+    def loss(self) -> float:
+        """The value of the loss, exactly as it was given."""
+        return self.manifest.loss
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the gradients, in the order in which `flat` lays them out."""
+        return tuple(self.grads)
+
+    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the gradients as NumPy arrays."""
+        return {name: np.asarray(gradient) for name, gradient in self.grads.items()}
+
+    def flat(self) -> Any:
+        """Return all gradients as one vector (P,), in the order of `names`."""
+        pieces: list[Any] = [gradient.reshape(-1) for gradient in self.grads.values()]
+        if not is_torch_importable():
+            return np.concatenate(pieces)
+        import torch
+
+        return torch.cat(pieces)
+
+    def save(self, path: str | Path) -> None:
+        """Write the result file to `path`, whole or not at all."""
+        path = Path(path)
+        descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(descriptor)
+        try:
+            shutil.copyfile(self._path, beside)
+            os.replace(beside, path)
+        except BaseException:
+            os.unlink(beside)
+            raise
+
+    def apply_to(self, module: torch.nn.Module, *, strict: bool = True, prefix: str = "") -> None:
+        """Add the gradients into `.grad` of a module's parameters, as `backward` would.
+
+        Each is cast to its parameter's dtype and moved to its device. Parameters that do not
+        require grad are left alone, as are those without a gradient in this result.
+
+        Args:
+            strict: refuse gradients of parameters that the module does not have. Those of the loss
+                (`loss.…`, `loss_inputs.…`) are passed over either way.
+            prefix: take only the gradients whose names begin so, without it: "loss." for the
+                module that was the loss.
+
+        Raises:
+            InvalidInputs: an unknown name or another shape; nothing was changed.
+        """
+        gradients: dict[str, Any] = {
+            name.removeprefix(prefix): gradient
+            for name, gradient in self.grads.items()
+            if name.startswith(prefix)
+        }
+        # A tied parameter goes by all its names here; the result has one of them.
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        unknown = [
+            name
+            for name in gradients
+            if name not in parameters and (prefix or not name.startswith(OF_THE_LOSS))
+        ]
+        if strict and unknown:
+            raise InvalidInputs(
+                f"expected gradients of the module's {len(parameters)} parameters, got some of "
+                f"others: {_few(unknown)}; pass the same model as the job's, or strict=False"
+            )
+        wrong = [
+            f"{name}: {tuple(gradient.shape)} for a parameter of {tuple(parameters[name].shape)}"
+            for name, gradient in gradients.items()
+            if name in parameters and gradient.shape != parameters[name].shape
+        ]
+        if wrong:
+            raise InvalidInputs(f"expected gradients of the parameters' shapes: {_few(wrong)}")
+        for name, gradient in gradients.items():
+            if name in parameters and parameters[name].requires_grad:
+                _accumulate(parameters[name], gradient)
+
+
+def _accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    if parameter.grad is None:
+        # A copy in any case: the result's own tensor must not change with the parameter's.
+        parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
+    else:
+        # In the wider of the two dtypes, then rounded once.
+        parameter.grad.add_(gradient.to(parameter.device))
+
+
+def _names(stored: list[str], section: str, order: tuple[str, ...]) -> tuple[str, ...]:
+    prefix = f"{section}/"
+    found = [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
+    place = {name: index for index, name in enumerate(order)}
+    return tuple(sorted(found, key=lambda name: (place.get(name, len(place)), name)))
+
+
+def _few(items: list[str]) -> str:
+    return "; ".join(items[:5]) + (f"; and {len(items) - 5} more" if len(items) > 5 else "")

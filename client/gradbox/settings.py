@@ -1,0 +1,139 @@
+"""Which box, and as whom: where a client finds a URL and a token that it was not given.
+
+In this order, the first that says something:
+
+1. the arguments of `GradClient`
+2. GRADBOX_URL and GRADBOX_TOKEN
+3. client.toml in the folder that GRADBOX_DATA names, else in ./gradbox-data: `gradbox up` wrote it
+4. ~/.config/gradbox/client.toml (or under XDG_CONFIG_HOME): `gradbox login` wrote it
+
+A token from a file goes only to the URL that stands beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from gradbox.errors import ServiceUnavailable, Unauthorized
+
+FILE: Final = "client.toml"
+DATA: Final = "gradbox-data"
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """A box's address and the token that it knows."""
+
+    url: str
+    token: str = field(repr=False)
+
+
+def find_settings(
+    url: str | None = None,
+    token: str | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+) -> ClientSettings:
+    """Complete what was given from the environment and from files.
+
+    Raises:
+        ServiceUnavailable: no URL was found, or one that is not http(s)://HOST.
+        Unauthorized: no token for this URL was found.
+    """
+    environment = os.environ if environment is None else environment
+    url = url or environment.get("GRADBOX_URL")
+    token = token or environment.get("GRADBOX_TOKEN")
+    if url:
+        url = checked_url(url)
+    for found in _from_files(environment) if not (url and token) else ():
+        if url is None:
+            url = found.url
+        if found.url == url:
+            token = token or found.token
+            break
+    if url is None:
+        raise ServiceUnavailable(
+            "expected the address of a box, found none: start one here with `gradbox up`, "
+            "or run `gradbox login`, or set GRADBOX_URL and GRADBOX_TOKEN"
+        )
+    if not token:
+        raise Unauthorized(
+            f"expected a token for {url}, found none: run `gradbox login --url {url}`, "
+            f"or set GRADBOX_TOKEN; the box's owner makes one with `gradbox tokens create NAME`"
+        )
+    return ClientSettings(url=url, token=token)
+
+
+def login_file(environment: Mapping[str, str] | None = None) -> Path:
+    """Return the file that `gradbox login` writes."""
+    environment = os.environ if environment is None else environment
+    config = environment.get("XDG_CONFIG_HOME")
+    folder = Path(config) if config else Path.home() / ".config"
+    return folder / "gradbox" / FILE
+
+
+def write_settings(path: Path, settings: ClientSettings) -> None:
+    """Write a client.toml that nobody else can read, whole or not at all."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # A JSON string of printable ASCII is a TOML string as well.
+    text = f"url = {json.dumps(settings.url)}\ntoken = {json.dumps(settings.token)}\n"
+    # mkstemp makes it with mode 0600.
+    descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(beside, path)
+    except BaseException:
+        os.unlink(beside)
+        raise
+
+
+def read_settings(path: Path) -> ClientSettings | None:
+    """Read a client.toml; None if there is no such file.
+
+    Raises:
+        Unauthorized: it is there and cannot be used.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise Unauthorized(f"{path}: expected a readable TOML file, got: {error}") from None
+    url, token = document.get("url"), document.get("token")
+    if not isinstance(url, str) or not isinstance(token, str):
+        raise Unauthorized(
+            f"{path}: expected the keys url and token, got {sorted(document)}; "
+            f"remove the file and run `gradbox login`"
+        )
+    return ClientSettings(url=checked_url(url), token=token)
+
+
+def checked_url(url: str) -> str:
+    """Return the URL without a trailing slash.
+
+    Raises:
+        ServiceUnavailable: it is not http(s)://HOST.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ServiceUnavailable(
+            f"expected a box's address such as http://127.0.0.1:8642, got {url!r}"
+        )
+    return url.rstrip("/")
+
+
+def _from_files(environment: Mapping[str, str]) -> Iterator[ClientSettings]:
+    data = environment.get("GRADBOX_DATA")
+    for path in ((Path(data) if data else Path(DATA)) / FILE, login_file(environment)):
+        found = read_settings(path)
+        if found is not None:
+            yield found

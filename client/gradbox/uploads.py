@@ -1,0 +1,79 @@
+"""What a job uploads: its tensors cut into blobs, and the references that its spec makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from gradbox.protocol import InputGroup, ShardRef, TensorRef
+from gradbox.shards import ShardGroup
+from gradbox.tensors import Blob, TensorBytes
+
+# Shards are pooled up to this size: a thousand small shards are a few requests.
+PACK_BYTES: Final = 64 * 2**20
+# A single tensor from this size on is a blob of its own, named by its value alone: it is not sent
+# again while it does not change, whatever its neighbours do.
+LONE_BYTES: Final = 64 * 2**10
+LONE_NAME: Final = "tensor"
+
+
+class Uploads:
+    """Collects the blobs of one job, each once."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[str, Blob] = {}
+
+    @property
+    def blobs(self) -> tuple[Blob, ...]:
+        return tuple(self._blobs.values())
+
+    def groups(self, groups: Iterable[ShardGroup]) -> list[InputGroup]:
+        """Pool shards into blobs, tensors named GROUP/INDEX/ARGUMENT."""
+        return [
+            InputGroup(name=group.name, shards=self._shards(group), method=group.method)
+            for group in groups
+        ]
+
+    def tensors(self, tensors: Mapping[str, TensorBytes]) -> dict[str, TensorRef]:
+        """Pool small tensors and keep large ones apart; gives a reference for each name."""
+        refs: dict[str, TensorRef] = {}
+        small: dict[str, TensorBytes] = {}
+        for name, tensor in tensors.items():
+            if tensor.size_bytes >= LONE_BYTES:
+                digest = self._add(Blob({LONE_NAME: tensor}))
+                refs[name] = TensorRef(blob=digest, tensor=LONE_NAME)
+            else:
+                small[name] = tensor
+        for pack in _packs({name: {name: tensor} for name, tensor in sorted(small.items())}):
+            digest = self._add(Blob({name: small[name] for name in pack}))
+            refs |= {name: TensorRef(blob=digest, tensor=name) for name in pack}
+        return {name: refs[name] for name in tensors}
+
+    def _shards(self, group: ShardGroup) -> list[ShardRef]:
+        prefixed = {f"{group.name}/{i}/": shard for i, shard in enumerate(group.shards)}
+        refs = []
+        for pack in _packs(prefixed):
+            digest = self._add(
+                Blob({prefix + name: t for prefix in pack for name, t in prefixed[prefix].items()})
+            )
+            refs += [ShardRef(blob=digest, prefix=prefix) for prefix in pack]
+        return refs
+
+    def _add(self, blob: Blob) -> str:
+        self._blobs.setdefault(blob.digest, blob)
+        return blob.digest
+
+
+def _packs(members: Mapping[str, Mapping[str, TensorBytes]]) -> Iterable[list[str]]:
+    """Cut members, in order, into runs of at most `PACK_BYTES` (or of one that is larger)."""
+    pack: list[str] = []
+    held_bytes = 0
+    for name, tensors in members.items():
+        size_bytes = sum(tensor.size_bytes for tensor in tensors.values())
+        if pack and held_bytes + size_bytes > PACK_BYTES:
+            yield pack
+            pack, held_bytes = [], 0
+        pack.append(name)
+        held_bytes += size_bytes
+    if pack:
+        yield pack

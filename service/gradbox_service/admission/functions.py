@@ -1,0 +1,40 @@
+"""Are the loss and the readout functions that may run, and is each given what it takes?"""
+
+from __future__ import annotations
+
+from gradbox.graphs.check import check_graph
+from gradbox.protocol import GraphLoss, JobSpec
+from gradbox.signatures import check_builtin
+
+# readout(output, inputs)
+READOUT_ARGUMENTS = 2
+
+
+def check_loss(spec: JobSpec) -> None:
+    """Check the loss.
+
+    One group of inputs is its first argument whatever it is called; several are arguments by name.
+
+    Raises:
+        GraphRefused: see `check_graph`.
+        InvalidJob: see `check_builtin`.
+    """
+    groups = [group.name for group in spec.inputs]
+    positional = 1 if len(groups) == 1 else 0
+    by_name = [*spec.loss_inputs, *(groups if len(groups) > 1 else ())]
+    if isinstance(spec.loss, GraphLoss):
+        function = spec.loss.function
+        check_graph(function.graph, function.tensors, positional=positional, arguments=by_name)
+    else:
+        check_builtin(spec.loss.name, spec.loss.options, groups=groups, inputs=spec.loss_inputs)
+
+
+def check_readout(spec: JobSpec) -> None:
+    """Check the readout, if there is one.
+
+    Raises:
+        GraphRefused: see `check_graph`.
+    """
+    if spec.readout is not None:
+        graph, tensors = spec.readout.graph, spec.readout.tensors
+        check_graph(graph, tensors, positional=READOUT_ARGUMENTS, arguments=())

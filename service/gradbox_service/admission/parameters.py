@@ -1,0 +1,65 @@
+"""Do the names in `wrt` and `weights` belong to the model?"""
+
+from __future__ import annotations
+
+import difflib
+from fnmatch import fnmatchcase
+
+from gradbox.errors import InvalidInputs
+from gradbox.protocol import GraphLoss, JobSpec, ModelView, TensorRef
+from gradbox_service.admission.tensors import Tensors
+
+
+def check_weights(spec: JobSpec, *, model: ModelView, tensors: Tensors) -> None:
+    """Check the tensors that are laid over the model's own.
+
+    Raises:
+        InvalidInputs: the model has no parameter or buffer of that name, or of another shape.
+    """
+    shapes = {view.name: view.shape for view in (*model.parameters, *model.buffers)}
+    for name, reference in spec.weights.items():
+        if name not in shapes:
+            raise InvalidInputs(
+                f"weights: model {model.name!r} has no parameter or buffer {name!r}"
+                f"{_suggestion(name, list(shapes))}"
+            )
+        entry = tensors.entry(reference, where=f"weights.{name}")
+        if list(entry.shape) != shapes[name]:
+            raise InvalidInputs(
+                f"weights.{name}: expected the shape {shapes[name]}, got {list(entry.shape)}"
+            )
+
+
+def check_wrt(spec: JobSpec, *, model: ModelView) -> None:
+    """Check that every glob names something that has a gradient.
+
+    Raises:
+        InvalidInputs: one matches nothing.
+    """
+    if spec.wrt is None:
+        return
+    names = [view.name for view in model.parameters] + _loss_parameters(spec)
+    for glob in spec.wrt:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise InvalidInputs(
+                f"wrt: {glob!r} matches no parameter of model {model.name!r} or of the loss"
+                f"{_suggestion(glob, names)}"
+            )
+
+
+def _loss_parameters(spec: JobSpec) -> list[str]:
+    """Return the names under which gradients of the loss's own tensors come back."""
+    names = [
+        f"loss_inputs.{name}"
+        for name, value in spec.loss_inputs.items()
+        if isinstance(value, TensorRef) and value.requires_grad
+    ]
+    if isinstance(spec.loss, GraphLoss):
+        tensors = spec.loss.function.tensors
+        names += [f"loss.{name}" for name, reference in tensors.items() if reference.requires_grad]
+    return names
+
+
+def _suggestion(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1) or names[:3]
+    return f"; there is {', '.join(map(repr, close))}" if close else ""

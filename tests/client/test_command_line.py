@@ -1,0 +1,143 @@
+"""The `gradbox` command: its output, its exit codes, and who joins it."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gradbox import Gradient, GradResult
+from gradbox.cli import main
+from gradbox.settings import login_file
+from tests.boxes import TestBox
+
+
+@pytest.fixture
+def at_box(real: TestBox, monkeypatch: pytest.MonkeyPatch) -> TestBox:
+    monkeypatch.setenv("GRADBOX_URL", real.url)
+    monkeypatch.setenv("GRADBOX_TOKEN", real.token)
+    return real
+
+
+def submitted(box: TestBox, **given: object) -> str:
+    fields = {
+        "model": "mlp",
+        "inputs": [torch.ones(2, 5).double()],
+        "loss": lambda z: z.sum(),
+        **given,
+    }
+    with box.client() as client:
+        return client.submit(Gradient(**fields)).id
+
+
+def test_jobs_are_listed_shown_and_watched(
+    at_box: TestBox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_id = submitted(at_box, name="listed")
+    assert main(["jobs", "watch", job_id]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "done"
+    assert main(["jobs", "list"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if job_id in line)
+    assert {"done", "mlp", "listed"} <= set(line.split())
+    assert main(["jobs", "list", "--json", "--state", "done", "--limit", "1"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert listed["id"] == job_id
+    assert main(["jobs", "show", job_id, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "listed"
+
+
+def test_a_result_is_fetched_into_a_file(
+    at_box: TestBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "grads.safetensors"
+    assert main(["result", submitted(at_box), "-o", str(path)]) == 0
+    assert "loss" in capsys.readouterr().out
+    assert len(GradResult.load(path).grads) == 6
+
+
+def test_a_failed_job_is_exit_code_1(
+    at_box: TestBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_id = submitted(at_box, loss=lambda z: z.sum(1))
+    assert main(["jobs", "watch", job_id]) == 1
+    assert main(["result", job_id, "-o", str(tmp_path / "x")]) == 1
+    assert "loss-not-scalar" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_cancelling_says_what_became_of_the_job(
+    at_box: TestBox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_id = submitted(at_box, model="slow", inputs=[torch.ones(1, 3)] * 200)
+    assert main(["jobs", "cancel", job_id, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["cancel_requested"] is True
+    assert main(["jobs", "watch", job_id]) == 1
+
+
+def test_wrong_usage_is_exit_code_2(at_box: TestBox, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["jobs", "show", "no-such-job"]) == 2
+    assert "gradbox jobs list" in capsys.readouterr().err
+    for arguments in (["jobs"], ["explode"], ["result", "x"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+
+
+def test_a_box_that_is_not_there_is_exit_code_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GRADBOX_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("GRADBOX_TOKEN", "t")
+    assert main(["jobs", "list"]) == 3
+    assert "http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_login_keeps_a_token_that_the_box_knows(
+    real: TestBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["login", "--url", real.url, "--token", "gbx_wrong"]) == 2
+    assert not login_file().exists()
+    assert main(["login", "--url", real.url, "--token", real.token]) == 0
+    assert stat.S_IMODE(login_file().stat().st_mode) == 0o600
+    monkeypatch.delenv("GRADBOX_URL", raising=False)
+    monkeypatch.delenv("GRADBOX_TOKEN", raising=False)
+    assert main(["jobs", "list"]) == 0
+
+
+def test_a_command_whose_packages_are_missing_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load() -> None:
+        raise ModuleNotFoundError("No module named 'redis'", name="redis")
+
+    entry = SimpleNamespace(name="up", module="gradbox_service.up", load=load)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [entry])
+    assert main(["up", "--port", "0"]) == 2
+    assert "redis" in (said := capsys.readouterr().err)
+    assert "pip install 'gradbox[service]'" in said
+
+
+def test_listing_jobs_loads_no_server(real: TestBox) -> None:
+    code = (
+        "import sys; from gradbox.cli import main; main(['version']);"
+        "print(sorted({'fastapi', 'redis', 'torch', 'gradbox_service'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_command_stands_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    joined = {entry.name for entry in metadata.entry_points(group="gradbox.commands")}
+    assert all(f"\n    {name} " in text for name in joined | {"jobs", "result", "login"})

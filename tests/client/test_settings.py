@@ -1,0 +1,80 @@
+"""Where URL and token are found, in which order, and who may read them."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from gradbox import ServiceUnavailable, Unauthorized
+from gradbox.settings import (
+    ClientSettings,
+    find_settings,
+    login_file,
+    read_settings,
+    write_settings,
+)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """An environment whose every place lies under the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    return {"XDG_CONFIG_HOME": str(tmp_path / "config")}
+
+
+def keep(path: Path, name: str) -> None:
+    write_settings(path, ClientSettings(url=f"http://{name}", token=f"token of {name}"))
+
+
+def test_the_first_place_that_says_something_wins(elsewhere: dict[str, str]) -> None:
+    keep(login_file(elsewhere), "login")
+    assert find_settings(environment=elsewhere).url == "http://login"
+    keep(Path("gradbox-data/client.toml"), "here")
+    assert find_settings(environment=elsewhere).token == "token of here"
+    keep(Path("data/client.toml"), "data")
+    elsewhere["GRADBOX_DATA"] = "data"
+    assert find_settings(environment=elsewhere).url == "http://data"
+    elsewhere |= {"GRADBOX_URL": "http://set/", "GRADBOX_TOKEN": "token set"}
+    assert find_settings(environment=elsewhere) == ClientSettings(
+        url="http://set", token="token set"
+    )
+    assert find_settings("http://given", "t", environment=elsewhere).url == "http://given"
+
+
+def test_a_token_goes_only_to_the_box_that_it_was_kept_for(elsewhere: dict[str, str]) -> None:
+    keep(login_file(elsewhere), "mine")
+    assert find_settings("http://mine/", environment=elsewhere).token == "token of mine"
+    with pytest.raises(Unauthorized, match="gradbox login --url http://other"):
+        find_settings("http://other", environment=elsewhere)
+
+
+def test_no_address_says_what_to_do(elsewhere: dict[str, str]) -> None:
+    with pytest.raises(ServiceUnavailable, match=r"gradbox up.*gradbox login.*GRADBOX_URL"):
+        find_settings(environment=elsewhere)
+
+
+@pytest.mark.parametrize("url", ["box:8642", "ftp://box", "http://", "nonsense"])
+def test_what_is_no_address_is_refused(url: str, elsewhere: dict[str, str]) -> None:
+    with pytest.raises(ServiceUnavailable, match=r"http://127\.0\.0\.1:8642"):
+        find_settings(url, "token", environment=elsewhere)
+
+
+def test_nobody_else_reads_the_kept_token(elsewhere: dict[str, str]) -> None:
+    path = login_file(elsewhere)
+    keep(path, "box")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [p.name for p in path.parent.iterdir()] == ["client.toml"]
+
+
+@pytest.mark.parametrize("text", ["url = ", 'url = "http://box"', "\x00"])
+def test_a_file_that_cannot_be_used_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "client.toml"
+    path.write_text(text)
+    with pytest.raises(Unauthorized, match=r"client\.toml"):
+        read_settings(path)
+
+
+def test_a_token_does_not_show_where_settings_are_printed() -> None:
+    assert "secret" not in repr(ClientSettings(url="http://box", token="secret"))

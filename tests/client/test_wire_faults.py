@@ -1,0 +1,314 @@
+"""Faults of the network and of what stands in it, answered by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from gradbox import (
+    GradboxError,
+    GradClient,
+    Gradient,
+    InvalidInputs,
+    JobFailed,
+    JobNotFound,
+    JobState,
+    MissingBlobs,
+    OutOfMemory,
+    ProtocolError,
+    ResultNotReady,
+    ServiceUnavailable,
+    Unauthorized,
+)
+from gradbox.protocol import ResultView
+from tests.client.wires import QUICK, Broken, answer, client_of, job_view, problem
+
+GRADIENT = Gradient(model="m", inputs=[torch.ones(2)], loss=lambda z: z.sum())
+
+
+def test_a_box_that_is_busy_is_asked_again_until_it_answers() -> None:
+    replies = [
+        httpx.Response(503),
+        problem(ServiceUnavailable("busy")),
+        httpx.Response(429),
+        answer(job_view()),
+    ]
+    assert client_of(lambda request: replies.pop(0)).job("j1").id == "j1"
+    assert not replies
+
+
+def test_a_broken_connection_is_tried_again() -> None:
+    seen: list[str] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request.method)
+        if len(seen) < 3:
+            raise httpx.RemoteProtocolError("server disconnected")
+        return answer(job_view())
+
+    client_of(handler).job("j1")
+    assert len(seen) == 3
+
+
+def test_retry_after_is_waited_for() -> None:
+    times: list[float] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        times.append(time.monotonic())
+        if len(times) == 1:
+            return problem(ServiceUnavailable("busy"), headers={"Retry-After": "1"})
+        return answer(job_view())
+
+    patient = type(QUICK)(patience_s=5, first_pause_s=0.001)
+    client_of(handler, retry=patient).job("j1")
+    assert times[1] - times[0] >= 1.0
+
+
+def test_patience_ends_with_what_the_box_said_last() -> None:
+    with pytest.raises(ServiceUnavailable, match="redis is away"):
+        client_of(lambda request: problem(ServiceUnavailable("redis is away"))).jobs()
+
+
+def test_a_refused_connection_says_where_and_what_to_do_at_once() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    began = time.monotonic()
+    with pytest.raises(ServiceUnavailable, match=f"{url}.*gradbox up") as caught:
+        GradClient(url, "token").jobs()
+    assert time.monotonic() - began < 2
+    assert isinstance(caught.value.__cause__, httpx.ConnectError)
+
+
+def test_a_box_that_restarts_is_waited_for() -> None:
+    seen: list[str] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request.url.path)
+        if len(seen) in (2, 3):
+            raise httpx.ConnectError("connection refused")
+        return answer(job_view())
+
+    client = client_of(handler)
+    client.job("j1")
+    client.job("j1")
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Unauthorized("who?"), JobNotFound("none"), InvalidInputs("shard 3"), GradboxError("x")],
+)
+def test_a_problem_is_raised_as_its_class_with_its_words(error: GradboxError) -> None:
+    with pytest.raises(type(error), match=str(error)) as caught:
+        client_of(lambda request: problem(error)).job("j1")
+    assert "r1" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        httpx.Response(404, html="<h1>nginx</h1>"),
+        httpx.Response(500, content=b"oops"),
+        httpx.Response(302, headers={"Location": "http://login"}),
+        httpx.Response(422, content=b"{}", headers={"Content-Type": "application/problem+json"}),
+        httpx.Response(200, html="<h1>welcome</h1>"),
+    ],
+    ids=["404", "500", "redirect", "no problem", "200"],
+)
+def test_what_is_no_box_is_told_apart_from_one(reply: httpx.Response) -> None:
+    with pytest.raises(ProtocolError, match="http://box/v1/jobs/j1"):
+        client_of(lambda request: reply).job("j1")
+
+
+class Posts:
+    """A box that takes everything, and answers posts as it is told."""
+
+    def __init__(self, *replies: httpx.Response) -> None:
+        self.replies = list(replies)
+        self.keys: list[str] = []
+        self.puts: list[str] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "HEAD":
+            return httpx.Response(404)
+        if request.method == "PUT":
+            digest = hashlib.sha256(request.content).hexdigest()
+            assert request.url.path.endswith(digest)
+            assert request.headers["Content-Length"] == str(len(request.content))
+            self.puts.append(digest)
+            return httpx.Response(201)
+        self.keys.append(request.headers["Idempotency-Key"])
+        return self.replies.pop(0)
+
+
+def test_a_repeated_post_carries_the_same_key_and_the_next_job_another() -> None:
+    box = Posts(httpx.Response(503), answer(job_view()), answer(job_view()))
+    client = client_of(box)
+    client.submit(GRADIENT)
+    client.submit(GRADIENT)
+    assert box.keys[0] == box.keys[1] != box.keys[2]
+
+
+def test_a_blob_seen_on_the_box_is_not_asked_for_again() -> None:
+    box = Posts(answer(job_view()), answer(job_view()))
+    client = client_of(box)
+    client.submit(GRADIENT)
+    client.submit(GRADIENT)
+    assert len(box.puts) == 1
+
+
+def test_blobs_that_the_box_has_lost_are_uploaded_again() -> None:
+    box = Posts(answer(job_view()), problem(MissingBlobs("gone")), answer(job_view()))
+    client = client_of(box)
+    client.submit(GRADIENT)
+    client.submit(GRADIENT)
+    assert len(box.puts) == 2
+    assert box.keys[1] == box.keys[2]
+
+
+def state_event(number: int, state: JobState) -> bytes:
+    return f"event: state\nid: {number}-0\ndata: {job_view(state).model_dump_json()}\n\n".encode()
+
+
+def progress_event(number: int, done: int) -> bytes:
+    data = json.dumps({"phase": "forward", "done": done, "total": 9})
+    return f"event: progress\r\nid: {number}-0\r\ndata: {data}\r\n\r\n".encode()
+
+
+def test_events_go_on_behind_the_last_one_after_a_break() -> None:
+    resumed: list[str | None] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if not request.url.path.endswith("/events"):
+            return answer(job_view())
+        resumed.append(request.headers.get("Last-Event-ID"))
+        if len(resumed) == 1:
+            whole = state_event(1, JobState.RUNNING) + progress_event(2, 3)
+            # Cut within an event and within a character, as networks do.
+            return httpx.Response(200, stream=Broken(whole[:30], whole[30:], b"event: pro"))
+        if len(resumed) == 2:
+            return httpx.Response(200, content=b": keep-alive\n\n" + progress_event(3, 7))
+        return httpx.Response(
+            200, content=b"event: news\ndata: {}\n\n" + state_event(4, JobState.DONE)
+        )
+
+    events = list(client_of(handler).job("j1").events())
+    assert [event.id for event in events] == ["1-0", "2-0", "3-0", "4-0"]
+    assert resumed == [None, "2-0", "3-0"]
+
+
+def test_an_event_of_another_form_is_a_protocol_error() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        if not request.url.path.endswith("/events"):
+            return answer(job_view())
+        return httpx.Response(200, content=b'event: state\ndata: {"state": 3}\n\n')
+
+    with pytest.raises(ProtocolError, match="older or newer"):
+        client_of(handler).job("j1").wait()
+
+
+def test_the_reason_of_a_failure_is_raised_as_its_class() -> None:
+    failed = job_view(JobState.FAILED, error=OutOfMemory("make the shards smaller"))
+    with pytest.raises(OutOfMemory, match="smaller") as caught:
+        client_of(lambda request: answer(failed)).job("j1").result()
+    assert isinstance(caught.value, JobFailed)
+
+
+def test_a_result_that_is_not_there_yet_is_not_fetched(tmp_path: Path) -> None:
+    job = client_of(lambda request: answer(job_view(JobState.RUNNING))).job("j1")
+    with pytest.raises(ResultNotReady, match="running"):
+        job.fetch(tmp_path / "result")
+
+
+CONTENT = bytes(range(256)) * 40
+
+
+class Results:
+    """A box with one result, whose connection breaks after `most` bytes."""
+
+    def __init__(self, *, most: int = len(CONTENT), sha256: str | None = None) -> None:
+        self.most = most
+        self.ranges: list[str | None] = []
+        found = sha256 or hashlib.sha256(CONTENT).hexdigest()
+        self.view = job_view(
+            JobState.DONE, result=ResultView(size_bytes=len(CONTENT), sha256=found)
+        )
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if not request.url.path.endswith("/result"):
+            return answer(self.view)
+        wanted = request.headers.get("Range")
+        self.ranges.append(wanted)
+        start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
+        assert not wanted or request.headers["If-Range"] == f'"{self.view.result.sha256}"'
+        status = 206 if wanted else 200
+        headers = {"Content-Range": f"bytes {start}-{len(CONTENT) - 1}/{len(CONTENT)}"}
+        piece = CONTENT[start : start + self.most]
+        if start + len(piece) < len(CONTENT):
+            return httpx.Response(status, headers=headers, stream=Broken(piece))
+        return httpx.Response(status, headers=headers, content=piece)
+
+
+def test_a_broken_download_goes_on_where_it_broke(tmp_path: Path) -> None:
+    box = Results(most=4000)
+    client_of(box).job("j1").fetch(tmp_path / "result")
+    assert (tmp_path / "result").read_bytes() == CONTENT
+    assert box.ranges == [None, "bytes=4000-", "bytes=8000-"]
+
+
+def test_a_download_of_an_earlier_process_is_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / "result.part").write_bytes(CONTENT[:100])
+    box = Results()
+    client_of(box).job("j1").fetch(tmp_path / "result")
+    assert (tmp_path / "result").read_bytes() == CONTENT
+    assert box.ranges == ["bytes=100-"]
+
+
+def test_a_download_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / "result.part").write_bytes(b"x" * (len(CONTENT) + 1))
+    client_of(Results()).job("j1").fetch(tmp_path / "result")
+    assert (tmp_path / "result").read_bytes() == CONTENT
+
+
+def test_bytes_that_are_not_the_announced_ones_are_thrown_away(tmp_path: Path) -> None:
+    with pytest.raises(ProtocolError, match="SHA-256"):
+        client_of(Results(sha256="0" * 64)).job("j1").fetch(tmp_path / "result")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_leaves_the_job_running_and_says_how_to_get_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    methods: list[str] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        methods.append(request.method)
+        if request.url.path.endswith("/events"):
+            raise KeyboardInterrupt
+        return answer(job_view())
+
+    with pytest.raises(KeyboardInterrupt):
+        client_of(handler).job("j1").wait()
+    assert "gradbox jobs watch j1" in capsys.readouterr().err
+    assert "DELETE" not in methods
+
+
+def test_a_progress_bar_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = progress_event(1, 4) + state_event(2, JobState.DONE)
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        events = request.url.path.endswith("/events")
+        return httpx.Response(200, content=stream) if events else answer(job_view())
+
+    client_of(handler).job("j1").wait()
+    assert capsys.readouterr().err == ""
+    client_of(handler).job("j1").wait(progress=True)
+    assert "forward" in capsys.readouterr().err

@@ -1,0 +1,28 @@
+"""The problem table, put to the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from gradbox_engine import Group, Objective, SetGradient, set_gradient
+from tests.cases import Case
+
+
+def answer(case: Case, model: nn.Module | None = None, **terms: Any) -> SetGradient:
+    """Let the engine answer a case; `terms` override the case's own."""
+    groups = [
+        Group(name, shards, method=case.methods.get(name, "forward"))
+        for name, shards in case.groups.items()
+    ]
+    told = {
+        "seed": case.seed,
+        "mode": case.mode,
+        "wrt": case.wrt,
+        "output": case.output,
+        "readout": case.readout,
+        "returns": ("grads", "buffers"),
+    }
+    objective = Objective(case.loss, case.loss_inputs, case.loss_parameters)
+    return set_gradient(model or case.model(), groups, objective, **(told | terms))

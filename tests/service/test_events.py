@@ -1,0 +1,127 @@
+"""Server-sent events: complete, resumable, and ended by the final state."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import redis
+
+from gradbox_service.jobs import JobRecord
+from tests.service.boxes import advance, begin, events_of, finish, run_job, submit
+from tests.service.conftest import Box
+
+
+def read(box: Box, job_id: str, **headers: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """Read a stream until the service ends it."""
+    with box.client.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        return events_of(list(answer.iter_lines()))
+
+
+def without_positions(events: list[tuple[str, str, dict[str, Any]]]) -> list[str]:
+    """Name the events, those left out that only tell a new place in the queue."""
+    return [
+        data.get("state", kind) for _, kind, data in events if data.get("queue_position") is None
+    ]
+
+
+def test_a_stream_ends_with_the_final_state(box: Box) -> None:
+    job_id = submit(box.client)
+    run_job(box.backing, job_id, data=b"x")
+    events = read(box, job_id)
+    assert without_positions(events) == ["queued", "running", "progress", "done"]
+    assert events[-1][2]["result"]["size_bytes"] == 1
+
+
+def test_events_arrive_while_the_job_runs(box: Box) -> None:
+    job_id = submit(box.client)
+    seen: list[tuple[float, str]] = []
+    told: list[float] = []
+    started = threading.Event()
+
+    def work() -> None:
+        started.wait()
+        attempt = begin(box.backing.records, job_id).attempt
+        for done in (1, 2):
+            time.sleep(0.1)
+            told.append(time.monotonic())
+            advance(box.backing.records, job_id, attempt=attempt, done=done)
+        finish(box.backing, job_id, attempt=attempt, data=b"x")
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    with box.client.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
+        for line in answer.iter_lines():
+            if line.startswith("event:"):
+                seen.append((time.monotonic(), line))
+                started.set()
+    worker.join()
+    progress = [at for at, line in seen if line == "event: progress"]
+    assert len(progress) == 2
+    assert all(arrived - sent < 1.0 for sent, arrived in zip(told, progress, strict=True))
+    assert progress[1] > told[1]
+
+
+def test_a_stream_resumes_behind_an_event(box: Box) -> None:
+    job_id = submit(box.client)
+    run_job(box.backing, job_id, data=b"x")
+    events = read(box, job_id)
+    for index, (event_id, _, _) in enumerate(events):
+        assert read(box, job_id, **{"Last-Event-ID": event_id}) == events[index + 1 :]
+
+
+def test_a_listener_that_reconnects_misses_nothing(box: Box) -> None:
+    job_id = submit(box.client)
+    attempt = begin(box.backing.records, job_id).attempt
+    with box.client.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
+        lines = answer.iter_lines()
+        head = [next(lines)]
+        while head[-1] or "running" not in "".join(head):
+            head.append(next(lines))
+    advance(box.backing.records, job_id, attempt=attempt, done=1)
+    finish(box.backing, job_id, attempt=attempt, data=b"x")
+    last = events_of(head)[-1][0]
+    rest = read(box, job_id, **{"Last-Event-ID": last})
+    assert without_positions(events_of(head) + rest) == ["queued", "running", "progress", "done"]
+
+
+def test_an_id_from_elsewhere_reads_from_the_beginning(box: Box) -> None:
+    job_id = submit(box.client)
+    run_job(box.backing, job_id, data=b"x")
+    assert read(box, job_id, **{"Last-Event-ID": "nonsense"}) == read(box, job_id)
+
+
+def test_a_cancelled_job_ends_its_stream(box: Box) -> None:
+    job_id = submit(box.client)
+    timer = threading.Timer(0.1, lambda: box.client.delete(f"/v1/jobs/{job_id}"))
+    timer.start()
+    assert read(box, job_id)[-1][2]["state"] == "cancelled"
+    timer.join()
+
+
+def test_a_quiet_stream_is_kept_alive(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastapi.routing._PING_INTERVAL", 0.05)
+    job_id = submit(box.client)
+    with box.client.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
+        assert ": ping" in answer.iter_lines()
+
+
+def test_many_listeners_take_few_connections(box: Box, connection: redis.Redis) -> None:
+    job_ids = [submit(box.client) for _ in range(3)]
+    before = len(connection.client_list())
+    with ThreadPoolExecutor(60) as pool:
+        streams = [pool.submit(read, box, job_id) for job_id in job_ids for _ in range(20)]
+        time.sleep(0.5)
+        during = len(connection.client_list())
+        for job_id in job_ids:
+            box.backing.records.update(job_id, partial(JobRecord.request_cancel, now_s=1.0))
+        found = [stream.result() for stream in streams]
+    assert all(events[-1][2]["state"] == "cancelled" for events in found)
+    # Reads are short and go through a pool of threads, none of which is held by a listener.
+    assert during - before < 45

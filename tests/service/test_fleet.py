@@ -1,0 +1,41 @@
+"""What workers announce, on both stores."""
+
+from __future__ import annotations
+
+import time
+
+from gradbox_service.backing import Backing
+from gradbox_service.jobs import WorkerPresence
+from gradbox_service.jobs.fleet import offered_versions
+from tests.service.boxes import MODEL, announce
+
+
+def test_a_worker_is_known_until_it_retires(backing: Backing) -> None:
+    announce(backing, name="b")
+    announce(backing, name="a", state="busy")
+    assert [worker.name for worker in backing.fleet.workers()] == ["a", "b"]
+    backing.fleet.retire("a")
+    assert [worker.name for worker in backing.fleet.workers()] == ["b"]
+
+
+def test_a_silent_worker_is_forgotten(backing: Backing) -> None:
+    presence = WorkerPresence(name="w", device="cpu", state="idle")
+    backing.fleet.announce(presence, ttl_s=0.05)
+    assert backing.fleet.workers() == [presence]
+    time.sleep(0.1)
+    assert backing.fleet.workers() == []
+
+
+def test_a_described_model_is_found_by_name_and_version(backing: Backing) -> None:
+    backing.fleet.describe([MODEL])
+    assert backing.fleet.model("tiny", version=MODEL.version) == MODEL
+    assert backing.fleet.model("tiny", version="b" * 64) is None
+
+
+def test_the_version_that_most_workers_offer_comes_first() -> None:
+    offers = [{"m": "old"}, {"m": "new"}, {"m": "new", "other": "1"}, {}]
+    workers = [
+        WorkerPresence(name=str(i), device="cpu", state="idle", models=models)
+        for i, models in enumerate(offers)
+    ]
+    assert offered_versions(workers) == {"m": ["new", "old"], "other": ["1"]}

@@ -1,0 +1,151 @@
+"""Jobs over HTTP, from post to cancel."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from gradbox.errors import WorkerLost
+from gradbox.protocol import JobView, Problem
+from gradbox_service.jobs import JobRecord
+from tests.service.boxes import SHARDS, begin, run_job, spec_for, submit, upload
+from tests.service.conftest import Box
+
+
+def test_a_posted_job_is_queued_and_fed(box: Box) -> None:
+    job_id = submit(box.client, name="mine", priority=3)
+    view = JobView.model_validate(box.client.get(f"/v1/jobs/{job_id}").json())
+    assert (view.state, view.owner, view.name, view.priority) == ("queued", "ann", "mine", 3)
+    give_up = time.monotonic() + 5.0
+    while not box.backing.turns.waiting() and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert [turn.job_id for turn in box.backing.turns.waiting()] == [job_id]
+    assert box.client.get(f"/v1/jobs/{job_id}").json()["queue_position"] == 1
+
+
+def test_the_record_pins_the_version_and_keeps_the_spec(box: Box) -> None:
+    job_id = submit(box.client, model="tiny@a1a1a1a1", seed=5, timeout_s=9.0)
+    record, spec = box.backing.records.get(job_id), box.backing.records.spec(job_id)
+    assert record is not None
+    assert spec is not None
+    assert (record.model, record.model_version) == ("tiny", "a1" * 32)
+    assert record.timeout_s == 9.0
+    assert (spec.model, spec.seed) == ("tiny@a1a1a1a1", 5)
+
+
+def test_the_same_key_and_body_give_the_same_job(box: Box) -> None:
+    spec = spec_for(upload(box.client, SHARDS))
+    headers = {"Idempotency-Key": "once"}
+
+    def post(_: int) -> str:
+        answer = box.client.post("/v1/jobs", json=spec, headers=headers)
+        assert answer.status_code == 202
+        return str(answer.json()["id"])
+
+    with ThreadPoolExecutor(20) as pool:
+        assert len(set(pool.map(post, range(20)))) == 1
+    assert len(box.client.get("/v1/jobs").json()["jobs"]) == 1
+
+
+def test_the_same_key_and_another_body_are_a_conflict(box: Box) -> None:
+    blob = upload(box.client, SHARDS)
+    headers = {"Idempotency-Key": "once"}
+    assert box.client.post("/v1/jobs", json=spec_for(blob), headers=headers).status_code == 202
+    again = box.client.post("/v1/jobs", json=spec_for(blob, seed=1), headers=headers)
+    assert again.status_code == 422
+    assert again.json()["type"].endswith("idempotency-conflict")
+
+
+def test_a_repeated_post_is_answered_though_the_model_has_gone(memory_box: Box) -> None:
+    spec = spec_for(upload(memory_box.client, SHARDS))
+    headers = {"Idempotency-Key": "once"}
+    first = memory_box.client.post("/v1/jobs", json=spec, headers=headers)
+    memory_box.backing.fleet.retire("worker-1")
+    second = memory_box.client.post("/v1/jobs", json=spec, headers=headers)
+    assert second.json()["id"] == first.json()["id"]
+    assert memory_box.client.post("/v1/jobs", json=spec).status_code == 503
+
+
+def test_without_a_key_every_post_is_a_job(memory_box: Box) -> None:
+    assert submit(memory_box.client) != submit(memory_box.client)
+
+
+def test_jobs_are_listed_newest_first(box: Box) -> None:
+    ids = [submit(box.client) for _ in range(3)]
+    begin(box.backing.records, ids[1])
+    jobs = box.client.get("/v1/jobs").json()["jobs"]
+    assert [job["id"] for job in jobs] == ids[::-1]
+    running = box.client.get("/v1/jobs", params={"state": "running"}).json()["jobs"]
+    assert [job["id"] for job in running] == [ids[1]]
+    assert len(box.client.get("/v1/jobs", params={"limit": 2}).json()["jobs"]) == 2
+    assert box.client.get("/v1/jobs", params={"limit": 0}).status_code == 422
+    assert box.client.get("/v1/jobs", params={"state": "lost"}).status_code == 422
+
+
+def test_somebody_elses_job_reads_as_none(box: Box) -> None:
+    job_id = submit(box.client)
+    run_job(box.backing, job_id, data=b"x")
+    bob = box.client_of("bob")
+    calls = [
+        bob.get(f"/v1/jobs/{job_id}"),
+        bob.delete(f"/v1/jobs/{job_id}"),
+        bob.get(f"/v1/jobs/{job_id}/events"),
+        bob.get(f"/v1/jobs/{job_id}/result"),
+    ]
+    unknown = bob.get("/v1/jobs/nope").json()
+    for answer in calls:
+        assert answer.status_code == 404
+        problem = answer.json()
+        assert problem["type"] == unknown["type"] == "urn:gradbox:problem:job-not-found"
+        assert problem["detail"].replace(job_id, "nope") == unknown["detail"]
+    assert bob.get("/v1/jobs").json() == {"jobs": []}
+
+
+def test_a_waiting_job_is_cancelled_at_once(box: Box) -> None:
+    job_id = submit(box.client)
+    answer = box.client.delete(f"/v1/jobs/{job_id}")
+    assert (answer.status_code, answer.json()["state"]) == (202, "cancelled")
+    again = box.client.delete(f"/v1/jobs/{job_id}")
+    assert (again.status_code, again.json()["state"]) == (202, "cancelled")
+    assert again.json()["finished_s"] == answer.json()["finished_s"]
+
+
+def test_a_running_job_is_asked_to_stop(box: Box) -> None:
+    job_id = submit(box.client)
+    attempt = begin(box.backing.records, job_id).attempt
+    answer = box.client.delete(f"/v1/jobs/{job_id}").json()
+    assert (answer["state"], answer["cancel_requested"]) == ("running", True)
+    record = box.backing.records.beat(job_id, attempt=attempt, lease_s=1.0)
+    assert record is not None
+    assert record.cancel_requested
+
+
+def test_a_failed_job_carries_its_problem(box: Box) -> None:
+    job_id = submit(box.client)
+    attempt = begin(box.backing.records, job_id).attempt
+    problem = Problem.of(WorkerLost("the machine burnt down"))
+    box.backing.records.update(
+        job_id, partial(JobRecord.fail, attempt=attempt, error=problem, now_s=time.time())
+    )
+    view = JobView.model_validate(box.client.get(f"/v1/jobs/{job_id}").json())
+    assert view.error is not None
+    assert isinstance(view.error.error(), WorkerLost)
+    assert "burnt down" in view.error.detail
+
+
+def test_models_are_listed_and_looked_up(box: Box) -> None:
+    (model,) = box.client.get("/v1/models").json()["models"]
+    assert model == box.client.get("/v1/models/tiny").json()
+    assert model == box.client.get("/v1/models/tiny@a1a1a1a1").json()
+    assert model["methods"]["forward"]["arguments"] == ["x", "mask"]
+    unknown = box.client.get("/v1/models/nope")
+    assert unknown.json()["type"].endswith("unknown-model")
+
+
+def test_a_box_is_ready_once_a_worker_has_described_its_models(box: Box) -> None:
+    assert box.client.get("/readyz").json() == {"ready": True, "workers": 1, "models": ["tiny"]}
+    assert box.client.get("/livez").json() == {"live": True}
+    box.backing.fleet.retire("worker-1")
+    assert box.client.get("/readyz").status_code == 503
+    assert box.client.get("/livez").status_code == 200

@@ -1,0 +1,142 @@
+"""Every error is problem+json and tells no more than it should."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gradbox.protocol import Problem
+from gradbox_service.app import create_app
+from gradbox_service.backing import Backing
+from gradbox_service.embedded_redis import EmbeddedRedis
+from gradbox_service.inprocess import InProcessTransport
+from gradbox_service.settings import BadSettings, Settings
+from tests.service.conftest import Box, client_with
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing/here", 404, "not-found"),
+        ("GET", "/v1/jobs/", 404, "not-found"),
+        ("PATCH", "/v1/jobs", 405, "method-not-allowed"),
+        ("GET", "/v1/jobs?limit=x", 422, "invalid-request"),
+        ("GET", "/v1/jobs/nope", 404, "job-not-found"),
+    ],
+)
+def test_every_refusal_is_a_problem(
+    memory_box: Box, method: str, path: str, status: int, code: str
+) -> None:
+    answer = memory_box.client.request(method, path)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    problem = Problem.model_validate(answer.json())
+    assert (problem.code, problem.status, problem.category) == (code, status, "user")
+    assert problem.request_id == answer.headers["x-request-id"]
+
+
+def test_the_callers_request_id_is_kept_if_it_is_tidy(memory_box: Box) -> None:
+    for given, kept in (("abc-1.2", True), ("x" * 65, False), ("a b", False)):
+        answer = memory_box.client.get("/livez", headers={"X-Request-ID": given})
+        assert (answer.headers["x-request-id"] == given) is kept
+
+
+def test_a_failure_of_ours_tells_an_id_and_no_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = create_app(Settings(data=tmp_path), backing=Backing.in_memory(tmp_path))
+
+    @app.get("/broken")
+    def broken() -> None:
+        raise ZeroDivisionError("a secret")
+
+    with InProcessTransport(app) as transport, caplog.at_level(logging.ERROR):
+        answer = client_with(transport, "").get("/broken")
+    assert answer.status_code == 500
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["category"] == "server"
+    assert answer.json()["request_id"] == answer.headers["x-request-id"]
+    assert "secret" not in answer.text
+    assert "Traceback" not in answer.text
+    assert answer.json()["request_id"] in caplog.text
+
+
+def test_a_thread_that_ended_is_said(memory_box: Box, tmp_path: Path) -> None:
+    app = create_app(Settings(data=tmp_path), backing=memory_box.backing)
+    with InProcessTransport(app) as transport:
+        client = client_with(transport, "")
+        assert client.get("/livez").status_code == 200
+        app.state.dispatcher.close()
+        app.state.dispatcher.join()
+        assert client.get("/livez").status_code == 500
+
+
+def test_a_silent_redis_is_a_transient_problem(tmp_path: Path) -> None:
+    server = EmbeddedRedis.start(tmp_path / "redis")
+    app = create_app(Settings(redis_url=server.url, data=tmp_path))
+    with InProcessTransport(app) as transport:
+        client = client_with(transport, "")
+        server.stop()
+        answer = client.get("/readyz")
+        assert answer.status_code == 503
+        assert answer.json()["category"] == "transient"
+        assert int(answer.headers["retry-after"]) > 0
+        assert client.get("/livez").status_code == 200
+
+
+def test_the_service_recovers_when_redis_comes_back(tmp_path: Path) -> None:
+    server = EmbeddedRedis.start(tmp_path / "redis")
+    settings = Settings(redis_url=server.url, data=tmp_path)
+    backing = Backing.on_redis(settings)
+    token = backing.tokens.create("ann")
+    with InProcessTransport(create_app(settings)) as transport:
+        client = client_with(transport, token)
+        server.stop()
+        assert client.get("/v1/jobs").status_code == 503
+        server = EmbeddedRedis.start(tmp_path / "redis")
+        try:
+            assert client.get("/v1/jobs").json() == {"jobs": []}
+        finally:
+            server.stop()
+
+
+def test_nothing_connects_before_the_app_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.1)
+        port = listener.getsockname()[1]
+        create_app(Settings(redis_url=f"redis://127.0.0.1:{port}", data=tmp_path / "data"))
+        with pytest.raises(TimeoutError):
+            listener.accept()
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("url", [None, "", "http://127.0.0.1"])
+def test_an_unusable_redis_is_named_at_once(url: str | None, tmp_path: Path) -> None:
+    with pytest.raises(BadSettings, match="Redis"):
+        create_app(Settings(redis_url=url, data=tmp_path))
+
+
+def test_arguments_win_over_the_environment(tmp_path: Path) -> None:
+    environment = {"GRADBOX_PORT": "1", "GRADBOX_HOST": "h", "GRADBOX_REDIS_URL": "unix://x"}
+    settings = Settings.read(environment, port="2", data=str(tmp_path), host=None)
+    assert settings == Settings(redis_url="unix://x", host="h", port=2, data=tmp_path)
+
+
+@pytest.mark.parametrize("port", ["x", "-1", "65536", ""])
+def test_a_port_is_a_number(port: str) -> None:
+    with pytest.raises(BadSettings, match="port"):
+        Settings.read({}, port=port)
+
+
+def test_the_schema_names_what_is_posted(memory_box: Box) -> None:
+    document = httpx.Client(transport=memory_box.transport, base_url="http://box").get(
+        "/openapi.json"
+    )
+    schemas = document.json()["components"]["schemas"]
+    assert {"GradientSpec", "JobView", "ModelView", "Problem", "ProgressView"} <= schemas.keys()
+    body = document.json()["paths"]["/v1/jobs"]["post"]["requestBody"]
+    assert body["content"]["application/json"]["schema"]["$ref"].endswith("/GradientSpec")

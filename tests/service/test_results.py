@@ -1,0 +1,122 @@
+"""Result files over HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import partial
+
+import pytest
+
+from gradbox_service.jobs import JobRecord
+from tests.service.boxes import begin, finish, run_job, submit
+from tests.service.conftest import Box
+
+DATA = os.urandom(3 * 2**20 + 17)
+ETAG = f'"{hashlib.sha256(DATA).hexdigest()}"'
+
+
+@pytest.fixture
+def url(memory_box: Box) -> str:
+    """The URL of a result."""
+    job_id = submit(memory_box.client)
+    run_job(memory_box.backing, job_id, data=DATA)
+    return f"/v1/jobs/{job_id}/result"
+
+
+def test_a_result_comes_whole_with_its_digest(memory_box: Box, url: str) -> None:
+    answer = memory_box.client.get(url)
+    assert answer.content == DATA
+    assert answer.headers["etag"] == ETAG
+    assert answer.headers["content-length"] == str(len(DATA))
+    assert answer.headers["accept-ranges"] == "bytes"
+
+
+def test_head_tells_the_size(memory_box: Box, url: str) -> None:
+    answer = memory_box.client.head(url)
+    assert (answer.headers["content-length"], answer.headers["etag"]) == (str(len(DATA)), ETAG)
+    assert answer.content == b""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "begin", "end"),
+    [
+        ("bytes=0-0", 0, 1),
+        ("bytes=100-2000000", 100, 2_000_001),
+        ("bytes=3145728-", 3_145_728, len(DATA)),
+        ("bytes=-5", len(DATA) - 5, len(DATA)),
+        ("bytes=0-99999999", 0, len(DATA)),
+    ],
+)
+def test_a_range_comes_alone(memory_box: Box, url: str, wanted: str, begin: int, end: int) -> None:
+    answer = memory_box.client.get(url, headers={"Range": wanted})
+    assert answer.status_code == 206
+    assert answer.content == DATA[begin:end]
+    assert answer.headers["content-range"] == f"bytes {begin}-{end - 1}/{len(DATA)}"
+    assert answer.headers["etag"] == ETAG
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status"),
+    [
+        ("bytes=99999999-", 416),
+        ("bytes=5-4", 416),
+        ("bytes=-0", 416),
+        ("bytes=a-b", 400),
+        ("bytes=", 400),
+        ("lines=1-2", 400),
+        ("bytes=" + "9" * 40 + "-", 400),
+    ],
+)
+def test_a_range_that_cannot_be_served_is_a_problem(
+    memory_box: Box, url: str, wanted: str, status: int
+) -> None:
+    answer = memory_box.client.get(url, headers={"Range": wanted})
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    if status == 416:
+        assert answer.headers["content-range"] == f"bytes */{len(DATA)}"
+
+
+@pytest.mark.parametrize(("etag", "status"), [(ETAG, 206), ('"other"', 200)])
+def test_a_range_of_another_file_is_not_mixed_in(
+    memory_box: Box, url: str, etag: str, status: int
+) -> None:
+    headers = {"Range": "bytes=0-9", "If-Range": etag}
+    assert memory_box.client.get(url, headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("known", [ETAG, f'"a", W/{ETAG}', "*"])
+def test_a_known_result_is_not_sent_again(memory_box: Box, url: str, known: str) -> None:
+    answer = memory_box.client.get(url, headers={"If-None-Match": known})
+    assert (answer.status_code, answer.content) == (304, b"")
+    assert answer.headers["etag"] == ETAG
+
+
+def test_a_job_that_is_not_done_has_no_result(memory_box: Box) -> None:
+    job_id = submit(memory_box.client)
+    answer = memory_box.client.get(f"/v1/jobs/{job_id}/result")
+    assert answer.status_code == 409
+    assert "is queued" in answer.json()["detail"]
+    memory_box.client.delete(f"/v1/jobs/{job_id}")
+    answer = memory_box.client.get(f"/v1/jobs/{job_id}/result")
+    assert "was cancelled" in answer.json()["detail"]
+
+
+def test_a_result_that_was_removed_is_said(memory_box: Box, url: str) -> None:
+    job_id = url.split("/")[3]
+    memory_box.backing.results.discard(job_id, attempt=1)
+    answer = memory_box.client.get(url)
+    assert answer.status_code == 409
+    assert "submit the job again" in answer.json()["detail"]
+
+
+def test_a_late_attempt_does_not_change_the_result(memory_box: Box) -> None:
+    job_id = submit(memory_box.client)
+    records = memory_box.backing.records
+    begin(records, job_id)
+    records.update(job_id, partial(JobRecord.requeue, attempt=1, reason="x", now_s=1.0))
+    begin(records, job_id)
+    finish(memory_box.backing, job_id, attempt=2, data=b"second")
+    memory_box.backing.results.path(job_id, attempt=1).write_bytes(b"late")
+    assert memory_box.client.get(f"/v1/jobs/{job_id}/result").content == b"second"

@@ -1,0 +1,107 @@
+"""Tokens: shown once, stored hashed, and worthless once revoked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import redis
+
+from gradbox_service.backing import Backing
+from gradbox_service.commands import register_tokens
+from gradbox_service.embedded_redis import EmbeddedRedis
+from gradbox_service.tokens import BadTokenName, RedisTokens
+from tests.service.conftest import Box
+
+
+def test_a_token_belongs_to_its_name(backing: Backing) -> None:
+    ann, bob = backing.tokens.create("ann"), backing.tokens.create("bob")
+    assert backing.tokens.owner(ann) == "ann"
+    assert backing.tokens.owner(bob) == "bob"
+    assert backing.tokens.owner(ann + "x") is None
+    assert backing.tokens.owner("") is None
+
+
+def test_one_of_a_names_tokens_or_all_are_revoked(backing: Backing) -> None:
+    tokens = backing.tokens
+    first, second, third = (tokens.create("ann") for _ in range(3))
+    listed = tokens.list()
+    assert [info.name for info in listed] == ["ann"] * 3
+    assert tokens.revoke(listed[0].id) == 1
+    assert tokens.owner(first) is None
+    assert tokens.owner(second) == "ann"
+    assert tokens.revoke("ann") == 2
+    assert tokens.owner(third) is None
+    assert tokens.revoke("ann") == 0
+
+
+@pytest.mark.parametrize("name", ["", "two words", "x" * 101, "tab\t"])
+def test_an_unreadable_name_is_refused(backing: Backing, name: str) -> None:
+    with pytest.raises(BadTokenName, match="1 to 100 printable characters"):
+        backing.tokens.create(name)
+
+
+def test_redis_never_holds_a_token(connection: redis.Redis) -> None:
+    token = RedisTokens(connection).create("ann")
+    stored = repr([connection.dump(key) for key in connection.keys("*")])
+    assert stored != "[]"
+    assert token not in stored
+    assert token.removeprefix("gbx_")[:20] not in stored
+
+
+def test_a_revoked_token_opens_nothing(box: Box) -> None:
+    assert box.client.get("/v1/jobs").status_code == 200
+    box.backing.tokens.revoke("ann")
+    assert box.client.get("/v1/jobs").status_code == 401
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    register_tokens(parser.add_subparsers())
+    args = parser.parse_args(["tokens", *arguments])
+    return int(args.func(args))
+
+
+def test_the_command_creates_lists_and_revokes(
+    redis_server: EmbeddedRedis, connection: redis.Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("--redis-url", redis_server.url, "--json")
+    assert run("create", "ann", *where) == 0
+    token = json.loads(capsys.readouterr().out)["token"]
+    assert RedisTokens(connection).owner(token) == "ann"
+    assert run("list", *where) == 0
+    (info,) = json.loads(capsys.readouterr().out)
+    assert info["name"] == "ann"
+    assert token not in str(info)
+    assert run("revoke", info["id"], *where) == 0
+    assert RedisTokens(connection).owner(token) is None
+    assert run("revoke", info["id"], *where) == 2
+
+
+def test_the_command_prints_the_token_alone(
+    redis_server: EmbeddedRedis, connection: redis.Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("create", "ann", "--redis-url", redis_server.url) == 0
+    token = capsys.readouterr().out.strip()
+    assert RedisTokens(connection).owner(token) == "ann"
+
+
+def test_the_command_finds_the_redis_of_a_data_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = EmbeddedRedis.start(tmp_path / "redis")
+    try:
+        assert run("create", "ann", "--data", str(tmp_path)) == 0
+    finally:
+        server.stop()
+    assert run("list", "--data", str(tmp_path)) == 3
+    assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_the_command_refuses_a_bad_name(
+    redis_server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("create", "two words", "--redis-url", redis_server.url) == 2
+    assert "printable" in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""Blobs over HTTP."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradbox_service.backing import Backing
+from gradbox_service.settings import Settings
+from gradbox_service.store import BlobStore, Upload
+from tests.service.boxes import blob_of, ones
+from tests.service.conftest import Box, serve
+
+
+def in_pieces(data: bytes, size: int = 1000) -> Iterator[bytes]:
+    for begin in range(0, len(data), size):
+        yield data[begin : begin + size]
+
+
+def test_a_blob_is_there_once_it_is_stored(memory_box: Box) -> None:
+    digest, data = blob_of({"x": ones(100)})
+    client = memory_box.client
+    assert client.head(f"/v1/blobs/{digest}").status_code == 404
+    stored = client.put(f"/v1/blobs/{digest}", content=data)
+    assert (stored.status_code, stored.json()) == (
+        201,
+        {"digest": digest, "size_bytes": len(data)},
+    )
+    assert client.head(f"/v1/blobs/{digest}").status_code == 200
+    assert client.put(f"/v1/blobs/{digest}", content=data).status_code == 200
+
+
+def test_the_length_need_not_be_announced(memory_box: Box) -> None:
+    digest, data = blob_of({"x": ones(5000)})
+    answer = memory_box.client.put(f"/v1/blobs/{digest}", content=in_pieces(data))
+    assert answer.status_code == 201
+    assert memory_box.backing.blobs.path(digest).read_bytes() == data
+
+
+def test_bytes_of_another_digest_are_refused(memory_box: Box) -> None:
+    digest, data = blob_of({"x": ones(100)})
+    answer = memory_box.client.put(f"/v1/blobs/{digest}", content=data[:-1] + b"\7")
+    assert answer.status_code == 422
+    assert answer.json()["type"].endswith("blob-rejected")
+    assert digest in answer.json()["detail"]
+    assert memory_box.client.head(f"/v1/blobs/{digest}").status_code == 404
+
+
+@pytest.mark.parametrize("cut", [0, 7, 20, -1])
+def test_a_truncated_safetensors_file_is_refused(memory_box: Box, cut: int) -> None:
+    data = blob_of({"x": ones(100)})[1][:cut]
+    digest = hashlib.sha256(data).hexdigest()
+    answer = memory_box.client.put(f"/v1/blobs/{digest}", content=data)
+    assert answer.status_code == 422
+    assert answer.json()["type"].endswith("blob-rejected")
+    assert "not a valid safetensors file" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_blob_over_the_limit_is_refused(memory_box: Box, announced: bool) -> None:
+    digest, data = blob_of({"x": ones(50_000)})
+    content: Any = data if announced else in_pieces(data)
+    answer = memory_box.client.put(f"/v1/blobs/{digest}", content=content)
+    assert answer.status_code == 413
+    assert answer.json()["type"].endswith("blob-too-large")
+    assert "100000" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("digest", ["zz", "A" * 64, "0" * 63, "..%2f..%2fetc"])
+def test_only_a_digest_names_a_blob(memory_box: Box, digest: str) -> None:
+    answer = memory_box.client.put(f"/v1/blobs/{digest}", content=b"x")
+    assert answer.status_code in (404, 422)
+    assert answer.headers["content-type"] == "application/problem+json"
+
+
+def test_the_same_blob_from_many_at_once(memory_box: Box) -> None:
+    digest, data = blob_of({"x": np.arange(10_000, dtype=np.float32)})
+
+    def put(_: int) -> int:
+        return memory_box.client.put(f"/v1/blobs/{digest}", content=in_pieces(data)).status_code
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(put, range(8))) <= {200, 201}
+    assert memory_box.backing.blobs.path(digest).read_bytes() == data
+
+
+class FullDisk(BlobStore):
+    """Takes some bytes and then has no room."""
+
+    def upload(self, digest: str) -> Upload:
+        upload = super().upload(digest)
+
+        def write(chunk: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        upload.write = write  # type: ignore[method-assign]
+        return upload
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    backing = replace(Backing.in_memory(tmp_path), blobs=FullDisk(tmp_path / "blobs"))
+    digest, data = blob_of({"x": ones(100)})
+    for box in serve(backing, Settings(data=tmp_path)):
+        answer = box.client.put(f"/v1/blobs/{digest}", content=data)
+        assert answer.status_code == 507
+        assert answer.json()["category"] == "transient"
+        assert "Retry-After" in answer.headers
+    assert not [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()]
+
+
+def test_more_bytes_than_the_disk_has_are_refused_before_they_come(tmp_path: Path) -> None:
+    digest, _ = blob_of({"x": ones(100)})
+    for box in serve(Backing.in_memory(tmp_path), Settings(data=tmp_path, max_blob_bytes=2**62)):
+        answer = box.client.put(
+            f"/v1/blobs/{digest}", content=b"", headers={"Content-Length": str(2**61)}
+        )
+        assert answer.status_code == 507

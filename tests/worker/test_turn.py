@@ -1,0 +1,239 @@
+"""What a turn makes of a record, for every way in which the device's work can end."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gradbox.errors import LossNotFinite
+from gradbox.protocol import JobState, ModelView, Problem, Receipt, ResultView, Seconds
+from gradbox_service.backing import Backing
+from gradbox_worker.device import (
+    DeviceNotStarted,
+    Died,
+    Failed,
+    Finished,
+    Outcome,
+    Stopped,
+    Supervision,
+    Work,
+)
+from gradbox_worker.supervision import Patience
+from gradbox_worker.turn import TurnRunner
+from tests.worker.box import Box, shards_of
+
+QUICK = Patience(beat_s=0.0, progress_s=0.0, cancel_grace_s=7.0, timeout_grace_s=3.0)
+
+RECEIPT = Receipt(
+    protocol=1, job="j", spec_digest="d", computation="gradient", model="m", model_version="v",
+    seed=0, mode="eval", precision="fp32", device="cpu", torch="0", gradbox="0", loss=1.0,
+    shards={"z": 1}, shards_retained=0, shards_replayed=1, replay_difference=0.0,
+    seconds=Seconds(), peak_memory_bytes=1, memory_before_bytes=1,
+)  # fmt: skip
+FINISHED = Finished(RECEIPT, ResultView(size_bytes=3, sha256="0" * 64))
+
+
+class ScriptedDevice:
+    """Implements `Device` by a function of the test's own."""
+
+    def __init__(self, script: Callable[[Work, Supervision], Outcome]) -> None:
+        self.models: list[ModelView] = []
+        self._script = script
+        self.works: list[Work] = []
+
+    def run(self, work: Work, supervision: Supervision) -> Outcome:
+        self.works.append(work)
+        return self._script(work, supervision)
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Box:
+    return Box(tmp_path, Backing.in_memory(tmp_path))
+
+
+def runner(
+    box: Box, script: Callable[[Work, Supervision], Outcome], *, leaving: bool = False
+) -> TurnRunner:
+    return TurnRunner(
+        records=box.backing.records,
+        results=box.backing.results,
+        device=ScriptedDevice(script),
+        worker="w",
+        patience=QUICK,
+        leaving=lambda: leaving,
+    )
+
+
+def writes_result(work: Work, supervision: Supervision) -> Outcome:
+    work.result_path.parent.mkdir(parents=True, exist_ok=True)
+    work.result_path.write_bytes(b"abc")
+    return FINISHED
+
+
+def stops_when_told(work: Work, supervision: Supervision) -> Outcome:
+    deadline = time.monotonic() + 5
+    while supervision.poll() is None:
+        assert time.monotonic() < deadline
+    return Stopped()
+
+
+def test_a_finished_job_is_done_and_keeps_its_result(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+    assert runner(box, writes_result).run(job) == "done"
+    record = box.record(job)
+    assert (record.state, record.result, record.worker) == (JobState.DONE, FINISHED.result, "w")
+    assert box.backing.results.path(job, attempt=1).exists()
+
+
+def test_the_device_is_told_the_version_that_the_job_was_accepted_for(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)), version="abc")
+    turn = runner(box, writes_result)
+    turn.run(job)
+    assert isinstance(turn.device, ScriptedDevice)
+    assert [(w.model, w.model_version, w.attempt) for w in turn.device.works] == [("m", "abc", 1)]
+
+
+def test_a_job_that_failed_by_its_own_fault_is_not_tried_again(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+    problem = Problem.of(LossNotFinite("the loss is nan"))
+    assert runner(box, lambda *_: Failed(problem)).run(job) == "failed"
+    assert box.record(job).error == problem
+
+
+def test_a_job_cancelled_before_its_turn_is_not_run(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+    box.cancel(job)
+    turn = runner(box, writes_result)
+    assert turn.run(job) == "skipped"
+    assert isinstance(turn.device, ScriptedDevice)
+    assert turn.device.works == []
+
+
+def test_a_second_turn_of_the_same_job_does_nothing(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+    turn = runner(box, writes_result)
+    assert (turn.run(job), turn.run(job)) == ("done", "skipped")
+
+
+def test_a_cancellation_reaches_the_running_device(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+    graces = []
+
+    def script(work: Work, supervision: Supervision) -> Outcome:
+        assert supervision.poll() is None
+        box.cancel(job)
+        order = supervision.poll()
+        assert order is not None
+        graces.append(order.grace_s)
+        return Stopped()
+
+    assert runner(box, script).run(job) == "cancelled"
+    assert graces == [QUICK.cancel_grace_s]
+
+
+def test_a_job_over_its_time_limit_fails_with_the_limit_and_the_way_out(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1), timeout_s=0.05))
+    assert runner(box, stops_when_told).run(job) == "failed"
+    error = box.record(job).error
+    assert error is not None
+    assert error.code == "job-timed-out"
+    assert "timeout_s of 0.05 s" in error.detail
+
+
+def test_a_worker_that_leaves_gives_the_job_back_unharmed(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+    assert runner(box, stops_when_told, leaving=True).run(job) == "queued"
+    assert box.record(job).losses == 0
+
+
+def test_a_device_that_dies_loses_the_attempt_until_none_is_left(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+    turn = runner(box, lambda *_: Died("it was killed by SIGKILL"))
+    assert [turn.run(job) for _ in range(4)] == ["queued", "queued", "failed", "skipped"]
+    error = box.record(job).error
+    assert error is not None
+    assert error.code == "worker-lost"
+    assert "its device process ended: it was killed by SIGKILL" in error.detail
+
+
+def test_a_device_that_dies_while_a_cancellation_is_pending_ends_the_job(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+
+    def script(work: Work, supervision: Supervision) -> Outcome:
+        box.cancel(job)
+        return Died("it was killed by SIGKILL")
+
+    assert runner(box, script).run(job) == "cancelled"
+
+
+def test_a_device_that_cannot_start_gives_the_job_back_and_says_so(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+
+    def script(work: Work, supervision: Supervision) -> Outcome:
+        raise DeviceNotStarted("no such file")
+
+    with pytest.raises(DeviceNotStarted):
+        runner(box, script).run(job)
+    assert (box.record(job).state, box.record(job).losses) == (JobState.QUEUED, 0)
+
+
+def test_what_a_superseded_attempt_finishes_is_thrown_away(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+
+    def script(work: Work, supervision: Supervision) -> Outcome:
+        lose = time.time()
+        box.backing.records.update(job, lambda r: r.requeue(attempt=1, reason="x", now_s=lose))
+        box.backing.records.update(job, lambda r: r.begin(worker="other", now_s=lose))
+        order = supervision.poll()
+        assert order is not None
+        return writes_result(work, supervision)
+
+    assert runner(box, script).run(job) == "skipped"
+    assert not box.backing.results.path(job, attempt=1).exists()
+    assert (box.record(job).state, box.record(job).worker) == (JobState.RUNNING, "other")
+
+
+def test_progress_goes_to_the_record_with_an_estimate(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+
+    def script(work: Work, supervision: Supervision) -> Outcome:
+        for done in range(3):
+            supervision.progress("replay", done, 4)
+            time.sleep(0.01)
+        return Stopped() if supervision.poll() else FINISHED
+
+    runner(box, script).run(job)
+    progress = box.record(job).progress
+    assert progress is not None
+    assert (progress.phase, progress.done, progress.total) == ("replay", 2, 4)
+    assert progress.seconds_left == pytest.approx(0.02, rel=0.5)
+
+
+def test_frequent_progress_is_thinned_out(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+
+    def script(work: Work, supervision: Supervision) -> Outcome:
+        for done in range(1000):
+            supervision.progress("forward", done, 1000)
+        supervision.progress("cotangents", 0, 1)
+        return FINISHED
+
+    turn = dataclasses.replace(runner(box, script), patience=Patience())
+    turn.run(job)
+    kinds = [event.kind for event in box.backing.records.events(job)]
+    assert 2 <= kinds.count("progress") < 10
+
+
+def test_a_restarted_worker_takes_back_what_it_held(box: Box) -> None:
+    mine, theirs = (box.submit(box.spec(shards_of(1))) for _ in range(2))
+    for job, worker in ((mine, "w"), (theirs, "other")):
+        box.backing.records.update(
+            job, lambda r, worker=worker: r.begin(worker=worker, now_s=time.time())
+        )
+    runner(box, writes_result).recover()
+    assert (box.record(mine).state, box.record(mine).losses) == (JobState.QUEUED, 1)
+    assert box.record(theirs).state is JobState.RUNNING

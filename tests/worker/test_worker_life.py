@@ -1,0 +1,154 @@
+"""How a worker starts, leaves, dies and comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradbox.protocol import JobState
+from gradbox_service.jobs import TASK
+from gradbox_worker.presence import NameLock
+from tests.worker.box import (
+    Box,
+    WorkerProcess,
+    register_misbehaving,
+    running,
+    running_box,
+    running_worker,
+    shards_of,
+)
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+    with running_box(tmp_path_factory.mktemp("life")) as box:
+        register_misbehaving(box)
+        yield box
+
+
+def test_the_workers_parent_never_imports_torch() -> None:
+    code = (
+        "import sys, gradbox_worker.__main__, gradbox_worker.command, gradbox_worker.rq_worker, "
+        "gradbox_worker.models_command, gradbox_worker.device_main; "
+        "sys.exit(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')) != [])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_task_that_the_service_names_is_there() -> None:
+    from rq.utils import import_attribute
+
+    from gradbox_worker.turn import run_turn
+
+    assert import_attribute(TASK) is run_turn
+
+
+def test_a_worker_killed_with_its_device_takes_its_job_up_again_at_once(box: Box) -> None:
+    box.order("sleep")
+    with running_worker(box) as victim:
+        job = box.submit(box.spec(shards_of(1) * 1000))
+        box.wait(job, running)
+        device = victim.child_pid
+        victim.process.kill()
+        victim.process.wait()
+        os.kill(device, signal.SIGKILL)
+    (box.folder / "order").unlink()
+    assert box.record(job).state is JobState.RUNNING
+    with running_worker(box) as restarted:
+        record = box.wait(job, timeout_s=10)
+        assert (record.state, record.attempt, record.losses) == (JobState.DONE, 2, 1)
+        assert restarted.stop() == 0
+
+
+def test_another_worker_takes_the_job_when_the_lease_has_run_out(box: Box) -> None:
+    with running_worker(box, "--lease-s", "2", name="victim") as victim:
+        box.order("sleep")
+        job = box.submit(box.spec(shards_of(1) * 1000, timeout_s=600))
+        box.wait(job, running)
+        with running_worker(box, name="heir") as heir:
+            victim.process.kill()
+            victim.process.wait()
+            (box.folder / "order").unlink()
+            record = box.wait(job, timeout_s=15)
+            assert (record.state, record.worker, record.losses) == (JobState.DONE, "heir", 1)
+            assert heir.process.poll() is None
+
+
+def test_a_device_does_not_outlive_its_worker(box: Box) -> None:
+    with running_worker(box) as worker:
+        box.order("swallow")
+        job = box.submit(box.spec(shards_of(1)))
+        box.wait(job, running)
+        box.cancel(job)
+        device = worker.child_pid
+        worker.process.kill()
+        worker.process.wait()
+        deadline = time.monotonic() + 5
+        while Path(f"/proc/{device}").exists() and not is_zombie(device):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    (box.folder / "order").unlink()
+
+
+def test_a_worker_asked_to_leave_gives_its_job_back_unharmed(box: Box) -> None:
+    box.order("sleep")
+    with running_worker(box) as worker:
+        job = box.submit(box.spec(shards_of(1) * 1000))
+        box.wait(job, running)
+        asked_at = time.monotonic()
+        assert worker.stop(signal.SIGTERM) == 0
+        assert time.monotonic() - asked_at < 20  # all shards would take 50 s
+    record = box.record(job)
+    assert (record.state, record.losses) == (JobState.QUEUED, 0)
+    assert worker.name not in [other.name for other in box.backing.fleet.workers()]
+    box.cancel(job)
+    (box.folder / "order").unlink()
+
+
+def test_a_second_worker_of_the_same_name_is_refused(box: Box) -> None:
+    with NameLock(box.folder, "w1"):
+        second = WorkerProcess(box, name="w1")
+        assert second.process.wait(timeout=20) == 2
+        assert "another --name" in second.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[models.m]\nbuilder = 'hf'", "models.m.source: expected a non-empty string"),
+        ("[models.m]\nbuilder = 'python'\nsource = 'none.py:f'", "expected a Python file"),
+    ],
+)
+def test_a_worker_whose_models_cannot_be_built_says_why(
+    box: Box, tmp_path: Path, text: str, says: str
+) -> None:
+    elsewhere = Box(box.folder, box.backing, redis_url=box.redis_url)
+    elsewhere.models_file = tmp_path / "models.toml"
+    elsewhere.models_file.write_text(text)
+    worker = WorkerProcess(elsewhere, name="w3")
+    assert worker.process.wait(timeout=30) == 2
+    last = worker.log.read_text().splitlines()[-1]
+    assert last.startswith("gradbox worker: ")
+    assert says in last
+
+
+def test_a_worker_without_its_redis_says_so(box: Box, tmp_path: Path) -> None:
+    lonely = Box(box.folder, box.backing, redis_url=f"unix://{tmp_path}/none.sock")
+    lonely.models_file = box.models_file
+    worker = WorkerProcess(lonely, name="w4")
+    assert worker.process.wait(timeout=20) == 3
+    assert "Redis does not answer" in worker.log.read_text()
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

@@ -1,0 +1,176 @@
+"""A real worker on a real Redis, whose model crashes, exhausts memory and refuses to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gradbox.protocol import JobState
+from tests.worker import zoo
+from tests.worker.box import (
+    Box,
+    WorkerProcess,
+    register_misbehaving,
+    running,
+    running_box,
+    running_worker,
+    shards_of,
+)
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+    with running_box(tmp_path_factory.mktemp("box")) as box:
+        register_misbehaving(box)
+        yield box
+
+
+@pytest.fixture(scope="module")
+def shared_worker(box: Box) -> Iterator[WorkerProcess]:
+    with running_worker(box, "--cancel-grace-s", "1.5") as worker:
+        yield worker
+
+
+@pytest.fixture
+def worker(box: Box, shared_worker: WorkerProcess) -> Iterator[WorkerProcess]:
+    """Give the shared worker, with models that behave, and leave it so."""
+    shared_worker.wait_until_ready()
+    yield shared_worker
+    (box.folder / "order").unlink(missing_ok=True)
+
+
+def next_job_is_done(box: Box) -> bool:
+    (box.folder / "order").unlink(missing_ok=True)
+    return box.wait(box.submit(box.spec(shards_of(2)))).state is JobState.DONE
+
+
+def test_a_job_gives_the_gradient_that_autograd_gives(box: Box, worker: WorkerProcess) -> None:
+    shards = shards_of(3)
+    record = box.wait(box.submit(box.spec(shards)))
+    assert record.state is JobState.DONE, record.error
+    tensors, receipt = box.result(record)
+
+    torch.manual_seed(0)
+    model = zoo.Misbehaving(str(box.folder))
+    loss = sum((model(shard["x"]) ** 2).sum() for shard in shards)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(tensors[f"grads/{name}"], parameter.grad)
+    assert receipt.loss == pytest.approx(loss.item())
+    assert (receipt.shards, receipt.attempts, receipt.job) == ({"z": 3}, 1, record.id)
+    assert receipt.peak_memory_bytes >= receipt.memory_before_bytes > 0
+
+
+def test_the_model_stays_loaded_between_jobs(box: Box, worker: WorkerProcess) -> None:
+    child = worker.child_pid
+    assert next_job_is_done(box)
+    assert next_job_is_done(box)
+    assert worker.child_pid == child
+    assert worker.log.read_text().count("loaded m (") == 1
+
+
+def test_a_device_process_killed_in_the_middle_runs_the_job_again(
+    box: Box, worker: WorkerProcess
+) -> None:
+    box.order("dawdle")
+    job = box.submit(box.spec(shards_of(3)))
+    box.wait(job, running)
+    os.kill(worker.child_pid, signal.SIGKILL)
+    (box.folder / "order").unlink()
+    record = box.wait(job)
+    assert (record.state, record.attempt, record.losses) == (JobState.DONE, 2, 1)
+    assert next_job_is_done(box)
+
+
+def test_a_model_that_always_crashes_ends_with_the_reason(box: Box, worker: WorkerProcess) -> None:
+    box.order("crash")
+    record = box.wait(box.submit(box.spec(shards_of(2))))
+    assert (record.state, record.attempt) == (JobState.FAILED, 3)
+    assert record.error is not None
+    assert record.error.code == "worker-lost"
+    assert "killed by SIGSEGV: a crash in native code" in record.error.detail
+    assert next_job_is_done(box)
+
+
+def test_running_out_of_memory_is_the_jobs_end_and_not_the_workers(
+    box: Box, worker: WorkerProcess
+) -> None:
+    child = worker.child_pid
+    box.order("allocate")
+    record = box.wait(box.submit(box.spec(shards_of(2))))
+    assert (record.state, record.attempt) == (JobState.FAILED, 1)
+    assert record.error is not None
+    assert record.error.code == "out-of-memory"
+    assert "smaller shards" in record.error.detail
+    assert next_job_is_done(box)
+    assert worker.child_pid == child
+
+
+def test_a_model_that_wants_to_exit_fails_its_job_only(box: Box, worker: WorkerProcess) -> None:
+    child = worker.child_pid
+    box.order("exit")
+    record = box.wait(box.submit(box.spec(shards_of(2))))
+    assert record.state is JobState.FAILED
+    assert worker.child_pid == child
+
+
+def test_a_cancelled_job_stops_within_a_shard_and_the_model_stays(
+    box: Box, worker: WorkerProcess
+) -> None:
+    child = worker.child_pid
+    loads = worker.log.read_text().count("loaded m (")
+    box.order("sleep")
+    job = box.submit(box.spec(shards_of(1) * 500))
+    box.wait(job, running)
+    box.cancel(job)
+    cancelled_at = time.monotonic()
+    record = box.wait(job)
+    assert record.state is JobState.CANCELLED
+    assert time.monotonic() - cancelled_at < 10  # all shards would take 25 s
+    assert next_job_is_done(box)
+    assert worker.child_pid == child
+    assert worker.log.read_text().count("loaded m (") == loads
+
+
+def test_a_cancelled_job_that_does_not_stop_is_killed_after_the_grace(
+    box: Box, worker: WorkerProcess
+) -> None:
+    child = worker.child_pid
+    box.order("swallow")
+    job = box.submit(box.spec(shards_of(2)))
+    box.wait(job, running)
+    box.cancel(job)
+    assert box.wait(job).state is JobState.CANCELLED
+    assert next_job_is_done(box)
+    assert worker.child_pid != child
+
+
+def test_a_job_cancelled_while_its_turn_waits_is_not_run(box: Box, worker: WorkerProcess) -> None:
+    box.order("sleep")
+    first = box.submit(box.spec(shards_of(1) * 20))
+    second = box.submit(box.spec(shards_of(1, seed=2)))
+    box.wait(first, running)
+    box.cancel(second)
+    assert next_job_is_done(box)
+    assert (box.record(second).state, box.record(second).attempt) == (JobState.CANCELLED, 0)
+
+
+def test_a_time_limit_ends_code_that_resists_it(box: Box, worker: WorkerProcess) -> None:
+    box.order("swallow")
+    record = box.wait(box.submit(box.spec(shards_of(2), timeout_s=0.5)))
+    assert record.state is JobState.FAILED
+    assert record.error is not None
+    assert record.error.code == "job-timed-out"
+    assert next_job_is_done(box)
+
+
+def test_the_wrong_version_of_a_model_is_refused(box: Box, worker: WorkerProcess) -> None:
+    record = box.wait(box.submit(box.spec(shards_of(1)), version="0" * 64))
+    assert record.error is not None
+    assert record.error.code == "unknown-model"

@@ -1,0 +1,163 @@
+"""L = g(Z, extras) and its cotangents ∂L/∂Z: the only step that sees all shards at once.
+
+Cost: one forward and one backward of g. Memory: Z, ∂L/∂Z and the graph of g.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradbox_engine.assembly import permutation
+from gradbox_engine.calls import blaming
+from gradbox_engine.errors import LossNotFinite, LossNotScalar
+from gradbox_engine.job import Group, Objective, Z
+from gradbox_engine.outputs import Outputs, as_z, describe
+from gradbox_engine.overlay import wide_dtype
+from gradbox_engine.precision import accumulation_dtype
+from gradbox_engine.streams import shard_stream
+
+SOLE_GROUP = "z"
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """The loss and what flows back from it. None stands where no path leads from the loss.
+
+    `cotangents` have the shards' order, `seen` and `seen_cotangents` that in which g saw Z.
+    """
+
+    loss: float
+    cotangents: dict[str, dict[str, Tensor | None]]
+    parameters: dict[str, Tensor | None]
+    seen: dict[str, Z]
+    seen_cotangents: dict[str, Z]
+
+
+def differentiate(
+    objective: Objective,
+    outputs: Mapping[str, Outputs],
+    groups: Sequence[Group],
+    *,
+    device: torch.device,
+    seed: int,
+    widened: bool,
+) -> Differentiated:
+    """Evaluate g at Z and differentiate it there.
+
+    Args:
+        outputs: by group, Z in the shards' order; g gets it in float32 or wider.
+        widened: whether floating-point extras and parameters become float64 too.
+
+    Raises:
+        ModelCallFailed: g raised.
+        LossNotScalar: g returned anything but one real floating-point number.
+        LossNotFinite: that number is NaN or infinite.
+    """
+    leaves = {
+        group: {
+            name: z.detach().to(accumulation_dtype(z.dtype)).requires_grad_()
+            for name, z in named.items()
+        }
+        for group, named in outputs.items()
+    }
+    orders = {
+        group.name: permutation(group.order, _num_rows(outputs[group.name]), group=group.name)
+        for group in groups
+        if group.order is not None
+    }
+    flat = [z for named in leaves.values() for z in named.values()]
+    with (
+        _trainable(objective.parameters, widened=widened),
+        blaming("the loss", "objective"),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        # Not a shard's stream: a loss that draws numbers gets the same ones in every run.
+        shard_stream(seed, len(groups), 0),
+    ):
+        seen = {group: _ordered(named, orders.get(group)) for group, named in leaves.items()}
+        inputs = {name: _extra(v, device, widened) for name, v in objective.inputs.items()}
+        loss = _evaluate(objective, {group: as_z(named) for group, named in seen.items()}, inputs)
+        value = _check(loss)
+        wanted = [*flat, *objective.parameters.values()]
+        gradients = (
+            torch.autograd.grad(loss, wanted, allow_unused=True)
+            if loss.requires_grad
+            else (None,) * len(wanted)
+        )
+    flowing = iter(gradients)
+    cotangents = {g: {name: next(flowing) for name in named} for g, named in leaves.items()}
+    parameters = dict(zip(objective.parameters, flowing, strict=True))
+    return Differentiated(
+        loss=value,
+        cotangents=cotangents,
+        parameters=parameters,
+        seen={g: as_z({n: z.detach() for n, z in named.items()}) for g, named in seen.items()},
+        seen_cotangents={
+            group: as_z(_ordered(_filled(named, leaves[group]), orders.get(group)))
+            for group, named in cotangents.items()
+        },
+    )
+
+
+def _evaluate(objective: Objective, seen: dict[str, Z], inputs: dict[str, Any]) -> Any:
+    if seen.keys() == {SOLE_GROUP}:
+        return objective.function(seen[SOLE_GROUP], **inputs)
+    return objective.function(**seen, **inputs)
+
+
+def _check(loss: Any) -> float:
+    number = isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1
+    if not number:
+        raise LossNotScalar(
+            f"loss: expected a tensor with one real floating-point entry, got {describe(loss)}; "
+            f"reduce it, by .mean() or .sum()"
+        )
+    value = float(loss.detach())
+    if not torch.isfinite(loss.detach()).all():
+        raise LossNotFinite(
+            f"loss: expected a finite number, got {value}; look for a logarithm or a division at "
+            f"zero, or for outputs of the model that are not finite"
+        )
+    return value
+
+
+def _ordered(named: Outputs, order_N: Tensor | None) -> Outputs:
+    if order_N is None:
+        return named
+    return {name: z.index_select(0, order_N.to(z.device)) for name, z in named.items()}
+
+
+def _filled(named: Mapping[str, Tensor | None], like: Outputs) -> Outputs:
+    return {n: torch.zeros_like(like[n]) if c is None else c for n, c in named.items()}
+
+
+def _extra(value: Any, device: torch.device, widened: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, wide_dtype(value.dtype) if widened else value.dtype)
+
+
+def _num_rows(named: Outputs) -> int:
+    return next(iter(named.values())).shape[0]
+
+
+@contextmanager
+def _trainable(parameters: Mapping[str, Tensor], *, widened: bool) -> Iterator[None]:
+    """Let the loss's own leaves require grad, and be float64 if asked, until this ends."""
+    before = [(leaf, leaf.detach(), leaf.requires_grad) for leaf in parameters.values()]
+    try:
+        for leaf in parameters.values():
+            leaf.requires_grad_()
+            if widened:
+                leaf.data = leaf.detach().to(wide_dtype(leaf.dtype))
+        yield
+    finally:
+        for leaf, data, requires_grad in before:
+            leaf.data = data
+            leaf.requires_grad_(requires_grad)

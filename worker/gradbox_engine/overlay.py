@@ -1,0 +1,74 @@
+"""Other numbers in the same model, for one job.
+
+The tensors that a model registers stay the same objects; only the data they point at is exchanged.
+`preservation.preserved` points them back, so the registered data is never written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine.errors import BadWeights
+
+WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
+
+
+def lay_over(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Let the named parameters and buffers hold the given numbers.
+
+    Args:
+        weights: part of a state dict. A tied tensor may be given under any of its names.
+
+    Raises:
+        BadWeights: a name is unknown, a shape or dtype differs, or two names of one tensor are
+            given different numbers.
+    """
+    registered: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    registered.update(model.named_buffers(remove_duplicate=False))
+    given: dict[int, str] = {}
+    for name, weight in weights.items():
+        target = registered.get(name)
+        if target is None:
+            raise BadWeights(
+                f"weights[{name!r}]: the model has no parameter or buffer of that name; it has "
+                f"{', '.join(map(repr, list(registered)[:3]))}, …"
+            )
+        _check(name, weight, target)
+        first = given.setdefault(id(target), name)
+        if not torch.equal(weights[first], weight):
+            raise BadWeights(
+                f"weights[{name!r}] and weights[{first!r}] are one tied tensor in the model, but "
+                f"were given different numbers; give one of them"
+            )
+    for tensor_name in given.values():
+        target = registered[tensor_name]
+        # A copy, for the forward pass may write to a buffer, and what came in is not ours.
+        target.data = weights[tensor_name].detach().to(target.device, copy=True).contiguous()
+
+
+def widen(model: nn.Module) -> None:
+    """Let every floating-point parameter and buffer hold float64 copies of its numbers."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        wide = wide_dtype(tensor.dtype)
+        if tensor.dtype != wide:
+            tensor.data = tensor.detach().to(wide)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the double-precision dtype of the same kind; integers and booleans stay."""
+    return torch.float64 if dtype.is_floating_point else WIDER.get(dtype, dtype)
+
+
+def _check(name: str, weight: Tensor, target: Tensor) -> None:
+    if weight.shape != target.shape:
+        raise BadWeights(
+            f"weights[{name!r}]: expected shape {tuple(target.shape)}, got {tuple(weight.shape)}"
+        )
+    if weight.dtype != target.dtype:
+        raise BadWeights(
+            f"weights[{name!r}]: expected {target.dtype}, got {weight.dtype}; convert it, so that "
+            f"the rounding is yours to see"
+        )

@@ -1,0 +1,253 @@
+"""The streaming replay, in phases that each take any range of shards.
+
+    dL/dθ = Σᵢ z̄ᵢᵀ ∂f(xᵢ; θ)/∂θ,   z̄ᵢ = ∂g/∂zᵢ at Z = cat(z₁ … zₙ)
+
+with no constant anywhere: a mean is a mean because g says so.
+
+    forward(shards)              → zᵢ and what their replay needs
+    objective.differentiate      → L and z̄ᵢ
+    replay(shards, z̄ᵢ)           → gradients, added up
+
+Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
+section 3; random streams, buffers, retention and the comparison are ours.
+
+Cost, with F and B one shard's forward and backward, n shards, k of them kept:
+n(F + B) + (n − k)F. Memory beyond the model: k + 1 graphs, Z twice, one sum of gradients.
+
+The last shard of a first pass is always kept, and its backward pass comes first: that costs no
+memory, for nothing else is held then. The order of the sum is thus last, first, second, …, whatever
+is kept, so on a CPU the result does not depend on the budget.
+
+Not optimal: a shard's graph is freed as a whole, so the peak is one graph and not less; and a model
+without random numbers or buffers pays for the bookkeeping all the same (about 0.2 ms a shard).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gradbox_engine.accumulation import GradientSums
+from gradbox_engine.buffers import Buffers, Snapshot
+from gradbox_engine.calls import ModelCalls, Passage, blaming
+from gradbox_engine.comparison import ReplayComparison
+from gradbox_engine.feed import Feed, Position
+from gradbox_engine.job import Observer
+from gradbox_engine.outputs import Outputs
+from gradbox_engine.retention import GraphBudget
+from gradbox_engine.saved_tensors import SavedTensors
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model made ready for one job, and the ways to put shards through it."""
+
+    calls: ModelCalls
+    feed: Feed
+    buffers: Buffers
+    parameter_storages: frozenset[int]
+
+
+@dataclass
+class ShardRecord:
+    """What the first pass leaves of a shard.
+
+    `outputs` are z without a graph, `before` the buffers at its beginning. `passage` and `saved`
+    are there while its graph is kept.
+    """
+
+    position: Position
+    outputs: Outputs
+    before: Snapshot
+    passage: Passage | None = None
+    saved: SavedTensors | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Whether a backward pass can begin from here without a replay."""
+        return self.passage is not None
+
+    def drop(self) -> None:
+        """Let go of the graph."""
+        self.passage = None
+        if self.saved is not None:
+            self.saved.drop()
+            self.saved = None
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """The records of a range of shards, and the buffers after the last of them."""
+
+    records: list[ShardRecord]
+    after: Snapshot
+
+
+def forward(
+    prepared: Prepared,
+    positions: Sequence[Position],
+    *,
+    before: Snapshot,
+    budget: GraphBudget,
+    observer: Observer,
+) -> FirstPass:
+    """Put a range of shards through the model, in order.
+
+    Args:
+        before: the buffers at the beginning of the range.
+        budget: how much of the graphs may be kept, beside the last shard's.
+    """
+    records: list[ShardRecord] = []
+    buffers = prepared.buffers
+    buffers.restore(before)
+    for position, following in pairwise([*positions, None]):
+        assert position is not None
+        observer.step("forward", len(records), len(positions))
+        call = partial(_first_call, prepared, position, before, budget, last=following is None)
+
+        def start_over(before: Snapshot = before) -> None:
+            budget.exhaust()
+            buffers.restore(before)
+
+        records.append(_with_room(call, records, undo=start_over))
+        before = buffers.advance(before)
+        prepared.feed.prefetch(following)
+    observer.step("forward", len(positions), len(positions))
+    return FirstPass(records, before)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """How a replay went: shards by where their graph came from, and the inputs' gradients."""
+
+    num_retained: int
+    num_replayed: int
+    difference: float
+    input_grads: dict[Position, dict[str, Tensor | None]]
+
+
+def replay(
+    prepared: Prepared,
+    records: Sequence[ShardRecord],
+    cotangents: Mapping[Position, Outputs],
+    sums: GradientSums,
+    *,
+    comparison: ReplayComparison,
+    observer: Observer,
+) -> Replayed:
+    """Carry each shard's cotangent back through the model and add up the gradients.
+
+    Args:
+        records: a range of shards, in order; their graphs are used up.
+        cotangents: z̄ᵢ by shard; a shard that is not named has none and is left out. They are
+            scaled by `sums.scale` on their way, and what is added to the sums by its inverse.
+
+    Raises:
+        ReplayMismatch: a shard differs from its first pass by more than its dtype's tolerance.
+    """
+    for record in records:
+        if record.position not in cotangents:
+            record.drop()
+    active = [record for record in (*records[-1:], *records[:-1]) if record.position in cotangents]
+    num_retained = 0
+    input_grads: dict[Position, dict[str, Tensor | None]] = {}
+    with sums.collecting():
+        for index, record in enumerate(active):
+            observer.step("replay", index, len(active))
+            sums.begin_shard()
+            cotangent = cotangents[record.position]
+            attempt = partial(_backward, prepared, record, cotangent, sums, comparison)
+            retained, input_grads[record.position] = _with_room(attempt, active)
+            num_retained += retained
+            waiting = (other.position for other in active[index + 1 :] if not other.kept)
+            prepared.feed.prefetch(next(waiting, None))
+    difference = comparison.finish()
+    observer.step("replay", len(active), len(active))
+    return Replayed(num_retained, len(active) - num_retained, difference, input_grads)
+
+
+def _first_call(
+    prepared: Prepared, position: Position, before: Snapshot, budget: GraphBudget, *, last: bool
+) -> ShardRecord:
+    saved = SavedTensors(
+        limit_bytes=math.inf if last else budget.room_bytes(),
+        parameters=prepared.parameter_storages,
+        buffers=prepared.buffers.storages(),
+    )
+    tried = saved.kept
+    arguments = prepared.feed.take(position)
+    with saved.saving():
+        passage = prepared.calls(position, arguments)
+    record = ShardRecord(position, {n: _compact(z) for n, z in passage.outputs.items()}, before)
+    if tried and not last:
+        budget.count(saved)
+    if saved.kept:
+        record.passage, record.saved = passage, saved
+    return record
+
+
+def _backward(
+    prepared: Prepared,
+    record: ShardRecord,
+    cotangent: Outputs,
+    sums: GradientSums,
+    comparison: ReplayComparison,
+) -> tuple[bool, dict[str, Tensor | None]]:
+    """Return whether the shard's graph had been kept, and the gradients of its inputs."""
+    retained = record.kept
+    where = prepared.calls.where(record.position)
+    passage = record.passage
+    if passage is None:
+        prepared.buffers.restore(record.before)
+        passage = prepared.calls(record.position, prepared.feed.take(record.position))
+        comparison.compare(where, passage.outputs, record.outputs)
+    roots = [name for name in cotangent if passage.outputs[name].requires_grad]
+    leaves = [*sums.parameters.values(), *passage.inputs.values()]
+    if roots and leaves:
+        with blaming("the backward pass", where):
+            torch.autograd.backward(
+                [passage.outputs[name] for name in roots],
+                [_cast(cotangent[n], passage.outputs[n], sums.scale) for n in roots],
+                inputs=leaves,
+            )
+    record.drop()
+    return retained, {name: leaf.grad for name, leaf in passage.inputs.items()}
+
+
+def _with_room(
+    attempt: Callable[[], T],
+    records: Sequence[ShardRecord],
+    undo: Callable[[], None] = lambda: None,
+) -> T:
+    """Run an attempt; where memory runs out while graphs are kept, drop them and run it again."""
+    try:
+        return attempt()
+    except torch.OutOfMemoryError:
+        if not any(record.kept for record in records):
+            raise
+    # Outside the handler, for its traceback holds on to the failed attempt's tensors.
+    for record in records:
+        record.drop()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    undo()
+    return attempt()
+
+
+def _cast(cotangent: Tensor, z: Tensor, scale: float) -> Tensor:
+    return (cotangent if scale == 1.0 else cotangent * scale).to(z.dtype)
+
+
+def _compact(z: Tensor) -> Tensor:
+    """Return z's values without its graph, nor the larger tensor that it may be a view of."""
+    z = z.detach()
+    return z if z.untyped_storage().nbytes() == z.nbytes else z.clone()

@@ -1,0 +1,75 @@
+"""Which parameters a job differentiates."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from gradbox_engine.errors import UnknownParameter
+
+INPUTS = "inputs."
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Parameters by their first name in `named_parameters`, and patterns over input names."""
+
+    parameters: dict[str, nn.Parameter]
+    input_patterns: tuple[str, ...]
+
+
+def select(
+    model: nn.Module, wrt: Sequence[str] | None, *, others: Collection[str] = ()
+) -> Selection:
+    """Resolve `wrt` against the model.
+
+    A tied parameter is found under each of its names and counted once, under the first. Parameters
+    that are not floating-point have no gradient and match nothing.
+
+    Args:
+        wrt: shell patterns over parameter names, where `*` also crosses dots, or "inputs.NAME";
+            None selects every floating-point parameter.
+        others: names that a pattern may match without selecting anything here: the loss's own
+            parameters, whose gradients always come back.
+
+    Raises:
+        UnknownParameter: a pattern matches nothing.
+    """
+    first_names: dict[int, str] = {}
+    by_name: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first_names.setdefault(id(parameter), name)
+        if parameter.is_floating_point() or parameter.is_complex():
+            by_name[name] = parameter
+    if wrt is None:
+        return Selection(dict(_firsts(by_name, first_names)), ())
+    selected: set[str] = set()
+    for pattern in wrt:
+        if pattern.startswith(INPUTS):
+            continue
+        matched = {first_names[id(p)] for name, p in by_name.items() if fnmatchcase(name, pattern)}
+        if not matched and not any(fnmatchcase(name, pattern) for name in others):
+            raise UnknownParameter(_no_match(pattern, by_name))
+        selected |= matched
+    # In the model's order, whatever the order of the patterns.
+    parameters = {n: p for n, p in _firsts(by_name, first_names) if n in selected}
+    patterns = tuple(p.removeprefix(INPUTS) for p in wrt if p.startswith(INPUTS))
+    return Selection(parameters, patterns)
+
+
+def _firsts(
+    by_name: dict[str, nn.Parameter], first_names: dict[int, str]
+) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in by_name.items() if first_names[id(p)] == name]
+
+
+def _no_match(pattern: str, by_name: dict[str, nn.Parameter]) -> str:
+    close = difflib.get_close_matches(pattern, by_name, n=3, cutoff=0.4) or list(by_name)[:3]
+    return (
+        f"wrt: expected a pattern that matches a floating-point parameter, got {pattern!r}, which "
+        f"matches none of {len(by_name)}; did you mean {', '.join(map(repr, close)) or 'nothing'}?"
+    )

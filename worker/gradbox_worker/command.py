@@ -1,0 +1,124 @@
+"""`gradbox worker`: one worker for one device."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+GIB: Final = 2**30
+
+
+def register(subparsers: Any) -> None:
+    """Join the `gradbox` command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "worker", help="run jobs on one device of this machine"
+    )
+    add_arguments(parser)
+    parser.set_defaults(func=run)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what a worker is told; what is not given comes from the environment."""
+    parser.add_argument(
+        "--models", type=Path, default=Path("models.toml"), help="the models file [models.toml]"
+    )
+    parser.add_argument("--device", default="auto", help="auto | cpu | cuda:N | mps [auto]")
+    parser.add_argument(
+        "--data", type=Path, help="the box's folder of blobs and results [GRADBOX_DATA]"
+    )
+    parser.add_argument("--redis-url", help="where the box's Redis is [GRADBOX_REDIS_URL]")
+    parser.add_argument(
+        "--name", help="what the worker is called; a restarted one gets its jobs back by it"
+    )
+    parser.add_argument(
+        "--model-memory-gib",
+        type=float,
+        help="how much of the device the weights of idle models may keep [half of it]",
+    )
+    parser.add_argument(
+        "--lease-s",
+        type=float,
+        default=20.0,
+        help="how long the worker may be silent before its job goes to another one [20]",
+    )
+    parser.add_argument(
+        "--cancel-grace-s",
+        type=float,
+        default=30.0,
+        help="how long a cancelled job may take to end before its process is killed [30]",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Work until told to stop.
+
+    Returns:
+        0 if it was told to stop, 1 if it ended by itself, 2 if what it was given cannot be used,
+        3 if Redis does not answer.
+    """
+    import redis
+
+    from gradbox_service.settings import BadSettings
+    from gradbox_worker.device import DeviceNotStarted
+    from gradbox_worker.models import ModelsFileError
+    from gradbox_worker.presence import NameTaken
+
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s",
+    )
+    try:
+        return _work(args)
+    except (BadSettings, DeviceNotStarted, ModelsFileError, NameTaken) as error:
+        print(f"gradbox worker: {error}", file=sys.stderr)
+        return 2
+    except redis.ConnectionError as error:
+        print(f"gradbox worker: the box's Redis does not answer: {error}", file=sys.stderr)
+        return 3
+    except KeyboardInterrupt:
+        return 130
+
+
+def _work(args: argparse.Namespace) -> int:
+    from gradbox_service.jobs import connect
+    from gradbox_service.settings import BadSettings, Settings
+    from gradbox_service.store import result_store
+    from gradbox_worker.device import DeviceProcess, DeviceSettings
+    from gradbox_worker.models import read_models_file
+    from gradbox_worker.presence import NameLock, default_name
+    from gradbox_worker.rq_worker import GradboxWorker
+    from gradbox_worker.supervision import Patience
+
+    settings = Settings.read(redis_url=args.redis_url, data=args.data)
+    if not settings.redis_url:
+        raise BadSettings(
+            "expected the address of the box's Redis, got none: give --redis-url or "
+            "GRADBOX_REDIS_URL (`gradbox up` brings a Redis of its own)"
+        )
+    read_models_file(args.models)  # a mistake in it is best heard at once
+    memory_gib = args.model_memory_gib
+    device = DeviceProcess(
+        DeviceSettings(
+            models_file=args.models,
+            data=settings.data,
+            device=args.device,
+            model_memory_bytes=None if memory_gib is None else int(memory_gib * GIB),
+        )
+    )
+    name = args.name or default_name(args.device)
+    with NameLock(settings.data, name):
+        worker = GradboxWorker(
+            connect(settings.redis_url),
+            name=name,
+            device=device,
+            results=result_store(settings.data),
+            patience=Patience(lease_s=args.lease_s, cancel_grace_s=args.cancel_grace_s),
+        )
+        worker.work(logging_level="WARNING")
+    if worker.failure is not None:
+        raise worker.failure
+    return 0 if worker.leaving else 1

@@ -1,0 +1,45 @@
+"""A box of one's own for a while: what `gradbox up` starts, with all-MiniLM-L6-v2 registered."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gradbox_worker.demo.task import MODEL, model_folder
+
+READY = "gradbox ready at "
+
+
+@contextmanager
+def running_box(folder: Path) -> Iterator[tuple[str, str]]:
+    """Run `gradbox up` in `folder` and give its URL and token; stop it whatever happens."""
+    models = folder / "models.toml"
+    models.write_text(
+        f'[models.{MODEL}]\nbuilder = "hf"\nsource = {json.dumps(str(model_folder()))}\n'
+    )
+    command = [sys.executable, "-m", "gradbox", "up", "--port", "0", "--workers", "1"]
+    command += ["--device", "cpu", "--data", str(folder / "data"), "--models", str(models)]
+    # A group of its own: Ctrl-C comes here first, and the box is stopped in order.
+    up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert up.stdout is not None
+        for line in up.stdout:
+            print(line, end="", flush=True)
+            if line.startswith(READY):
+                break
+        else:
+            raise SystemExit(f"gradbox up ended with exit code {up.wait()} before it was ready")
+        yield _credentials(folder / "data" / "client.toml")
+    finally:
+        up.terminate()
+        up.wait()
+
+
+def _credentials(path: Path) -> tuple[str, str]:
+    entries = tomllib.loads(path.read_text())
+    return entries["url"], entries["token"]

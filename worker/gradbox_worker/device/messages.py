@@ -1,0 +1,120 @@
+"""The messages between a worker and its device process: JSON over a pipe, one message a frame.
+
+    worker → device   run, stop
+    device → worker   ready | unready; then, for each run, progress* and one of finished, failed,
+                      stopped
+
+`multiprocessing.connection.Connection` frames the bytes; its `send` and `recv` would pickle and are
+never used.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from gradbox.protocol import JobSpec, ModelView, Problem, Receipt, ResultView
+
+
+class Frame(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Run(Frame):
+    kind: Literal["run"] = "run"
+    job_id: str
+    attempt: int
+    model: str
+    model_version: str
+    spec: JobSpec
+    result_path: Path
+    queued_s: float
+
+
+class Stop(Frame):
+    """Stop this attempt before its next shard; if another one runs, the message came too late."""
+
+    kind: Literal["stop"] = "stop"
+    job_id: str
+    attempt: int
+
+
+class Ready(Frame):
+    """The models are loaded, on the device that `placement` names."""
+
+    kind: Literal["ready"] = "ready"
+    placement: str
+    models: list[ModelView]
+
+
+class Unready(Frame):
+    """The models cannot be loaded; the process ends."""
+
+    kind: Literal["unready"] = "unready"
+    problem: Problem
+
+
+class ProgressMade(Frame):
+    kind: Literal["progress"] = "progress"
+    phase: str
+    done: int
+    total: int
+
+
+class RunFinished(Frame):
+    kind: Literal["finished"] = "finished"
+    receipt: Receipt
+    result: ResultView
+
+
+class RunFailed(Frame):
+    """The job failed. `leaving`: the device's state is spoilt, so the process ends after this."""
+
+    kind: Literal["failed"] = "failed"
+    problem: Problem
+    leaving: bool = False
+
+
+class RunStopped(Frame):
+    kind: Literal["stopped"] = "stopped"
+
+
+ToDevice = Run | Stop
+FromDevice = Ready | Unready | ProgressMade | RunFinished | RunFailed | RunStopped
+
+TO_DEVICE: Final[TypeAdapter[ToDevice]] = TypeAdapter(
+    Annotated[ToDevice, Field(discriminator="kind")]
+)
+FROM_DEVICE: Final[TypeAdapter[FromDevice]] = TypeAdapter(
+    Annotated[FromDevice, Field(discriminator="kind")]
+)
+
+
+def send(connection: Connection, message: ToDevice | FromDevice) -> None:
+    """Send one message.
+
+    Raises:
+        OSError: the other side is gone.
+    """
+    connection.send_bytes(message.model_dump_json().encode())
+
+
+def receive_order(connection: Connection) -> ToDevice:
+    """Wait for the worker's next message.
+
+    Raises:
+        EOFError, OSError: the worker is gone.
+    """
+    return TO_DEVICE.validate_json(connection.recv_bytes())
+
+
+def receive_answer(connection: Connection) -> FromDevice:
+    """Wait for the device's next message.
+
+    Raises:
+        EOFError, OSError: the device process is gone.
+    """
+    return FROM_DEVICE.validate_json(connection.recv_bytes())

@@ -1,0 +1,109 @@
+"""The device process's main loop, once torch is there."""
+
+from __future__ import annotations
+
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final, Protocol
+
+from gradbox_service.store import blob_store
+from gradbox_worker.device.messages import (
+    ProgressMade,
+    Ready,
+    Run,
+    RunFailed,
+    RunFinished,
+    RunStopped,
+    Unready,
+    send,
+)
+from gradbox_worker.device.placement import choose_device, memory_bytes
+from gradbox_worker.device.work import Finished, Stopped, Work
+from gradbox_worker.execution import StopNow, attempt
+from gradbox_worker.failures import Caught, caught
+from gradbox_worker.models import read_models_file
+from gradbox_worker.models.registry import Registry
+
+REPORT_S: Final = 0.1
+
+
+class Orders(Protocol):
+    """What the worker asks for."""
+
+    def next_run(self) -> Run: ...
+    def stop_requested(self, job_id: str, attempt: int) -> bool: ...
+
+
+def serve(
+    connection: Connection,
+    orders: Orders,
+    *,
+    models_file: Path,
+    data: Path,
+    device_name: str,
+    budget_bytes: int | None,
+) -> None:
+    """Load the models, then run jobs until one spoils the device's state.
+
+    The process ends elsewhere, when the worker closes the pipe.
+    """
+
+    def load() -> Registry:
+        device = choose_device(device_name)
+        budget = memory_bytes(device) // 2 if budget_bytes is None else budget_bytes
+        registry = Registry(read_models_file(models_file), device=device, budget_bytes=budget)
+        send(connection, Ready(models=registry.describe(), placement=str(device)))
+        return registry
+
+    registry = caught(load, doing="the device process's start", let_through=OSError)
+    if isinstance(registry, Caught):
+        send(connection, Unready(problem=registry.problem))
+        return
+    blobs = blob_store(data)
+    while True:
+        order = orders.next_run()
+        work = _work(order)
+        observer = _Reporter(connection, orders, work=work)
+        answer = attempt(work, registry=registry, blobs=blobs, observer=observer)
+        match answer:
+            case Finished():
+                send(connection, RunFinished(receipt=answer.receipt, result=answer.result))
+            case Stopped():
+                send(connection, RunStopped())
+            case Caught():
+                send(connection, RunFailed(problem=answer.problem, leaving=answer.spoilt))
+                if answer.spoilt:
+                    return
+
+
+class _Reporter:
+    """The engine's observer: sends progress now and then, and stops the job on request."""
+
+    def __init__(self, connection: Connection, orders: Orders, *, work: Work) -> None:
+        self._connection = connection
+        self._orders = orders
+        self._work = work
+        self._phase = ""
+        self._reported_at = 0.0
+
+    def step(self, phase: str, done: int, total: int) -> None:
+        if self._orders.stop_requested(self._work.job_id, self._work.attempt):
+            raise StopNow
+        now = time.monotonic()
+        if phase == self._phase and done < total and now - self._reported_at < REPORT_S:
+            return
+        self._phase, self._reported_at = phase, now
+        send(self._connection, ProgressMade(phase=phase, done=done, total=total))
+
+
+def _work(order: Run) -> Work:
+    return Work(
+        job_id=order.job_id,
+        attempt=order.attempt,
+        model=order.model,
+        model_version=order.model_version,
+        spec=order.spec,
+        result_path=order.result_path,
+        queued_s=order.queued_s,
+    )

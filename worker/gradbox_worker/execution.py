@@ -1,0 +1,124 @@
+"""One job, from its spec to its result file: reads the inputs, calls the engine, writes the answer.
+
+Used by the device process and by its in-process twin. Knows torch and files; no queue, no Redis.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+
+import torch
+
+from gradbox.protocol import PROTOCOL, Receipt, Seconds, spec_digest
+from gradbox_engine import Observer, SetGradient, set_gradient
+from gradbox_worker.blob_tensors import Blobs, BlobTensors
+from gradbox_worker.device.work import Finished, Stopped, Work
+from gradbox_worker.failures import Caught, caught
+from gradbox_worker.job_parts import build_function, input_groups, loss_objective
+from gradbox_worker.memory import PeakMemory
+from gradbox_worker.models.registry import Loaded, Registry
+from gradbox_worker.result_file import write_result
+
+
+class StopNow(BaseException):
+    """Raised by an observer: the job is to stop before its next shard."""
+
+
+def attempt(
+    work: Work, *, registry: Registry, blobs: Blobs, observer: Observer
+) -> Finished | Stopped | Caught:
+    """Run a job; whatever its model or its loss raises comes back as a problem."""
+    try:
+        return caught(
+            lambda: execute(work, registry=registry, blobs=blobs, observer=observer),
+            doing=f"job {work.job_id}",
+            let_through=StopNow,
+        )
+    except StopNow:
+        return Stopped()
+
+
+def execute(work: Work, *, registry: Registry, blobs: Blobs, observer: Observer) -> Finished:
+    """Run a job and write its result file.
+
+    Raises:
+        GradboxError: the job's parts do not fit the model or each other.
+        gradbox_engine.EngineError: the computation cannot be done.
+        StopNow: the observer said so; nothing is left behind and the models stay loaded.
+    """
+    spec = work.spec
+    began = time.perf_counter()
+    loaded = registry.get(work.model, work.model_version)
+    with BlobTensors(blobs, device=registry.device) as tensors:
+        peak = PeakMemory(registry.device)
+        groups = input_groups(spec, loaded, tensors)
+        objective = loss_objective(spec, tensors, device=registry.device)
+        readout = None
+        if spec.readout is not None:
+            readout = build_function(spec.readout, tensors, device=registry.device).function
+        weights = {name: tensors.tensor(ref) for name, ref in spec.weights.items()}
+        load_s = time.perf_counter() - began
+        answer = set_gradient(
+            loaded.module,
+            groups,
+            objective,
+            seed=spec.seed,
+            mode=spec.mode,
+            wrt=spec.wrt,
+            output=spec.output,
+            readout=readout,
+            weights=weights or None,
+            returns=tuple(spec.returns),
+            observer=observer,
+        )
+    receipt = _receipt(work, answer, loaded, device=registry.device, peak=peak, load_s=load_s)
+    named = {f"grads/{name}": gradient for name, gradient in answer.grads.items()}
+    named |= {f"buffers/{name}": buffer for name, buffer in (answer.buffers or {}).items()}
+    metadata = {"format": "pt", "gradbox": receipt.model_dump_json()}
+    result = write_result(work.result_path, named, metadata=metadata)
+    return Finished(receipt=receipt, result=result)
+
+
+def _receipt(
+    work: Work,
+    answer: SetGradient,
+    loaded: Loaded,
+    *,
+    device: torch.device,
+    peak: PeakMemory,
+    load_s: float,
+) -> Receipt:
+    spec = work.spec
+    peak_bytes, before_bytes = peak.measure()
+    return Receipt(
+        protocol=PROTOCOL,
+        job=work.job_id,
+        spec_digest=spec_digest(spec),
+        computation=spec.computation,
+        model=loaded.view.name,
+        model_version=loaded.view.version,
+        seed=spec.seed,
+        mode=spec.mode,
+        precision="fp32",
+        device=_device_name(device),
+        torch=torch.__version__,
+        gradbox=importlib.metadata.version("gradbox"),
+        loss=answer.loss,
+        shards=answer.shards,
+        shards_retained=answer.retained,
+        shards_replayed=answer.replayed,
+        replay_difference=answer.replay_difference,
+        names=tuple(answer.grads),
+        unreached=list(answer.unreached),
+        seconds=Seconds(queued=work.queued_s, load=load_s, **answer.seconds),
+        peak_memory_bytes=peak_bytes,
+        memory_before_bytes=before_bytes,
+        attempts=work.attempt,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)

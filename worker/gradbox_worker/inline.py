@@ -1,0 +1,111 @@
+"""The in-process twin of the worker: same turns, same engine, no Redis and no second process.
+
+For tests, and for a box inside one process. What needs a process of its own, such as surviving a
+crash or ending code that will not stop, it does not do.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+
+from gradbox.protocol import ModelView
+from gradbox_service.jobs import Fleet, MemoryTurns, Records
+from gradbox_service.store import BlobStore, ResultStore
+from gradbox_worker.device import Failed, Outcome, Supervision, Work
+from gradbox_worker.execution import StopNow, attempt
+from gradbox_worker.failures import Caught
+from gradbox_worker.models import read_models_file
+from gradbox_worker.models.registry import Registry
+from gradbox_worker.presence import Announcer
+from gradbox_worker.supervision import Patience
+from gradbox_worker.turn import TurnRunner
+
+
+class InlineDevice:
+    """Implements `Device` in the calling thread."""
+
+    def __init__(self, registry: Registry, *, blobs: BlobStore) -> None:
+        self.models: list[ModelView] = registry.describe()
+        self._registry = registry
+        self._blobs = blobs
+
+    def run(self, work: Work, supervision: Supervision) -> Outcome:
+        """Run a job to its end; an order to stop is obeyed before the next shard."""
+        answer = attempt(
+            work, registry=self._registry, blobs=self._blobs, observer=_Relay(supervision)
+        )
+        return Failed(answer.problem) if isinstance(answer, Caught) else answer
+
+
+class _Relay:
+    """The engine's observer that asks the supervision itself."""
+
+    def __init__(self, supervision: Supervision) -> None:
+        self._supervision = supervision
+
+    def step(self, phase: str, done: int, total: int) -> None:
+        if self._supervision.poll() is not None:
+            raise StopNow
+        self._supervision.progress(phase, done, total)
+
+
+class InlineWorker:
+    """A worker in a thread: takes turns from memory and runs them one after the other.
+
+    with InlineWorker(models_file, records=…, turns=…, fleet=…, blobs=…, results=…):
+        …
+    """
+
+    def __init__(
+        self,
+        models_file: Path,
+        *,
+        records: Records,
+        turns: MemoryTurns,
+        fleet: Fleet,
+        blobs: BlobStore,
+        results: ResultStore,
+        name: str = "inline",
+        patience: Patience | None = None,
+    ) -> None:
+        """Load the models; no thread runs yet.
+
+        Raises:
+            ModelsFileError: the models file, or a model of it, is not usable.
+        """
+        self._turns = turns
+        self._stop = threading.Event()
+        self._announcer = Announcer(fleet, name=name)
+        registry = Registry(read_models_file(models_file), device=torch.device("cpu"))
+        device = InlineDevice(registry, blobs=blobs)
+        self._announcer.offer(device.models, device="cpu")
+        self._runner = TurnRunner(
+            records=records,
+            results=results,
+            device=device,
+            worker=name,
+            patience=patience or Patience(),
+            leaving=self._stop.is_set,
+        )
+        self._thread = threading.Thread(target=self._work, name=f"gradbox-{name}", daemon=True)
+
+    def __enter__(self) -> InlineWorker:
+        self._announcer.announce("idle")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._announcer.retire()
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            self._announcer.announce("idle")
+            turn = self._turns.take(wait_s=0.05)
+            if turn is not None:
+                self._announcer.announce("busy", job=turn.job_id)
+                self._runner.run(turn.job_id)

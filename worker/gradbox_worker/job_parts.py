@@ -1,0 +1,111 @@
+"""What the engine takes, made from what a spec names: input groups, the loss, traced functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from gradbox.errors import InvalidInputs
+from gradbox.graphs.build import build
+from gradbox.graphs.cost import metered
+from gradbox.losses import BUILTIN
+from gradbox.protocol import BuiltinLoss, GradientSpec, TensorRef, TracedFunction
+from gradbox_engine import Group, Objective
+from gradbox_worker.blob_tensors import BlobTensors
+from gradbox_worker.device.placement import memory_bytes
+from gradbox_worker.models.registry import Loaded
+
+# What one call of a traced function may allocate, as a share of the device's memory.
+SHARE_FOR_FUNCTIONS: Final = 0.5
+
+
+@dataclass(frozen=True)
+class BuiltFunction:
+    """A traced function that can be called, and the leaves of it that want gradients, by name."""
+
+    function: Callable[..., Any]
+    leaves: Mapping[str, Tensor]
+
+
+def input_groups(spec: GradientSpec, loaded: Loaded, tensors: BlobTensors) -> list[Group]:
+    """Return the groups, whose shards are read when the engine comes to them.
+
+    Raises:
+        InvalidInputs: the registry does not allow a group's method.
+    """
+    for group in spec.inputs:
+        if group.method not in loaded.methods:
+            raise InvalidInputs(
+                f"inputs.{group.name}: expected one of the model's entry points "
+                f"({', '.join(loaded.methods)}), got {group.method!r}; use one of them, or have "
+                f"the box's owner add it to the model's methods"
+            )
+    return [
+        Group(name=group.name, shards=tensors.shards(group.shards), method=group.method)
+        for group in spec.inputs
+    ]
+
+
+def loss_objective(spec: GradientSpec, tensors: BlobTensors, *, device: torch.device) -> Objective:
+    """Return the loss with its inputs, and the leaves of both that want gradients.
+
+    Raises:
+        GraphRefused: the loss's graph is not allowed.
+        InvalidInputs: there is no builtin loss of that name, or a leaf is not floating-point.
+    """
+    refs = {name: value for name, value in spec.loss_inputs.items() if isinstance(value, TensorRef)}
+    read = _read(refs, tensors)
+    parameters = {
+        f"loss_inputs.{name}": read[name] for name, ref in refs.items() if ref.requires_grad
+    }
+    function: Callable[..., Any]
+    if isinstance(spec.loss, BuiltinLoss):
+        if spec.loss.name not in BUILTIN:
+            raise InvalidInputs(
+                f"expected a builtin loss ({', '.join(BUILTIN)}), got {spec.loss.name!r}"
+            )
+        function = _within_budget(partial(BUILTIN[spec.loss.name], **spec.loss.options), device)
+    else:
+        built = build_function(spec.loss.function, tensors, device=device)
+        parameters |= {f"loss.{name}": leaf for name, leaf in built.leaves.items()}
+        function = built.function
+    return Objective(
+        function=function,
+        inputs={**spec.loss_inputs, **read},
+        parameters=parameters,
+    )
+
+
+def build_function(
+    traced: TracedFunction, tensors: BlobTensors, *, device: torch.device
+) -> BuiltFunction:
+    """Build a traced function with the tensors it reads.
+
+    Raises:
+        GraphRefused: its graph is not allowed.
+    """
+    read = _read(traced.tensors, tensors)
+    leaves = {name: read[name] for name, ref in traced.tensors.items() if ref.requires_grad}
+    function = _within_budget(build(traced.graph, read, device=device), device)
+    return BuiltFunction(function=function, leaves=leaves)
+
+
+def _read(refs: Mapping[str, TensorRef], tensors: BlobTensors) -> dict[str, Tensor]:
+    read = {name: tensors.tensor(ref) for name, ref in refs.items()}
+    for name, ref in refs.items():
+        if ref.requires_grad and not read[name].is_floating_point():
+            raise InvalidInputs(
+                f"{name}: expected a floating-point tensor, since its gradient is asked for, got "
+                f"{read[name].dtype}; convert it, or do not let it require grad"
+            )
+        read[name].requires_grad_(ref.requires_grad)
+    return read
+
+
+def _within_budget(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    return metered(function, budget_bytes=int(memory_bytes(device) * SHARE_FOR_FUNCTIONS))

@@ -1,0 +1,101 @@
+"""A worker's name, held by one process at a time, and what the worker says of itself."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from gradbox.protocol import ModelView
+from gradbox_service.jobs import Fleet, WorkerPresence
+
+PRESENCE_TTL_S: Final = 20.0
+ANNOUNCE_S: Final = 5.0
+
+
+class NameTaken(RuntimeError):
+    """Another living process holds the worker's name."""
+
+
+class NameLock:
+    """The right to a worker's name on this data folder.
+
+    The kernel gives the lock back when the process ends, however it ends. So who holds it knows
+    that whatever is still noted under the name was left by a worker that is dead.
+    """
+
+    def __init__(self, data: Path, name: str) -> None:
+        """Take the lock.
+
+        Raises:
+            NameTaken: a living worker has this name.
+        """
+        folder = data / "workers"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise NameTaken(
+                f"expected to be the only worker named {name!r} on {data}, but another one runs; "
+                f"start this one with another --name"
+            ) from None
+
+    def __enter__(self) -> NameLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+def default_name(device: str) -> str:
+    """Return a name that a restarted worker gets again: the host's and the device's."""
+    host = "".join(c if c.isalnum() or c in "-_." else "-" for c in socket.gethostname())
+    return f"{host}-{device.replace(':', '-')}"
+
+
+class Announcer:
+    """Keeps the worker's entry in the fleet fresh."""
+
+    def __init__(self, fleet: Fleet, *, name: str) -> None:
+        self._fleet = fleet
+        self._name = name
+        self._device = ""
+        self._models: dict[str, str] = {}
+        self._started_s = time.time()
+        self._said: tuple[object, ...] = ()
+        self._said_at = 0.0
+
+    def offer(self, models: Sequence[ModelView], *, device: str) -> None:
+        """Publish the models, which from now on stand in the worker's entry with the device."""
+        self._fleet.describe(models)
+        self._device = device
+        self._models = {view.name: view.version for view in models}
+
+    def announce(
+        self, state: Literal["starting", "idle", "busy"], *, job: str | None = None
+    ) -> None:
+        """Say what the worker does, if that is new or was last said a while ago."""
+        saying = (state, job, self._device, *self._models.items())
+        now = time.monotonic()
+        if saying == self._said and now - self._said_at < ANNOUNCE_S:
+            return
+        self._said, self._said_at = saying, now
+        presence = WorkerPresence(
+            name=self._name,
+            device=self._device,
+            state=state,
+            models=self._models,
+            job=job,
+            started_s=self._started_s,
+        )
+        self._fleet.announce(presence, ttl_s=PRESENCE_TTL_S)
+
+    def retire(self) -> None:
+        """Say that the worker has stopped."""
+        self._fleet.retire(self._name)

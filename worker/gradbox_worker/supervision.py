@@ -1,0 +1,142 @@
+"""How a running job is watched: its lease, requests to cancel it, its time limit, its progress.
+
+One object for one attempt. The device calls it several times a second; it looks at the clock and
+at the job's record, and says whether and why the job is to stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+import redis
+
+from gradbox.protocol import ProgressView
+from gradbox_service.jobs import Records
+from gradbox_worker.device.work import StopOrder
+
+log = logging.getLogger(__name__)
+
+# The store is away for a moment: it restarts, or the network does. Leases outlive that.
+STORE_AWAY: Final = (redis.ConnectionError, redis.TimeoutError)
+
+# A replayed shard costs a forward and a backward, about three forwards.
+REPLAY_COST: Final = 3.0
+
+
+class StopReason(Enum):
+    """Why a job is to stop before it ends by itself."""
+
+    NOT_OURS = auto()  # the attempt was given to somebody else meanwhile
+    CANCELLED = auto()
+    OUT_OF_TIME = auto()
+    LEAVING = auto()  # the worker was asked to end
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long things may take, in seconds."""
+
+    lease_s: float = 20.0  # the record says that the worker is lost after so long a silence
+    beat_s: float = 0.5  # between two looks at the record
+    progress_s: float = 0.2  # between two progress events
+    cancel_grace_s: float = 30.0  # for a cancelled job's shard to end before the process is killed
+    timeout_grace_s: float = 5.0  # the same when the time limit has passed
+
+
+class Watch:
+    """Implements `Supervision` for one attempt at one job."""
+
+    def __init__(
+        self,
+        records: Records,
+        job_id: str,
+        *,
+        attempt: int,
+        timeout_s: float,
+        patience: Patience,
+        leaving: Callable[[], bool],
+        alive: Callable[[], None],
+    ) -> None:
+        """Start the attempt's clock.
+
+        Args:
+            leaving: tells whether the worker was asked to end.
+            alive: called with every beat, for the worker's own heartbeats.
+        """
+        self.stop_reason: StopReason | None = None
+        self._records = records
+        self._job_id = job_id
+        self._attempt = attempt
+        self._patience = patience
+        self._leaving = leaving
+        self._alive = alive
+        self._deadline = time.monotonic() + timeout_s
+        self._next_beat = time.monotonic()
+        self._next_progress = 0.0
+        self._phase = ""
+        self._phase_began = 0.0
+        self._phase_began_at = 0
+
+    def poll(self) -> StopOrder | None:
+        """Beat when it is time, and say whether the job is to stop."""
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + self._patience.beat_s
+            self._beat()
+        if self.stop_reason is None and now >= self._deadline:
+            self.stop_reason = StopReason.OUT_OF_TIME
+        if self.stop_reason is None and self._leaving():
+            self.stop_reason = StopReason.LEAVING
+        if self.stop_reason is None:
+            return None
+        if self.stop_reason is StopReason.OUT_OF_TIME:
+            return StopOrder(self._patience.timeout_grace_s)
+        return StopOrder(self._patience.cancel_grace_s)
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Note progress in the record, at most every `progress_s` within a phase."""
+        now = time.monotonic()
+        if phase != self._phase:
+            self._phase, self._phase_began, self._phase_began_at = phase, now, done
+        elif now < self._next_progress:
+            return
+        self._next_progress = now + self._patience.progress_s
+        view = ProgressView(
+            phase=phase, done=done, total=total, seconds_left=self._seconds_left(now, done, total)
+        )
+        try:
+            self._records.update(
+                self._job_id, lambda record: record.advance(attempt=self._attempt, progress=view)
+            )
+        except STORE_AWAY:
+            log.warning("job %s: its progress is not noted, the store is away", self._job_id)
+
+    def _beat(self) -> None:
+        try:
+            record = self._records.beat(
+                self._job_id, attempt=self._attempt, lease_s=self._patience.lease_s
+            )
+            self._alive()
+        except STORE_AWAY as error:
+            log.warning("job %s: no beat, the store is away: %s", self._job_id, error)
+            return
+        if record is None or not record.held_by(self._attempt):
+            self.stop_reason = StopReason.NOT_OURS
+        elif record.cancel_requested:
+            self.stop_reason = StopReason.CANCELLED
+
+    def _seconds_left(self, now: float, done: int, total: int) -> float | None:
+        """Extrapolate this phase, and the replay from the forward pass."""
+        counted = done - self._phase_began_at
+        if counted <= 0:
+            return None
+        per_shard_s = (now - self._phase_began) / counted
+        left = float(total - done)
+        if self._phase == "forward":
+            left += REPLAY_COST * total
+        return per_shard_s * left
