@@ -2,8 +2,7 @@
 
     python -m benchmarks.per_sample [WORKLOAD ...] [--json]
 
-Ratios of minimum CPU time over interleaved rounds, one thread, in one process. "floor" is 1 plus the
-result's bytes over the measured rate at which memory that is in use can be written.
+Ratios of minimum CPU time over interleaved rounds, one thread, in one process.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gradbox_engine.per_sample import Arena, Session
-from gradbox_engine.per_sample.collecting import Keep, Norms, ToArena
 from torch import Tensor
 
 from benchmarks.per_sample_workloads import WORKLOADS, Workload
+from gradbox_engine.per_sample import Arena, Session
+from gradbox_engine.per_sample.collecting import Keep, Norms, ToArena
 
 BARS = {
     "W1": {"dense": 2.6, "norms": 0.85, "gram": 1.0, "factors": 0.75},

@@ -15,7 +15,10 @@ from gradbox_factors.term import Term
 
 @dataclass(frozen=True, eq=False)
 class Positions(Term):
-    """J[b, y, o] = Σ_t left[y, b, t, o] (or left[y, b, o, t]): a bias, which shares its layer's factor."""
+    """J[b, y, o] = Σ_t left[y, b, t, o] (or left[y, b, o, t]).
+
+    A bias, which shares its layer's factor.
+    """
 
     rule: ClassVar[str] = "positions"
     parameter: str
@@ -63,7 +66,8 @@ class Positions(Term):
         axis = 3 if self.channels_first else 2
         one = self.left.shape[axis] == 1
         summed = self.left.select(axis, 0) if one else self.left.sum(axis)
-        return torch.linalg.vecdot(summed, summed).T.double()
+        squared: Tensor = torch.linalg.vecdot(summed, summed).T.double()
+        return squared
 
     def write(self, out: Tensor, *, accumulate: bool) -> None:
         axis = 3 if self.channels_first else 2

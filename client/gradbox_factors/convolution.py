@@ -6,13 +6,14 @@ positions in and out. A transposed convolution is the same sum with the two role
 N = B·g convolutions are independent; each has K filters per group (Y folded in) and C/g channels:
 
     folded    one `convolution_backward` with N groups
-    patches   unfold, then one batched matrix product
+    patched   unfold, then one batched matrix product
     grouped   a forward convolution with N groups, stride and dilation exchanged
 
 Source: Rochette, Manoel and Tramel 2019, arXiv:1912.06015 (grouped); Goodfellow 2015 (the idea).
-Cost: the multiplications of one weight gradient per output; `patches` also holds the unfolded input.
-Doubt: the trial that picks a way is timed once per shape and may be off on a busy machine; it changes
-rounding, never the result beyond it.
+Cost: the multiplications of one weight gradient per output; `patched` also holds the unfolded
+input.
+Doubt: the trial that picks a way is timed once per shape and may be off on a busy machine; it
+changes rounding, never the result beyond it.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ class Convolution(Term):
         tensors: Mapping[str, Tensor],
     ) -> Self:
         walk = Geometry(
-            *(tuple(geometry[name]) for name in ("kernel", "stride", "padding", "dilation")),
+            kernel=tuple(geometry["kernel"]),
+            stride=tuple(geometry["stride"]),
+            padding=tuple(geometry["padding"]),
+            dilation=tuple(geometry["dilation"]),
             groups=int(geometry["groups"]),
             transposed=bool(geometry["transposed"]),
         )
@@ -252,8 +256,8 @@ def _patches(image: Tensor, walk: Geometry) -> Tensor:
     """Return what the kernel sees at each step, (N, C·∏k, steps)."""
     kernel, dims = walk.kernel, len(walk.kernel)
     if prod(kernel) == 1 and not any(walk.padding):
-        steps = tuple(slice(None, None, stride) for stride in walk.stride)
-        return image[(slice(None), slice(None), *steps)].flatten(2)
+        every = (slice(None, None, stride) for stride in walk.stride)
+        return image[(slice(None), slice(None), *every)].flatten(2)
     if dims == 2:
         return F.unfold(image, kernel, walk.dilation, walk.padding, walk.stride)
     if dims == 1:

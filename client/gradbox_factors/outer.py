@@ -95,23 +95,25 @@ class Outer(Term):
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
         """The factors as (N, rows, T) and (N, T, columns) of one batched product."""
-        Y, B, T, O = self.left.shape
+        Y, B, T, rows = self.left.shape
         if self.transposed:
             right = self.right.mT.expand(Y, *self.right.mT.shape).transpose(0, 1)
-            return right.reshape(B * Y, -1, T), self.left.transpose(0, 1).reshape(B * Y, T, O)
-        return self.left.permute(1, 0, 3, 2).reshape(B, Y * O, T), self.right
+            return right.reshape(B * Y, -1, T), self.left.transpose(0, 1).reshape(B * Y, T, rows)
+        return self.left.permute(1, 0, 3, 2).reshape(B, Y * rows, T), self.right
 
     def squared_norm(self) -> Tensor:
-        Y, B, T, O = self.left.shape
+        Y, B, T, rows = self.left.shape
         columns = self.right.shape[2]
         if T == 1:
             left, right = self.left.flatten(0, 2), self.right.select(1, 0)
             lefts = torch.linalg.vecdot(left, left).view(Y, B)
-            return (lefts * torch.linalg.vecdot(right, right)).T.double()
-        if T * (columns + Y * O) < columns * Y * O:
+            product: Tensor = lefts * torch.linalg.vecdot(right, right)
+            return product.T.double()
+        if T * (columns + Y * rows) < columns * Y * rows:
             pairs = torch.bmm(self.right, self.right.mT)
             lefts = torch.matmul(self.left, self.left.mT)
-            return lefts.mul_(pairs).flatten(2).sum(2).T.double()
+            squared: Tensor = lefts.mul_(pairs).flatten(2).sum(2).T.double()
+            return squared
         return super().squared_norm()
 
     def add_gram(self, gram: Tensor, other: Term) -> None:
@@ -155,12 +157,12 @@ class Outer(Term):
 
     def pairs_are_cheaper(self, other: Outer) -> bool:
         """Compare products over pairs of positions with products over parameters."""
-        Y, B, T, O = self.left.shape
+        Y, B, T, rows = self.left.shape
         columns, C, U = self.right.shape[2], other.samples, other.right.shape[1]
         if self.transposed != other.transposed:
             return False
-        pairs = B * T * C * U * (columns + Y * other.outputs * O)
-        dense = (B * T * Y + C * U * other.outputs + B * Y * C * other.outputs) * O * columns
+        pairs = B * T * C * U * (columns + Y * other.outputs * rows)
+        dense = (B * T * Y + C * U * other.outputs + B * Y * C * other.outputs) * rows * columns
         return pairs < dense
 
     def _sample_chunks(self, other: Outer) -> list[tuple[int, int]]:

@@ -1,9 +1,9 @@
 """One contribution to one parameter's per-sample Jacobian, kept as factors.
 
 Shapes: B samples, Y outputs (1 for a per-sample gradient), S the parameter's shape, R = S[0] its
-rows, P = prod(S). A term stands for an array J of shape (B, Y, *S) that it need not hold. What every
-term can do is make rows r0:r1 of J along S[0]; all algebra here follows from that, slab by slab, and a
-term overrides what its factors give for less.
+rows, P = prod(S). A term stands for an array J of shape (B, Y, *S) that it need not hold. What
+every term can do is make rows r0:r1 of J along S[0]; all algebra here follows from that, slab by
+slab, and a term overrides what its factors give for less.
 
 Cost of the defaults: the multiplications that make J once, and `SLAB_BYTES` of memory.
 """
@@ -72,7 +72,7 @@ class Term(ABC):
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return J[:, :, start:stop], shape (B, Y, stop - start, *S[1:]) (for S = (): (B, Y, 1))."""
+        """Return J[:, :, start:stop], (B, Y, stop - start, *S[1:]), or (B, Y, 1) for S = ()."""
 
     def write(self, out: Tensor, *, accumulate: bool) -> None:
         """Write J into `out` (B, Y, *S), or add it there."""

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-from gradbox_factors import Lookup, Term
 from torch import Tensor
+
+from gradbox_factors import Lookup, Term
 
 ALIGNMENT = 64
 
@@ -37,8 +38,8 @@ class Sink(Protocol):
 class Arena:
     """One buffer, kept and grown, that holds the arrays of all parameters one after another.
 
-    A region that holds an embedding's gradient stays zero but for the rows it touched, so only those
-    are cleared for the next result.
+    A region that holds an embedding's gradient stays zero but for the rows it touched, so only
+    those are cleared for the next result.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class Arena:
         dtypes: Mapping[str, torch.dtype],
         device: torch.device,
     ) -> dict[str, Tensor]:
-        """Return views of the given shapes; their contents are the arena's business until written."""
+        """Return views of the given shapes; what they hold is settled when they are written."""
         layout = dict(shapes)
         fits = self._layout == layout and all(
             view.dtype == dtypes[name] and view.device == device

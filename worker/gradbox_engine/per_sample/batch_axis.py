@@ -38,7 +38,8 @@ class BatchAxis:
         dim = self.dim + offset
         if self.merged:
             size = x.shape[dim] // (self.before * self.after)
-            return x.unflatten(dim, (self.before, size, self.after)).movedim(dim + 1, offset)
+            split = x.reshape(*x.shape[:dim], self.before, size, self.after, *x.shape[dim + 1 :])
+            return split.movedim(dim + 1, offset)
         return x if dim == offset else x.movedim(dim, offset)
 
 

@@ -1,12 +1,12 @@
 """The one batched forward, watched at the level of functions: who uses which parameter, and how.
 
-A module may be called twice, hold its weight elsewhere, or call a function directly; what counts is
-the function call that a parameter enters. A tensor made of parameters alone ("derived": a transposed
-or sliced weight, a weight-normalised one, position embeddings of shape (1, T, D)) is followed as a
-parameter of its own, whose gradient is pulled back at the end.
+A module may be called twice, hold its weight elsewhere, or call a function directly; what counts
+is the function call that a parameter enters. A tensor made of parameters alone ("derived": a
+transposed or sliced weight, a weight-normalised one, position embeddings of shape (1, T, D)) is
+followed as a parameter of its own, whose gradient is pulled back at the end.
 
-Gradients are later taken with respect to the output edges of those calls, not to the parameters: no
-summed weight gradient is computed, and what changes an output in place afterwards does no harm.
+Gradients are later taken with respect to the output edges of those calls, not to the parameters:
+no summed weight gradient is computed, and what changes an output in place afterwards does no harm.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Scan(Watch):
             for name, module in self.model.named_modules():
                 self._hooks.append(module.register_forward_pre_hook(self._entered(name)))
                 self._hooks.append(module.register_forward_hook(self._left, always_call=True))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def close(self) -> None:

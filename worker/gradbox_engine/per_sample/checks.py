@@ -1,10 +1,10 @@
 """The first use of a plan is compared with autograd on the same graph.
 
-Two comparisons, for each parameter: the per-sample gradients sum to the gradient of the sum, and one
-sample's row is the gradient of that sample's number alone. Both use the graph of the very forward
-that the rules read, so ReLU kinks and dropout masks are the same and only rounding may differ. A
-parameter that fails takes the loop road from then on and is named there; so a use that escaped the
-watch (a compiled or custom function) costs time and not correctness.
+Two comparisons, for each parameter: the per-sample gradients sum to the gradient of the sum, and
+one sample's row is the gradient of that sample's number alone. Both use the graph of the very
+forward that the rules read, so ReLU kinks and dropout masks are the same and only rounding may
+differ. A parameter that fails takes the loop road from then on and is named there; so a use that
+escaped the watch (a compiled or custom function) costs time and not correctness.
 
 Cost: one summed backward, one backward for the sample, and the dense rows of one output.
 """
@@ -22,7 +22,7 @@ from gradbox_engine.per_sample.failures import CoupledSamples, SelfCheckFailed
 from gradbox_engine.per_sample.plan import Plan
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
-"""‖difference‖ over ‖gradient‖ of a parameter: about the square root of eps, for sums that cancel."""
+"""‖difference‖ over ‖gradient‖ of a parameter: wide, for sums over samples may cancel."""
 
 
 def check_head(z: Tensor, head: Callable[[Tensor], Tensor]) -> None:
@@ -47,7 +47,7 @@ def check_head(z: Tensor, head: Callable[[Tensor], Tensor]) -> None:
 
 
 def check_first_use(traced: Traced, plan: Plan) -> bool:
-    """Send parameters whose result is not autograd's down the loop road; say whether any was.
+    """Send parameters whose result is not autograd's down the loop road; say if any was.
 
     Raises:
         SelfCheckFailed: one that is there already differs.
@@ -59,7 +59,7 @@ def check_first_use(traced: Traced, plan: Plan) -> bool:
     total = torch.autograd.grad(column.sum(), wanted, retain_graph=True, allow_unused=True)
     alone = torch.autograd.grad(column[sample], wanted, retain_graph=True, allow_unused=True)
     terms = traced.terms(range(1), last=True)
-    # A gradient that is zero but for rounding (a key's bias before softmax) has no scale of its own.
+    # A gradient that is zero but for rounding (a key's bias before softmax) has no own scale.
     rounding = 64 * torch.finfo(column.dtype).eps * float(_norm(total))
     failed = []
     for name, parameter, summed, row in zip(names, wanted, total, alone, strict=True):

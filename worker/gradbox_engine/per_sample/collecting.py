@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-from gradbox_factors import Block, Factored, Positions, Sketch, Term, squared_norms
 from torch import Tensor
 
 from gradbox_engine.per_sample.arena import Arena, Sink
 from gradbox_engine.per_sample.dense import Pieces
+from gradbox_factors import Block, Factored, Positions, Sketch, Term, squared_norms
 
 Terms = Mapping[str, Term]
 

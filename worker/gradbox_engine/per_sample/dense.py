@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from gradbox_factors import Term
 from torch import Tensor
 
 from gradbox_engine.per_sample.arena import Sink
+from gradbox_factors import Term
 
 Piece = tuple[slice, slice, slice]
 

@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from gradbox_factors import Block, Lookup, Outer, Positions, Term, Total, Zero
 from torch import Tensor
 
 from gradbox_engine.per_sample.capture import Key, PlanStale, Run
 from gradbox_engine.per_sample.plan import Plan
 from gradbox_engine.per_sample.reentrant import plain_checkpoints
 from gradbox_engine.per_sample.watched_model import WatchedModel
+from gradbox_factors import Block, Lookup, Outer, Positions, Term, Total, Zero
 
 Terms = dict[str, Term]
 
@@ -186,7 +186,7 @@ class Traced:
         )
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:
-                array = gradient.unflatten(0, block.shape[:2])
+                array = gradient.view(*block.shape[:2], *gradient.shape[1:])
                 yield name, Block(name, tuple(array.shape[2:]), array)
 
     def _loop(self, found: dict[Key, list[Term]], outputs: range, *, keep: bool) -> None:

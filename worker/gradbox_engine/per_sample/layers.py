@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gradbox_factors import Block, Convolution, Geometry, Lookup, Outer, Positions, Term
 from torch import Tensor
 
 from gradbox_engine.per_sample.failures import CoupledSamples
+from gradbox_factors import Block, Convolution, Geometry, Lookup, Outer, Positions, Term
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gradbox_factors import Block, Term
 from torch import Tensor
 
 from gradbox_engine.per_sample.layers import RULES, Layer, Rule, Targets
+from gradbox_factors import Block, Term
 
 Normalise = Callable[[Tensor], Tensor]
 

@@ -1,9 +1,9 @@
 """Layers that are one function to PyTorch, written out so that their parts can be watched.
 
 Multi-head attention is opened, not rewritten: the same source runs, with its own override check
-answered "no" so that the calls inside it are seen. Recurrent layers, whose kernel hides every step,
-are written out in linear maps and pointwise functions; the arithmetic is the kernel's up to rounding
-and dropout between layers draws the same numbers.
+answered "no" so that the calls inside it are seen. Recurrent layers, whose kernel hides every
+step, are written out in linear maps and pointwise functions; the arithmetic is the kernel's up to
+rounding and dropout between layers draws the same numbers.
 
 Not opened: packed sequences, whose rows hold several samples each (those take the loop road).
 """

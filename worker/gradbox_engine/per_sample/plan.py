@@ -1,9 +1,9 @@
 """How each use of a parameter is to be treated, worked out once per (model, signature).
 
-Three trial runs on a few of the shard's samples: `SAMPLES`, `SAMPLES + EXTRA`, and the latter with one
-sample replaced. The first two show where the samples lie in every tensor, the third how a merged dim
-is ordered and whether any sample sees another. Cost: three forwards of at most `SAMPLES + EXTRA`
-samples with their graphs.
+Three trial runs on a few of the shard's samples: `SAMPLES`, `SAMPLES + EXTRA`, and the latter with
+one sample replaced. The first two show where the samples lie in every tensor, the third how a
+merged dim is ordered and whether any sample sees another. Cost: three forwards of `SAMPLES + EXTRA`
+samples at most, with their graphs.
 """
 
 from __future__ import annotations

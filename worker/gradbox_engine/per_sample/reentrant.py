@@ -1,11 +1,11 @@
 """Reentrant checkpoints run plainly while we watch.
 
-`torch.utils.checkpoint(..., use_reentrant=True)` runs its function without a graph and back-propagates
-inside the backward pass, where no output edge can be had. The result of running the function plainly is the same;
-its activations are kept. Non-reentrant checkpoints need nothing.
+`torch.utils.checkpoint(..., use_reentrant=True)` runs its function without a graph and
+back-propagates inside the backward pass, where no output edge can be had. Run plainly, the function
+gives the same result and keeps its activations. Non-reentrant checkpoints need nothing.
 
-Doubt: this exchanges a name in `torch.utils.checkpoint` for the time of one call, so no other thread
-should build a checkpoint meanwhile.
+Doubt: this exchanges a name in `torch.utils.checkpoint` for the time of one call, so no other
+thread should build a checkpoint meanwhile.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Literal, Protocol, get_args
 
-from gradbox_factors import Factored
 from torch import Tensor
 
 from gradbox_engine.per_sample.failures import BadReduction
+from gradbox_factors import Factored
 
 GradientReduction = Literal["none", "norm", "gram", "clipped_sum", "projection"]
 JacobianReduction = Literal["none", "norm", "gram", "gram_trace", "vjp", "jvp", "projection"]

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gradbox_factors import Block, Term
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradbox_engine.per_sample.batch_axis import BatchAxis
 from gradbox_engine.per_sample.capture import Key, PlanStale, Run
 from gradbox_engine.per_sample.layers import Layer, Rule, Target
+from gradbox_factors import Block, Term
 
 Terms = Iterator[tuple[Key, Term]]
 
@@ -111,7 +111,8 @@ class CopiesStep(Step):
     def run(self, capture: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         capture.at += 1
         leaves, tree = tree_flatten((args, kwargs))
-        sizes = torch.broadcast_shapes(*(x.shape for x in leaves if isinstance(x, Tensor)))
+        shapes = [x.shape for x in leaves if isinstance(x, Tensor)]
+        sizes = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
         for position, leaf in enumerate(leaves):
             key = capture.tracked.get(id(leaf)) if isinstance(leaf, Tensor) else None
             if key is not None and leaf.requires_grad:

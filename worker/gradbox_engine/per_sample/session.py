@@ -7,8 +7,8 @@ once, around all of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from gradbox_engine.outputs import BARE, as_outputs, choose
 from gradbox_engine.overlay import lay_over, wide_dtype, widen
 from gradbox_engine.per_sample.capture import PlanStale
 from gradbox_engine.per_sample.checks import check_first_use, check_head
-from gradbox_engine.per_sample.failures import NoBatchAxis
 from gradbox_engine.per_sample.factoring import Traced
+from gradbox_engine.per_sample.failures import NoBatchAxis
 from gradbox_engine.per_sample.plan import Plan
 from gradbox_engine.per_sample.trials import SAMPLES, plan_for
 from gradbox_engine.precision import arithmetic, autocast
@@ -91,6 +91,7 @@ class Session:
             wanted = {id(parameter) for parameter in self.parameters.values()}
             for parameter in self.model.parameters():
                 parameter.requires_grad_(id(parameter) in wanted)
+            self._buffers = [buffer.detach().clone() for buffer in self.model.buffers()]
             self._function = self.model if self._method == "forward" else self._entry()
             self._exits = exits.pop_all()
         return self
@@ -139,7 +140,7 @@ class Session:
         if value is None or value.dim() == 0:
             raise NoBatchAxis(
                 "per-sample quantities need one output tensor whose dim 0 counts samples, got "
-                f"{'several' if value is None else 'a single number'}: choose by output= or readout="
+                f"{'several' if value is None else 'a single number'}: use output= or readout="
             )
         found: Tensor = value
         return found
@@ -186,8 +187,10 @@ class Session:
         return plan
 
     def _planned(self, arguments: dict[str, Any], index: int, samples: int) -> Plan:
-        with blaming("the model", f"shard {index}"), self._kept_buffers():
-            return plan_for(self, arguments, index, samples=samples)
+        with blaming("the model", f"shard {index}"):
+            plan = plan_for(self, arguments, index, samples=samples)
+        self._restore_buffers()
+        return plan
 
     def _replanned(self, arguments: dict[str, Any], index: int) -> Plan:
         """Plan on as many samples as the shard has; send all to the loop if that fails too."""
@@ -207,22 +210,18 @@ class Session:
     def _traced(
         self, plan: Plan, arguments: dict[str, Any], index: int, head: Callable[[Tensor], Tensor]
     ) -> Traced:
+        if plan.stateful:
+            # Before the call and not after it: the graph may hold what the call wrote.
+            self._restore_buffers()
         stream = self.stream(index) if plan.random else nullcontext()
-        keep = self._kept_buffers() if plan.stateful else nullcontext()
-        with blaming("the model or the loss", f"shard {index}"), stream, keep:
+        with blaming("the model or the loss", f"shard {index}"), stream:
             return Traced(self, plan, arguments, head)
 
-    @contextmanager
-    def _kept_buffers(self) -> Iterator[None]:
-        buffers = list(self.model.buffers())
-        before = [buffer.detach().clone() for buffer in buffers]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in zip(buffers, before, strict=True):
-                    if not torch.equal(buffer, value):
-                        buffer.detach().copy_(value)
+    @torch.no_grad()
+    def _restore_buffers(self) -> None:
+        for buffer, value in zip(self.model.buffers(), self._buffers, strict=True):
+            if not torch.equal(buffer, value):
+                buffer.detach().copy_(value)
 
     def _signature(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return what a plan depends on."""
