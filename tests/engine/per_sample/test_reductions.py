@@ -82,7 +82,7 @@ def test_factors_behave_like_the_dense_rows(case: Any) -> None:
 
 
 def test_terms_survive_their_wire_form(case: Any) -> None:
-    model, inputs, rows = case
+    model, inputs, _ = case
     factors = jacobian(model, [inputs], form="factored").factors
     assert factors is not None
     for name, term in factors.pieces[0].items():

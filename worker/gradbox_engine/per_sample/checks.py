@@ -66,8 +66,9 @@ def check_first_use(traced: Traced, plan: Plan) -> bool:
         term = terms[name]
         ones = torch.ones(traced.samples, 1, dtype=term.dtype, device=parameter.device)
         mine = term.narrow(slice(sample, sample + 1), slice(None)).block()[0, 0]
-        whole = _same(term.vjp(ones), summed, mine, rounding)
-        if not (whole and _same(mine, row, mine, rounding)):
+        near = max(TOLERANCE[term.dtype], TOLERANCE[traced.session.rounding])
+        whole = _same(term.vjp(ones), summed, mine, near, rounding)
+        if not (whole and _same(mine, row, mine, near, rounding)):
             failed.append(name)
     stuck = [name for name in failed if name in plan.loops]
     if stuck:
@@ -79,13 +80,15 @@ def check_first_use(traced: Traced, plan: Plan) -> bool:
     return bool(failed)
 
 
-def _same(found: Tensor, expected: Tensor | None, row: Tensor, rounding: float) -> bool:
+def _same(
+    found: Tensor, expected: Tensor | None, row: Tensor, near: float, rounding: float
+) -> bool:
     wide = _wide(found)
     found = found.detach().to(wide)
     reference = torch.zeros_like(found) if expected is None else expected.detach().to(wide)
     scale = reference.square().sum().sqrt() + row.to(wide).square().sum().sqrt()
     apart = (found - reference).square().sum().sqrt()
-    close = bool(apart <= TOLERANCE[row.dtype] * scale + rounding)
+    close = bool(apart <= near * scale + rounding)
     return close or bool(reference.isnan().any())
 
 

@@ -44,6 +44,7 @@ class Target:
 
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 Targets = Mapping[str, Target]

@@ -83,7 +83,7 @@ class RuleStep(Step):
             tensor = layer.parameters[role]
             if tensor is None or capture.tracked.get(id(tensor)) != key:
                 raise PlanStale
-            targets[role] = Target(label(key), tuple(tensor.shape))
+            targets[role] = Target(label(key), tuple(tensor.shape), tensor.dtype)
         out = self.function(*args, **kwargs)
         if out.requires_grad:
             self._record(capture, layer, targets, out)
@@ -93,10 +93,15 @@ class RuleStep(Step):
         held = layer.input.detach()
         version = held._version
         keys = {label(key): key for _, key in self.keys}
+        dtype = next(iter(targets.values())).dtype
 
         def terms(g: Tensor) -> Terms:
             x = self.input_axis.lead(self.rule.prepare(layer))
-            for term in self.rule.terms(layer, x, self.output_axis.lead(g, 1), targets):
+            g = self.output_axis.lead(g, 1)
+            if g.dtype != dtype or (x.dtype != dtype and x.is_floating_point()):
+                # Autocast: products are made in the parameters' dtype, which is wider.
+                x, g = x.to(dtype) if x.is_floating_point() else x, g.to(dtype)
+            for term in self.rule.terms(layer, x, g, targets):
                 yield keys[term.parameter], term
 
         capture.record(out, terms, lambda: held._version == version)

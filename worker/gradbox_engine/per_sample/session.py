@@ -26,7 +26,7 @@ from gradbox_engine.per_sample.factoring import Traced
 from gradbox_engine.per_sample.failures import NoBatchAxis
 from gradbox_engine.per_sample.plan import Plan
 from gradbox_engine.per_sample.trials import SAMPLES, plan_for
-from gradbox_engine.precision import arithmetic, autocast
+from gradbox_engine.precision import AUTOCAST, arithmetic, autocast
 from gradbox_engine.preservation import preserved
 from gradbox_engine.selection import select
 from gradbox_engine.streams import shard_stream
@@ -77,6 +77,7 @@ class Session:
         self._exits = ExitStack()
         self.parameters: dict[str, Tensor] = {}
         self.device = model_device(model)
+        self.rounding = AUTOCAST.get(precision, torch.float64)
 
     def __enter__(self) -> Session:
         with ExitStack() as exits:

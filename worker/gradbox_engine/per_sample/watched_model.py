@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 CALL_ERRORS = (
@@ -26,6 +27,7 @@ class WatchedModel(Protocol):
     model: nn.Module
     parameters: dict[str, Tensor]
     unchecked: frozenset[str]
+    rounding: torch.dtype  # the narrowest dtype in which the model multiplies
 
     def call(self, arguments: dict[str, Any]) -> Tensor:
         """Return z, whose dim 0 counts samples."""
