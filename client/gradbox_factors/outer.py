@@ -1,6 +1,6 @@
-"""Linear layers and embeddings: J as a sum of outer products over positions.
+"""Linear layers: J as a sum of outer products over positions.
 
-Shapes: B samples, Y outputs, T positions, O rows, I columns, V vocabulary, D features.
+Shapes: B samples, Y outputs, T positions, O rows, I columns.
 Source: Goodfellow 2015 (norms of one position); Li et al. 2022, arXiv:2110.05679 (over positions).
 """
 
@@ -78,15 +78,15 @@ class Outer(Term):
         return sizes[::-1] if self.transposed else sizes
 
     def write(self, out: Tensor, *, accumulate: bool) -> None:
-        out = out.view(self.samples, self.outputs, *self._sizes())
+        sizes = self._sizes()
+        if out.shape[2:] != sizes:
+            out = out.view(self.samples, self.outputs, *sizes)
         if self.right.shape[1] == 1:
-            left = self.left.select(2, 0).transpose(0, 1)
-            right = self.right.select(1, 0)[:, None]
-            pair = (
-                (right[..., None], left[:, :, None])
-                if self.transposed
-                else (left[..., None], right[:, :, None])
-            )
+            right = self.right.unsqueeze(1)
+            if self.transposed:
+                pair = right.mT, self.left.transpose(0, 1)
+            else:
+                pair = self.left.permute(1, 0, 3, 2), right
             out.addcmul_(*pair) if accumulate else torch.mul(*pair, out=out)
             return
         first, second = self._matrices()
@@ -176,9 +176,7 @@ class Outer(Term):
         return (self.left * image).flatten(2).sum(2).T
 
     def vjp(self, cotangent: Tensor) -> Tensor:
-        left = self.left[0] * cotangent.T[0, :, None, None]
-        if self.outputs > 1:
-            left = torch.einsum("by,ybto->bto", cotangent, self.left)
+        left = torch.einsum("by,ybto->bto", cotangent, self.left)
         product = left.flatten(0, 1).T @ self.right.flatten(0, 1)
         return (product.T if self.transposed else product).reshape(self.shape)
 
@@ -186,7 +184,8 @@ class Outer(Term):
         axes = (1, 0) if self.transposed else (0, 1)
         left = torch.fft.rfft(sketch.spread(self.left, self.parameter, axes[0]))
         right = torch.fft.rfft(sketch.spread(self.right, self.parameter, axes[1]))
-        return torch.fft.irfft((left * right).sum(2), n=sketch.dim).transpose(0, 1)
+        projected: Tensor = torch.fft.irfft((left * right).sum(2), n=sketch.dim)
+        return projected.transpose(0, 1)
 
 
 def add_grams_of_one_position(gram: Tensor, pairs: Sequence[tuple[Outer, Outer, float]]) -> None:
@@ -206,110 +205,3 @@ def add_grams_of_one_position(gram: Tensor, pairs: Sequence[tuple[Outer, Outer, 
         for (mine, _, _), feature, others in zip(pairs, features, strips, strict=True):
             torch.mm(mine.left[y].select(1, 0), others, out=flat)
             strip.addcmul_(lefts, feature)
-
-
-@dataclass(frozen=True, eq=False)
-class Lookup(Term):
-    """J[b, y, v] = Σ_t [ids[b, t] = v] left[y, b, t]; rows that no id names are zero."""
-
-    rule: ClassVar[str] = "lookup"
-    parameter: str
-    shape: tuple[int, ...]
-    left: Tensor  # (Y, B, T, D)
-    ids: Tensor  # (B, T), int64
-
-    @property
-    def samples(self) -> int:
-        return self.ids.shape[0]
-
-    @property
-    def outputs(self) -> int:
-        return self.left.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.left.dtype
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"left": self.left, "ids": self.ids}
-
-    def geometry(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def read(
-        cls,
-        parameter: str,
-        shape: tuple[int, ...],
-        geometry: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-    ) -> Self:
-        return cls(parameter, shape, tensors["left"], tensors["ids"])
-
-    def narrow(self, samples: slice, outputs: slice) -> Lookup:
-        return replace(self, left=self.left[outputs, samples], ids=self.ids[samples])
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        inside = (self.ids >= start) & (self.ids < stop)
-        left = self.left * inside[..., None]
-        out = self.left.new_zeros(self.samples, self.outputs, stop - start, self.shape[1])
-        ids = (self.ids - start).clamp(0, max(0, stop - start - 1))
-        return replace(self, left=left, ids=ids).add_to(out) if stop > start else out
-
-    def write(self, out: Tensor, *, accumulate: bool) -> None:
-        self.add_to(out if accumulate else out.zero_())
-
-    def add_to(self, out: Tensor) -> Tensor:
-        """Add J to `out` (B, Y, V, D), touching only the rows that the ids name."""
-        sample = torch.arange(self.samples, device=self.ids.device)[:, None].expand_as(self.ids)
-        for output in range(self.outputs):
-            out[:, output].index_put_((sample, self.ids), self.left[output], accumulate=True)
-        return out
-
-    def clear(self, out: Tensor) -> None:
-        """Zero the rows of `out` (B, Y, V, D) that this term touched."""
-        sample = torch.arange(self.samples, device=self.ids.device)[:, None].expand_as(self.ids)
-        for output in range(self.outputs):
-            out[:, output][sample, self.ids] = 0
-
-    def squared_norm(self) -> Tensor:
-        same = (self.ids[:, :, None] == self.ids[:, None]).to(self.dtype)
-        pairs = torch.matmul(self.left, self.left.mT).mul_(same)
-        return pairs.flatten(2).sum(2).T.double()
-
-    def add_gram(self, gram: Tensor, other: Term) -> None:
-        if not isinstance(other, Lookup):
-            return super().add_gram(gram, other)
-        same = self.ids.flatten()[:, None] == other.ids.flatten()
-        for y in range(self.outputs):
-            for z in range(other.outputs):
-                pairs = (self.left[y].flatten(0, 1) @ other.left[z].flatten(0, 1).T).mul_(same)
-                gram[y, :, z] += self._summed(pairs, other)
-        return None
-
-    def add_gram_trace(self, gram: Tensor, other: Term) -> None:
-        if not isinstance(other, Lookup):
-            return super().add_gram_trace(gram, other)
-        same = self.ids.flatten()[:, None] == other.ids.flatten()
-        mine = self.left.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
-        pairs = mine @ other.left.permute(1, 2, 0, 3).flatten(2).flatten(0, 1).T
-        gram += self._summed(pairs.mul_(same), other)
-        return None
-
-    def _summed(self, pairs: Tensor, other: Lookup) -> Tensor:
-        return pairs.view(*self.ids.shape, *other.ids.shape).sum((1, 3))
-
-    def jvp(self, tangent: Tensor) -> Tensor:
-        return (self.left * tangent[self.ids]).flatten(2).sum(2).T
-
-    def vjp(self, cotangent: Tensor) -> Tensor:
-        left = torch.einsum("by,ybtd->btd", cotangent, self.left)
-        return left.new_zeros(self.shape).index_add_(0, self.ids.flatten(), left.flatten(0, 1))
-
-    def sketch(self, sketch: Sketch) -> Tensor:
-        spread = sketch.spread(self.left, self.parameter, 1)
-        bucket, sign = sketch.axis(self.parameter, 0, self.shape[0], device=spread.device)
-        columns = torch.arange(sketch.dim, device=spread.device)
-        shifted = (columns - bucket[self.ids][..., None]) % sketch.dim
-        moved = spread.gather(3, shifted.expand(self.outputs, *shifted.shape))
-        return (moved * sign[self.ids][..., None].to(moved.dtype)).sum(2).transpose(0, 1)

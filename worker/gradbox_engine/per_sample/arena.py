@@ -85,7 +85,9 @@ class Arena:
 
     def put(self, term: Term, samples: slice, outputs: slice) -> None:
         """Write a term into its region."""
-        out = self._views[term.parameter][samples, outputs]
+        out = self._views[term.parameter]
+        if (samples.stop - samples.start, outputs.stop - outputs.start) != out.shape[:2]:
+            out = out[samples, outputs]
         key = (term.parameter, samples.start, outputs.start)
         before = self._touched.pop(key, None)
         if not isinstance(term, Lookup):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ class Traced:
             column = value if self.outputs == 1 else value[:, outputs.start]
             found = torch.autograd.grad(column.sum(), edges, retain_graph=keep, allow_unused=True)
             return [None if g is None else g.unsqueeze(0) for g in found]
-        cotangents = _identity(self.outputs, outputs, value)
+        cotangents = _identity(self.outputs, outputs, self.samples, value.dtype, value.device)
         if self.plan.batched_backward:
             try:
                 return torch.autograd.grad(
@@ -248,10 +249,13 @@ def _joined(terms: list[Term]) -> Term:
     return joined[0] if len(joined) == 1 else Total(tuple(joined))
 
 
-def _identity(size: int, outputs: range, like: Tensor) -> Tensor:
+@lru_cache(maxsize=16)
+def _identity(
+    size: int, outputs: range, samples: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Return the cotangents of some outputs for every sample, (len(outputs), B, Y)."""
-    eye = torch.eye(size, dtype=like.dtype, device=like.device)[outputs.start : outputs.stop]
-    return eye[:, None].expand(len(outputs), like.shape[0], size)
+    eye = torch.eye(size, dtype=dtype, device=device)[outputs.start : outputs.stop]
+    return eye[:, None].expand(len(outputs), samples, size)
 
 
 def _edge_bytes(node: Any, output: int) -> int:
