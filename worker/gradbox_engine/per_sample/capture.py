@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 from gradbox_engine.errors import EngineError
+from gradbox_engine.per_sample.batch_axis import BatchAxis
 from gradbox_engine.per_sample.opened import opened
 
 Key = str | tuple[int, int]
@@ -106,9 +107,18 @@ class PlanStale(EngineError):
 class Run(Watch):
     """Runs the model's uses as planned and records their output edges."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], steps: Sequence[Any]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], steps: Sequence[Any], *, copies: int = 1
+    ) -> None:
+        """Take the plan.
+
+        Args:
+            copies: how often the batch is repeated, (copies, B) in this order, so that one plain
+                backward gives the gradients of that many outputs.
+        """
         super().__init__(parameters)
         self.steps = steps
+        self.copies = copies
         self.at = 0
         self.records: list[Record] = []
         self.derived: dict[Key, Tensor] = {}
@@ -126,6 +136,16 @@ class Run(Watch):
                 raise PlanStale
             return out
         return step.run(self, args, kwargs)
+
+    def gradient(self, axis: BatchAxis, g: Tensor) -> Tensor:
+        """Return an output gradient with outputs and samples leading, (Y, B, ...)."""
+        lead = axis.lead(g, 1)
+        return lead.reshape(self.copies, -1, *lead.shape[2:]) if self.copies > 1 else lead
+
+    def held_input(self, axis: BatchAxis, x: Tensor) -> Tensor:
+        """Return a layer's input with samples leading, (B, ...)."""
+        lead = axis.lead(x)
+        return lead[: lead.shape[0] // self.copies] if self.copies > 1 else lead
 
     def record(
         self,

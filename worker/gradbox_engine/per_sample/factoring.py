@@ -9,7 +9,7 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -42,16 +42,23 @@ class Traced:
         plan: Plan,
         arguments: dict[str, Any],
         head: Callable[[Tensor], Tensor],
+        *,
+        copies: int = 1,
     ) -> None:
-        self.session, self.plan = session, plan
-        self._capture = Run(session.parameters if plan.watched else {}, plan.steps)
+        self.session, self.plan, self._copies = session, plan, copies
+        watched = session.parameters if plan.watched else {}
+        self._capture = Run(watched, plan.steps, copies=copies)
+        if copies > 1:
+            arguments = _repeated(arguments, plan.axes, copies)
         with torch.enable_grad():
             with plain_checkpoints(), self._capture:
                 z = session.call(arguments)
-            self.value = head(z)
+            self._whole = head(z)
         if self._capture.at != len(plan.steps):
             raise PlanStale
-        self.z = z.detach()
+        samples = z.shape[0] // copies
+        self.value = self._whole[:samples] if copies > 1 else self._whole
+        self.z = z.detach()[:samples]
 
     @property
     def samples(self) -> int:
@@ -62,6 +69,11 @@ class Traced:
     def outputs(self) -> int:
         """Y."""
         return self.value.shape[1]
+
+    @property
+    def folded(self) -> bool:
+        """Whether the outputs run as copies of the batch, all of them at once."""
+        return self._copies > 1
 
     def gradient_bytes(self) -> int:
         """Return what the output gradients of one output take, as far as the graph tells."""
@@ -113,6 +125,12 @@ class Traced:
     ) -> Sequence[Tensor | None]:
         """Return the gradients at the edges, (Y, ...) each."""
         value = self.value
+        if self._copies > 1:
+            cotangents = _stacked(self._copies, self.samples, value.dtype, value.device)
+            found = torch.autograd.grad(
+                self._whole, edges, cotangents, retain_graph=keep, allow_unused=True
+            )
+            return [None if g is None else g.unsqueeze(0) for g in found]
         if len(outputs) == 1:
             column = value if self.outputs == 1 else value[:, outputs.start]
             found = torch.autograd.grad(column.sum(), edges, retain_graph=keep, allow_unused=True)
@@ -256,6 +274,20 @@ def _identity(
     """Return the cotangents of some outputs for every sample, (len(outputs), B, Y)."""
     eye = torch.eye(size, dtype=dtype, device=device)[outputs.start : outputs.stop]
     return eye[:, None].expand(len(outputs), samples, size)
+
+
+def _repeated(arguments: dict[str, Any], axes: Mapping[str, int], copies: int) -> dict[str, Any]:
+    """Return the arguments with their samples repeated, (copies, B) in this order."""
+    return {
+        name: torch.cat([value] * copies, axes[name]) if name in axes else value
+        for name, value in arguments.items()
+    }
+
+
+@lru_cache(maxsize=16)
+def _stacked(outputs: int, samples: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return cotangents of copies of the batch: copy y asks for output y, (Y · B, Y)."""
+    return torch.eye(outputs, dtype=dtype, device=device).repeat_interleave(samples, 0)
 
 
 def _edge_bytes(node: Any, output: int) -> int:

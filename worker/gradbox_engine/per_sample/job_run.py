@@ -23,6 +23,7 @@ from gradbox_engine.per_sample.collecting import (
     ToArena,
     ToSink,
 )
+from gradbox_engine.per_sample.factoring import Traced
 from gradbox_engine.per_sample.failures import BadReduction
 from gradbox_engine.per_sample.request import Request, SampleObserver, SampleResult
 from gradbox_engine.per_sample.sample_loss import rows_of
@@ -60,11 +61,12 @@ class Job:
         loops: dict[str, str] = {}
         for index, shard in self._steps():
             arguments = session.arguments(shard)
-            traced = session.trace(arguments, index, _at(head, index))
+            whole = head is rows_of
+            traced = session.trace(arguments, index, _at(head, index), foldable=whole)
             if index == 0:
                 outputs = traced.outputs
                 collector.begin(sum(self._counts), outputs)
-            for chunk in self._chunks(traced.outputs, traced.gradient_bytes(), collector):
+            for chunk in self._chunks(traced, collector):
                 terms = traced.terms(chunk, last=chunk.stop == traced.outputs)
                 unreached &= {name for name, term in terms.items() if term.rule == "zero"}
                 collector.take(terms, done, chunk)
@@ -145,9 +147,11 @@ class Job:
             return ToSink(self._sink, self._budget_bytes)
         return ToArena(self._arena or Arena())
 
-    def _chunks(self, outputs: int, each_bytes: int, collector: Collector) -> Iterator[range]:
+    def _chunks(self, traced: Traced, collector: Collector) -> Iterator[range]:
         """Cut the outputs so that half the budget holds their gradients."""
-        step = outputs if collector.whole else max(1, self._budget_bytes // 2 // max(1, each_bytes))
+        outputs, each_bytes = traced.outputs, max(1, traced.gradient_bytes())
+        whole = collector.whole or traced.folded
+        step = outputs if whole else max(1, self._budget_bytes // 2 // each_bytes)
         for first in range(0, outputs, step):
             yield range(first, min(first + step, outputs))
 

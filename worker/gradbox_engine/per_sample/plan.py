@@ -64,6 +64,7 @@ class Plan:
     axes: dict[str, int] = field(default_factory=dict)  # argument → dim that counts samples
     random: bool = True  # whether the model draws random numbers
     stateful: bool = True  # whether the model changes its buffers
+    copies: int = 0  # of the batch in a folded Jacobian; 1 where that is slower, 0 until tried
     batched_backward: bool = True  # whether all outputs' backward passes run as one
     watched: bool = True  # whether uses are recorded; not where all parameters take the loop
     checked: bool = False  # whether a first use was compared with autograd

@@ -96,8 +96,8 @@ class RuleStep(Step):
         dtype = next(iter(targets.values())).dtype
 
         def terms(g: Tensor) -> Terms:
-            x = self.input_axis.lead(self.rule.prepare(layer))
-            g = self.output_axis.lead(g, 1)
+            x = capture.held_input(self.input_axis, self.rule.prepare(layer))
+            g = capture.gradient(self.output_axis, g)
             if g.dtype != dtype or (x.dtype != dtype and x.is_floating_point()):
                 # Autocast: products are made in the parameters' dtype, which is wider.
                 x, g = x.to(dtype) if x.is_floating_point() else x, g.to(dtype)
@@ -134,7 +134,7 @@ class CopiesStep(Step):
         copies = q.expand(shape)
 
         def terms(g: Tensor) -> Terms:
-            lead = self.output_axis.lead(g, 1)
+            lead = capture.gradient(self.output_axis, g)
             if self.output_axis.merged:
                 lead = lead.sum((dim + 2, dim + 3))
             array = lead.reshape(*lead.shape[:2], *q.shape).transpose(0, 1)
@@ -162,7 +162,7 @@ class BirthStep(Step):
         del shape[axis.dim]
 
         def terms(g: Tensor) -> Terms:
-            lead = axis.lead(g, 1)
+            lead = capture.gradient(axis, g)
             if axis.merged:
                 lead = lead.sum((axis.dim + 2, axis.dim + 3))
             dims = [dim + 2 for dim, size in enumerate(shape) if size != lead.shape[dim + 2]]
@@ -186,7 +186,8 @@ class VmapStep(Step):
 
         def record(copies: Tensor, q: Tensor, key: Key) -> None:
             def terms(g: Tensor) -> Terms:
-                yield key, Block(label(key), tuple(q.shape), g.transpose(0, 1))
+                array = capture.gradient(BatchAxis(0), g).transpose(0, 1)
+                yield key, Block(label(key), tuple(q.shape), array)
 
             capture.record(copies, terms)
 
