@@ -205,13 +205,13 @@ class Session:
         if doubtful or not 1 < outputs <= MOST_COPIES:
             return 1
         least_s = {1: float("inf"), outputs: float("inf")}
-        for _ in range(TRIALS):
+        for trial in range(TRIALS):
+            if trial > 2 and least_s[1] > WORTH_A_TRIAL_S:
+                return 1
             for copies in least_s:
                 start = time.perf_counter()
                 self._traced(plan, arguments, index, head, copies).terms()
                 least_s[copies] = min(least_s[copies], time.perf_counter() - start)
-                if least_s[1] > WORTH_A_TRIAL_S:
-                    return 1
         return min(least_s, key=least_s.__getitem__)
 
     def count(self, arguments: dict[str, Any], index: int) -> int:
