@@ -22,5 +22,7 @@ FROM base AS worker
 # On Linux the registry's torch wheel brings its CUDA libraries; the host brings the driver.
 RUN pip install -c constraints.txt '.[worker]' transformers
 USER gradbox
-ENV HF_HOME=/models/huggingface
+# The models folder is mounted read-only: its owner fetches what models.toml names beforehand.
+ENV HF_HOME=/models/huggingface HF_HUB_OFFLINE=1
+HEALTHCHECK --interval=20s --timeout=15s --start-period=300s CMD ["gradbox", "worker", "--check"]
 CMD ["gradbox", "worker", "--models", "/models/models.toml", "--device", "auto"]

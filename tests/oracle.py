@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import shard_stream
-from tests.cases import Case
+from tests.cases import Case, Shards
 
 TOLERANCE = 1e-10
 """Largest relative difference in float64 between two ways to add up the same gradient."""
@@ -26,6 +26,7 @@ class Answer:
     unreached: set[str]
     buffers: dict[str, Tensor]
     outputs: dict[str, Any]
+    input_grads: dict[tuple[str, int, str], Tensor]  # by group, shard and argument
 
 
 def naive(case: Case) -> Answer:
@@ -34,6 +35,8 @@ def naive(case: Case) -> Answer:
     wanted = _wanted(model, case)
     for parameter in wanted.values():
         parameter.requires_grad_()
+    groups, inputs = _with_leaves(case)
+    case = replace(case, groups=groups)
     with torch.enable_grad():
         outputs = {name: _outputs(model, case, name) for name in case.groups}
         loss = (
@@ -42,14 +45,19 @@ def naive(case: Case) -> Answer:
             else case.loss(**outputs, **case.loss_inputs)
         )
     leaves = wanted | case.loss_parameters
-    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    named = dict(zip(leaves, found, strict=True))
+    wanted_leaves = [*leaves.values(), *inputs.values()]
+    found = iter(torch.autograd.grad(loss, wanted_leaves, allow_unused=True))
+    named = {name: next(found) for name in leaves}
     return Answer(
         loss=loss.item(),
         grads={n: torch.zeros_like(leaves[n]) if g is None else g for n, g in named.items()},
         unreached={name for name, gradient in named.items() if gradient is None},
         buffers={name: buffer.detach() for name, buffer in model.named_buffers()},
         outputs=outputs,
+        input_grads={
+            place: torch.zeros_like(leaf) if gradient is None else gradient
+            for (place, leaf), gradient in zip(inputs.items(), found, strict=True)
+        },
     )
 
 
@@ -70,6 +78,21 @@ def difference(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
         error = float((a - b).norm()) / max(float(b.norm()), floor, 1e-300)
         worst = max(worst, error if error == error else float("inf"))
     return worst
+
+
+def _with_leaves(
+    case: Case,
+) -> tuple[dict[str, Shards], dict[tuple[str, int, str], Tensor]]:
+    """Return the case's shards with leaves for floating-point arguments, and those leaves."""
+    groups: dict[str, Shards] = {}
+    leaves: dict[tuple[str, int, str], Tensor] = {}
+    for group, shards in case.groups.items():
+        groups[group] = [dict(shard) for shard in shards]
+        for index, shard in enumerate(groups[group]):
+            for name, value in shard.items():
+                if value.is_floating_point():
+                    shard[name] = leaves[group, index, name] = value.clone().requires_grad_()
+    return groups, leaves
 
 
 def _wanted(model: nn.Module, case: Case) -> dict[str, nn.Parameter]:

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from gradbox.client import GradClient as GradClient
     from gradbox.computations import Builtin as Builtin
     from gradbox.computations import Gradient as Gradient
+    from gradbox.computations import Penalty as Penalty
     from gradbox.connection import Retry as Retry
     from gradbox.events import JobEvent as JobEvent
     from gradbox.job import Job as Job
+    from gradbox.packing import Packed as Packed
+    from gradbox.packing import pack as pack
     from gradbox.protocol import JobState as JobState
     from gradbox.result import GradResult as GradResult
 
@@ -59,7 +62,10 @@ _LAZY = {
     "Job": "gradbox.job",
     "JobEvent": "gradbox.events",
     "JobState": "gradbox.protocol",
+    "Packed": "gradbox.packing",
+    "Penalty": "gradbox.computations",
     "Retry": "gradbox.connection",
+    "pack": "gradbox.packing",
 }
 
 __all__ = [
@@ -86,6 +92,8 @@ __all__ = [
     "MissingBlobs",
     "ModelCallFailed",
     "OutOfMemory",
+    "Packed",
+    "Penalty",
     "ProtocolError",
     "ReplayMismatch",
     "ResultNotReady",
@@ -97,6 +105,7 @@ __all__ = [
     "UntraceableLoss",
     "WorkerLost",
     "losses",
+    "pack",
 ]
 
 

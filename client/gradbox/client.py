@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Final
 from urllib.parse import quote
@@ -145,20 +147,29 @@ class GradClient:
         missing = [blob for blob in blobs if blob.digest not in self._present]
         if not missing:
             return
+        over = threading.Event()
         pool = ThreadPoolExecutor(UPLOADS_AT_ONCE)
         try:
-            self._present.update(pool.map(self._upload_one, missing))
+            self._present.update(pool.map(partial(self._upload_one, over=over), missing))
         finally:
-            # After an error or Ctrl-C, what has not begun is not begun.
+            # After an error or Ctrl-C the other uploads stop too.
+            over.set()
             pool.shutdown(cancel_futures=True)
 
-    def _upload_one(self, blob: Blob) -> str:
-        """Upload a blob unless the box has it; return its digest."""
+    def _upload_one(self, blob: Blob, *, over: threading.Event) -> str:
+        """Upload a blob unless the box has it; return its digest. Stops once `over` is set."""
+
+        def chunks() -> Iterator[memoryview]:
+            for chunk in blob.chunks():
+                if over.is_set():
+                    raise CancelledError
+                yield chunk
+
         path = f"/v1/blobs/{blob.digest}"
         if self._connection.request("HEAD", path, accept=(404,)).status_code == 404:
             headers = {
                 "Content-Length": str(blob.size_bytes),
                 "Content-Type": "application/octet-stream",
             }
-            self._connection.request("PUT", path, body=blob.chunks, headers=headers)
+            self._connection.request("PUT", path, body=chunks, headers=headers)
         return blob.digest

@@ -15,8 +15,15 @@ import numpy as np
 from pydantic import ValidationError
 
 from gradbox.errors import InvalidInputs, InvalidJob
-from gradbox.protocol import BuiltinLoss, GradientSpec, GraphLoss, JobSpec, TracedFunction
-from gradbox.protocol.spec import Scalar, describe_validation
+from gradbox.protocol import (
+    BuiltinLoss,
+    GradientSpec,
+    GraphLoss,
+    JobSpec,
+    PenaltySpec,
+    TracedFunction,
+)
+from gradbox.protocol.spec import Returned, Scalar, describe_validation
 from gradbox.shards import ShardGroup, read_groups
 from gradbox.signatures import check_builtin
 from gradbox.tensors import Blob, Tensor, is_tensor, is_torch_importable, tensor_bytes
@@ -71,6 +78,15 @@ class Computation:
         weights: a partial state dict laid over the registered weights for this job.
         priority: from -10 to 10; higher goes first.
         timeout_s: how long the job may run.
+        precision: "fp32" computes in the weights' own dtype; "tf32", "bf16" and "fp16" in less
+            where the model's arithmetic can, "fp64" in float64 throughout. Gradients are summed in
+            float32 or wider.
+        retain: memory in bytes for graphs kept from the first pass, so that fewer shards are
+            replayed; 0 keeps one shard's graph at a time, "auto" takes what is free on the device.
+        streams: whether random numbers belong to shards, or to samples ("sample"), so that another
+            cut into shards gives the same gradient.
+        order: the permutation that puts Z into the order that the loss expects, as `pack` gives it:
+            integers of shape (samples,), or {group: integers}.
         name: what listings show.
     """
 
@@ -85,6 +101,10 @@ class Computation:
     weights: Mapping[str, Tensor] | None = None
     priority: int = 0
     timeout_s: float = 3600.0
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
+    retain: int | Literal["auto"] = "auto"
+    streams: Literal["shard", "sample"] = "shard"
+    order: Tensor | Mapping[str, Tensor] | None = None
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -93,7 +113,7 @@ class Computation:
     @cached_property
     def groups(self) -> tuple[ShardGroup, ...]:
         """`inputs`, read into groups of named shards."""
-        return read_groups(self.inputs, method=self.method)
+        return read_groups(self.inputs, method=self.method, order=self.order)
 
     def shared_fields(self, uploads: Uploads) -> dict[str, Any]:
         """Return the fields of a spec that all computations have."""
@@ -117,6 +137,9 @@ class Computation:
             "weights": uploads.tensors(weights),
             "priority": self.priority,
             "timeout_s": self.timeout_s,
+            "precision": self.precision,
+            "retain": self.retain,
+            "streams": self.streams,
             "name": self.name,
         }
 
@@ -124,6 +147,42 @@ class Computation:
         if self.readout is None:
             return None
         return traced(self.readout, uploads, what="readout", positional=2, structured=True)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Penalty:
+    """A term Σᵢ weight · loss(tapᵢ) added to L, tapᵢ being an intermediate activation of shard i.
+
+    Its graph is gone before the next layer runs, so many penalties take no more memory than one.
+
+    Args:
+        at: a submodule by its name, whose output is the tap, or an element of that output:
+            "encoder.layer.3", "encoder.layer.3[0]", "encoder[last_hidden_state]".
+        loss: tap → scalar, traced as every loss is. Parameters of its own are held constant.
+        weight: the factor before it.
+        per_sample_scale: a function of the shard's final outputs z that gives one number a sample,
+            (b,); sample b's gradient of the penalty is multiplied by it on its way back. It is held
+            constant, and the value of L does not contain it.
+    """
+
+    at: str
+    loss: Callable[..., Any] | torch.nn.Module
+    weight: float = 1.0
+    per_sample_scale: Callable[..., Any] | None = None
+
+    def spec(self, uploads: Uploads) -> PenaltySpec:
+        """Trace the functions and return the penalty as it is posted."""
+        what = f"penalty at {self.at!r}"
+        scale = None
+        if self.per_sample_scale is not None:
+            scale = traced(
+                self.per_sample_scale, uploads, what=f"{what}: per_sample_scale", positional=1
+            )
+        loss = traced(self.loss, uploads, what=what, positional=1)
+        try:
+            return PenaltySpec(at=self.at, loss=loss, weight=self.weight, per_sample_scale=scale)
+        except ValidationError as error:
+            raise InvalidJob(f"{what}: {describe_validation(error)}") from None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,7 +196,9 @@ class Gradient(Computation):
         loss_inputs: what else the loss reads: tensors, or plain numbers, strings and booleans.
             Where a tensor requires grad, its gradient comes back as `loss_inputs.NAME`; the
             parameters of a loss module come back as `loss.NAME`.
-        returns: what the result holds, of "grads" and "buffers".
+        penalties: terms on intermediate activations.
+        returns: what the result holds, of "grads", "buffers", "outputs" (Z), "cotangents" (∂L/∂Z)
+            and "input_grads".
 
     Raises:
         InvalidInputs: the inputs are empty, are not tensors, or do not fit each other.
@@ -145,7 +206,8 @@ class Gradient(Computation):
 
     loss: Loss
     loss_inputs: Mapping[str, Any] = field(default_factory=dict)
-    returns: Sequence[Literal["grads", "buffers"]] = ("grads",)
+    penalties: Sequence[Penalty] = ()
+    returns: Sequence[Returned] = ("grads",)
 
     def __repr__(self) -> str:
         shards = " + ".join(f"{len(group.shards)} {group.name}" for group in self.groups)
@@ -174,6 +236,7 @@ class Gradient(Computation):
                 name: ref.model_copy(update={"requires_grad": _requires_grad(tensors[name])})
                 for name, ref in refs.items()
             },
+            "penalties": [penalty.spec(uploads) for penalty in self.penalties],
             "returns": [self.returns] if isinstance(self.returns, str) else list(self.returns),
         }
         return Prepared(spec=_checked(fields), blobs=uploads.blobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 MIB: Final = 2**20
 # A smaller file is fetched before a bar could be read.
 SHOWN_BYTES: Final = 16 * MIB
+# Between two drawings of one phase.
+BETWEEN_S: Final = 0.1
 FORMAT: Final = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
@@ -30,6 +33,8 @@ class ProgressBar:
         self._title = title
         self._shown = sys.stderr.isatty() if shown is None else shown
         self._bar: tqdm[Any] | None = None
+        self._phase = ""
+        self._drawn_s = 0.0
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -75,9 +80,14 @@ class ProgressBar:
     def _draw(self, phase: str, done: int, total: int, left: str = "") -> None:
         from tqdm import tqdm
 
-        bar: tqdm[Any] = self._bar or tqdm(bar_format=FORMAT, file=sys.stderr)
-        self._bar = bar
-        bar.set_description_str(f"{self._title}: {phase}", refresh=False)
-        bar.set_postfix_str(left, refresh=False)
-        bar.total, bar.n = total, done
-        bar.refresh()
+        now = time.monotonic()
+        if phase == self._phase and done < total and now - self._drawn_s < BETWEEN_S:
+            return
+        self._phase, self._drawn_s = phase, now
+        text = f"{self._title}: {phase}"
+        if self._bar is None:
+            self._bar = tqdm(desc=text, total=total, bar_format=FORMAT, file=sys.stderr)
+        self._bar.set_description_str(text, refresh=False)
+        self._bar.set_postfix_str(left, refresh=False)
+        self._bar.total, self._bar.n = total, done
+        self._bar.refresh()

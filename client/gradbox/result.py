@@ -61,6 +61,11 @@ class GradResult:
             the loss. Where the loss does not reach a parameter it is zeros, and
             `manifest.unreached` has the name.
         buffers: name → the model's buffer after the job, if `returns` asked for buffers.
+        outputs: group → Z as the loss saw it, likewise; `GROUP/NAME` where the readout
+            gave several.
+        cotangents: group → ∂L/∂Z, of the same shape, likewise.
+        input_grads: `GROUP/SHARD/ARGUMENT` → ∂L/∂x, of the shard's argument's shape, if `wrt` or
+            `returns` asked for inputs.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,6 +84,9 @@ class GradResult:
         stored = file.keys()
         self.grads = Tensors(file, "grads", _names(stored, "grads", self.manifest.names))
         self.buffers = Tensors(file, "buffers", _names(stored, "buffers", ()))
+        self.outputs = Tensors(file, "outputs", _names(stored, "outputs", ()))
+        self.cotangents = Tensors(file, "cotangents", _names(stored, "cotangents", ()))
+        self.input_grads = Tensors(file, "input_grads", _names(stored, "input_grads", ()))
 
     @classmethod
     def load(cls, path: str | Path) -> GradResult:

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from gradbox.errors import InvalidInputs
 from gradbox.tensors import TensorBytes, is_tensor, tensor_bytes
 
@@ -31,9 +33,12 @@ class ShardGroup:
     name: str
     shards: tuple[Shard, ...]
     method: str
+    order: TensorBytes | None
 
 
-def read_groups(inputs: Any, *, method: str | Mapping[str, str]) -> tuple[ShardGroup, ...]:
+def read_groups(
+    inputs: Any, *, method: str | Mapping[str, str], order: Any = None
+) -> tuple[ShardGroup, ...]:
     """Read `inputs` in any of its forms.
 
     Raises:
@@ -50,8 +55,14 @@ def read_groups(inputs: Any, *, method: str | Mapping[str, str]) -> tuple[ShardG
     else:
         named = {UNNAMED: _listed(inputs, where="inputs")}
     methods = _methods(method, tuple(named))
+    orders = _orders(order, tuple(named))
     return tuple(
-        ShardGroup(name=name, shards=_shards(name, shards), method=methods[name])
+        ShardGroup(
+            name=name,
+            shards=_shards(name, shards),
+            method=methods[name],
+            order=orders.get(name),
+        )
         for name, shards in named.items()
     )
 
@@ -95,6 +106,31 @@ def _methods(method: str | Mapping[str, str], groups: tuple[str, ...]) -> dict[s
             f"method: expected entry points for the groups {_names(groups)}, got one for {unknown}"
         )
     return {name: method.get(name, "forward") for name in groups}
+
+
+def _orders(order: Any, groups: tuple[str, ...]) -> dict[str, TensorBytes]:
+    if order is None:
+        return {}
+    named = order if isinstance(order, Mapping) else {groups[0]: order}
+    if not isinstance(order, Mapping) and len(groups) > 1:
+        raise InvalidInputs(
+            f"order: expected {{group: permutation}} for the groups {_names(groups)}, got one "
+            f"permutation for all"
+        )
+    unknown = sorted(set(named) - set(groups))
+    if unknown:
+        raise InvalidInputs(
+            f"order: expected permutations for the groups {_names(groups)}, got one for {unknown}"
+        )
+    tensors = {
+        name: value if is_tensor(value) else np.asarray(value, dtype=np.int64)
+        for name, value in named.items()
+        if value is not None
+    }
+    return {
+        name: tensor_bytes(value, where=f"order of group {name!r}")
+        for name, value in tensors.items()
+    }
 
 
 def _shards(group: str, shards: list[Any]) -> tuple[Shard, ...]:

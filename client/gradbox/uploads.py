@@ -29,10 +29,7 @@ class Uploads:
 
     def groups(self, groups: Iterable[ShardGroup]) -> list[InputGroup]:
         """Pool shards into blobs, tensors named GROUP/INDEX/ARGUMENT."""
-        return [
-            InputGroup(name=group.name, shards=self._shards(group), method=group.method)
-            for group in groups
-        ]
+        return [self._group(group) for group in groups]
 
     def tensors(self, tensors: Mapping[str, TensorBytes]) -> dict[str, TensorRef]:
         """Pool small tensors and keep large ones apart; gives a reference for each name."""
@@ -48,6 +45,15 @@ class Uploads:
             digest = self._add(Blob({name: small[name] for name in pack}))
             refs |= {name: TensorRef(blob=digest, tensor=name) for name in pack}
         return {name: refs[name] for name in tensors}
+
+    def _group(self, group: ShardGroup) -> InputGroup:
+        order = {} if group.order is None else {"order": group.order}
+        return InputGroup(
+            name=group.name,
+            shards=self._shards(group),
+            method=group.method,
+            order=self.tensors(order).get("order"),
+        )
 
     def _shards(self, group: ShardGroup) -> list[ShardRef]:
         prefixed = {f"{group.name}/{i}/": shard for i, shard in enumerate(group.shards)}

@@ -103,6 +103,7 @@ class Box:
                 part.start()
             if self._until_ready(url, [service, *workers]):
                 print(f"{READY} {url}", flush=True)
+                _say(f"GradClient() finds address and token with GRADBOX_DATA={self._data}")
                 self._supervise([service, *workers])
             _say("stopping")
         return 0

@@ -56,6 +56,7 @@ class EmbeddedRedis:
         self._process = process
         self._lock = lock
         self.url = f"unix://{socket}"
+        self._socket = socket
         self.pid = process.pid
 
     @classmethod
@@ -104,6 +105,8 @@ class EmbeddedRedis:
                     self._process.wait(STOP_TIMEOUT_S)
                     break
         if self._lock >= 0:
+            with suppress(OSError):  # only a folder made for the socket alone is empty
+                self._socket.parent.rmdir()
             os.close(self._lock)
             self._lock = -1
 

@@ -27,6 +27,7 @@ from gradbox import (
     ServiceUnavailable,
     Unauthorized,
 )
+from gradbox.progress import ProgressBar
 from gradbox.protocol import ResultView
 from tests.client.wires import QUICK, Broken, answer, client_of, job_view, problem
 
@@ -312,3 +313,12 @@ def test_a_progress_bar_is_shown_when_asked_for(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == ""
     client_of(handler).job("j1").wait(progress=True)
     assert "forward" in capsys.readouterr().err
+
+
+def test_a_bar_is_not_drawn_more_often_than_it_can_be_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with ProgressBar("job", shown=True) as bar:
+        for have in range(1000):
+            bar.show_bytes(have * 2**20, 1000 * 2**20)
+    assert capsys.readouterr().err.count("fetching") < 100

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine import Group, Objective, set_gradient
-from gradbox_engine.retention import GraphBudget
+from gradbox_engine import Group, Objective, retention, set_gradient
+from gradbox_engine.retention import GraphBudget, graph_budget
 from gradbox_engine.saved_tensors import SavedTensors
 from tests.cases import CASES
 from tests.engine.running import answer
@@ -128,6 +128,32 @@ def test_where_memory_runs_out_the_graphs_go_and_the_result_is_the_same(armed):
     assert result.replayed > 0
     assert all(torch.equal(result.grads[n], expected.grads[n]) for n in expected.grads)
     assert all(torch.equal(result.buffers[n], expected.buffers[n]) for n in expected.buffers)
+
+
+def test_a_loss_that_needs_the_memory_of_the_graphs_gets_it():
+    calls = []
+
+    def loss(z: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return z.var()
+
+    case = CASES["mlp"]()
+    group = Group("z", case.groups["z"])
+    result = set_gradient(case.model(), [group], Objective(loss), retain=PLENTY)
+    assert (result.retained, result.replayed) == (0, 4)
+    expected = set_gradient(case.model(), [group], Objective(torch.var))
+    assert all(torch.equal(result.grads[n], expected.grads[n]) for n in expected.grads)
+
+
+def test_auto_stays_within_the_control_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(retention, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 600000\ninactive_file 100000\n")
+    budget = graph_budget("auto", torch.device("cpu"), sums_bytes=50_000)
+    assert budget.room_bytes() == pytest.approx((400_000 * 0.5 - 50_000) / 1.3)
 
 
 def test_one_shard_too_large_is_the_callers_to_know():

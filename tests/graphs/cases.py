@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gradbox import losses
 
 D = 5
+CLASS_WEIGHTS = torch.linspace(0.5, 1.5, D, dtype=torch.float64)
 Draw = Callable[[int, torch.Generator], Tensor]
 
 
@@ -131,6 +132,15 @@ def written_buffer(z: Tensor) -> Tensor:
     return (counts * torch.arange(4, dtype=z.dtype)).sum() + counts.square().sum()
 
 
+def halves_and_literals(z: Tensor) -> Tensor:
+    half = z.shape[0] // 2
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5], dtype=z.dtype, device=z.device)
+    left, right = z[:half], z[half : 2 * half]
+    rows, columns = torch.where(left > right)
+    first, second = (left * weights).chunk(2)
+    return (left - right)[rows, columns].square().sum() + first.sum() - second[..., -1].mean()
+
+
 def learned_closure_constant() -> Callable[..., Any]:
     weights = torch.linspace(0.1, 1.0, D, dtype=torch.float64)
     return lambda z: (z * weights).square().sum() / len(weights)
@@ -166,6 +176,8 @@ CASES = [
     Case("boolean mask and slices", lambda: boolean_mask_and_slices),
     Case("no_grad and detach", lambda: stopped_gradient, {"log_scale": log_scale}, ("log_scale",)),
     Case("buffer written through a view", lambda: written_buffer),
+    Case("halves and literals", lambda: halves_and_literals),
+    Case("a module of torch's", lambda: nn.CrossEntropyLoss(CLASS_WEIGHTS), {"target": classes}),
     Case("closure constant", learned_closure_constant),
     Case("partial", partial_function, {"labels": classes}),
     Case("a torch function", lambda: torch.sum),

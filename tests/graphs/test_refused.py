@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gradbox.errors import GraphRefused, InvalidInputs
-from gradbox.graphs import allowed
+from gradbox.graphs import allowed, targets
 from gradbox.graphs.build import build
 from gradbox.graphs.check import check_graph
 from gradbox.graphs.cost import metered
@@ -213,6 +213,12 @@ def test_an_attack_by_value_is_refused_where_it_happens(attack: str) -> None:
     function = build(graph_of(*REFUSED_WHILE_RUNNING[attack]), {}, device="cpu")
     with pytest.raises(GraphRefused):
         metered(function, budget_bytes=2**28)(torch.ones(2, 2))
+
+
+def test_an_operation_that_this_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(targets.FUNCTIONS, "torch.exp")
+    with pytest.raises(GraphRefused, match="is allowed, but torch"):
+        build(graph_of(call("torch.exp", NODE_Z)), {}, device="cpu")
 
 
 def test_missing_and_unknown_arguments_are_refused() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from random import uniform
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,18 @@ def random_noise(z: Tensor) -> Tensor:
 
 def random_noise_like(z: Tensor) -> Tensor:
     return (z + torch.randn_like(z)).sum()  # here
+
+
+def random_of_python(z: Tensor) -> Tensor:
+    return z.sum() * random.random()  # here
+
+
+def random_imported(z: Tensor) -> Tensor:
+    return z.sum() * uniform(0, 1)  # here
+
+
+def random_of_numpy(z: Tensor) -> Tensor:
+    return z.sum() * np.random.rand()  # here
 
 
 def random_in_place(z: Tensor) -> Tensor:
@@ -139,6 +153,10 @@ def in_a_helper(z: Tensor) -> Tensor:
     return item(z)
 
 
+def type_test(z: Tensor) -> Tensor:
+    return z.sum() if isinstance(z, torch.Tensor) else z  # here
+
+
 def a_bug(z: Tensor) -> Tensor:
     return undefined_name + z.sum()  # type: ignore[name-defined]  # noqa: F821  # here
 
@@ -155,6 +173,9 @@ FUNCTIONS = [
     (numpy_array, "torch.from_numpy"),
     (random_noise, "loss_inputs"),
     (random_noise_like, "loss_inputs"),
+    (random_of_python, "loss_inputs"),
+    (random_imported, "loss_inputs"),
+    (random_of_numpy, "loss_inputs"),
     (random_in_place, "loss_inputs"),
     (dropout, "loss_inputs"),
     (differentiated, "formula"),
@@ -167,6 +188,7 @@ FUNCTIONS = [
     (autocast, ".float()"),
     (custom_function, ".detach()"),
     (unrolled, "batched"),
+    (type_test, "outside the function"),
     (a_bug, "undefined_name"),
 ]
 
@@ -192,11 +214,16 @@ def test_the_line_is_in_the_helper_that_does_it() -> None:
         trace(in_a_helper, positional=1)
 
 
-def test_python_random_numbers_are_refused() -> None:
-    with pytest.raises(UntraceableLoss, match="random generator"):
-        trace(lambda z: z.sum() * random.random(), positional=1)
-    with pytest.raises(UntraceableLoss, match="random generator"):
-        trace(lambda z: z.sum() * np.random.rand(), positional=1)
+def test_another_thread_may_draw_random_numbers_meanwhile() -> None:
+    def loss(z: Tensor) -> Tensor:
+        other = threading.Thread(target=lambda: drawn.append(random.random()))
+        other.start()
+        other.join()
+        return z.sum()
+
+    drawn: list[float] = []
+    trace(loss, positional=1)
+    assert len(drawn) == 1
 
 
 def test_a_parameter_read_as_a_number_would_lose_its_gradient() -> None:
@@ -250,3 +277,14 @@ def test_tracing_leaves_torch_and_math_as_they_were() -> None:
         trace(branch, positional=1)
     assert before == (torch.zeros, torch.finfo, math.sqrt, vars(torch.autograd.Function)["apply"])
     assert torch.is_grad_enabled()
+    assert "isinstance" not in globals()
+
+
+def test_a_default_dtype_that_the_box_lacks_must_be_said() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(UntraceableLoss, match="a dtype"):
+            trace(lambda z: (z + torch.ones(3)).sum(), positional=1)
+        trace(lambda z: (z + torch.ones(3, dtype=z.dtype)).sum(), positional=1)
+    finally:
+        torch.set_default_dtype(torch.float32)

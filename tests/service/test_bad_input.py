@@ -211,10 +211,15 @@ def test_a_tensor_that_the_blob_lacks_is_refused(box: Box, blob: str) -> None:
     assert "has no tensor 'label'" in detail
 
 
-@pytest.mark.parametrize("glob", ["encoder.*", "inputs.x", "loss_inputs.labels"])
+@pytest.mark.parametrize("glob", ["encoder.*", "inputs.y", "inputs.z.y", "loss_inputs.labels"])
 def test_a_glob_that_matches_nothing_is_refused(box: Box, blob: str, glob: str) -> None:
     detail = refused(box, spec_for(blob, wrt=["layer.*", glob]), code="invalid-inputs")
     assert repr(glob) in detail
+
+
+@pytest.mark.parametrize("glob", ["inputs.x", "inputs.z.x", "inputs.*"])
+def test_globs_may_name_floating_point_inputs(box: Box, blob: str, glob: str) -> None:
+    accepted(box, spec_for(blob, wrt=[glob]))
 
 
 def test_globs_may_name_parameters_and_what_the_loss_reads(box: Box, blob: str) -> None:

@@ -147,6 +147,18 @@ def test_a_worker_without_its_redis_says_so(box: Box, tmp_path: Path) -> None:
     assert "Redis does not answer" in worker.log.read_text()
 
 
+def test_a_check_tells_a_living_worker_from_none(box: Box) -> None:
+    def check() -> int:
+        command = [sys.executable, "-m", "gradbox_worker", "--check", "--name", "w5"]
+        command += ["--redis-url", box.redis_url, "--data", str(box.folder)]
+        return subprocess.run(command, check=False, timeout=30).returncode
+
+    assert check() == 1
+    with running_worker(box, name="w5"):
+        assert check() == 0
+    assert check() == 1
+
+
 def is_zombie(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

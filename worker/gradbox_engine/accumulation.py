@@ -2,12 +2,15 @@
 
 autograd hands each parameter's gradient of a shard to a hook as soon as it is complete; it is added
 to the sum and let go, so beside the sums one parameter's gradient is alive, not all of them. Sums
-are float32 or wider. A backward pass that ended early, for want of memory, may be run again: what
-it had added already is not added twice.
+are float32 or wider.
+
+Under reentrant checkpointing a parameter's gradient may come in several parts. A backward pass that
+ended early, for want of memory, may be run again: the parts that it had added are not added twice.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -24,7 +27,15 @@ class GradientSums:
         self.parameters = dict(parameters)
         self.scale = 1.0
         self._sums: dict[str, Tensor] = {}
-        self._added: set[str] = set()
+        self._added: Counter[str] = Counter()  # parts of the shard's gradient, by parameter
+        self._come: Counter[str] = Counter()  # the same, in the attempt that is running
+
+    def expected_bytes(self) -> int:
+        """Return how many bytes the sums take when every parameter has one."""
+        return sum(
+            parameter.numel() * accumulation_dtype(parameter.dtype).itemsize
+            for parameter in self.parameters.values()
+        )
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -42,11 +53,16 @@ class GradientSums:
     def begin_shard(self) -> None:
         """Say that what comes now belongs to another shard."""
         self._added.clear()
+        self._come.clear()
+
+    def begin_attempt(self) -> None:
+        """Say that the shard's backward pass starts, perhaps not for the first time."""
+        self._come.clear()
 
     def clear(self) -> None:
         """Forget all sums."""
         self._sums.clear()
-        self._added.clear()
+        self.begin_shard()
 
     def finite(self) -> bool:
         """Return whether every entry of every sum is finite; waits for the device."""
@@ -69,9 +85,10 @@ class GradientSums:
     def _hook(self, name: str) -> Callable[[Tensor], None]:
         def take(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
-            if gradient is None or name in self._added:
+            self._come[name] += 1
+            if gradient is None or self._come[name] <= self._added[name]:
                 return
-            self._added.add(name)
+            self._added[name] = self._come[name]
             if name in self._sums:
                 self._sums[name].add_(gradient, alpha=1 / self.scale)
                 return

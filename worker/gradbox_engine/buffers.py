@@ -53,6 +53,7 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
+        self._tables = [(prefix, module._buffers) for prefix, module in self._modules.items()]
         self._registered = dict(self._live())
         self.first = self.take(None)
 
@@ -130,8 +131,8 @@ class Buffers:
         }
 
     def _live(self) -> Iterator[tuple[Slot, Tensor | None]]:
-        for prefix, module in self._modules.items():
-            for name, buffer in list(module._buffers.items()):
+        for prefix, table in self._tables:
+            for name, buffer in list(table.items()) if table else ():
                 yield (prefix, name), buffer
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
-from gradbox_engine.errors import BadInputs, EngineError, ModelCallFailed
+from gradbox_engine.errors import BadInputs
+from gradbox_engine.failures import blaming
 from gradbox_engine.feed import Position, call_arguments
 from gradbox_engine.job import Group, Precision
 from gradbox_engine.outputs import Outputs, as_outputs, choose
+from gradbox_engine.penalties import Tap, Taps
 from gradbox_engine.precision import autocast
+from gradbox_engine.sample_streams import SampleStreams
 from gradbox_engine.streams import shard_stream
 
 
@@ -23,11 +26,15 @@ from gradbox_engine.streams import shard_stream
 class Passage:
     """A shard's way through the model, with its graph.
 
-    `inputs` are the arguments whose gradients are wanted, as leaves of that graph.
+    `inputs` are the arguments whose gradients are wanted, as leaves of that graph; `taps` the
+    activations under penalties. It is `intact` if those still have their values.
     """
 
     outputs: Outputs
     inputs: dict[str, Tensor]
+    taps: list[tuple[Tap, GradientEdge | None]]  # with their places in the graph
+    penalties: list[Tensor]  # their values, where they were wanted
+    intact: bool
 
 
 class ModelCalls:
@@ -43,7 +50,9 @@ class ModelCalls:
         device: torch.device,
         output: str | int | None,
         readout: Callable[[Any, dict[str, Any]], Any] | None,
-        input_patterns: Sequence[str],
+        differentiated: Mapping[str, Sequence[str]],
+        taps: Taps,
+        sample_streams: SampleStreams | None,
     ) -> None:
         self.groups = groups
         self._entries = [_entry_point(model, group) for group in groups]
@@ -52,10 +61,17 @@ class ModelCalls:
         self._device = device
         self._output = output
         self._readout = readout
-        self._input_patterns = input_patterns
+        self._differentiated = differentiated
+        self._taps = taps
+        self._sample_streams = sample_streams
 
-    def __call__(self, position: Position, arguments: dict[str, Any]) -> Passage:
+    def __call__(
+        self, position: Position, arguments: dict[str, Any], *, with_values: bool = False
+    ) -> Passage:
         """Put a shard through the model and return z with its graph.
+
+        Args:
+            with_values: whether to evaluate the penalties; otherwise they wait for the way back.
 
         Raises:
             ModelCallFailed: the model or the readout raised; the message says on which shard.
@@ -69,57 +85,43 @@ class ModelCalls:
             blaming("the model", self.where(position)),
             torch.enable_grad(),
             shard_stream(self._seed, *position),
+            self._drawing(position),
             autocast(self._precision, self._device),
+            self._taps.listening(with_values=with_values) as tapped,
         ):
             value = choose(entry(*by_place, **by_name), self._output)
             if self._readout is not None:
                 value = self._readout(value, arguments)
         source = "model" if self._readout is None else "readout"
-        return Passage(as_outputs(value, source=source), leaves)
+        return Passage(
+            outputs=as_outputs(value, source=source),
+            inputs=leaves,
+            taps=tapped.taps,
+            penalties=tapped.values,
+            intact=self._taps.all_intact(tapped),
+        )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a shard matters to L even where its cotangent is zero."""
+        return bool(self._taps.penalties)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return the context in which a shard's backward pass runs."""
+        return nullcontext() if self._sample_streams is None else self._sample_streams.backward()
+
+    def _drawing(self, position: Position) -> AbstractContextManager[None]:
+        if self._sample_streams is None:
+            return nullcontext()
+        return self._sample_streams.drawing(position, self._device)
 
     def where(self, position: Position) -> str:
         """Name a shard in a message."""
         return f"group {self.groups[position.group].name!r}, shard {position.shard}"
 
     def _leaves(self, position: Position, arguments: dict[str, Any]) -> dict[str, Tensor]:
-        group = self.groups[position.group].name
-        return {
-            name: value.requires_grad_()
-            for name, value in arguments.items()
-            if isinstance(value, Tensor)
-            and value.is_floating_point()
-            and any(
-                fnmatchcase(name, pattern) or fnmatchcase(f"{group}.{name}", pattern)
-                for pattern in self._input_patterns
-            )
-        }
-
-
-class blaming:  # noqa: N801 - reads as a phrase: with blaming("the model", "shard 3")
-    """Turn what foreign code raises into ModelCallFailed, which says where it was called.
-
-    The engine's own errors and running out of memory pass unchanged.
-    """
-
-    def __init__(self, what: str, where: str) -> None:
-        self._what = what
-        self._where = where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, EngineError | torch.OutOfMemoryError | MemoryError):
-            return
-        if isinstance(error, Exception):
-            raise ModelCallFailed(
-                f"{self._where}: {self._what} raised {type(error).__name__}: {error}"
-            ) from error
+        names = self._differentiated[self.groups[position.group].name]
+        return {name: arguments[name].requires_grad_() for name in names}
 
 
 def _entry_point(model: nn.Module, group: Group) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,30 +13,28 @@ from torch import Tensor, nn
 
 from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.assembly import Assembly
-from gradbox_engine.buffers import Buffers
-from gradbox_engine.calls import ModelCalls
 from gradbox_engine.comparison import ReplayComparison
-from gradbox_engine.feed import Feed, Position
+from gradbox_engine.feed import Position
+from gradbox_engine.input_gradients import collect
 from gradbox_engine.job import (
     Group,
     Mode,
     Objective,
     Observer,
+    Penalty,
     Phase,
     Precision,
     Returned,
     SetGradient,
     Silent,
-    model_device,
 )
 from gradbox_engine.objective import Differentiated, differentiate
 from gradbox_engine.outputs import Outputs
-from gradbox_engine.overlay import lay_over, widen
-from gradbox_engine.phases import FirstPass, Prepared, Replayed, forward, replay
-from gradbox_engine.precision import accumulation_dtype, arithmetic
-from gradbox_engine.preservation import preserved
+from gradbox_engine.phases import FirstPass, Prepared, Replayed, forward, replay, with_room
+from gradbox_engine.precision import accumulation_dtype
+from gradbox_engine.preparation import Streams, Terms, prepared
 from gradbox_engine.retention import Retain, graph_budget
-from gradbox_engine.selection import Selection, select
+from gradbox_engine.selection import select
 
 GRADS_ALONE: tuple[Returned, ...] = ("grads",)
 
@@ -56,11 +55,13 @@ def set_gradient(
     output: str | int | None = None,
     readout: Callable[[Any, dict[str, Any]], Any] | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    penalties: Sequence[Penalty] = (),
     retain: Retain = 0,
+    streams: Streams = "shard",
     returns: Collection[Returned] = GRADS_ALONE,
     observer: Observer | None = None,
 ) -> SetGradient:
-    """Return dL/dθ for L = g(Z, extras), one shard's graph in memory at a time.
+    """Return dL/dθ for L = g(Z, extras) + Σ penalties, one shard's graph in memory at a time.
 
     Args:
         model: on one device; bit-identical afterwards, also after an error.
@@ -72,7 +73,9 @@ def set_gradient(
         readout: (output, inputs) → z, run on every shard after `output`; a tensor, or a dict of
             tensors.
         weights: part of a state dict, for this job alone.
+        penalties: terms on intermediate activations, see `penalties`.
         retain: memory in bytes for graphs kept from the first pass, or "auto": what is free.
+        streams: whether random numbers belong to shards, or to samples, see `sample_streams`.
         returns: what to give back beside the gradients.
         observer: told before each shard; may raise to stop the job.
 
@@ -80,30 +83,21 @@ def set_gradient(
         EngineError: see `errors`; each says what was expected, what came, and what to do.
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
-    observer = observer or Silent()
     selection = select(model, wrt, others=objective.parameters)
-    with _ready(model, selection, mode=mode, precision=precision, weights=weights or {}) as device:
-        buffers = Buffers(model)
-        prepared = Prepared(
-            calls=ModelCalls(
-                model,
-                groups,
-                seed=seed,
-                precision=precision,
-                device=device,
-                output=output,
-                readout=readout,
-                input_patterns=selection.input_patterns,
-            ),
-            feed=Feed(groups, device, widened=precision == "fp64"),
-            buffers=buffers,
-            parameter_storages=frozenset(
-                parameter.untyped_storage().data_ptr() for parameter in model.parameters()
-            ),
-        )
-        run = _Run(prepared, GradientSums(selection.parameters), observer, precision)
-        first = run.first_pass(retain, device)
-        loss = run.cotangents(objective, first, seed=seed, device=device)
+    terms = Terms(
+        seed=seed,
+        mode=mode,
+        precision=precision,
+        output=output,
+        readout=readout,
+        weights=weights or {},
+        penalties=penalties,
+        streams=streams,
+    )
+    with prepared(model, groups, selection, terms) as ready:
+        run = _Run(ready, terms, GradientSums(selection.parameters), observer or Silent())
+        first = run.first_pass(retain)
+        loss = run.cotangents(objective, first)
         replayed = run.replay(first, loss)
         return run.result(first, loss, replayed, returns)
 
@@ -112,16 +106,16 @@ class _Run:
     """One job on its way through the phases, and how long each took."""
 
     def __init__(
-        self, prepared: Prepared, sums: GradientSums, observer: Observer, precision: Precision
+        self, ready: Prepared, terms: Terms, sums: GradientSums, observer: Observer
     ) -> None:
-        self._prepared = prepared
-        self._groups = prepared.calls.groups
+        self._ready = ready
+        self._groups = ready.calls.groups
+        self._terms = terms
         self._sums = sums
         self._observer = observer
-        self._precision = precision
         self._seconds: dict[Phase, float] = {}
 
-    def first_pass(self, retain: Retain, device: torch.device) -> FirstPass:
+    def first_pass(self, retain: Retain) -> FirstPass:
         positions = [
             Position(group, shard)
             for group, members in enumerate(self._groups)
@@ -129,51 +123,54 @@ class _Run:
         ]
         with self._timed("forward"):
             return forward(
-                self._prepared,
+                self._ready,
                 positions,
-                before=self._prepared.buffers.first,
-                budget=graph_budget(retain, device),
+                before=self._ready.buffers.first,
+                budget=graph_budget(
+                    retain, self._ready.device, sums_bytes=self._sums.expected_bytes()
+                ),
                 observer=self._observer,
             )
 
-    def cotangents(
-        self, objective: Objective, first: FirstPass, *, seed: int, device: torch.device
-    ) -> Differentiated:
+    def cotangents(self, objective: Objective, first: FirstPass) -> Differentiated:
         with self._timed("cotangents"):
             self._observer.step("cotangents", 0, 1)
-            self._assembly = Assembly(
-                self._groups, {record.position: record.outputs for record in first.records}
-            )
-            for record in first.records:  # views of Z, which is thus held once
-                record.outputs = self._assembly.part(record.position, self._assembly.groups)
-            loss = differentiate(
-                objective,
-                self._assembly.groups,
-                self._groups,
-                device=device,
-                seed=seed,
-                widened=self._precision == "fp64",
-            )
+            loss = with_room(partial(self._differentiate, objective, first), first.records)
             self._observer.step("cotangents", 1, 1)
             return loss
 
+    def _differentiate(self, objective: Objective, first: FirstPass) -> Differentiated:
+        self._assembly = Assembly(
+            self._groups, {record.position: record.outputs for record in first.records}
+        )
+        for record in first.records:  # views of Z, which is thus held once
+            record.outputs = self._assembly.part(record.position, self._assembly.groups)
+        return differentiate(
+            objective,
+            self._assembly.groups,
+            self._groups,
+            device=self._ready.device,
+            seed=self._terms.seed,
+            widened=self._terms.precision == "fp64",
+            penalty=_total([value for record in first.records for value in record.penalties]),
+        )
+
     def replay(self, first: FirstPass, loss: Differentiated) -> Replayed:
         """Replay; in fp16 again with a smaller scale for as long as a gradient overflows."""
-        positions = [record.position for record in first.records]
-        cotangents = self._flowing(positions, loss)
-        self._sums.scale = _first_scale(cotangents) if self._precision == "fp16" else 1.0
+        scaled = self._terms.precision == "fp16"
+        cotangents = self._flowing([record.position for record in first.records], loss)
+        self._sums.scale = _first_scale(cotangents) if scaled else 1.0
         with self._timed("replay"):
             while True:
                 replayed = replay(
-                    self._prepared,
+                    self._ready,
                     first.records,
                     cotangents,
                     self._sums,
-                    comparison=ReplayComparison(self._precision),
+                    comparison=ReplayComparison(self._terms.precision),
                     observer=self._observer,
                 )
-                small = self._precision != "fp16" or self._sums.scale < FP16_SMALLEST_SCALE
-                if small or self._sums.finite():
+                if not scaled or self._sums.scale < FP16_SMALLEST_SCALE or self._finite(replayed):
                     return replayed
                 self._sums.clear()
                 self._sums.scale *= FP16_STEP
@@ -186,13 +183,15 @@ class _Run:
         returns: Collection[Returned],
     ) -> SetGradient:
         grads = self._sums.named()
-        unreached = list(self._sums.unreached())
+        input_grads, unreached_inputs = collect(
+            self._groups, self._ready.inputs, replayed.input_grads, device=self._ready.device
+        )
         for name, gradient in loss.parameters.items():
-            if gradient is None:
-                unreached.append(name)
-            else:
+            if gradient is not None:
                 grads[name] = gradient.to(accumulation_dtype(gradient.dtype))
-        buffers = self._prepared.buffers
+        unreached = [*self._sums.unreached(), *unreached_inputs]
+        unreached += [name for name, gradient in loss.parameters.items() if gradient is None]
+        buffers = self._ready.buffers
         return SetGradient(
             loss=loss.loss,
             grads=grads,
@@ -205,6 +204,7 @@ class _Run:
             buffers=buffers.named(first.after) if "buffers" in returns else None,
             outputs=loss.seen if "outputs" in returns else None,
             cotangents=loss.seen_cotangents if "cotangents" in returns else None,
+            input_grads=input_grads or None,
         )
 
     def _flowing(
@@ -213,9 +213,12 @@ class _Run:
         """Return the cotangents of the shards that need a backward pass.
 
         A shard whose cotangent is zero needs none, but for one in each group that the loss depends
-        on: by it the parameters that the loss reaches are told from those that it does not.
+        on: by it the parameters that the loss reaches are told from those that it does not. With
+        penalties every shard needs one.
         """
         parts = {p: self._assembly.part(p, loss.cotangents) for p in positions}
+        if self._ready.calls.has_penalties:
+            return parts
         parts = {p: part for p, part in parts.items() if part}
         nonzero = _nonzero(parts)
         for group in {position.group for position in parts}:
@@ -224,34 +227,24 @@ class _Run:
                 nonzero.add(members[-1])
         return {position: part for position, part in parts.items() if position in nonzero}
 
+    def _finite(self, replayed: Replayed) -> bool:
+        inputs = [g for named in replayed.input_grads.values() for g in named.values()]
+        return self._sums.finite() and all(
+            bool(g.isfinite().all()) for g in inputs if g is not None
+        )
+
     @contextmanager
     def _timed(self, phase: Phase) -> Iterator[None]:
         start = time.perf_counter()
         yield
+        if self._ready.device.type == "cuda":
+            torch.cuda.synchronize(self._ready.device)
         self._seconds[phase] = time.perf_counter() - start
 
 
-@contextmanager
-def _ready(
-    model: nn.Module,
-    selection: Selection,
-    *,
-    mode: Mode,
-    precision: Precision,
-    weights: Mapping[str, Tensor],
-) -> Iterator[torch.device]:
-    """Set flags, numbers and arithmetic for one job, and put all of it back after it."""
-    with preserved(model), arithmetic(precision):
-        lay_over(model, weights)
-        if precision == "fp64":
-            widen(model)
-        model.train(mode == "train")
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-            parameter.grad = None
-        for parameter in selection.parameters.values():
-            parameter.requires_grad_()
-        yield model_device(model)
+def _total(values: Sequence[Tensor]) -> float:
+    """Return the sum of 0-dim tensors; waits for the device once."""
+    return float(torch.stack([value.double() for value in values]).sum()) if values else 0.0
 
 
 def _nonzero(parts: Mapping[Position, Outputs]) -> set[Position]:

@@ -39,8 +39,8 @@ class Group:
 class Objective:
     """The loss g.
 
-    `function` receives Z as its first argument where there is one group called "z", else one
-    keyword per group, and `inputs` as keywords; it returns one number. `parameters` are leaves that
+    `function` receives Z as its first argument where there is one group, else one keyword per
+    group, and `inputs` as keywords; it returns one number. `parameters` are leaves that
     the function reads: their gradients come back under the names given here.
     """
 

@@ -5,6 +5,7 @@ Cost: one forward and one backward of g. Memory: Z, ∂L/∂Z and the graph of g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.assembly import permutation
-from gradbox_engine.calls import blaming
 from gradbox_engine.errors import LossNotFinite, LossNotScalar
+from gradbox_engine.failures import blaming
 from gradbox_engine.job import Group, Objective, Z
 from gradbox_engine.outputs import Outputs, as_z, describe
 from gradbox_engine.overlay import wide_dtype
@@ -47,11 +48,13 @@ def differentiate(
     device: torch.device,
     seed: int,
     widened: bool,
+    penalty: float = 0.0,
 ) -> Differentiated:
     """Evaluate g at Z and differentiate it there.
 
     Args:
         outputs: by group, Z in the shards' order; g gets it in float32 or wider.
+        penalty: what the shards' penalties add to L.
         widened: whether floating-point extras and parameters become float64 too.
 
     Raises:
@@ -83,7 +86,7 @@ def differentiate(
         seen = {group: _ordered(named, orders.get(group)) for group, named in leaves.items()}
         inputs = {name: _extra(v, device, widened) for name, v in objective.inputs.items()}
         loss = _evaluate(objective, {group: as_z(named) for group, named in seen.items()}, inputs)
-        value = _check(loss)
+        value = _check(loss, penalty)
         wanted = [*flat, *objective.parameters.values()]
         gradients = (
             torch.autograd.grad(loss, wanted, allow_unused=True)
@@ -106,12 +109,12 @@ def differentiate(
 
 
 def _evaluate(objective: Objective, seen: dict[str, Z], inputs: dict[str, Any]) -> Any:
-    if seen.keys() == {SOLE_GROUP}:
-        return objective.function(seen[SOLE_GROUP], **inputs)
+    if len(seen) == 1:
+        return objective.function(*seen.values(), **inputs)
     return objective.function(**seen, **inputs)
 
 
-def _check(loss: Any) -> float:
+def _check(loss: Any, penalty: float) -> float:
     number = isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1
     if not number:
         raise LossNotScalar(
@@ -119,12 +122,13 @@ def _check(loss: Any) -> float:
             f"reduce it, by .mean() or .sum()"
         )
     value = float(loss.detach())
-    if not torch.isfinite(loss.detach()).all():
+    if not math.isfinite(value + penalty):
+        of_penalties = f" and {penalty} from the penalties" if penalty else ""
         raise LossNotFinite(
-            f"loss: expected a finite number, got {value}; look for a logarithm or a division at "
-            f"zero, or for outputs of the model that are not finite"
+            f"loss: expected a finite number, got {value}{of_penalties}; look for a logarithm or a "
+            f"division at zero, or for outputs of the model that are not finite"
         )
-    return value
+    return value + penalty
 
 
 def _ordered(named: Outputs, order_N: Tensor | None) -> Outputs:

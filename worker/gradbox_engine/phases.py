@@ -33,11 +33,13 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.buffers import Buffers, Snapshot
-from gradbox_engine.calls import ModelCalls, Passage, blaming
+from gradbox_engine.calls import ModelCalls, Passage
 from gradbox_engine.comparison import ReplayComparison
+from gradbox_engine.failures import blaming
 from gradbox_engine.feed import Feed, Position
 from gradbox_engine.job import Observer
 from gradbox_engine.outputs import Outputs
@@ -54,19 +56,22 @@ class Prepared:
     calls: ModelCalls
     feed: Feed
     buffers: Buffers
-    parameter_storages: frozenset[int]
+    inputs: Mapping[str, Sequence[str]]  # by group, the arguments whose gradients are wanted
+    device: torch.device
+    parameter_storages: frozenset[int]  # addresses
 
 
 @dataclass
 class ShardRecord:
     """What the first pass leaves of a shard.
 
-    `outputs` are z without a graph, `before` the buffers at its beginning. `passage` and `saved`
-    are there while its graph is kept.
+    `outputs` are z without a graph, `penalties` the penalties' values, `before` the buffers at its
+    beginning. `passage` and `saved` are there while its graph is kept.
     """
 
     position: Position
     outputs: Outputs
+    penalties: list[Tensor]
     before: Snapshot
     passage: Passage | None = None
     saved: SavedTensors | None = None
@@ -118,7 +123,7 @@ def forward(
             budget.exhaust()
             buffers.restore(before)
 
-        records.append(_with_room(call, records, undo=start_over))
+        records.append(with_room(call, records, undo=start_over))
         before = buffers.advance(before)
         prepared.feed.prefetch(following)
     observer.step("forward", len(positions), len(positions))
@@ -166,13 +171,37 @@ def replay(
             sums.begin_shard()
             cotangent = cotangents[record.position]
             attempt = partial(_backward, prepared, record, cotangent, sums, comparison)
-            retained, input_grads[record.position] = _with_room(attempt, active)
+            retained, input_grads[record.position] = with_room(attempt, active)
             num_retained += retained
             waiting = (other.position for other in active[index + 1 :] if not other.kept)
             prepared.feed.prefetch(next(waiting, None))
     difference = comparison.finish()
     observer.step("replay", len(active), len(active))
     return Replayed(num_retained, len(active) - num_retained, difference, input_grads)
+
+
+def with_room(
+    attempt: Callable[[], T],
+    records: Sequence[ShardRecord],
+    undo: Callable[[], None] = lambda: None,
+) -> T:
+    """Run an attempt; where memory runs out while graphs are kept, drop them and run it again.
+
+    Raises:
+        torch.OutOfMemoryError: it runs out with nothing kept, too.
+    """
+    try:
+        return attempt()
+    except torch.OutOfMemoryError:
+        if not any(record.kept for record in records):
+            raise
+    # Outside the handler, for its traceback holds on to the failed attempt's tensors.
+    for record in records:
+        record.drop()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    undo()
+    return attempt()
 
 
 def _first_call(
@@ -186,11 +215,12 @@ def _first_call(
     tried = saved.kept
     arguments = prepared.feed.take(position)
     with saved.saving():
-        passage = prepared.calls(position, arguments)
-    record = ShardRecord(position, {n: _compact(z) for n, z in passage.outputs.items()}, before)
+        passage = prepared.calls(position, arguments, with_values=True)
+    outputs = {name: _compact(z) for name, z in passage.outputs.items()}
+    record = ShardRecord(position, outputs, passage.penalties, before)
     if tried and not last:
         budget.count(saved)
-    if saved.kept:
+    if saved.kept and passage.intact:
         record.passage, record.saved = passage, saved
     return record
 
@@ -207,44 +237,40 @@ def _backward(
     where = prepared.calls.where(record.position)
     passage = record.passage
     if passage is None:
+        passage = _call_again(prepared, record)
+        comparison.compare(where, passage.outputs, record.outputs)
+    roots: list[Tensor | GradientEdge] = []
+    gradients: list[Tensor] = []
+    for name, z in passage.outputs.items():
+        if name in cotangent and z.requires_grad:
+            roots.append(z)
+            gradients.append(_cast(cotangent[name], z.dtype, sums.scale))
+    for tap, edge in passage.taps:
+        if edge is not None:
+            roots.append(edge)
+            gradients.append(tap.start(record.outputs, sums.scale))
+    if roots:
+        sums.begin_attempt()
+        # Without inputs=, which reentrant checkpointing does not admit; nothing else requires grad.
+        with blaming("the backward pass", where), prepared.calls.backward():
+            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+    record.drop()
+    return retained, {
+        name: None if leaf.grad is None else leaf.grad / sums.scale
+        for name, leaf in passage.inputs.items()
+    }
+
+
+def _call_again(prepared: Prepared, record: ShardRecord) -> Passage:
+    while True:
         prepared.buffers.restore(record.before)
         passage = prepared.calls(record.position, prepared.feed.take(record.position))
-        comparison.compare(where, passage.outputs, record.outputs)
-    roots = [name for name in cotangent if passage.outputs[name].requires_grad]
-    leaves = [*sums.parameters.values(), *passage.inputs.values()]
-    if roots and leaves:
-        with blaming("the backward pass", where):
-            torch.autograd.backward(
-                [passage.outputs[name] for name in roots],
-                [_cast(cotangent[n], passage.outputs[n], sums.scale) for n in roots],
-                inputs=leaves,
-            )
-    record.drop()
-    return retained, {name: leaf.grad for name, leaf in passage.inputs.items()}
+        if passage.intact:
+            return passage
 
 
-def _with_room(
-    attempt: Callable[[], T],
-    records: Sequence[ShardRecord],
-    undo: Callable[[], None] = lambda: None,
-) -> T:
-    """Run an attempt; where memory runs out while graphs are kept, drop them and run it again."""
-    try:
-        return attempt()
-    except torch.OutOfMemoryError:
-        if not any(record.kept for record in records):
-            raise
-    # Outside the handler, for its traceback holds on to the failed attempt's tensors.
-    for record in records:
-        record.drop()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    undo()
-    return attempt()
-
-
-def _cast(cotangent: Tensor, z: Tensor, scale: float) -> Tensor:
-    return (cotangent if scale == 1.0 else cotangent * scale).to(z.dtype)
+def _cast(gradient: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    return (gradient if scale == 1.0 else gradient * scale).to(dtype)
 
 
 def _compact(z: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 def preserved(model: nn.Module) -> Iterator[None]:
     """Put the model back on the way out, whatever happened inside."""
     modules = [_ModuleState(module) for module in model.modules()]
-    states = [_TensorState(parameter) for parameter in model.parameters()]
+    states = [_TensorState(tensor) for tensor in (*model.parameters(), *_plain_leaves(model))]
     states += [_TensorState(buffer, with_value=True) for buffer in model.buffers()]
     try:
         yield
@@ -34,6 +34,14 @@ def preserved(model: nn.Module) -> Iterator[None]:
             state.restore()
         for module_state in modules:
             module_state.restore()
+
+
+def _plain_leaves(model: nn.Module) -> Iterator[Tensor]:
+    """Yield tensors that collect gradients but are registered nowhere."""
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+                yield value
 
 
 class _ModuleState:

@@ -27,6 +27,16 @@ share the memory, and running out ends the process instead of raising."""
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
+CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+"""Limit, use, statistics and what of the use is cached files, in versions 2 and 1."""
 
 
 class GraphBudget:
@@ -64,10 +74,14 @@ class GraphBudget:
         self._total_bytes = 0
 
 
-def graph_budget(retain: Retain, device: torch.device) -> GraphBudget:
-    """Return the budget that `retain` stands for on a device."""
+def graph_budget(retain: Retain, device: torch.device, *, sums_bytes: int) -> GraphBudget:
+    """Return the budget that `retain` stands for on a device.
+
+    Args:
+        sums_bytes: what the sums of gradients will take, which "auto" leaves free.
+    """
     if retain == "auto":
-        return GraphBudget(_free_bytes(device), with_headroom=True)
+        return GraphBudget(max(0, _free_bytes(device) - sums_bytes), with_headroom=True)
     return GraphBudget(retain)
 
 
@@ -91,14 +105,16 @@ def _available_bytes() -> float:
 
 
 def _cgroup_bytes() -> float:
-    """Return what the process's control group still admits (Linux, version 2); inf if no limit."""
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used_bytes = int((CGROUP / "memory.current").read_text())
-        stat = (CGROUP / "memory.stat").read_text().splitlines()
-    except OSError:
-        return math.inf
-    if limit == "max":
-        return math.inf
-    file_bytes = sum(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
-    return max(0, int(limit) - used_bytes + file_bytes)
+    """Return what the process's control group (Linux) still admits; infinite without a limit."""
+    for limit_file, used_file, statistics_file, files_field in CGROUP_FILES:
+        try:
+            limit = (CGROUP / limit_file).read_text().strip()
+            used_bytes = int((CGROUP / used_file).read_text())
+            statistics = (CGROUP / statistics_file).read_text().splitlines()
+        except OSError:
+            continue
+        if limit == "max":
+            return math.inf
+        fields = dict(line.split() for line in statistics)
+        return max(0, int(limit) - used_bytes + int(fields.get(files_field, 0)))
+    return math.inf

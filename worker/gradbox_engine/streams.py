@@ -47,12 +47,16 @@ def stream_seed(seed: int, group: int, shard: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
-def generator_fingerprint() -> tuple[bytes, ...]:
-    """Return bytes that change when anything draws from a global generator."""
+def generator_fingerprint() -> tuple[object, ...]:
+    """Return something that differs after anything has drawn from a global generator."""
     states = _generator_states()
-    tensors = [states["cpu"], *states.get("cuda", []), *states.get("mps", [])]
-    plain = [repr(states["python"]).encode(), repr(states.get("numpy")).encode()]
-    return (*(tensor.numpy().tobytes() for tensor in tensors), *plain)
+    drawn: list[object] = [states["python"]]
+    for tensor in (states["cpu"], *states.get("cuda", []), *states.get("mps", [])):
+        drawn.append(tensor.numpy().tobytes())
+    if "numpy" in states:
+        twister = states["numpy"]["state"]
+        drawn.append((twister["key"].tobytes(), twister["pos"], states["numpy"]["has_gauss"]))
+    return tuple(drawn)
 
 
 def _generator_states() -> dict[str, Any]:

@@ -6,7 +6,10 @@ import argparse
 import logging
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from gradbox_service.settings import Settings
 
 GIB: Final = 2**30
 
@@ -50,14 +53,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         help="how long a cancelled job may take to end before its process is killed [30]",
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="start nothing: exit with 0 if the worker of this name lives, with 1 if not",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Work until told to stop.
 
     Returns:
-        0 if it was told to stop, 1 if it ended by itself, 2 if what it was given cannot be used,
-        3 if Redis does not answer.
+        0 if it was told to stop (with --check: if it lives), 1 if it ended by itself, 2 if what it
+        was given cannot be used, 3 if Redis does not answer.
     """
     import redis
 
@@ -72,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         format="%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s",
     )
     try:
-        return _work(args)
+        return _check(args) if args.check else _work(args)
     except (BadSettings, DeviceNotStarted, ModelsFileError, NameTaken) as error:
         print(f"gradbox worker: {error}", file=sys.stderr)
         return 2
@@ -83,15 +91,9 @@ def run(args: argparse.Namespace) -> int:
         return 130
 
 
-def _work(args: argparse.Namespace) -> int:
-    from gradbox_service.jobs import connect
+def _settings(args: argparse.Namespace) -> tuple[Settings, str]:
+    """Return what the worker was told, and with it the address of Redis."""
     from gradbox_service.settings import BadSettings, Settings
-    from gradbox_service.store import result_store
-    from gradbox_worker.device import DeviceProcess, DeviceSettings
-    from gradbox_worker.models import read_models_file
-    from gradbox_worker.presence import NameLock, default_name
-    from gradbox_worker.rq_worker import GradboxWorker
-    from gradbox_worker.supervision import Patience
 
     settings = Settings.read(redis_url=args.redis_url, data=args.data)
     if not settings.redis_url:
@@ -99,6 +101,31 @@ def _work(args: argparse.Namespace) -> int:
             "expected the address of the box's Redis, got none: give --redis-url or "
             "GRADBOX_REDIS_URL (`gradbox up` brings a Redis of its own)"
         )
+    return settings, settings.redis_url
+
+
+def _check(args: argparse.Namespace) -> int:
+    from gradbox_service.jobs import RedisFleet, connect
+    from gradbox_worker.presence import default_name
+
+    name = args.name or default_name(args.device)
+    _, redis_url = _settings(args)
+    fleet = RedisFleet(connect(redis_url))
+    found = next((worker for worker in fleet.workers() if worker.name == name), None)
+    print(f"{name}: {'not alive' if found is None else found.state}")
+    return 0 if found is not None and found.models else 1
+
+
+def _work(args: argparse.Namespace) -> int:
+    from gradbox_service.jobs import connect
+    from gradbox_service.store import result_store
+    from gradbox_worker.device import DeviceProcess, DeviceSettings
+    from gradbox_worker.models import read_models_file
+    from gradbox_worker.presence import NameLock, default_name
+    from gradbox_worker.rq_worker import GradboxWorker
+    from gradbox_worker.supervision import Patience
+
+    settings, redis_url = _settings(args)
     read_models_file(args.models)  # a mistake in it is best heard at once
     memory_gib = args.model_memory_gib
     device = DeviceProcess(
@@ -112,7 +139,7 @@ def _work(args: argparse.Namespace) -> int:
     name = args.name or default_name(args.device)
     with NameLock(settings.data, name):
         worker = GradboxWorker(
-            connect(settings.redis_url),
+            connect(redis_url),
             name=name,
             device=device,
             results=result_store(settings.data),

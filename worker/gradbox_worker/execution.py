@@ -15,10 +15,16 @@ from gradbox_engine import Observer, SetGradient, set_gradient
 from gradbox_worker.blob_tensors import Blobs, BlobTensors
 from gradbox_worker.device.work import Finished, Stopped, Work
 from gradbox_worker.failures import Caught, caught
-from gradbox_worker.job_parts import build_function, input_groups, loss_objective
+from gradbox_worker.job_parts import (
+    build_function,
+    differentiated,
+    input_groups,
+    loss_objective,
+    model_penalties,
+)
 from gradbox_worker.memory import PeakMemory
 from gradbox_worker.models.registry import Loaded, Registry
-from gradbox_worker.result_file import write_result
+from gradbox_worker.result_file import result_tensors, write_result
 
 
 class StopNow(BaseException):
@@ -65,18 +71,20 @@ def execute(work: Work, *, registry: Registry, blobs: Blobs, observer: Observer)
             objective,
             seed=spec.seed,
             mode=spec.mode,
-            wrt=spec.wrt,
+            wrt=differentiated(spec),
+            precision=spec.precision,
             output=spec.output,
             readout=readout,
             weights=weights or None,
+            penalties=model_penalties(spec, tensors, device=registry.device),
+            retain=spec.retain,
+            streams=spec.streams,
             returns=tuple(spec.returns),
             observer=observer,
         )
     receipt = _receipt(work, answer, loaded, device=registry.device, peak=peak, load_s=load_s)
-    named = {f"grads/{name}": gradient for name, gradient in answer.grads.items()}
-    named |= {f"buffers/{name}": buffer for name, buffer in (answer.buffers or {}).items()}
     metadata = {"format": "pt", "gradbox": receipt.model_dump_json()}
-    result = write_result(work.result_path, named, metadata=metadata)
+    result = write_result(work.result_path, result_tensors(answer, spec.returns), metadata=metadata)
     return Finished(receipt=receipt, result=result)
 
 
@@ -100,7 +108,7 @@ def _receipt(
         model_version=loaded.view.version,
         seed=spec.seed,
         mode=spec.mode,
-        precision="fp32",
+        precision=spec.precision,
         device=_device_name(device),
         torch=torch.__version__,
         gradbox=importlib.metadata.version("gradbox"),

@@ -15,7 +15,7 @@ from gradbox.graphs.build import build
 from gradbox.graphs.cost import metered
 from gradbox.losses import BUILTIN
 from gradbox.protocol import BuiltinLoss, GradientSpec, TensorRef, TracedFunction
-from gradbox_engine import Group, Objective
+from gradbox_engine import Group, Objective, Penalty
 from gradbox_worker.blob_tensors import BlobTensors
 from gradbox_worker.device.placement import memory_bytes
 from gradbox_worker.models.registry import Loaded
@@ -46,9 +46,47 @@ def input_groups(spec: GradientSpec, loaded: Loaded, tensors: BlobTensors) -> li
                 f"the box's owner add it to the model's methods"
             )
     return [
-        Group(name=group.name, shards=tensors.shards(group.shards), method=group.method)
+        Group(
+            name=group.name,
+            shards=tensors.shards(group.shards),
+            method=group.method,
+            order=None if group.order is None else tensors.tensor(group.order),
+        )
         for group in spec.inputs
     ]
+
+
+def model_penalties(
+    spec: GradientSpec, tensors: BlobTensors, *, device: torch.device
+) -> list[Penalty]:
+    """Return the penalties with their functions built.
+
+    Raises:
+        GraphRefused: a graph is not allowed.
+    """
+
+    def built(traced: TracedFunction) -> Callable[..., Any]:
+        return build_function(traced, tensors, device=device).function
+
+    return [
+        Penalty(
+            at=penalty.at,
+            loss=built(penalty.loss),
+            weight=penalty.weight,
+            per_sample_scale=(
+                None if penalty.per_sample_scale is None else built(penalty.per_sample_scale)
+            ),
+        )
+        for penalty in spec.penalties
+    ]
+
+
+def differentiated(spec: GradientSpec) -> list[str] | None:
+    """Return what the engine is to differentiate: `wrt`, and the inputs if they are asked for."""
+    wants_inputs = "input_grads" in spec.returns
+    if not wants_inputs or any(glob.startswith("inputs.") for glob in spec.wrt or ()):
+        return spec.wrt
+    return [*(spec.wrt or ["*"]), "inputs.*"]
 
 
 def loss_objective(spec: GradientSpec, tensors: BlobTensors, *, device: torch.device) -> Objective:

@@ -192,7 +192,7 @@ _METHODS = """
     matrix_exp matrix_power max maximum mean median min minimum mm mode moveaxis movedim msort
     mul multiply mv nan_to_num nanmean nanmedian nanquantile nansum narrow narrow_copy
     ndimension ne neg negative nelement new_full new_ones new_zeros nextafter nonzero norm
-    not_equal numel outer permute pinverse polygamma positive pow prelu prod put qr quantile
+    not_equal numel outer permute pinverse polygamma positive pow prelu prod put quantile
     rad2deg ravel reciprocal relu remainder renorm repeat repeat_interleave reshape reshape_as
     resolve_conj resolve_neg roll rot90 round rsqrt scatter scatter_add scatter_reduce select
     select_scatter sgn short sigmoid sign signbit sin sinc sinh size slice_scatter slogdet

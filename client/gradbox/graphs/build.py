@@ -156,11 +156,17 @@ def _call(node: Node, device: torch.device) -> _Reader:
 def _function(name: str) -> Callable[..., Any]:
     if name == allowed.ATTRIBUTE:
         return _attribute
-    return bounded(name, targets.FUNCTIONS[name])
+    return bounded(name, _installed(name, targets.FUNCTIONS.get(name)))
+
+
+def _installed(name: str, function: Callable[..., Any] | None) -> Callable[..., Any]:
+    if function is None:
+        raise GraphRefused(f"{name} is allowed, but torch {torch.__version__} of this box lacks it")
+    return function
 
 
 def _method(name: str) -> Callable[..., Any]:
-    method = bounded(name, getattr(torch.Tensor, name))
+    method = bounded(name, _installed(name, getattr(torch.Tensor, name, None)))
 
     def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(owner, torch.Size) and name == "numel":

@@ -162,6 +162,7 @@ _READS: Final = frozenset(
     "__array__ __bool__ __contains__ __float__ __index__ __int__ __iter__ item numpy tolist".split()
 )
 _MAKES: Final = frozenset("as_tensor asarray from_numpy tensor".split())
+_DEFAULT_DTYPED: Final = frozenset("eye full linspace logspace ones scalar_tensor zeros".split())
 _VIEWS: Final = frozenset("H T imag mH mT real".split())
 _DROPOUTS: Final[tuple[Callable[..., Any], ...]] = (
     F.dropout,
@@ -196,6 +197,10 @@ class Recorder(TorchFunctionMode):
                 return func(*args, **kwargs)
             if name in _READS or name in _MAKES:
                 return self._read(func, name, args, kwargs)
+        if name in _MAKES and not _has_symbol(args):
+            return self._constant(func, args, kwargs)
+        if name in _DEFAULT_DTYPED:
+            _check_default_dtype(name, kwargs)
         if torch.overrides.is_tensor_method_or_property(func):
             return self._recording.create_proxy("call_method", name, args, kwargs)
         return self._recording.create_proxy("call_function", func, args, kwargs)
@@ -207,6 +212,15 @@ class Recorder(TorchFunctionMode):
         if kind == "__set__" or name in ("data", "grad"):
             raise untraceable(f"the attribute .{name} is not recorded", instead_of("data"))
         return func(*args)
+
+    def _constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
+        """Make a constant whose dtype or device is that of another tensor of the graph."""
+        later = {name: value for name, value in kwargs.items() if isinstance(value, Proxy)}
+        now = {name: value for name, value in kwargs.items() if name not in later}
+        value = func(*args, **now)
+        if "dtype" in later and value.is_floating_point():
+            value = func(*args, **now, dtype=torch.float64)  # rounded once, to the dtype it gets
+        return self._recording.create_proxy("call_method", "to", (value,), later)
 
     def _read(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Read the value of a tensor that is known now: a closure tensor or a buffer."""
@@ -246,6 +260,15 @@ def _writes(kind: str, target: Any) -> bool:
     if kind == "call_method":
         return target in allowed.IN_PLACE
     return targets.name_of(target) in allowed.WRITING_FUNCTIONS
+
+
+def _check_default_dtype(name: str, kwargs: Mapping[str, Any]) -> None:
+    if kwargs.get("dtype") is None and torch.get_default_dtype() != torch.float32:
+        raise untraceable(
+            f"torch.{name} takes torch's default dtype, {torch.get_default_dtype()} here and "
+            "torch.float32 on the box",
+            "give it a dtype, such as dtype=z.dtype",
+        )
 
 
 def _foreign(tensor: torch.Tensor) -> str:

@@ -18,7 +18,7 @@ class Node(BaseModel):
 
     `target` is an argument's name (placeholder), a tensor's name (get_attr), a function's name from
     the allow-list (call_function) or a method's (call_method). An argument is a JSON scalar, a list
-    or one of the tagged objects that docs/wire.md lists, {"node": NAME} among them.
+    or one of the tagged objects that docs/graphs.md lists, {"node": NAME} among them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

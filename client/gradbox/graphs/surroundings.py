@@ -14,27 +14,27 @@ from typing import Any, Final
 import torch
 from torch.fx import Proxy
 
-from gradbox.errors import UntraceableLoss
 from gradbox.graphs import allowed
-from gradbox.graphs.location import untraceable
+from gradbox.graphs.location import is_user_code, untraceable
 from gradbox.graphs.recording import Recording
+from gradbox.graphs.refusals import instead_of
+
+Namespace = dict[str, Any]
 
 _LOCK: Final = threading.RLock()
+_ABSENT: Final = object()
 
 
 @contextmanager
 def surroundings(function: Callable[..., Any], recording: Recording) -> Iterator[None]:
     """Let Python's own calls on symbols be recorded, and leave the function's module as it was.
 
-    `math` functions, `torch.finfo` and the like are replaced for the duration by functions that
-    behave as before for everybody without symbols, so other threads do not notice.
-
-    Raises:
-        UntraceableLoss: the function drew numbers from Python's or NumPy's random generator.
+    `math` functions, `torch.finfo`, Python's and NumPy's random numbers and the like are replaced
+    for the duration by functions that behave as before for everybody without symbols and for every
+    other thread.
     """
     with _LOCK, ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_without_randomness())
         for module in _modules(function):
             stack.enter_context(_restored(module))
         stack.enter_context(_intercepted(function, recording))
@@ -85,41 +85,42 @@ def _restored(module: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _without_randomness() -> Iterator[None]:
-    numpy = sys.modules.get("numpy")
-    python_before = random.getstate()
-    numpy_before = str(numpy.random.get_state()) if numpy else None
-    yield
-    if random.getstate() != python_before or (
-        numpy and str(numpy.random.get_state()) != numpy_before
-    ):
-        raise UntraceableLoss(
-            "the function draws from Python's or NumPy's random generator, and the number would be "
-            "frozen into the graph; draw it outside and pass it in loss_inputs"
-        )
+def _intercepted(function: Callable[..., Any], recording: Recording) -> Iterator[None]:
+    instead = _replacements(recording)
+    with ExitStack() as stack:
+        for module in (math, torch, *_generators()):
+            stack.enter_context(_changed(vars(module), _changes(vars(module), instead)))
+        for namespace in _globals(function):
+            changes = _changes(namespace, instead)
+            if is_user_code(namespace.get("__file__") or ""):
+                changes["isinstance"] = _refuse_type_tests(namespace.get("isinstance", isinstance))
+            stack.enter_context(_changed(namespace, changes))
+        custom: Any = torch.autograd.Function
+        apply = vars(custom)["apply"]
+        stack.callback(setattr, custom, "apply", apply)
+        custom.apply = classmethod(_refuse_custom(apply))
+        yield
+
+
+def _changes(namespace: Namespace, instead: dict[int, Callable[..., Any]]) -> Namespace:
+    return {name: instead[id(value)] for name, value in namespace.items() if id(value) in instead}
 
 
 @contextmanager
-def _intercepted(function: Callable[..., Any], recording: Recording) -> Iterator[None]:
-    replaced = _replacements(recording)
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    for namespace in (vars(math), vars(torch), *_globals(function)):
-        for name, value in list(namespace.items()):
-            if id(value) in replaced:
-                undo.append((namespace, name, value))
-                namespace[name] = replaced[id(value)]
-    custom: Any = torch.autograd.Function
-    apply = vars(custom)["apply"]
-    custom.apply = classmethod(_refuse_custom(apply))
+def _changed(namespace: Namespace, changes: Namespace) -> Iterator[None]:
+    before = {name: namespace.get(name, _ABSENT) for name in changes}
+    namespace.update(changes)
     try:
         yield
     finally:
-        custom.apply = apply
-        for namespace, name, value in undo:
-            namespace[name] = value
+        for name, value in before.items():
+            if value is _ABSENT:
+                del namespace[name]
+            else:
+                namespace[name] = value
 
 
-def _globals(function: Callable[..., Any]) -> list[dict[str, Any]]:
+def _globals(function: Callable[..., Any]) -> list[Namespace]:
     """Return the namespaces in which the function's code may have imported names."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -132,6 +133,12 @@ def _globals(function: Callable[..., Any]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def _generators() -> list[Any]:
+    """Return the modules whose functions draw from a generator of the whole process."""
+    numpy = sys.modules.get("numpy")
+    return [random, *([numpy.random] if numpy else [])]
+
+
 def _replacements(recording: Recording) -> dict[int, Callable[..., Any]]:
     """Return, by the identity of what it replaces, a function that records calls on symbols."""
     originals = [getattr(math, name.removeprefix("math.")) for name in sorted(allowed.MATH)]
@@ -139,6 +146,11 @@ def _replacements(recording: Recording) -> dict[int, Callable[..., Any]]:
     found = {id(original): _recorded(original, recording) for original in originals}
     for factory in (torch.zeros, torch.ones):
         found[id(factory)] = _sized(factory)
+    for module in _generators():
+        shared = module.random.__self__
+        for draw in vars(module).values():
+            if getattr(draw, "__self__", None) is shared:
+                found[id(draw)] = _refuse_drawing(draw)
     return found
 
 
@@ -160,6 +172,35 @@ def _sized(factory: Callable[..., Any]) -> Callable[..., Any]:
         return factory(*size, **kwargs)
 
     return call
+
+
+def _refuse_drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a random number to this thread, which would freeze it into the graph."""
+    tracing = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == tracing:
+            raise untraceable(
+                f"{draw.__name__}() draws a random number, which would be frozen into the graph",
+                instead_of("rand"),
+            )
+        return draw(*args, **kwargs)
+
+    return call
+
+
+def _refuse_type_tests(known: Callable[..., bool]) -> Callable[..., bool]:
+    """Stand for `isinstance`, which would say False of a symbol whatever it stands for."""
+
+    def test(value: Any, kinds: Any) -> bool:
+        if isinstance(value, Proxy):
+            raise untraceable(
+                "isinstance() asks for the type of a value that is not known yet",
+                "decide outside the function, or by an argument with a Python value",
+            )
+        return known(value, kinds)
+
+    return test
 
 
 def _refuse_custom(apply: Any) -> Callable[..., Any]:

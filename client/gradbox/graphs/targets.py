@@ -52,17 +52,19 @@ def field(record: Any, name: str) -> Any:
     return record[fields.index(name)]
 
 
-def _resolve(name: str) -> Callable[..., Any]:
+def _resolve(name: str) -> Callable[..., Any] | None:
     if name == allowed.FIELD:
         return field
     module, _, attribute = name.rpartition(".")
-    resolved: Callable[..., Any] = getattr(_MODULES[module], attribute)
-    return resolved
+    return getattr(_MODULES[module], attribute, None)
 
 
 # Looked up at import: while a function is traced some of these names stand for something else.
-FUNCTIONS: Final = {name: _resolve(name) for name in allowed.FUNCTIONS}
-_NAMES: Final = {id(FUNCTIONS[name]): name for name in reversed(allowed.FUNCTIONS)}
+# A name that the installed torch lacks is left out.
+FUNCTIONS: Final = {
+    name: function for name in allowed.FUNCTIONS if (function := _resolve(name)) is not None
+}
+_NAMES: Final = {id(function): name for name, function in reversed(FUNCTIONS.items())}
 
 
 def name_of(function: Any) -> str | None:

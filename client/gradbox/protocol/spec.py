@@ -21,6 +21,7 @@ Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
 TensorName = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 Scalar = bool | int | float | str | None
+Returned = Literal["grads", "input_grads", "outputs", "cotangents", "buffers"]
 
 
 class Wire(BaseModel):
@@ -51,11 +52,16 @@ class ShardRef(Wire):
 
 
 class InputGroup(Wire):
-    """One list of shards, all put through one entry point of the model."""
+    """One list of shards, all put through one entry point of the model.
+
+    `order` is the permutation that makes the loss's Z out of the shards' outputs, one after the
+    other: Z = cat(z_1..z_n)[order].
+    """
 
     name: Identifier = "z"
     shards: Annotated[list[ShardRef], Field(min_length=1, max_length=1_000_000)]
     method: str = "forward"
+    order: TensorRef | None = None
 
 
 class TracedFunction(Wire):
@@ -83,6 +89,19 @@ class BuiltinLoss(Wire):
     options: dict[Identifier, Scalar] = {}
 
 
+class PenaltySpec(Wire):
+    """A term Σᵢ weight · loss(tapᵢ), tapᵢ being what submodule `at` gives for shard i.
+
+    `at` may name an element of that: "encoder[last_hidden_state]". `per_sample_scale` maps a
+    shard's z to one number a sample, by which that sample's gradient of the penalty is multiplied.
+    """
+
+    at: Annotated[str, StringConstraints(min_length=1, max_length=500)]
+    loss: TracedFunction
+    weight: float = 1.0
+    per_sample_scale: TracedFunction | None = None
+
+
 LossSpec = Annotated[GraphLoss | BuiltinLoss, Field(discriminator="kind")]
 
 
@@ -96,6 +115,9 @@ class SharedSpec(Wire):
     readout: TracedFunction | None = None
     mode: Literal["eval", "train"] = "eval"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
+    retain: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    streams: Literal["shard", "sample"] = "shard"
     wrt: Annotated[list[str], Field(min_length=1)] | None = None
     weights: dict[str, TensorRef] = {}
     priority: Annotated[int, Field(ge=-10, le=10)] = 0
@@ -109,7 +131,8 @@ class GradientSpec(SharedSpec):
     computation: Literal["gradient"] = "gradient"
     loss: LossSpec
     loss_inputs: dict[Identifier, TensorRef | Scalar] = {}
-    returns: Annotated[list[Literal["grads", "buffers"]], Field(min_length=1)] = ["grads"]
+    penalties: Annotated[list[PenaltySpec], Field(max_length=1000)] = []
+    returns: Annotated[list[Returned], Field(min_length=1)] = ["grads"]
 
 
 JobSpec = GradientSpec

@@ -10,7 +10,7 @@ from __future__ import annotations
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import GraphLoss, JobSpec, ModelView, TensorRef, TracedFunction
 from gradbox_service.admission.arguments import check_groups
-from gradbox_service.admission.functions import check_loss, check_readout
+from gradbox_service.admission.functions import check_loss, check_penalties, check_readout
 from gradbox_service.admission.model import find_model
 from gradbox_service.admission.parameters import check_weights, check_wrt
 from gradbox_service.admission.tensors import Tensors
@@ -24,7 +24,7 @@ def admit(spec: JobSpec, *, fleet: Fleet, blobs: BlobStore) -> ModelView:
     Raises:
         UnknownModel: see `find_model`.
         MissingBlobs: the box does not have every blob that the job names.
-        GraphRefused: the loss or the readout is not an allowed graph.
+        GraphRefused: the loss, the readout or a penalty is not an allowed graph.
         InvalidInputs: names do not fit the model, the blobs or each other.
         ServiceUnavailable: no worker has said yet which models there are.
     """
@@ -38,8 +38,9 @@ def admit(spec: JobSpec, *, fleet: Fleet, blobs: BlobStore) -> ModelView:
     check_groups(spec, model=model, tensors=tensors)
     check_loss(spec)
     check_readout(spec)
+    check_penalties(spec)
     check_weights(spec, model=model, tensors=tensors)
-    check_wrt(spec, model=model)
+    check_wrt(spec, model=model, tensors=tensors)
     return model
 
 
@@ -62,6 +63,9 @@ def _references(spec: JobSpec) -> list[tuple[str, TensorRef]]:
         "loss": spec.loss.function if isinstance(spec.loss, GraphLoss) else None,
         "readout": spec.readout,
     }
+    for index, penalty in enumerate(spec.penalties):
+        named[f"penalties.{index}.loss"] = penalty.loss
+        named[f"penalties.{index}.per_sample_scale"] = penalty.per_sample_scale
     found = [
         (f"{place}.tensors.{name}", reference)
         for place, function in named.items()
@@ -72,5 +76,10 @@ def _references(spec: JobSpec) -> list[tuple[str, TensorRef]]:
         (f"loss_inputs.{name}", value)
         for name, value in spec.loss_inputs.items()
         if isinstance(value, TensorRef)
+    ]
+    found += [
+        (f"inputs.{group.name}.order", group.order)
+        for group in spec.inputs
+        if group.order is not None
     ]
     return found + [(f"weights.{name}", reference) for name, reference in spec.weights.items()]

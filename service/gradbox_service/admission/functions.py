@@ -1,7 +1,8 @@
-"""Are the loss and the readout functions that may run, and is each given what it takes?"""
+"""Are the functions of a job allowed to run, and is each given what it takes?"""
 
 from __future__ import annotations
 
+from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import check_graph
 from gradbox.protocol import GraphLoss, JobSpec
 from gradbox.signatures import check_builtin
@@ -38,3 +39,23 @@ def check_readout(spec: JobSpec) -> None:
     if spec.readout is not None:
         graph, tensors = spec.readout.graph, spec.readout.tensors
         check_graph(graph, tensors, positional=READOUT_ARGUMENTS, arguments=())
+
+
+def check_penalties(spec: JobSpec) -> None:
+    """Check the penalties' losses and scales.
+
+    Raises:
+        GraphRefused: see `check_graph`.
+        InvalidInputs: one has parameters of its own, which nothing differentiates.
+    """
+    for index, penalty in enumerate(spec.penalties):
+        for function in (penalty.loss, penalty.per_sample_scale):
+            if function is None:
+                continue
+            check_graph(function.graph, function.tensors, positional=1, arguments=())
+            trainable = [name for name, ref in function.tensors.items() if ref.requires_grad]
+            if trainable:
+                raise InvalidInputs(
+                    f"penalties.{index} at {penalty.at!r}: its parameters are held constant, but "
+                    f"{trainable} require grad; detach them, or move the term into the loss"
+                )

@@ -9,6 +9,8 @@ from gradbox.errors import InvalidInputs
 from gradbox.protocol import GraphLoss, JobSpec, ModelView, TensorRef
 from gradbox_service.admission.tensors import Tensors
 
+FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+
 
 def check_weights(spec: JobSpec, *, model: ModelView, tensors: Tensors) -> None:
     """Check the tensors that are laid over the model's own.
@@ -30,7 +32,7 @@ def check_weights(spec: JobSpec, *, model: ModelView, tensors: Tensors) -> None:
             )
 
 
-def check_wrt(spec: JobSpec, *, model: ModelView) -> None:
+def check_wrt(spec: JobSpec, *, model: ModelView, tensors: Tensors) -> None:
     """Check that every glob names something that has a gradient.
 
     Raises:
@@ -39,12 +41,26 @@ def check_wrt(spec: JobSpec, *, model: ModelView) -> None:
     if spec.wrt is None:
         return
     names = [view.name for view in model.parameters] + _loss_parameters(spec)
+    names += _differentiable_inputs(spec, tensors)
     for glob in spec.wrt:
         if not any(fnmatchcase(name, glob) for name in names):
             raise InvalidInputs(
-                f"wrt: {glob!r} matches no parameter of model {model.name!r} or of the loss"
+                f"wrt: {glob!r} matches no parameter of model {model.name!r} or of the loss, and "
+                f"no floating-point input"
                 f"{_suggestion(glob, names)}"
             )
+
+
+def _differentiable_inputs(spec: JobSpec, tensors: Tensors) -> list[str]:
+    """Return the floating-point arguments as `inputs.NAME` and `inputs.GROUP.NAME`."""
+    names = []
+    for group in spec.inputs:
+        shard = group.shards[0]
+        for name in tensors.arguments(shard, where=f"shard 0 of group {group.name!r}"):
+            reference = TensorRef(blob=shard.blob, tensor=shard.prefix + name)
+            if tensors.entry(reference, where=name).dtype in FLOATING:
+                names += [f"inputs.{name}", f"inputs.{group.name}.{name}"]
+    return names
 
 
 def _loss_parameters(spec: JobSpec) -> list[str]:

@@ -1,0 +1,1 @@
+"""`gradbox demo` as a newcomer runs it."""

@@ -1,0 +1,1 @@
+"""The house itself: what imports what, and what no file may hold."""

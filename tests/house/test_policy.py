@@ -1,0 +1,79 @@
+"""Rules that hold for the whole tree, each checked where it could be broken."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(
+    path for folder in ("client", "service", "worker") for path in (ROOT / folder).rglob("*.py")
+)
+UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+LONGEST_FILE = 400
+
+
+def modules_loaded_by(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import gradbox",
+        "import gradbox.protocol, gradbox.graphs.check",
+        "import gradbox.cli",
+        "import gradbox_service.app",
+        "import gradbox_service.up",
+        "import gradbox_worker.rq_worker, gradbox_worker.turn",
+    ],
+)
+def test_import_loads_no_torch(statement: str) -> None:
+    assert "torch" not in modules_loaded_by(statement)
+
+
+def test_the_client_imports_none_of_the_others() -> None:
+    loaded = modules_loaded_by("import gradbox, gradbox.cli")
+    assert not {"gradbox_service", "gradbox_worker", "gradbox_engine"} & loaded
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_source_unpickles_nothing_and_stays_readable(path: Path) -> None:
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        assert not {name.partition(".")[0] for name in names} & UNPICKLERS, f"line {node.lineno}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in ("eval", "exec"), f"line {node.lineno}"
+    assert len(text.splitlines()) <= LONGEST_FILE
+
+
+def test_the_task_that_the_service_names_exists_in_the_worker() -> None:
+    from gradbox_service.jobs.turns import TASK
+
+    module, _, function = TASK.rpartition(".")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_every_command_is_in_the_readme_or_the_docs() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    text = "\n".join(page.read_text() for page in pages)
+    commands = {entry.name for entry in metadata.entry_points(group="gradbox.commands")}
+    assert commands >= {"up", "service", "worker", "models", "tokens", "demo"}
+    assert not {name for name in commands if f"gradbox {name}" not in text}

@@ -1,0 +1,74 @@
+"""A model made ready for one job: flags, numbers, arithmetic, and the ways to call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from gradbox_engine.buffers import Buffers
+from gradbox_engine.calls import ModelCalls
+from gradbox_engine.feed import Feed
+from gradbox_engine.input_gradients import matched_inputs
+from gradbox_engine.job import Group, Mode, Penalty, Precision, model_device
+from gradbox_engine.overlay import lay_over, widen
+from gradbox_engine.penalties import Taps
+from gradbox_engine.phases import Prepared
+from gradbox_engine.precision import arithmetic
+from gradbox_engine.preservation import preserved
+from gradbox_engine.sample_streams import SampleStreams
+from gradbox_engine.selection import Selection
+
+Streams = Literal["shard", "sample"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How a job calls the model: what `set_gradient` was told, beside model, shards and loss."""
+
+    seed: int = 0
+    mode: Mode = "eval"
+    precision: Precision = "fp32"
+    output: str | int | None = None
+    readout: Callable[[Any, dict[str, Any]], Any] | None = None
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    penalties: Sequence[Penalty] = ()
+    streams: Streams = "shard"
+
+
+@contextmanager
+def prepared(
+    model: nn.Module, groups: Sequence[Group], selection: Selection, terms: Terms
+) -> Iterator[Prepared]:
+    """Make a model ready, and put it back on the way out, whatever happened inside."""
+    device = model_device(model)
+    feed = Feed(groups, device, widened=terms.precision == "fp64")
+    inputs = matched_inputs(groups, selection.input_patterns)
+    with preserved(model), arithmetic(terms.precision):
+        lay_over(model, terms.weights)
+        if terms.precision == "fp64":
+            widen(model)
+        model.train(terms.mode == "train")
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+            parameter.grad = None
+        for parameter in selection.parameters.values():
+            parameter.requires_grad_()
+        by_sample = terms.streams == "sample"
+        calls = ModelCalls(
+            model,
+            groups,
+            seed=terms.seed,
+            precision=terms.precision,
+            device=device,
+            output=terms.output,
+            readout=terms.readout,
+            differentiated=inputs,
+            taps=Taps(model, terms.penalties),
+            sample_streams=SampleStreams(model, groups, seed=terms.seed) if by_sample else None,
+        )
+        storages = (p.untyped_storage().data_ptr() for p in model.parameters())
+        yield Prepared(calls, feed, Buffers(model), inputs, device, frozenset(storages))
