@@ -9,7 +9,7 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradbox_engine.per_sample.capture import Key, PlanStale, Run
 from gradbox_engine.per_sample.plan import Plan
+from gradbox_engine.per_sample.pulling import pulled_back
 from gradbox_engine.per_sample.reentrant import plain_checkpoints
 from gradbox_engine.per_sample.watched_model import WatchedModel
 from gradbox_factors import Block, Lookup, Outer, Positions, Term, Total, Zero
@@ -163,50 +164,10 @@ class Traced:
         """Turn terms of derived tensors into terms of the parameters they are made of."""
         for key in [key for key in found if not isinstance(key, str)]:
             terms = found.pop(key)
-            for name, term in self._pulled(self._capture.derived[key], terms):
+            for name, term in pulled_back(
+                self._capture.derived[key], terms, self.session.parameters
+            ):
                 found.setdefault(name, []).append(term)
-
-    def _pulled(self, q: Tensor, terms: list[Term]) -> Iterator[tuple[str, Term]]:
-        node = q.grad_fn
-        by_id = {id(tensor): name for name, tensor in self.session.parameters.items()}
-        leaf = _leaf(node) if node is not None else None
-        if (
-            node is not None
-            and node.name() in ("TBackward0", "TransposeBackward0")
-            and q.dim() == 2
-            and leaf is not None
-            and id(leaf) in by_id
-        ):
-            for term in terms:
-                name = by_id[id(leaf)]
-                if isinstance(term, Outer):
-                    yield (
-                        name,
-                        replace(
-                            term,
-                            parameter=name,
-                            shape=tuple(leaf.shape),
-                            transposed=not term.transposed,
-                        ),
-                    )
-                else:
-                    yield name, Block(name, tuple(leaf.shape), term.block().mT)
-            return
-        block = terms[0].block() if len(terms) == 1 else Total(tuple(terms)).block()
-        names = list(self.session.parameters)
-        flat = block.flatten(0, 1)
-        gradients = torch.autograd.grad(
-            q,
-            list(self.session.parameters.values()),
-            flat,
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=True,
-        )
-        for name, gradient in zip(names, gradients, strict=True):
-            if gradient is not None:
-                array = gradient.view(*block.shape[:2], *gradient.shape[1:])
-                yield name, Block(name, tuple(array.shape[2:]), array)
 
     def _loop(self, found: dict[Key, list[Term]], outputs: range, *, keep: bool) -> None:
         """One backward pass for each sample and output, for the parameters that need it."""
@@ -297,11 +258,3 @@ def _edge_bytes(node: Any, output: int) -> int:
         size *= int(length)
     itemsize: int = metadata.dtype.itemsize
     return size * itemsize
-
-
-def _leaf(node: Any) -> Tensor | None:
-    following = [edge[0] for edge in node.next_functions if edge[0] is not None]
-    if len(following) != 1:
-        return None
-    leaf: Tensor | None = getattr(following[0], "variable", None)
-    return leaf

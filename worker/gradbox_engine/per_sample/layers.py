@@ -142,7 +142,7 @@ def lookup(ids: Tensor, g: Tensor, weight: Target, padding_idx: int | None) -> L
     """Return the term of an embedding: ids (B, ...) and g (Y, B, ..., D)."""
     ids_BT = ids.reshape(ids.shape[0], -1)
     left = g.reshape(g.shape[0], ids_BT.shape[0], ids_BT.shape[1], g.shape[-1])
-    if padding_idx is not None:
+    if padding_idx is not None and bool((ids_BT == padding_idx).any()):
         left = left * (ids_BT != padding_idx)[..., None]
     return Lookup(weight.name, weight.shape, left, ids_BT)
 
