@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine.calls import blaming
 from gradbox_engine.errors import BadInputs
+from gradbox_engine.failures import blaming
 from gradbox_engine.feed import call_arguments
 from gradbox_engine.job import Mode, Precision, model_device
 from gradbox_engine.outputs import BARE, as_outputs, choose
