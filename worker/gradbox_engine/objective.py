@@ -65,19 +65,8 @@ def differentiate(
         LossNotScalar: g returned anything but one real floating-point number.
         LossNotFinite: that number is NaN or infinite.
     """
-    leaves = {
-        group: {
-            name: z.detach().to(accumulation_dtype(z.dtype)).requires_grad_()
-            for name, z in named.items()
-        }
-        for group, named in outputs.items()
-    }
-    orders = {
-        group.name: permutation(group.order, _num_rows(outputs[group.name]), group=group.name)
-        for group in groups
-        if group.order is not None
-    }
-    flat = [z for named in leaves.values() for z in named.values()]
+    leaves = {group: _leaves(named) for group, named in outputs.items()}
+    orders = _orders(groups, outputs)
     with (
         _trainable(objective.parameters, widened=widened),
         blaming("the loss", "objective"),
@@ -90,13 +79,8 @@ def differentiate(
         inputs = {name: _extra(v, device, widened) for name, v in objective.inputs.items()}
         loss = _evaluate(objective, {group: as_z(named) for group, named in seen.items()}, inputs)
         value = _check(loss, penalty)
-        wanted = [*flat, *objective.parameters.values()]
-        gradients = (
-            torch.autograd.grad(loss, wanted, allow_unused=True)
-            if loss.requires_grad
-            else (None,) * len(wanted)
-        )
-    flowing = iter(gradients)
+        flat = [z for named in leaves.values() for z in named.values()]
+        flowing = iter(_gradients(loss, [*flat, *objective.parameters.values()]))
     cotangents = {g: {name: next(flowing) for name in named} for g, named in leaves.items()}
     parameters = dict(zip(objective.parameters, flowing, strict=True))
     return Differentiated(
@@ -113,6 +97,27 @@ def differentiate(
             for group, named in cotangents.items()
         },
     )
+
+
+def _leaves(named: Outputs) -> Outputs:
+    return {
+        name: z.detach().to(accumulation_dtype(z.dtype)).requires_grad_()
+        for name, z in named.items()
+    }
+
+
+def _orders(groups: Sequence[Group], outputs: Mapping[str, Outputs]) -> dict[str, Tensor]:
+    return {
+        group.name: permutation(group.order, _num_rows(outputs[group.name]), group=group.name)
+        for group in groups
+        if group.order is not None
+    }
+
+
+def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    if not loss.requires_grad:
+        return [None] * len(leaves)
+    return torch.autograd.grad(loss, leaves, allow_unused=True)
 
 
 def _evaluate(objective: Objective, seen: dict[str, Z], inputs: dict[str, Any]) -> Any:
