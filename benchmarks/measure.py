@@ -14,7 +14,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.workloads import TOWERS, Encoder, Tokens, Workload
+from benchmarks.pairs import TOWERS, Batch
+from benchmarks.workloads import Workload
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,11 @@ class ShardCost:
 
 
 def timed(run: Callable[[], object]) -> Seconds:
-    """Run once and say what it took."""
+    """Run once and say what it took, until the device has done its part."""
+    _finish()
     wall, cpu = time.perf_counter(), time.process_time()
     run()
+    _finish()
     return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
 
 
@@ -70,11 +73,16 @@ def median_ratio(runs: list[Seconds], to: list[Seconds], *, cpu: bool) -> float:
     )
 
 
+def _finish() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
 class ShardClock:
     """Times a forward and a backward of a few shards each time it is run."""
 
     def __init__(self, workload: Workload, *, num_shards: int = 4) -> None:
-        self._encoder = Encoder()
+        self._encoder = workload.encoder()
         shards = [shard for tower in TOWERS for shard in workload.shards[tower]]
         self._shards = shards[:: max(1, len(shards) // num_shards)]
         self._forward: list[float] = []
@@ -88,7 +96,7 @@ class ShardClock:
             self._backward.append(timed(partial(outputs[0].backward, cotangent)).cpu)
         self._encoder.zero_grad(set_to_none=True)
 
-    def _run(self, shard: Tokens, outputs: list[torch.Tensor]) -> None:
+    def _run(self, shard: Batch, outputs: list[torch.Tensor]) -> None:
         outputs.append(self._encoder(**shard))
 
     def cost(self) -> ShardCost:
@@ -99,13 +107,22 @@ class ShardClock:
         )
 
 
-def peak_bytes(peer: str, workload: Workload, *, threads: int) -> int | None:
+def peak_bytes(peer: str, workload: Workload, *, threads: int, kept: int = 0) -> int | None:
     """Return the peak memory of one step beyond the loaded model, measured in a fresh process.
 
-    None when the process did not live to say it.
+    None when the process did not live to say it. `kept` is how many graphs gradbox may keep.
     """
     command = [sys.executable, "-m", "benchmarks.memory", peer]
-    command += [str(workload.num_pairs), str(workload.shard), str(threads)]
+    for option, value in (
+        ("--kept", kept),
+        ("--task", workload.task),
+        ("--pairs", workload.num_pairs),
+        ("--shard", workload.shard),
+        ("--num-tokens", workload.num_tokens),
+        ("--threads", threads),
+        ("--device", workload.device),
+    ):
+        command += [option, str(value)]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, check=False, env={**os.environ, **QUIET}
     )

@@ -1,35 +1,53 @@
-"""Peak memory of one step of one peer: `python -m benchmarks.memory PEER PAIRS SHARD THREADS`.
+"""Peak memory of one step of one peer: `python -m benchmarks.memory PEER --pairs 64 …`.
 
 A process of its own for each figure, because an allocator keeps what an earlier step needed. The
-model and the tokens are loaded before the measurement begins; the gradients are part of it.
+model and the samples are loaded before the measurement begins, and a step on two pairs brings in
+the code that a first step would page in; the gradients are part of the figure.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import sys
+from dataclasses import replace
 
 import torch
 
-from benchmarks.peers import PEERS
+from benchmarks.public_peers import peer_named
 from benchmarks.workloads import Workload
 from gradbox_worker.memory import PeakMemory
 
 
 def main(arguments: list[str]) -> int:
     """Print the bytes as JSON."""
-    name, num_pairs, shard, threads = arguments
-    torch.set_num_threads(int(threads))
-    workload = Workload(int(num_pairs), int(shard))
-    peer = next(peer for peer in PEERS if peer.name == name)
+    args = _parser().parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    workload = Workload(args.pairs, args.shard, args.task, args.num_tokens, args.device)
+    peer_named(args.peer, kept=0).load(replace(workload, num_pairs=2, shard=1))()
+    step = peer_named(args.peer, kept=args.kept).load(workload)
     assert workload.batches
     assert workload.shards
-    step = peer.load(workload)
-    memory = PeakMemory(torch.device("cpu"))
+    gc.collect()
+    memory = PeakMemory(torch.device(args.device))
     step()
     peak_bytes, before_bytes = memory.measure()
     print(json.dumps({"peak_bytes": peak_bytes - before_bytes}))
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
+    parser.add_argument("peer")
+    parser.add_argument("--kept", type=int, default=0, help="graphs that gradbox may keep")
+    parser.add_argument("--task", default="minilm")
+    parser.add_argument("--pairs", type=int, required=True)
+    parser.add_argument("--shard", type=int, required=True)
+    parser.add_argument("--num-tokens", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,36 +1,51 @@
 """Who computes the gradient: naive code, public implementations, gradbox's engine.
 
-A peer's `load` makes a step: a callable that computes one gradient from scratch and returns it by
-the parameter's name in the transformer. `streams` says by which random numbers its dropout draws,
-so that the reference can draw the same.
+A peer's `load` makes a step: a callable that computes one gradient from scratch. `streams` says by
+which random numbers its dropout draws, so that the reference can draw the same.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.workloads import SEED, TOWERS, Encoder, Workload, gradients
+from benchmarks.pairs import TOWERS
+from benchmarks.workloads import SEED, Workload, gradients
 from gradbox.losses import info_nce
 from gradbox_engine import Group, Objective, set_gradient, shard_stream
-from gradbox_worker.demo.task import model_folder
+from gradbox_engine.retention import HELD_FACTOR
+from gradbox_engine.saved_tensors import SavedTensors
 
-Grads = dict[str, Tensor]
-Step = Callable[[], Grads]
-Streams = Literal["whole batch", "in order", "by shard"]
+Streams = Literal["whole batch", "in order", "second pass", "by shard"]
+
+PREFIX = "model."  # of the names in an encoder, see `encoders`
+NUM_UPDATES = "num_batches_tracked"
 
 
 class Unavailable(Exception):
-    """A peer cannot run here; the message says how to get it."""
+    """A peer cannot run here; the message says why, and how to get it if that is possible."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Gradients, and the buffers that the step leaves, by their names in an encoder's model."""
+
+    grads: dict[str, Tensor]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_updates(self) -> int | None:
+        """How often the step advanced batch-norm statistics; None if there are none."""
+        counts = {int(b) for name, b in self.buffers.items() if name.endswith(NUM_UPDATES)}
+        return max(counts, default=None)
+
+
+Step = Callable[[], Outcome]
 
 
 @dataclass(frozen=True)
@@ -42,114 +57,129 @@ class Peer:
     streams: Streams
 
 
+def outcome(encoder: nn.Module) -> Outcome:
+    """Return what a step has left in an encoder."""
+    buffers = {n.removeprefix(PREFIX): b.clone() for n, b in encoder.named_buffers()}
+    return Outcome(gradients(encoder, prefix=PREFIX), buffers)
+
+
 def naive(workload: Workload) -> Step:
     """One forward over the whole batch, one backward."""
-    encoder = Encoder()
+    encoder = workload.encoder()
 
-    def step() -> Grads:
+    def step() -> Outcome:
         encoder.zero_grad(set_to_none=True)
         torch.manual_seed(SEED)
         info_nce(*(encoder(**workload.batches[tower]) for tower in TOWERS)).backward()  # type: ignore[no-untyped-call]
-        return gradients(encoder.model)
+        return outcome(encoder)
 
     return step
 
 
-def grad_cache(workload: Workload) -> Step:
-    """GradCache (Gao et al. 2021) as its authors publish it."""
-    with _import_path(os.environ.get("GRADCACHE_SOURCE")):
-        if importlib.util.find_spec("grad_cache") is None:
-            raise Unavailable(
-                "not measured: PyPI's package of that name cannot be imported; clone "
-                "github.com/luyug/GradCache and set GRADCACHE_SOURCE to its src folder"
-            )
-        from grad_cache import GradCache
-    encoder = Encoder()
-    cache = GradCache(
-        models=[encoder, encoder],
-        chunk_sizes=workload.shard,
-        loss_fn=info_nce,
-    )
+def sharded(
+    workload: Workload, prepare: Callable[[nn.Module], None] = lambda encoder: None
+) -> Step:
+    """Every shard's forward, all graphs alive, one backward: what replay avoids.
 
-    def step() -> Grads:
+    `prepare` may change how the encoder keeps its activations.
+    """
+    encoder = workload.encoder()
+    prepare(encoder)
+
+    def step() -> Outcome:
         encoder.zero_grad(set_to_none=True)
         torch.manual_seed(SEED)
-        cache(*(workload.batches[tower] for tower in TOWERS))
-        return gradients(encoder.model)
-
-    return step
-
-
-def sentence_transformers(workload: Workload) -> Step:
-    """sentence-transformers' CachedMultipleNegativesRankingLoss, at the scale of the same loss."""
-    if importlib.util.find_spec("sentence_transformers") is None:
-        raise Unavailable("not measured: pip install 'gradbox[bench]'")
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
-
-    model = SentenceTransformer(str(model_folder()), device="cpu").train()
-    loss = CachedMultipleNegativesRankingLoss(model, scale=20.0, mini_batch_size=workload.shard)
-
-    def step() -> Grads:
-        model.zero_grad(set_to_none=True)
-        torch.manual_seed(SEED)
-        features: Any = [dict(workload.batches[tower]) for tower in TOWERS]
-        loss(features, None).backward()
-        return gradients(model, prefix="0.model.")
-
-    return step
-
-
-def gradbox(workload: Workload) -> Step:
-    """gradbox's engine, keeping no graphs."""
-    encoder = Encoder()
-    groups = [Group(name=tower, shards=workload.shards[tower]) for tower in TOWERS]
-
-    def step() -> Grads:
-        answer = set_gradient(
-            encoder, groups, Objective(function=info_nce), seed=SEED, mode="train", retain=0
+        embeddings = (
+            torch.cat([encoder(**shard) for shard in workload.shards[tower]]) for tower in TOWERS
         )
-        return {name.removeprefix("model."): grad for name, grad in answer.grads.items()}
+        info_nce(*embeddings).backward()  # type: ignore[no-untyped-call]
+        return outcome(encoder)
 
     return step
+
+
+def gradbox(workload: Workload, *, kept: int = 0) -> Step:
+    """gradbox's engine, with memory for the graphs of so many shards."""
+    encoder = workload.encoder()
+    groups = [Group(name=tower, shards=workload.shards[tower]) for tower in TOWERS]
+    retain = retained_bytes(encoder, workload, kept=kept)
+
+    def step() -> Outcome:
+        answer = set_gradient(
+            encoder,
+            groups,
+            Objective(function=info_nce),
+            seed=SEED,
+            mode="train",
+            retain=retain,
+            returns=("grads", "buffers"),
+        )
+        if answer.retained < min(kept, workload.num_shards):
+            raise RuntimeError(f"expected {kept} graphs to be kept, got {answer.retained}")
+        return Outcome(_bare(answer.grads), _bare(answer.buffers or {}))
+
+    return step
+
+
+def retained_bytes(encoder: nn.Module, workload: Workload, *, kept: int) -> int:
+    """Return the budget that holds the graphs of `kept` shards and not one more."""
+    if kept == 0:
+        return 0
+    saved = SavedTensors(
+        limit_bytes=torch.inf,
+        parameters={p.untyped_storage().data_ptr() for p in encoder.parameters()},
+        buffers={b.untyped_storage().data_ptr() for b in encoder.buffers()},
+    )
+    state = {name: buffer.clone() for name, buffer in encoder.named_buffers()}
+    with saved.saving():
+        encoder(**workload.shards[TOWERS[0]][0])
+    encoder.load_state_dict(state, strict=False)
+    return round(saved.num_bytes * HELD_FACTOR * (kept + 0.5))
+
+
+def _bare(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
 NAIVE = Peer("naive", naive, "whole batch")
-GRAD_CACHE = Peer("GradCache", grad_cache, "in order")
-SENTENCE_TRANSFORMERS = Peer("sentence-transformers", sentence_transformers, "in order")
+SHARDED = Peer("naive, sharded", sharded, "in order")
 GRADBOX = Peer("gradbox", gradbox, "by shard")
-PEERS = (NAIVE, GRAD_CACHE, SENTENCE_TRANSFORMERS, GRADBOX)
 
 
-def reference(workload: Workload, streams: Streams) -> Grads:
+def keeping(kept: int) -> Peer:
+    """Return gradbox with memory for the graphs of so many shards."""
+    return Peer(f"gradbox, {kept} kept", partial(gradbox, kept=kept), "by shard")
+
+
+def reference(workload: Workload, streams: Streams) -> dict[str, Tensor]:
     """Return the gradient over one graph of all shards, with a peer's own dropout masks."""
     if streams == "whole batch":
-        return naive(workload)()
-    encoder = Encoder()
+        return naive(workload)().grads
+    encoder = workload.encoder()
     torch.manual_seed(SEED)
-    embeddings = []
-    for group, tower in enumerate(TOWERS):
-        outputs = []
-        for index, shard in enumerate(workload.shards[tower]):
-            if streams == "by shard":
-                with shard_stream(SEED, group, index):
-                    outputs.append(encoder(**shard))
-            else:
-                outputs.append(encoder(**shard))
-        embeddings.append(torch.cat(outputs))
+    positions = [
+        (group, shard) for group in range(len(TOWERS)) for shard in range(_per_tower(workload))
+    ]
+    if streams == "second pass":  # pair by pair: a shard of one tower, then of the other
+        positions.sort(key=lambda position: position[::-1])
+        with torch.no_grad():
+            for group, shard in positions:
+                encoder(**workload.shards[TOWERS[group]][shard])
+    outputs = {}
+    for group, shard in positions:
+        arguments = workload.shards[TOWERS[group]][shard]
+        if streams == "by shard":
+            with shard_stream(SEED, group, shard):
+                outputs[group, shard] = encoder(**arguments)
+        else:
+            outputs[group, shard] = encoder(**arguments)
+    embeddings = (
+        torch.cat([outputs[group, shard] for shard in range(_per_tower(workload))])
+        for group in range(len(TOWERS))
+    )
     info_nce(*embeddings).backward()  # type: ignore[no-untyped-call]
-    return gradients(encoder.model)
+    return gradients(encoder, prefix=PREFIX)
 
 
-@contextmanager
-def _import_path(folder: str | None) -> Iterator[None]:
-    if folder is None:
-        yield
-        return
-    if not Path(folder, "grad_cache").is_dir():
-        raise Unavailable(f"not measured: GRADCACHE_SOURCE={folder} holds no folder grad_cache")
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
+def _per_tower(workload: Workload) -> int:
+    return workload.num_shards // len(TOWERS)

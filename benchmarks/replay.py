@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.measure import ShardClock, ShardCost, interleaved, median_ratio, peak_bytes
-from benchmarks.peers import NAIVE, PEERS, Peer, Step, Unavailable, reference
+from benchmarks.peers import NAIVE, Peer, Step, Unavailable, reference
+from benchmarks.public_peers import PEERS
 from benchmarks.workloads import Workload, relative_difference
 
 CLOCK = "one shard's forward and backward"
@@ -93,7 +94,7 @@ def _present(absent: dict[str, str]) -> list[Peer]:
 
 
 def _error(peer: Peer, step: Step, workload: Workload) -> float:
-    return relative_difference(step(), reference(workload, peer.streams))
+    return relative_difference(step().grads, reference(workload, peer.streams))
 
 
 def _memory(peer: Peer, plan: Plan) -> dict[int, int | None]:

@@ -8,15 +8,16 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.peers import GRAD_CACHE, GRADBOX, PEERS
+from benchmarks.page import MIB, table, verdict
+from benchmarks.peers import GRADBOX
+from benchmarks.public_peers import GRAD_CACHE, PEERS
 from benchmarks.replay import Replay
 from benchmarks.service import ServiceOverhead
 from benchmarks.workloads import NUM_TOKENS
 
-MIB = 2**20
 REPORTS = Path(__file__).parent / "reports"
 VERSIONS = ("gradbox", "torch", "transformers", "sentence-transformers", "numpy")
 
@@ -47,7 +48,7 @@ def replay_section(found: Replay) -> str:
         f"forward takes {cost.forward:.3f} s, its backward {cost.backward:.3f} s of CPU: replaying "
         f"every shard is bound by (2F + B)/(F + B) = {cost.bound:.3f} of naive.",
         "",
-        *_table(
+        *table(
             ["", "CPU time to naive", "wall time to naive", "CPU s", "relative error"],
             [_timing_row(found, peer.name) for peer in PEERS],
         ),
@@ -56,7 +57,7 @@ def replay_section(found: Replay) -> str:
         "",
         "Peak memory beyond the loaded model, MiB, one step in a fresh process:",
         "",
-        *_table(
+        *table(
             ["pairs", *(str(num) for num in plan.memory_pairs)],
             [_memory_row(found, peer.name) for peer in PEERS if peer.name in found.memory],
         ),
@@ -68,7 +69,7 @@ def replay_section(found: Replay) -> str:
 
 def service_section(found: ServiceOverhead) -> str:
     """Describe the service benchmark."""
-    verdict = _verdict(
+    bar = verdict(
         found.ratio <= SERVICE_ALLOWANCE,
         f"the service costs {found.ratio:.3f} of the direct call, allowed {SERVICE_ALLOWANCE}",
     )
@@ -84,9 +85,9 @@ def service_section(found: ServiceOverhead) -> str:
             f"{found.rounds} interleaved rounds; submit to result in the client's hands, over "
             "loopback.",
             "",
-            *_table(["", "wall s"], rows),
+            *table(["", "wall s"], rows),
             "",
-            f"- {verdict}",
+            f"- {bar}",
         ]
     )
 
@@ -96,7 +97,7 @@ def verdicts(found: Replay) -> list[str]:
     ours, lines = found.timings[GRADBOX.name], []
     allowed = TIME_ALLOWANCE * found.cost.bound
     lines.append(
-        _verdict(
+        verdict(
             ours.cpu_ratio <= allowed,
             f"gradbox's time is {ours.cpu_ratio:.3f} of naive, allowed {TIME_ALLOWANCE} × bound = "
             f"{allowed:.3f}",
@@ -105,7 +106,7 @@ def verdicts(found: Replay) -> list[str]:
     if GRAD_CACHE.name in found.timings:
         theirs = found.timings[GRAD_CACHE.name].cpu_ratio
         lines.append(
-            _verdict(
+            verdict(
                 ours.cpu_ratio <= theirs,
                 f"gradbox's time is {ours.cpu_ratio:.3f} of naive, GradCache's {theirs:.3f}",
             )
@@ -113,7 +114,7 @@ def verdicts(found: Replay) -> list[str]:
     peaks = [peak for peak in found.memory[GRADBOX.name].values() if peak is not None]
     apart = max(peaks) / min(peaks) - 1
     lines.append(
-        _verdict(
+        verdict(
             apart <= FLATNESS,
             f"gradbox's peak memory varies by {apart:.1%} from "
             f"{min(found.plan.memory_pairs)} to {max(found.plan.memory_pairs)} pairs, allowed "
@@ -121,10 +122,6 @@ def verdicts(found: Replay) -> list[str]:
         )
     )
     return lines
-
-
-def _verdict(met: bool, sentence: str) -> str:
-    return f"{'met' if met else '**not met**'}: {sentence}"
 
 
 def _timing_row(found: Replay, name: str) -> list[str]:
@@ -149,13 +146,6 @@ def _memory_row(found: Replay, name: str) -> list[str]:
             peak = found.memory[name][num_pairs]
             cells.append("died" if peak is None else f"{peak / MIB:.0f}")
     return cells
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(head) + " |"]
-    lines.append("|---|" + "--:|" * (len(head) - 1))
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return lines
 
 
 def _surroundings() -> str:

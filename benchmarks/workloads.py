@@ -1,91 +1,73 @@
-"""The task that every peer does: InfoNCE over pairs of real text through MiniLM, dropout on.
-
-A pair is the beginning of a documentation text and what follows it, NUM_TOKENS each. So nothing is
-padded, and all peers do the same work: sentence-transformers would cut padding off, others not.
-"""
+"""What every peer is asked for: the InfoNCE gradient over pairs, through one of three models."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradbox_worker.demo.task import mean_pooling, model_folder
-from gradbox_worker.demo.text import documentation_pairs
+from benchmarks.encoders import ConvEncoder, Encoder, RecurrentEncoder
+from benchmarks.pairs import TOWERS, Batch, image_pairs, sequence_pairs, text_pairs
 
 SEED = 0
-TOWERS = ("queries", "passages")
 NUM_TOKENS = 32
-NUM_TEXTS = 1000  # about 640 of them are long enough
 
-Tokens = dict[str, Tensor]
-
-
-class Encoder(nn.Module):
-    """MiniLM with mean pooling: tokens (B, T) to embeddings (B, 384)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import AutoModel
-
-        self.model = AutoModel.from_pretrained(model_folder(), use_safetensors=True)
-        self.train()
-
-    def forward(self, **tokens: Tensor) -> Tensor:
-        return mean_pooling(self.model(**tokens).last_hidden_state, tokens)
+ENCODERS: dict[str, Callable[[], nn.Module]] = {
+    "minilm": Encoder,
+    "cnn": ConvEncoder,
+    "lstm": RecurrentEncoder,
+}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """How many pairs, and how many samples a shard holds."""
+    """How many pairs, how many samples a shard holds, and through what they go.
+
+    Two towers share one model, so there are 2 × num_pairs samples.
+    """
 
     num_pairs: int
     shard: int = 16
+    task: str = "minilm"
+    num_tokens: int = NUM_TOKENS  # of a text; the other tasks have a size of their own
+    device: str = "cpu"
+
+    def encoder(self) -> nn.Module:
+        """Return a fresh model in train mode."""
+        return ENCODERS[self.task]().to(self.device)
 
     @cached_property
-    def batches(self) -> dict[str, Tokens]:
-        """Return the whole batch of each tower, token tensors of shape (num_pairs, NUM_TOKENS).
-
-        Raises:
-            ValueError: this Python does not document that much.
-        """
-        from transformers import AutoTokenizer
-
-        tokenizer: Any = AutoTokenizer.from_pretrained(model_folder())
-        texts = [f"{query} {passage}" for query, passage in documentation_pairs(NUM_TEXTS)]
-        plain = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        width = NUM_TOKENS - 2  # [CLS] and [SEP] stand around
-        long = [ids for ids in plain if len(ids) >= 2 * width][: self.num_pairs]
-        if len(long) < self.num_pairs:
-            raise ValueError(f"expected at most {len(long)} pairs, got {self.num_pairs}")
+    def batches(self) -> dict[str, Batch]:
+        """Return the whole batch of each tower."""
+        if self.task == "minilm":
+            batches = text_pairs(self.num_pairs, num_tokens=self.num_tokens)
+        elif self.task == "cnn":
+            batches = image_pairs(self.num_pairs)
+        else:
+            batches = sequence_pairs(self.num_pairs)
         return {
-            tower: _tokens(
-                [
-                    [tokenizer.cls_token_id, *ids[start : start + width], tokenizer.sep_token_id]
-                    for ids in long
-                ]
-            )
-            for tower, start in zip(TOWERS, (0, width), strict=True)
+            tower: {name: tensor.to(self.device) for name, tensor in batch.items()}
+            for tower, batch in batches.items()
         }
 
     @cached_property
-    def shards(self) -> dict[str, list[Tokens]]:
-        """Return the same tokens cut into shards."""
+    def shards(self) -> dict[str, list[Batch]]:
+        """Return the same samples cut into shards."""
         return {
             tower: [
-                {name: tensor[start : start + self.shard] for name, tensor in tokens.items()}
+                {name: tensor[start : start + self.shard] for name, tensor in batch.items()}
                 for start in range(0, self.num_pairs, self.shard)
             ]
-            for tower, tokens in self.batches.items()
+            for tower, batch in self.batches.items()
         }
 
-
-def _tokens(rows: list[list[int]]) -> Tokens:
-    input_ids = torch.tensor(rows)
-    return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+    @property
+    def num_shards(self) -> int:
+        """How many shards both towers have together."""
+        return len(TOWERS) * -(-self.num_pairs // self.shard)
 
 
 def gradients(module: nn.Module, *, prefix: str = "") -> dict[str, Tensor]:

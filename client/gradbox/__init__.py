@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import gradbox.losses as losses
     from gradbox.client import GradClient as GradClient
     from gradbox.computations import Builtin as Builtin
+    from gradbox.computations import Forward as Forward
     from gradbox.computations import Gradient as Gradient
     from gradbox.computations import Penalty as Penalty
     from gradbox.connection import Retry as Retry
@@ -56,13 +57,14 @@ from gradbox.errors import (
 # Loaded when they are first used: name → module.
 _LAZY = {
     "Builtin": "gradbox.computations",
+    "Forward": "gradbox.computations",
     "GradClient": "gradbox.client",
     "GradResult": "gradbox.result",
     "Gradient": "gradbox.computations",
     "Job": "gradbox.job",
     "JobEvent": "gradbox.events",
     "JobState": "gradbox.protocol",
-    "MixedGradient": "gradbox.mixed",
+    "MixedGradient": "gradbox.computations",
     "Packed": "gradbox.packing",
     "Penalty": "gradbox.computations",
     "Retry": "gradbox.connection",
@@ -73,6 +75,7 @@ __all__ = [
     "BlobRejected",
     "BlobTooLarge",
     "Builtin",
+    "Forward",
     "GradClient",
     "GradResult",
     "GradboxError",

@@ -14,11 +14,10 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel
 
-from gradbox.computations import Gradient
+from gradbox.computations import Computation
 from gradbox.connection import Connection, Retry, parsed
 from gradbox.errors import MissingBlobs
 from gradbox.job import Job
-from gradbox.mixed import MixedGradient
 from gradbox.protocol import JobState, JobView, ModelView
 from gradbox.settings import ClientSettings, find_settings
 from gradbox.tensors import Blob
@@ -87,7 +86,7 @@ class GradClient:
         """Close the connections; jobs go on."""
         self._connection.close()
 
-    def submit(self, computation: Gradient | MixedGradient) -> Job:
+    def submit(self, computation: Computation) -> Job:
         """Upload what the box does not have and post the job.
 
         Raises:

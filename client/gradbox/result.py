@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
-from gradbox.errors import InvalidInputs, ProtocolError
+from gradbox.errors import InvalidInputs, InvalidJob, ProtocolError
 from gradbox.protocol import Receipt
 from gradbox.tensors import is_torch_importable
 
@@ -114,13 +114,21 @@ class GradResult:
         return result
 
     def __repr__(self) -> str:
-        return (
-            f"<GradResult of job {self.manifest.job}: loss {self.loss:g}, {len(self.grads)} grads>"
-        )
+        loss = "" if self.manifest.loss is None else f" loss {self.manifest.loss:g},"
+        return f"<GradResult of job {self.manifest.job}:{loss} {len(self.grads)} grads>"
 
     @property
     def loss(self) -> float:
-        """The value of the loss, exactly as it was given."""
+        """The value of the loss, exactly as it was given.
+
+        Raises:
+            InvalidJob: the computation has none.
+        """
+        if self.manifest.loss is None:
+            raise InvalidJob(
+                f"expected the result of a job with a loss, got that of a "
+                f"{self.manifest.computation}, which has none"
+            )
         return self.manifest.loss
 
     @property

@@ -8,23 +8,13 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from gradbox.protocol import Problem, ProgressView
-from gradbox.protocol.spec import COMPUTATIONS
+from gradbox.protocol import JOB_SPEC, Problem, ProgressView
 
 REFERENCE = "#/components/schemas/{model}"
 JOB_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
-        "content": {
-            "application/json": {
-                "schema": {
-                    "oneOf": [
-                        {"$ref": REFERENCE.format(model=spec.__name__)}
-                        for spec in COMPUTATIONS.values()
-                    ]
-                }
-            }
-        },
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobSpec"}}},
     }
 }
 BLOB_BODY: dict[str, Any] = {
@@ -55,12 +45,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
     _, schemas = models_json_schema(
-        [
-            *((spec, "validation") for spec in COMPUTATIONS.values()),
-            (Problem, "serialization"),
-            (ProgressView, "serialization"),
-        ],
-        ref_template=REFERENCE,
+        [(Problem, "serialization"), (ProgressView, "serialization")], ref_template=REFERENCE
     )
-    document["components"]["schemas"] |= schemas["$defs"]
+    job = JOB_SPEC.json_schema(ref_template=REFERENCE)
+    document["components"]["schemas"] |= schemas["$defs"] | job.pop("$defs") | {"JobSpec": job}
     return document

@@ -25,6 +25,7 @@ FILE = save(SHARDS)
 DIGEST = hashlib.sha256(FILE).hexdigest()
 NODE = {"op": "call_method", "name": "s", "target": "sum", "args": [{"node": "z"}]}
 GOOD: dict[str, Any] = {
+    "computation": "gradient",
     "model": "mlp",
     "inputs": [{"shards": [{"blob": DIGEST, "prefix": "0/"}, {"blob": DIGEST, "prefix": "1/"}]}],
     "loss": {"kind": "builtin", "name": "cross_entropy"},

@@ -110,7 +110,6 @@ def _two(y: Tensor, v: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "wrt": ({"wrt": "*"}, InvalidInputs, "taken by y"),
     "an integer z": ({"inputs": [torch.arange(5)[None]], "z": None}, InvalidInputs, "no derivat"),
     "a z that is not there": ({"z": "images"}, InvalidInputs, r"\['0'\], got 'images'"),
     "nothing to differentiate by": (
@@ -204,5 +203,5 @@ def test_z_is_the_first_floating_point_argument_that_was_given() -> None:
 
 @pytest.mark.parametrize("body", [{"computation": "hessian"}, '{"computation": "hessian"}'])
 def test_an_unknown_computation_is_refused(body: Any) -> None:
-    with pytest.raises(Exception, match="expected one of gradient, mixed_gradient, got 'hessian'"):
+    with pytest.raises(Exception, match="hessian"):
         parse_spec(body)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -77,6 +79,15 @@ def test_every_precision_is_near_the_gradient_in_float64(name, precision):
     assert {gradient.dtype for gradient in result.grads.values()} == {torch.float32}
     assert difference(result.grads, exact.grads) < AGAINST_FP64[precision]
     assert result.loss == pytest.approx(exact.loss, rel=AGAINST_FP64[precision])
+
+
+def test_widening_reaches_a_recurrent_layers_own_list_of_weights():
+    case = CASES["lstm"]()
+    result = _answer_single("lstm", precision="fp64")
+    model, groups = _single(case)
+    wide = {k: [{n: v.double() for n, v in s.items()} for s in g] for k, g in groups.items()}
+    expected = answer(dataclasses.replace(case, groups=wide), model.double())
+    assert difference(result.grads, expected.grads) <= TOLERANCE
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -180,9 +180,12 @@ def test_what_was_handed_in_is_not_written_to():
     assert result.grads["linear.weight"].eq(12).all()
 
 
-def test_the_job_runs_in_a_process_that_has_grad_disabled():
-    with torch.no_grad():
-        result = answer(CASES["mlp"]())
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_job_runs_where_grad_is_disabled(mode):
+    case = CASES["mlp"]()
+    model = case.model()
+    with mode():
+        result = answer(case, model)
     assert all(bool(gradient.ne(0).any()) for gradient in result.grads.values())
 
 

@@ -79,6 +79,15 @@ def test_parameters_of_the_loss_come_back_by_name():
     assert result.grads["loss.log_scale"].shape == ()
 
 
+def test_parameters_of_the_loss_that_it_does_not_use_are_zeros_and_named():
+    unused = torch.ones(2, requires_grad=True)
+    case = CASES["mlp"]()
+    objective = Objective(torch.var, parameters={"loss.unused": unused})
+    result = set_gradient(case.model(), [Group("z", case.groups["z"])], objective)
+    assert result.unreached == ("loss.unused",)
+    assert result.grads["loss.unused"].tolist() == [0, 0]
+
+
 def test_leaves_among_the_loss_inputs_get_gradients():
     weights = torch.rand(14, dtype=torch.float64, requires_grad=True)
     case = CASES["mlp"]()

@@ -70,7 +70,13 @@ def spec_for(blob: str, **fields: Any) -> dict[str, Any]:
     shards = [{"blob": blob, "prefix": "0/"}, {"blob": blob, "prefix": "1/"}]
     loss = {"kind": "builtin", "name": "cross_entropy"}
     labels = {"labels": {"blob": blob, "tensor": "labels"}}
-    spec = {"model": "tiny", "inputs": [{"shards": shards}], "loss": loss, "loss_inputs": labels}
+    spec = {
+        "computation": "gradient",
+        "model": "tiny",
+        "inputs": [{"shards": shards}],
+        "loss": loss,
+        "loss_inputs": labels,
+    }
     return spec | fields
 
 

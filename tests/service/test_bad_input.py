@@ -74,8 +74,12 @@ def accepted(box: Box, spec: dict[str, Any]) -> None:
         (b"{", "EOF"),
         (b"[]", "object"),
         (b"\xff", "JSON"),
-        (b'{"model": "tiny"}', "inputs: Field required"),
-        (b'{"model": "tiny", "inputs": [], "loss": {}}', "inputs: List should have at least 1"),
+        (b'{"computation": "gradient", "model": "tiny"}', "inputs: Field required"),
+        (
+            b'{"computation": "gradient", "model": "tiny", "inputs": [], "loss": {}}',
+            "inputs: List should have at least 1",
+        ),
+        (b'{"model": "tiny", "inputs": [], "loss": {}}', "computation"),
         (b"[" * 10_000, "JSON"),
     ],
 )

@@ -137,10 +137,12 @@ def test_the_schema_names_what_is_posted(memory_box: Box) -> None:
         "/openapi.json"
     )
     schemas = document.json()["components"]["schemas"]
-    assert {"GradientSpec", "JobView", "ModelView", "Problem", "ProgressView"} <= schemas.keys()
+    named = {"ForwardSpec", "GradientSpec", "JobView", "ModelView", "Problem", "ProgressView"}
+    assert named <= schemas.keys()
     body = document.json()["paths"]["/v1/jobs"]["post"]["requestBody"]
-    posted = body["content"]["application/json"]["schema"]["oneOf"]
-    assert {one["$ref"].rpartition("/")[2] for one in posted} == {
-        "GradientSpec",
-        "MixedGradientSpec",
-    }
+    assert body["content"]["application/json"]["schema"]["$ref"].endswith("/JobSpec")
+    told_apart = schemas["JobSpec"]["discriminator"]
+    assert told_apart["propertyName"] == "computation"
+    assert told_apart["mapping"]["mixed_gradient"] == "#/components/schemas/MixedGradientSpec"
+    assert told_apart["mapping"]["forward"] == "#/components/schemas/ForwardSpec"
+    assert "computation" in schemas["GradientSpec"]["required"]

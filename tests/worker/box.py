@@ -74,6 +74,7 @@ class Box:
         refs = [ShardRef(blob=self.upload(shard)) for shard in shards]
         return GradientSpec(
             **{
+                "computation": "gradient",
                 "model": model,
                 "inputs": [InputGroup(shards=refs)],
                 "loss": traced(sum_of_squares),

@@ -47,6 +47,7 @@ def test_minilm_with_dropout_agrees_with_the_naive_backward(tmp_path: Path) -> N
         )
         with running_worker(box):
             spec = GradientSpec(
+                computation="gradient",
                 model="minilm",
                 inputs=[
                     InputGroup(

@@ -18,6 +18,7 @@ from gradbox_engine.errors import (
 from gradbox_engine.gradient import set_gradient
 from gradbox_engine.job import Group, MixedResult, Objective, Observer, Penalty, SetGradient
 from gradbox_engine.mixed import mixed_gradient
+from gradbox_engine.set_outputs import SetOutputs, set_outputs
 from gradbox_engine.streams import shard_stream
 
 __all__ = [
@@ -39,8 +40,10 @@ __all__ = [
     "ReplayMismatch",
     "SampleStreamRefused",
     "SetGradient",
+    "SetOutputs",
     "UnknownParameter",
     "mixed_gradient",
     "set_gradient",
+    "set_outputs",
     "shard_stream",
 ]

@@ -31,7 +31,6 @@ from gradbox_engine.job import (
 from gradbox_engine.objective import Differentiated, differentiate
 from gradbox_engine.outputs import Outputs
 from gradbox_engine.phases import FirstPass, Prepared, Replayed, forward, replay, with_room
-from gradbox_engine.precision import accumulation_dtype
 from gradbox_engine.preparation import Streams, Terms, prepared
 from gradbox_engine.retention import Retain, graph_budget
 from gradbox_engine.selection import select
@@ -182,20 +181,14 @@ class _Run:
         replayed: Replayed,
         returns: Collection[Returned],
     ) -> SetGradient:
-        grads = self._sums.named()
         input_grads, unreached_inputs = collect(
             self._groups, self._ready.inputs, replayed.input_grads, device=self._ready.device
         )
-        for name, gradient in loss.parameters.items():
-            if gradient is not None:
-                grads[name] = gradient.to(accumulation_dtype(gradient.dtype))
-        unreached = [*self._sums.unreached(), *unreached_inputs]
-        unreached += [name for name, gradient in loss.parameters.items() if gradient is None]
         buffers = self._ready.buffers
         return SetGradient(
             loss=loss.loss,
-            grads=grads,
-            unreached=tuple(unreached),
+            grads=self._sums.named() | loss.parameters,
+            unreached=(*self._sums.unreached(), *unreached_inputs, *loss.unreached),
             shards={group.name: len(group.shards) for group in self._groups},
             retained=replayed.num_retained,
             replayed=replayed.num_replayed,

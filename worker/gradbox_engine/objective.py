@@ -28,14 +28,17 @@ SOLE_GROUP = "z"
 
 @dataclass(frozen=True)
 class Differentiated:
-    """The loss and what flows back from it. None stands where no path leads from the loss.
+    """The loss and what flows back from it.
 
-    `cotangents` have the shards' order, `seen` and `seen_cotangents` that in which g saw Z.
+    `cotangents` have the shards' order, `seen` and `seen_cotangents` that in which g saw Z. A
+    cotangent is None where no path leads from the loss; a parameter's gradient is zero then, and
+    its name in `unreached`.
     """
 
     loss: float
     cotangents: dict[str, dict[str, Tensor | None]]
-    parameters: dict[str, Tensor | None]
+    parameters: dict[str, Tensor]
+    unreached: tuple[str, ...]
     seen: dict[str, Z]
     seen_cotangents: dict[str, Z]
 
@@ -64,19 +67,8 @@ def differentiate(
         LossNotScalar: g returned anything but one real floating-point number.
         LossNotFinite: that number is NaN or infinite.
     """
-    leaves = {
-        group: {
-            name: z.detach().to(accumulation_dtype(z.dtype)).requires_grad_()
-            for name, z in named.items()
-        }
-        for group, named in outputs.items()
-    }
-    orders = {
-        group.name: permutation(group.order, _num_rows(outputs[group.name]), group=group.name)
-        for group in groups
-        if group.order is not None
-    }
-    flat = [z for named in leaves.values() for z in named.values()]
+    leaves = {group: _leaves(named) for group, named in outputs.items()}
+    orders = _orders(groups, outputs)
     with (
         trainable(objective.parameters, widened=widened),
         blaming(f"the {called}", "objective"),
@@ -89,25 +81,45 @@ def differentiate(
         inputs = {name: moved(v, device, widened=widened) for name, v in objective.inputs.items()}
         loss = _evaluate(objective, {group: as_z(named) for group, named in seen.items()}, inputs)
         value = finite_number(loss, penalty, called=called)
-        wanted = [*flat, *objective.parameters.values()]
-        gradients = (
-            torch.autograd.grad(loss, wanted, allow_unused=True)
-            if loss.requires_grad
-            else (None,) * len(wanted)
-        )
-    flowing = iter(gradients)
+        flat = [z for named in leaves.values() for z in named.values()]
+        flowing = iter(_gradients(loss, [*flat, *objective.parameters.values()]))
     cotangents = {g: {name: next(flowing) for name in named} for g, named in leaves.items()}
     parameters = dict(zip(objective.parameters, flowing, strict=True))
     return Differentiated(
         loss=value,
         cotangents=cotangents,
-        parameters=parameters,
+        parameters={
+            name: _wide(torch.zeros_like(objective.parameters[name]) if g is None else g)
+            for name, g in parameters.items()
+        },
+        unreached=tuple(name for name, gradient in parameters.items() if gradient is None),
         seen={g: as_z({n: z.detach() for n, z in named.items()}) for g, named in seen.items()},
         seen_cotangents={
             group: as_z(_ordered(_filled(named, leaves[group]), orders.get(group)))
             for group, named in cotangents.items()
         },
     )
+
+
+def _leaves(named: Outputs) -> Outputs:
+    return {
+        name: z.detach().to(accumulation_dtype(z.dtype)).requires_grad_()
+        for name, z in named.items()
+    }
+
+
+def _orders(groups: Sequence[Group], outputs: Mapping[str, Outputs]) -> dict[str, Tensor]:
+    return {
+        group.name: permutation(group.order, _num_rows(outputs[group.name]), group=group.name)
+        for group in groups
+        if group.order is not None
+    }
+
+
+def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    if not loss.requires_grad:
+        return [None] * len(leaves)
+    return torch.autograd.grad(loss, leaves, allow_unused=True)
 
 
 def _evaluate(objective: Objective, seen: dict[str, Z], inputs: dict[str, Any]) -> Any:
@@ -162,6 +174,10 @@ def moved(value: Any, device: torch.device, *, widened: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.to(device, wide_dtype(value.dtype) if widened else value.dtype)
+
+
+def _wide(gradient: Tensor) -> Tensor:
+    return gradient.to(accumulation_dtype(gradient.dtype))
 
 
 def _num_rows(named: Outputs) -> int:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from gradbox_engine.buffers import Buffers
@@ -47,7 +48,7 @@ def prepared(
     device = model_device(model)
     feed = Feed(groups, device, widened=terms.precision == "fp64")
     inputs = matched_inputs(groups, selection.input_patterns)
-    with preserved(model), arithmetic(terms.precision):
+    with torch.inference_mode(False), preserved(model), arithmetic(terms.precision):
         lay_over(model, terms.weights)
         if terms.precision == "fp64":
             widen(model)

@@ -40,7 +40,11 @@ CGROUP_FILES = (
 
 
 class GraphBudget:
-    """Decides, shard by shard, whether the next graph may be kept."""
+    """Decides, shard by shard, whether the next graph may be kept.
+
+    `unmeasured` is set once the model turns out to differentiate in its own forward pass: such
+    graphs can be neither emptied nor measured, and only the last shard's is kept.
+    """
 
     def __init__(self, total_bytes: float, *, with_headroom: bool = False) -> None:
         """Begin with nothing held.
@@ -54,6 +58,7 @@ class GraphBudget:
         self._with_headroom = with_headroom
         self._held_bytes = 0
         self._latest_bytes = 0
+        self.unmeasured = False
 
     def room_bytes(self) -> float:
         """Return how many bytes of saved tensors the next shard may keep; 0 for none at all."""

@@ -22,6 +22,15 @@ class GraphDropped(RuntimeError):
     """A backward pass asked for tensors of a graph that was not kept."""
 
 
+def needs_its_own_graph(error: BaseException | None) -> bool:
+    """Return whether a model failed because it differentiates in its own forward pass.
+
+    By `torch.autograd.grad` it then asks for tensors that were let go; by `torch.func` it meets
+    torch's refusal to combine that with hooks on saved tensors.
+    """
+    return isinstance(error, GraphDropped) or "saved tensor hooks" in str(error)
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _Saved:
     tensor: Tensor | None

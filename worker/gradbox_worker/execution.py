@@ -13,11 +13,12 @@ import torch
 from gradbox.protocol import PROTOCOL, Receipt, Seconds, spec_digest
 from gradbox_engine import Observer
 from gradbox_worker.blob_tensors import Blobs, BlobTensors
-from gradbox_worker.computing import Outcome, computation
+from gradbox_worker.computations import COMPUTATIONS, Computed, Job
 from gradbox_worker.device.work import Finished, Stopped, Work
 from gradbox_worker.failures import Caught, caught
+from gradbox_worker.job_parts import build_function, input_groups
 from gradbox_worker.memory import PeakMemory
-from gradbox_worker.models.registry import Loaded, Registry
+from gradbox_worker.models.registry import Registry
 from gradbox_worker.result_file import write_result
 
 
@@ -52,44 +53,51 @@ def execute(work: Work, *, registry: Registry, blobs: Blobs, observer: Observer)
     loaded = registry.get(work.model, work.model_version)
     with BlobTensors(blobs, device=registry.device) as tensors:
         peak = PeakMemory(registry.device)
-        run = computation(spec, loaded, tensors, device=registry.device)
+        readout = None
+        if spec.readout is not None:
+            readout = build_function(spec.readout, tensors, device=registry.device).function
+        job = Job(
+            work=work,
+            loaded=loaded,
+            groups=input_groups(spec, loaded, tensors),
+            readout=readout,
+            weights={name: tensors.tensor(ref) for name, ref in spec.weights.items()},
+            tensors=tensors,
+            device=registry.device,
+            observer=observer,
+        )
         load_s = time.perf_counter() - began
-        outcome = run(observer)
-    receipt = _receipt(work, outcome, loaded, device=registry.device, peak=peak, load_s=load_s)
+        computed = COMPUTATIONS[spec.computation](job, spec)
+    receipt = _receipt(job, computed, peak=peak, load_s=load_s)
     metadata = {"format": "pt", "gradbox": receipt.model_dump_json()}
-    result = write_result(work.result_path, outcome.tensors, metadata=metadata)
+    result = write_result(work.result_path, computed.tensors, metadata=metadata)
     return Finished(receipt=receipt, result=result)
 
 
-def _receipt(
-    work: Work,
-    outcome: Outcome,
-    loaded: Loaded,
-    *,
-    device: torch.device,
-    peak: PeakMemory,
-    load_s: float,
-) -> Receipt:
-    spec = work.spec
+def _receipt(job: Job, computed: Computed, *, peak: PeakMemory, load_s: float) -> Receipt:
+    work, spec = job.work, job.work.spec
     peak_bytes, before_bytes = peak.measure()
     return Receipt(
         protocol=PROTOCOL,
         job=work.job_id,
         spec_digest=spec_digest(spec),
         computation=spec.computation,
-        model=loaded.view.name,
-        model_version=loaded.view.version,
+        model=job.loaded.view.name,
+        model_version=job.loaded.view.version,
         seed=spec.seed,
         mode=spec.mode,
         precision=spec.precision,
-        device=_device_name(device),
+        device=_device_name(job.device),
         torch=torch.__version__,
         gradbox=importlib.metadata.version("gradbox"),
-        seconds=Seconds(queued=work.queued_s, load=load_s, **outcome.seconds),
+        shards={group.name: len(group.shards) for group in spec.inputs},
+        seconds=Seconds.model_validate(
+            {"queued": work.queued_s, "load": load_s, **computed.seconds}
+        ),
         peak_memory_bytes=peak_bytes,
         memory_before_bytes=before_bytes,
         attempts=work.attempt,
-        **outcome.manifest,
+        **computed.facts,
     )
 
 

@@ -18,8 +18,8 @@ from gradbox.losses import BUILTIN
 from gradbox.protocol import (
     BuiltinLoss,
     GradientSpec,
-    JobSpec,
     MixedGradientSpec,
+    SharedSpec,
     TensorRef,
     TracedFunction,
 )
@@ -40,7 +40,7 @@ class BuiltFunction:
     leaves: Mapping[str, Tensor]
 
 
-def input_groups(spec: JobSpec, loaded: Loaded, tensors: BlobTensors) -> list[Group]:
+def input_groups(spec: SharedSpec, loaded: Loaded, tensors: BlobTensors) -> list[Group]:
     """Return the groups, whose shards are read when the engine comes to them.
 
     Raises:
@@ -62,19 +62,6 @@ def input_groups(spec: JobSpec, loaded: Loaded, tensors: BlobTensors) -> list[Gr
         )
         for group in spec.inputs
     ]
-
-
-def model_readout(
-    spec: JobSpec, tensors: BlobTensors, *, device: torch.device
-) -> Callable[..., Any] | None:
-    """Return the readout, built, if the job has one.
-
-    Raises:
-        GraphRefused: its graph is not allowed.
-    """
-    if spec.readout is None:
-        return None
-    return build_function(spec.readout, tensors, device=device).function
 
 
 def model_penalties(

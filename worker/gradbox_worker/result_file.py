@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,46 +18,11 @@ from torch import Tensor
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import ResultView
-from gradbox_engine import SetGradient
-from gradbox_engine.job import Z
 from gradbox_service.store.files import make_folder, put_in_place
 from gradbox_worker.safetensors_types import SAFETENSORS_NAMES
 
 ALIGNMENT_BYTES: Final = 8
 LENGTH_BYTES: Final = 8
-
-
-def result_tensors(answer: SetGradient, returns: Collection[str]) -> dict[str, Tensor]:
-    """Name the tensors of an answer as they stand in the file: SECTION/NAME.
-
-    Gradients of inputs are there if they were computed: naming inputs in `wrt` asks for them too.
-    """
-    sections: dict[str, Mapping[str, Tensor]] = {
-        "grads": answer.grads,
-        "buffers": answer.buffers or {},
-        "outputs": _flat(answer.outputs or {}),
-        "cotangents": _flat(answer.cotangents or {}),
-        "input_grads": {
-            f"{group}/{shard}/{name}": gradient
-            for group, named in (answer.input_grads or {}).items()
-            for name, gradients in named.items()
-            for shard, gradient in enumerate(gradients)
-        },
-    }
-    return {
-        f"{section}/{name}": tensor
-        for section, named in sections.items()
-        if section in returns or section == "input_grads"
-        for name, tensor in named.items()
-    }
-
-
-def _flat(groups: Mapping[str, Z]) -> dict[str, Tensor]:
-    """Name each group's tensor GROUP, or each of several GROUP/NAME."""
-    flat: dict[str, Tensor] = {}
-    for group, z in groups.items():
-        flat |= {group: z} if isinstance(z, Tensor) else {f"{group}/{n}": t for n, t in z.items()}
-    return flat
 
 
 def write_result(

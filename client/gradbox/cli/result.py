@@ -33,5 +33,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(result.manifest.model_dump_json(indent=2))
     else:
-        print(f"{args.output}: loss {result.loss:.6g}, {len(result.grads)} gradients")
+        loss = result.manifest.loss
+        counted = {"gradients": result.grads, "outputs": result.outputs}
+        found = ", ".join(f"{len(named)} {what}" for what, named in counted.items() if named)
+        print(f"{args.output}: {'' if loss is None else f'loss {loss:.6g}, '}{found}")
     return 0

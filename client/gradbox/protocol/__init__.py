@@ -1,25 +1,32 @@
 """What client, service and worker say to each other. Pydantic only: nothing here knows torch.
 
-`spec` is a job as it is posted, `views` is what the service answers, `receipt` is what a result
-file says of its own making. `docs/wire.md` states the same in prose.
+`spec` is a job as it is posted and `parts` what that is made of, `views` is what the service
+answers, `receipt` is what a result file says of its own making. `docs/wire.md` states the same in
+prose.
 """
 
+from gradbox.protocol.parts import (
+    PROTOCOL,
+    BuiltinLoss,
+    DifferentiatedSpec,
+    Digest,
+    GraphLoss,
+    InputGroup,
+    LossSpec,
+    PenaltySpec,
+    ShardRef,
+    SharedSpec,
+    TensorRef,
+    TracedFunction,
+)
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import Receipt, Seconds
 from gradbox.protocol.spec import (
-    PROTOCOL,
-    BuiltinLoss,
-    Digest,
+    JOB_SPEC,
+    ForwardSpec,
     GradientSpec,
-    GraphLoss,
-    InputGroup,
     JobSpec,
-    LossSpec,
     MixedGradientSpec,
-    PenaltySpec,
-    ShardRef,
-    TensorRef,
-    TracedFunction,
     parse_spec,
     spec_digest,
 )
@@ -34,9 +41,12 @@ from gradbox.protocol.views import (
 )
 
 __all__ = [
+    "JOB_SPEC",
     "PROTOCOL",
     "BuiltinLoss",
+    "DifferentiatedSpec",
     "Digest",
+    "ForwardSpec",
     "GradientSpec",
     "GraphLoss",
     "InputGroup",
@@ -55,6 +65,7 @@ __all__ = [
     "ResultView",
     "Seconds",
     "ShardRef",
+    "SharedSpec",
     "TensorRef",
     "TracedFunction",
     "parse_spec",

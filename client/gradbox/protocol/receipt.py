@@ -20,12 +20,14 @@ class Seconds(BaseModel):
 class Receipt(BaseModel):
     """What a result says of its own making.
 
-    `names` are the gradients in `named_parameters` order, then those of the loss: a safetensors
-    file keeps no order of its own. `unreached` names parameters that the loss does not depend on;
-    their gradients are zeros. `replay_difference` is the largest |z' − z| over a shard, relative to
-    that shard's largest |z|. `fallbacks` counts, by the operation that was in the way, the shards
-    of a mixed gradient whose tangent was not taken by forward mode. `peak_memory_bytes` is the
-    process's peak on a CPU (model included), the allocator's on CUDA.
+    What is None does not exist for this computation: outputs have no loss. `names` are the
+    gradients in `named_parameters` order, then those of the loss: a safetensors file keeps no order
+    of its own. `unreached` names parameters that the loss does not depend on; their gradients are
+    zeros. `rows` are, by group, the rows of each shard in Z before `order`; null for a z without
+    dimensions. `replay_difference` is the largest |z' − z| over a shard, relative to that shard's
+    largest |z|. `fallbacks` counts, by the operation that was in the way, the shards of a mixed
+    gradient whose tangent was not taken by forward mode. `peak_memory_bytes` is the process's peak
+    on a CPU (model included), the allocator's on CUDA.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -42,12 +44,13 @@ class Receipt(BaseModel):
     device: str
     torch: str
     gradbox: str
-    loss: float
+    loss: float | None = None
     shards: dict[str, int]
-    shards_retained: int
-    shards_replayed: int
-    replay_difference: float
-    fallbacks: dict[str, int] = {}
+    rows: dict[str, list[int | None]] | None = None
+    shards_retained: int | None = None
+    shards_replayed: int | None = None
+    replay_difference: float | None = None
+    fallbacks: dict[str, int] | None = None
     names: tuple[str, ...] = ()
     unreached: list[str] = []
     seconds: Seconds

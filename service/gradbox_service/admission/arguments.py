@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from gradbox.errors import InvalidInputs
-from gradbox.protocol import InputGroup, JobSpec, MethodView, ModelView
+from gradbox.protocol import InputGroup, MethodView, ModelView, SharedSpec
 from gradbox_service.admission.tensors import Tensors
 
 
-def check_groups(spec: JobSpec, *, model: ModelView, tensors: Tensors) -> None:
+def check_groups(spec: SharedSpec, *, model: ModelView, tensors: Tensors) -> None:
     """Check every group of inputs.
 
     Raises:

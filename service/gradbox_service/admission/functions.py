@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import check_graph
-from gradbox.protocol import GradientSpec, GraphLoss, JobSpec
+from gradbox.protocol import GradientSpec, GraphLoss, SharedSpec
 from gradbox.signatures import check_builtin
 
 # readout(output, inputs)
@@ -30,7 +30,7 @@ def check_loss(spec: GradientSpec) -> None:
         check_builtin(spec.loss.name, spec.loss.options, groups=groups, inputs=spec.loss_inputs)
 
 
-def check_readout(spec: JobSpec) -> None:
+def check_readout(spec: SharedSpec) -> None:
     """Check the readout, if there is one.
 
     Raises:

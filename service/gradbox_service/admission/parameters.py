@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from gradbox.errors import InvalidInputs
-from gradbox.protocol import GradientSpec, GraphLoss, JobSpec, ModelView, TensorRef
+from gradbox.protocol import DifferentiatedSpec, ModelView, SharedSpec, TensorRef
 from gradbox_service.admission.tensors import Tensors
 
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 
-def check_weights(spec: JobSpec, *, model: ModelView, tensors: Tensors) -> None:
+def check_weights(spec: SharedSpec, *, model: ModelView, tensors: Tensors) -> None:
     """Check the tensors that are laid over the model's own.
 
     Raises:
@@ -32,15 +33,20 @@ def check_weights(spec: JobSpec, *, model: ModelView, tensors: Tensors) -> None:
             )
 
 
-def check_wrt(spec: GradientSpec, *, model: ModelView, tensors: Tensors) -> None:
+def check_wrt(
+    spec: DifferentiatedSpec, *, model: ModelView, tensors: Tensors, others: Sequence[str] = ()
+) -> None:
     """Check that every glob names something that has a gradient.
+
+    Args:
+        others: names that have one beside parameters and inputs.
 
     Raises:
         InvalidInputs: one matches nothing.
     """
     if spec.wrt is None:
         return
-    names = [view.name for view in model.parameters] + _loss_parameters(spec)
+    names = [view.name for view in model.parameters] + list(others)
     names += _differentiable_inputs(spec, tensors)
     for glob in spec.wrt:
         if not any(fnmatchcase(name, glob) for name in names):
@@ -51,7 +57,7 @@ def check_wrt(spec: GradientSpec, *, model: ModelView, tensors: Tensors) -> None
             )
 
 
-def _differentiable_inputs(spec: GradientSpec, tensors: Tensors) -> list[str]:
+def _differentiable_inputs(spec: SharedSpec, tensors: Tensors) -> list[str]:
     """Return the floating-point arguments as `inputs.NAME` and `inputs.GROUP.NAME`."""
     names = []
     for group in spec.inputs:
@@ -60,19 +66,6 @@ def _differentiable_inputs(spec: GradientSpec, tensors: Tensors) -> list[str]:
             reference = TensorRef(blob=shard.blob, tensor=shard.prefix + name)
             if tensors.entry(reference, where=name).dtype in FLOATING:
                 names += [f"inputs.{name}", f"inputs.{group.name}.{name}"]
-    return names
-
-
-def _loss_parameters(spec: GradientSpec) -> list[str]:
-    """Return the names under which gradients of the loss's own tensors come back."""
-    names = [
-        f"loss_inputs.{name}"
-        for name, value in spec.loss_inputs.items()
-        if isinstance(value, TensorRef) and value.requires_grad
-    ]
-    if isinstance(spec.loss, GraphLoss):
-        tensors = spec.loss.function.tensors
-        names += [f"loss.{name}" for name, reference in tensors.items() if reference.requires_grad]
     return names
 
 

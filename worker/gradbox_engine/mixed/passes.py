@@ -56,7 +56,7 @@ class OuterDifferentiated:
     """t, and what flows back from it: to y directly, and u by shard where it is not zero."""
 
     value: float
-    direct: dict[str, Tensor | None]
+    direct: dict[str, Tensor]  # without what outer itself does not reach
     directions: dict[Position, Tensor]
     dfdz: Tensor
 
@@ -119,7 +119,7 @@ def differentiate_outer(
     equipment.observer.step("cotangents", 1, 1)
     return OuterDifferentiated(
         value=found.loss,
-        direct=found.parameters,
+        direct={n: g for n, g in found.parameters.items() if n not in found.unreached},
         directions=_flowing({p: part[BARE] for p, part in parts.items() if part}),
         dfdz=dfdz,
     )

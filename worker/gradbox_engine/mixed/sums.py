@@ -22,12 +22,11 @@ class Sums:
         self._reached: set[str] = set()
 
     @torch.no_grad()
-    def add(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Add one shard's gradients; None stands where no path leads to a leaf."""
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add one shard's gradients, which are those of the leaves that a path leads to."""
         for name, gradient in gradients.items():
-            if gradient is not None:
-                self._sums[name].add_(gradient)
-                self._reached.add(name)
+            self._sums[name].add_(gradient)
+            self._reached.add(name)
 
     def named(self) -> dict[str, Tensor]:
         """Return all sums in the leaves' order."""

@@ -1,4 +1,4 @@
-"""The derivative of derivatives through a registered model: see docs/mixed.md."""
+"""`MixedGradient`: a derivative of derivatives through a registered model, see docs/mixed.md."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
-from gradbox.computations import Computation, Prepared, split_extras, traced
-from gradbox.errors import InvalidInputs, InvalidJob
+from gradbox.computations.extras import split_extras
+from gradbox.computations.shared import Computation, Prepared, checked, listed
+from gradbox.computations.tracing import traced
+from gradbox.errors import InvalidInputs
 from gradbox.protocol import MixedGradientSpec, TensorRef, TracedFunction
-from gradbox.protocol.spec import MixedReturned, Scalar, describe_validation
+from gradbox.protocol.parts import Scalar
+from gradbox.protocol.spec import MixedReturned
 from gradbox.tensors import TensorBytes, tensor_bytes
 from gradbox.uploads import Uploads
 
@@ -26,7 +27,7 @@ OUTPUT = "v"
 class MixedGradient(Computation):
     """dt/dy for t = outer(dfdz, **x), dfdz the shards' ∂inner(y, G(zᵢ))/∂zᵢ one after the other.
 
-    G is the model; its parameters do not change and have no gradient here, so `wrt` is refused.
+    G is the model; its parameters do not change and have no gradient here.
 
     Args:
         inner: a function of the members of y by name and of `v`, the model's output; or an
@@ -56,18 +57,6 @@ class MixedGradient(Computation):
         return f"MixedGradient(model={self.model!r}, shards={shards}, inner={self.inner!r})"
 
     def prepare(self) -> Prepared:
-        """Trace the functions, and name every tensor by the blob it lies in.
-
-        Raises:
-            UntraceableLoss: a function is not made of allowed operations.
-            InvalidInputs: a member of y or x is not a tensor, or `wrt` is given.
-            InvalidJob: a field has a value that no job can have.
-        """
-        if self.wrt is not None:
-            raise InvalidInputs(
-                "wrt: expected nothing, for a mixed gradient is taken by y; put what it is to be "
-                "taken by into y"
-            )
         both = sorted(self.y.keys() & self.x.keys())
         if both:
             raise InvalidInputs(f"x: expected other names than those in y, got {both} in both")
@@ -75,17 +64,15 @@ class MixedGradient(Computation):
         y, y_options = split_extras(self.y, what="y")
         x, x_options = split_extras(self.x, what="x")
         fields = self.shared_fields(uploads) | {
+            "computation": "mixed_gradient",
             "inner": self._traced_inner(list(y), y_options, uploads),
             "outer": self._traced_outer(y, y_options, list(x), x_options, uploads),
             "y": _referred(y, uploads, what="y", trainable=True),
             "x": _referred(x, uploads, what="x", trainable=False),
             "z": self.z or self._first_floating(),
-            "returns": [self.returns] if isinstance(self.returns, str) else list(self.returns),
+            "returns": listed(self.returns),
         }
-        try:
-            return Prepared(spec=MixedGradientSpec(**fields), blobs=uploads.blobs)
-        except ValidationError as error:
-            raise InvalidJob(describe_validation(error)) from None
+        return Prepared(spec=checked(MixedGradientSpec, **fields), blobs=uploads.blobs)
 
     def _first_floating(self) -> str | None:
         """Return the first floating-point argument as it was given: a blob keeps no order."""

@@ -1,16 +1,29 @@
-"""Do the functions of a mixed gradient fit y, x and each other?"""
+"""What only a `MixedGradient` has to fulfil: its functions fit y, x and the shards."""
 
 from __future__ import annotations
 
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import arguments_of, check_graph
-from gradbox.protocol import MixedGradientSpec, TensorRef
+from gradbox.protocol import MixedGradientSpec, ModelView, TensorRef
 from gradbox_service.admission.parameters import FLOATING
+from gradbox_service.admission.references import (
+    References,
+    function_references,
+    named_references,
+)
 from gradbox_service.admission.tensors import Tensors
 
 
-def check_mixed(spec: MixedGradientSpec, *, tensors: Tensors) -> None:
-    """Check what only mixed gradients have.
+def references(spec: MixedGradientSpec) -> References:
+    """Give the references of the functions and of what they read."""
+    yield from function_references("inner", spec.inner)
+    yield from function_references("outer", spec.outer)
+    yield from named_references("y", spec.y)
+    yield from named_references("x", spec.x)
+
+
+def check(spec: MixedGradientSpec, *, model: ModelView, tensors: Tensors) -> None:
+    """Check the job.
 
     Raises:
         GraphRefused: `inner` or `outer` is not an allowed graph.

@@ -1,0 +1,35 @@
+"""`Forward`: the outputs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradbox.computations.shared import Computation, Prepared, checked, listed
+from gradbox.protocol import ForwardSpec
+from gradbox.protocol.spec import ForwardReturned
+from gradbox.uploads import Uploads
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Forward(Computation):
+    """Z, the outputs of all shards, in the dtype in which the model gives them.
+
+    Args:
+        returns: what the result holds, of "outputs" and "buffers".
+
+    Raises:
+        InvalidInputs: the inputs are empty, are not tensors, or do not fit each other.
+    """
+
+    returns: Sequence[ForwardReturned] = ("outputs",)
+
+    def __repr__(self) -> str:
+        shards = " + ".join(f"{len(group.shards)} {group.name}" for group in self.groups)
+        return f"Forward(model={self.model!r}, shards={shards})"
+
+    def prepare(self) -> Prepared:
+        uploads = Uploads()
+        fields = self.shared_fields(uploads)
+        spec = checked(ForwardSpec, computation="forward", returns=listed(self.returns), **fields)
+        return Prepared(spec=spec, blobs=uploads.blobs)

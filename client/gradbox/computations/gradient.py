@@ -1,0 +1,105 @@
+"""`Gradient`: a loss over all shards, differentiated by what the model holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from gradbox.computations.extras import split_extras
+from gradbox.computations.losses import Builtin
+from gradbox.computations.penalty import Penalty
+from gradbox.computations.shared import Differentiated, Prepared, checked, listed
+from gradbox.computations.tracing import traced
+from gradbox.errors import InvalidJob
+from gradbox.protocol import BuiltinLoss, GradientSpec, GraphLoss, TracedFunction
+from gradbox.protocol.parts import Scalar
+from gradbox.protocol.spec import Returned
+from gradbox.signatures import check_builtin
+from gradbox.tensors import tensor_bytes
+from gradbox.uploads import Uploads
+
+if TYPE_CHECKING:
+    import torch
+
+Loss: TypeAlias = "Callable[..., Any] | torch.nn.Module | Builtin"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gradient(Differentiated):
+    """dL/dθ of L = loss(Z, **loss_inputs), Z being the outputs of all shards.
+
+    Args:
+        loss: a function, an nn.Module or a `Builtin`. With one unnamed group it is called as
+            loss(Z, **loss_inputs); with named groups each Z goes by its group's name. It is traced
+            to a graph of allowed operations and returns a scalar; the value is exactly that.
+        loss_inputs: what else the loss reads: tensors, or plain numbers, strings and booleans.
+            Where a tensor requires grad, its gradient comes back as `loss_inputs.NAME`; the
+            parameters of a loss module come back as `loss.NAME`.
+        penalties: terms on intermediate activations.
+        returns: what the result holds, of "grads", "buffers", "outputs" (Z), "cotangents" (∂L/∂Z)
+            and "input_grads".
+
+    Raises:
+        InvalidInputs: the inputs are empty, are not tensors, or do not fit each other.
+    """
+
+    loss: Loss
+    loss_inputs: Mapping[str, Any] = field(default_factory=dict)
+    penalties: Sequence[Penalty] = ()
+    returns: Sequence[Returned] = ("grads",)
+
+    def __repr__(self) -> str:
+        shards = " + ".join(f"{len(group.shards)} {group.name}" for group in self.groups)
+        return f"Gradient(model={self.model!r}, shards={shards}, loss={self.loss!r})"
+
+    def prepare(self) -> Prepared:
+        uploads = Uploads()
+        tensors, scalars = split_extras(self.loss_inputs, what="loss_inputs")
+        if isinstance(self.loss, Builtin):
+            loss: BuiltinLoss | GraphLoss = self._builtin_loss(self.loss, list(tensors), scalars)
+        else:
+            loss = GraphLoss(function=self._traced_loss(list(tensors), scalars, uploads))
+        refs = uploads.tensors(
+            {name: tensor_bytes(t, where=f"loss_inputs[{name!r}]") for name, t in tensors.items()}
+        )
+        fields = self.shared_fields(uploads) | {
+            "computation": "gradient",
+            "loss": loss,
+            "loss_inputs": {
+                name: ref.model_copy(update={"requires_grad": _requires_grad(tensors[name])})
+                for name, ref in refs.items()
+            },
+            "penalties": [penalty.spec(uploads) for penalty in self.penalties],
+            "returns": listed(self.returns),
+        }
+        return Prepared(spec=checked(GradientSpec, **fields), blobs=uploads.blobs)
+
+    def _builtin_loss(
+        self, loss: Builtin, tensors: list[str], scalars: dict[str, Scalar]
+    ) -> BuiltinLoss:
+        twice = sorted(set(loss.options) & set(scalars))
+        if twice:
+            raise InvalidJob(f"loss: expected each option once, got {twice} in loss_inputs as well")
+        options = {**loss.options, **scalars}
+        groups = [group.name for group in self.groups]
+        check_builtin(loss.name, options, groups=groups, inputs=tensors)
+        return BuiltinLoss(name=loss.name, options=options)
+
+    def _traced_loss(
+        self, tensors: list[str], scalars: dict[str, Scalar], uploads: Uploads
+    ) -> TracedFunction:
+        names = [group.name for group in self.groups]
+        unnamed = len(names) == 1
+        return traced(
+            self.loss,
+            uploads,
+            what="loss",
+            positional=1 if unnamed else 0,
+            arguments=tensors if unnamed else names + tensors,
+            options=scalars,
+        )
+
+
+def _requires_grad(tensor: Any) -> bool:
+    return bool(getattr(tensor, "requires_grad", False))

@@ -1,0 +1,125 @@
+"""What the specs of all computations are made of.
+
+Tensors never stand in a spec: it names blobs by digest and tensors inside them by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from gradbox.graphs.schema import Graph
+
+PROTOCOL: Final = 1
+
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
+TensorName = Annotated[str, StringConstraints(min_length=1, max_length=500)]
+Scalar = bool | int | float | str | None
+
+
+class Wire(BaseModel):
+    """Frozen, and strict about fields it does not know: a typo is an error, not a default.
+
+    Numbers are finite: JSON has no other, and an infinity would be written back as null.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class TensorRef(Wire):
+    """One tensor of one uploaded safetensors blob."""
+
+    blob: Digest
+    tensor: TensorName
+    requires_grad: bool = False
+
+
+class ShardRef(Wire):
+    """The arguments of one call of the model: a blob's tensors whose names begin with `prefix`.
+
+    What follows the prefix is the argument's name; a whole number is a position, `0` the first.
+    """
+
+    blob: Digest
+    prefix: str = Field(default="", max_length=500)
+
+
+class InputGroup(Wire):
+    """One list of shards, all put through one entry point of the model.
+
+    `order` is the permutation that makes the loss's Z out of the shards' outputs, one after the
+    other: Z = cat(z_1..z_n)[order].
+    """
+
+    name: Identifier = "z"
+    shards: Annotated[list[ShardRef], Field(min_length=1, max_length=1_000_000)]
+    method: str = "forward"
+    order: TensorRef | None = None
+
+
+class TracedFunction(Wire):
+    """A graph with the constants and parameters that it reads.
+
+    The tensors that have `requires_grad` are parameters: their gradients come back.
+    """
+
+    graph: Graph
+    tensors: dict[str, TensorRef] = {}
+
+
+class GraphLoss(Wire):
+    """A loss that the client traced."""
+
+    kind: Literal["graph"] = "graph"
+    function: TracedFunction
+
+
+class BuiltinLoss(Wire):
+    """A loss that gradbox carries, by name: see `gradbox.losses`."""
+
+    kind: Literal["builtin"] = "builtin"
+    name: Identifier
+    options: dict[Identifier, Scalar] = {}
+
+
+class PenaltySpec(Wire):
+    """A term Σᵢ weight · loss(tapᵢ), tapᵢ being what submodule `at` gives for shard i.
+
+    `at` may name an element of that: "encoder[last_hidden_state]". `per_sample_scale` maps a
+    shard's z to one number a sample, by which that sample's gradient of the penalty is multiplied.
+    """
+
+    at: Annotated[str, StringConstraints(min_length=1, max_length=500)]
+    loss: TracedFunction
+    weight: float = 1.0
+    per_sample_scale: TracedFunction | None = None
+
+
+LossSpec = Annotated[GraphLoss | BuiltinLoss, Field(discriminator="kind")]
+
+
+class SharedSpec(Wire):
+    """What every computation is told."""
+
+    protocol: Literal[1] = PROTOCOL
+    model: Annotated[str, StringConstraints(min_length=1, max_length=300)]
+    inputs: Annotated[list[InputGroup], Field(min_length=1, max_length=16)]
+    output: str | int | None = None
+    readout: TracedFunction | None = None
+    mode: Literal["eval", "train"] = "eval"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
+    streams: Literal["shard", "sample"] = "shard"
+    weights: dict[str, TensorRef] = {}
+    priority: Annotated[int, Field(ge=-10, le=10)] = 0
+    timeout_s: Annotated[float, Field(gt=0, le=7 * 24 * 3600)] = 3600.0
+    name: Annotated[str, StringConstraints(max_length=200)] = ""
+
+
+class DifferentiatedSpec(SharedSpec):
+    """What every computation is told that gives gradients of the model's own parameters."""
+
+    wrt: Annotated[list[str], Field(min_length=1)] | None = None
+    retain: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"

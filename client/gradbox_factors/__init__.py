@@ -1,0 +1,29 @@
+"""Per-sample gradients and Jacobians as factors: the one algebra that box and laptop share.
+
+It needs torch and nothing else of gradbox, so the engine and the client both import it.
+"""
+
+from gradbox_factors.block import Block, Positions, Total, Zero
+from gradbox_factors.convolution import Convolution, Geometry
+from gradbox_factors.factored import Factored, squared_norms
+from gradbox_factors.hashing import Sketch
+from gradbox_factors.lookup import Lookup
+from gradbox_factors.outer import Outer
+from gradbox_factors.rules import TERMS
+from gradbox_factors.term import Term
+
+__all__ = [
+    "TERMS",
+    "Block",
+    "Convolution",
+    "Factored",
+    "Geometry",
+    "Lookup",
+    "Outer",
+    "Positions",
+    "Sketch",
+    "Term",
+    "Total",
+    "Zero",
+    "squared_norms",
+]

@@ -1,0 +1,86 @@
+"""A seeded random projection that any machine computes alike, and that splits over outer products.
+
+A parameter of shape (R, ...) is read as a matrix of R rows and C columns. Entry (r, c) is added to
+bucket (h₁(r) + h₂(c)) mod dim with the sign s₁(r) s₂(c). The expectation of ⟨Sx, Sy⟩ over seeds is
+⟨x, y⟩, its variance at most of the order ‖x‖²‖y‖²/dim. Because bucket and sign split over row and
+column, the projection of an outer product is the circular convolution of two short sketches, which
+an FFT gives without forming the product.
+
+h and s come from a hash of (seed, parameter name, axis, index) in wrapping 64-bit integers: no
+generator, no state, the same on every device.
+
+Source: Pham and Pagh 2013, "Fast and scalable polynomial kernels via explicit feature maps" (the
+sketch); Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators" (the mixer).
+Doubt: pairwise independence of the mixer is assumed, not proved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """The projection to `dim` numbers that `seed` names."""
+
+    dim: int
+    seed: int = 0
+
+    def axis(
+        self, parameter: str, axis: int, size: int, *, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return bucket (int64) and sign (±1, int64) of every index of one axis, shape (size,)."""
+        return _axis(self.dim, self.seed, parameter, axis, size, device)
+
+    def grid(
+        self, parameter: str, start: int, stop: int, columns: int, *, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return bucket and sign of rows start:stop, shape (stop - start, columns)."""
+        row_bucket, row_sign = self.axis(parameter, 0, stop, device=device)
+        bucket, sign = self.axis(parameter, 1, columns, device=device)
+        return (
+            (row_bucket[start:stop, None] + bucket) % self.dim,
+            row_sign[start:stop, None] * sign,
+        )
+
+    def spread(self, x: Tensor, parameter: str, axis: int) -> Tensor:
+        """Sketch the last dim of `x` (..., n) by one axis' hash, shape (..., dim)."""
+        bucket, sign = self.axis(parameter, axis, x.shape[-1], device=x.device)
+        return x.new_zeros(*x.shape[:-1], self.dim).index_add_(-1, bucket, x * sign.to(x.dtype))
+
+
+@lru_cache(maxsize=64)
+def _axis(
+    dim: int, seed: int, parameter: str, axis: int, size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    digest = hashlib.sha256(f"{seed}\0{parameter}\0{axis}".encode()).digest()
+    key = int.from_bytes(digest[:8], "little")
+    bits = _mixed(torch.arange(size, device=device) * _signed(_GOLDEN) + _signed(key))
+    bucket = _shifted(bits, 1) % dim
+    sign = 1 - 2 * (bits & 1)
+    return bucket, sign
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 on int64, whose products wrap."""
+    bits = (bits ^ _shifted(bits, 30)) * _signed(_MIX[0])
+    bits = (bits ^ _shifted(bits, 27)) * _signed(_MIX[1])
+    return bits ^ _shifted(bits, 31)
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """Shift right filling with zeros; int64 alone would repeat the sign."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(value: int) -> int:
+    value %= 2**64
+    return value - 2**64 if value >= 2**63 else value

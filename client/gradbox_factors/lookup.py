@@ -1,0 +1,123 @@
+"""Embeddings: J is zero but for the rows that a sample's indices name.
+
+Shapes: B samples, Y outputs, T positions, V vocabulary, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from gradbox_factors.hashing import Sketch
+from gradbox_factors.term import Term
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup(Term):
+    """J[b, y, v] = Σ_t [ids[b, t] = v] left[y, b, t]; rows that no id names are zero."""
+
+    rule: ClassVar[str] = "lookup"
+    parameter: str
+    shape: tuple[int, ...]
+    left: Tensor  # (Y, B, T, D)
+    ids: Tensor  # (B, T), int64
+
+    @property
+    def samples(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        return self.left.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"left": self.left, "ids": self.ids}
+
+    def geometry(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def read(
+        cls,
+        parameter: str,
+        shape: tuple[int, ...],
+        geometry: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> Self:
+        return cls(parameter, shape, tensors["left"], tensors["ids"])
+
+    def narrow(self, samples: slice, outputs: slice) -> Lookup:
+        return replace(self, left=self.left[outputs, samples], ids=self.ids[samples])
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        inside = (self.ids >= start) & (self.ids < stop)
+        left = self.left * inside[..., None]
+        out = self.left.new_zeros(self.samples, self.outputs, stop - start, self.shape[1])
+        ids = (self.ids - start).clamp(0, max(0, stop - start - 1))
+        return replace(self, left=left, ids=ids).add_to(out) if stop > start else out
+
+    def write(self, out: Tensor, *, accumulate: bool) -> None:
+        self.add_to(out if accumulate else out.zero_())
+
+    def add_to(self, out: Tensor) -> Tensor:
+        """Add J to `out` (B, Y, V, D), touching only the rows that the ids name."""
+        sample = torch.arange(self.samples, device=self.ids.device)[:, None].expand_as(self.ids)
+        for output in range(self.outputs):
+            out[:, output].index_put_((sample, self.ids), self.left[output], accumulate=True)
+        return out
+
+    def clear(self, out: Tensor) -> None:
+        """Zero the rows of `out` (B, Y, V, D) that this term touched."""
+        sample = torch.arange(self.samples, device=self.ids.device)[:, None].expand_as(self.ids)
+        for output in range(self.outputs):
+            out[:, output][sample, self.ids] = 0
+
+    def squared_norm(self) -> Tensor:
+        same = (self.ids[:, :, None] == self.ids[:, None]).to(self.dtype)
+        pairs = torch.matmul(self.left, self.left.mT).mul_(same)
+        return pairs.flatten(2).sum(2).T.double()
+
+    def add_gram(self, gram: Tensor, other: Term) -> None:
+        if not isinstance(other, Lookup):
+            return super().add_gram(gram, other)
+        same = self.ids.flatten()[:, None] == other.ids.flatten()
+        for y in range(self.outputs):
+            for z in range(other.outputs):
+                pairs = (self.left[y].flatten(0, 1) @ other.left[z].flatten(0, 1).T).mul_(same)
+                gram[y, :, z] += self._summed(pairs, other)
+        return None
+
+    def add_gram_trace(self, gram: Tensor, other: Term) -> None:
+        if not isinstance(other, Lookup):
+            return super().add_gram_trace(gram, other)
+        same = self.ids.flatten()[:, None] == other.ids.flatten()
+        mine = self.left.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
+        pairs = mine @ other.left.permute(1, 2, 0, 3).flatten(2).flatten(0, 1).T
+        gram += self._summed(pairs.mul_(same), other)
+        return None
+
+    def _summed(self, pairs: Tensor, other: Lookup) -> Tensor:
+        return pairs.view(*self.ids.shape, *other.ids.shape).sum((1, 3))
+
+    def jvp(self, tangent: Tensor) -> Tensor:
+        return (self.left * tangent[self.ids]).flatten(2).sum(2).T
+
+    def vjp(self, cotangent: Tensor) -> Tensor:
+        left = torch.einsum("by,ybtd->btd", cotangent, self.left)
+        return left.new_zeros(self.shape).index_add_(0, self.ids.flatten(), left.flatten(0, 1))
+
+    def sketch(self, sketch: Sketch) -> Tensor:
+        spread = sketch.spread(self.left, self.parameter, 1)
+        bucket, sign = sketch.axis(self.parameter, 0, self.shape[0], device=spread.device)
+        columns = torch.arange(sketch.dim, device=spread.device)
+        shifted = (columns - bucket[self.ids][..., None]) % sketch.dim
+        moved = spread.gather(3, shifted.expand(self.outputs, *shifted.shape))
+        return (moved * sign[self.ids][..., None].to(moved.dtype)).sum(2).transpose(0, 1)

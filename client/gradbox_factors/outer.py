@@ -1,0 +1,207 @@
+"""Linear layers: J as a sum of outer products over positions.
+
+Shapes: B samples, Y outputs, T positions, O rows, I columns.
+Source: Goodfellow 2015 (norms of one position); Li et al. 2022, arXiv:2110.05679 (over positions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from gradbox_factors.hashing import Sketch
+from gradbox_factors.term import Term
+
+_PAIR_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Outer(Term):
+    """J[b, y, o, i] = Σ_t left[y, b, t, o] right[b, t, i]; `transposed` says that S is (I, O)."""
+
+    rule: ClassVar[str] = "outer"
+    parameter: str
+    shape: tuple[int, ...]
+    left: Tensor  # (Y, B, T, O)
+    right: Tensor  # (B, T, I)
+    transposed: bool = False
+
+    @property
+    def samples(self) -> int:
+        return self.right.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        return self.left.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"left": self.left, "right": self.right}
+
+    def geometry(self) -> dict[str, Any]:
+        return {"transposed": self.transposed}
+
+    @classmethod
+    def read(
+        cls,
+        parameter: str,
+        shape: tuple[int, ...],
+        geometry: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> Self:
+        return cls(
+            parameter, shape, tensors["left"], tensors["right"], bool(geometry["transposed"])
+        )
+
+    def narrow(self, samples: slice, outputs: slice) -> Outer:
+        return replace(self, left=self.left[outputs, samples], right=self.right[samples])
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        if self.transposed:
+            part = replace(self, right=self.right[..., start:stop])
+        else:
+            part = replace(self, left=self.left[..., start:stop])
+        sizes = part._sizes()
+        out = self.left.new_empty(self.samples, self.outputs, *sizes)
+        part.write(out, accumulate=False)
+        return out.view(self.samples, self.outputs, stop - start, *self.shape[1:])
+
+    def _sizes(self) -> tuple[int, int]:
+        sizes = (self.left.shape[-1], self.right.shape[-1])
+        return sizes[::-1] if self.transposed else sizes
+
+    def write(self, out: Tensor, *, accumulate: bool) -> None:
+        sizes = self._sizes()
+        if out.shape[2:] != sizes:
+            out = out.view(self.samples, self.outputs, *sizes)
+        if self.right.shape[1] == 1:
+            right = self.right.unsqueeze(1)
+            if self.transposed:
+                pair = right.mT, self.left.transpose(0, 1)
+            else:
+                pair = self.left.permute(1, 0, 3, 2), right
+            out.addcmul_(*pair) if accumulate else torch.mul(*pair, out=out)
+            return
+        first, second = self._matrices()
+        flat = out.view(first.shape[0], first.shape[1], second.shape[2])
+        flat.baddbmm_(first, second) if accumulate else torch.bmm(first, second, out=flat)
+
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        """The factors as (N, rows, T) and (N, T, columns) of one batched product."""
+        Y, B, T, rows = self.left.shape
+        if self.transposed:
+            right = self.right.mT.expand(Y, *self.right.mT.shape).transpose(0, 1)
+            return right.reshape(B * Y, -1, T), self.left.transpose(0, 1).reshape(B * Y, T, rows)
+        return self.left.permute(1, 0, 3, 2).reshape(B, Y * rows, T), self.right
+
+    def squared_norm(self) -> Tensor:
+        Y, B, T, rows = self.left.shape
+        columns = self.right.shape[2]
+        if T == 1:
+            left, right = self.left.flatten(0, 2), self.right.select(1, 0)
+            lefts = torch.linalg.vecdot(left, left).view(Y, B)
+            product: Tensor = lefts * torch.linalg.vecdot(right, right)
+            return product.T.double()
+        if T * (columns + Y * rows) < columns * Y * rows:
+            pairs = torch.bmm(self.right, self.right.mT)
+            lefts = torch.matmul(self.left, self.left.mT)
+            squared: Tensor = lefts.mul_(pairs).flatten(2).sum(2).T.double()
+            return squared
+        return super().squared_norm()
+
+    def add_gram(self, gram: Tensor, other: Term) -> None:
+        self.add_gram_with(gram, other, shift=0.0)
+
+    def add_gram_with(self, gram: Tensor, other: Term, *, shift: float) -> None:
+        """Add J J'ᵀ, and with `shift` 1 also that of the bias whose factor is `left`."""
+        if not isinstance(other, Outer) or not self.pairs_are_cheaper(other):
+            return super().add_gram(gram, other)
+        T, U = self.right.shape[1], other.right.shape[1]
+        if T == U == 1:
+            add_grams_of_one_position(gram, [(self, other, shift)])
+            return None
+        lefts_T = other.left.flatten(0, 2).T
+        features_T = other.right.flatten(0, 1).T
+        for start, stop in self._sample_chunks(other):
+            features = self.right[start:stop].flatten(0, 1) @ features_T
+            features = (features + shift if shift else features).view(-1, T, 1, other.samples, U)
+            for y in range(self.outputs):
+                lefts = self.left[y, start:stop].flatten(0, 1) @ lefts_T
+                paired = lefts.view(stop - start, T, other.outputs, other.samples, U)
+                gram[y, start:stop] += paired.mul_(features).sum((1, 4))
+        return None
+
+    def add_gram_trace(self, gram: Tensor, other: Term) -> None:
+        self.add_gram_trace_with(gram, other, shift=0.0)
+
+    def add_gram_trace_with(self, gram: Tensor, other: Term, *, shift: float) -> None:
+        """Add Σ_y J_y J'_yᵀ, and with `shift` 1 also that of the bias whose factor is `left`."""
+        if not isinstance(other, Outer) or not self.pairs_are_cheaper(other):
+            return super().add_gram_trace(gram, other)
+        T, U = self.right.shape[1], other.right.shape[1]
+        lefts_T = other.left.permute(1, 2, 0, 3).flatten(2).flatten(0, 1).T
+        features_T = other.right.flatten(0, 1).T
+        for start, stop in self._sample_chunks(other):
+            left = self.left[:, start:stop].permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
+            features = self.right[start:stop].flatten(0, 1) @ features_T
+            paired = (left @ lefts_T).mul_(features + shift if shift else features)
+            gram[start:stop] += paired.view(stop - start, T, other.samples, U).sum((1, 3))
+        return None
+
+    def pairs_are_cheaper(self, other: Outer) -> bool:
+        """Compare products over pairs of positions with products over parameters."""
+        Y, B, T, rows = self.left.shape
+        columns, C, U = self.right.shape[2], other.samples, other.right.shape[1]
+        if self.transposed != other.transposed:
+            return False
+        pairs = B * T * C * U * (columns + Y * other.outputs * rows)
+        dense = (B * T * Y + C * U * other.outputs + B * Y * C * other.outputs) * rows * columns
+        return pairs < dense
+
+    def _sample_chunks(self, other: Outer) -> list[tuple[int, int]]:
+        a_sample = self.left[:1, :1, :, :1].numel() * other.left[..., :1].numel()
+        step = max(1, _PAIR_BYTES // max(1, a_sample * self.dtype.itemsize))
+        return [(at, min(at + step, self.samples)) for at in range(0, self.samples, step)]
+
+    def jvp(self, tangent: Tensor) -> Tensor:
+        matrix = tangent.reshape(self._sizes())
+        image = self.right @ (matrix if self.transposed else matrix.T)
+        return (self.left * image).flatten(2).sum(2).T
+
+    def vjp(self, cotangent: Tensor) -> Tensor:
+        left = torch.einsum("by,ybto->bto", cotangent, self.left)
+        product = left.flatten(0, 1).T @ self.right.flatten(0, 1)
+        return (product.T if self.transposed else product).reshape(self.shape)
+
+    def sketch(self, sketch: Sketch) -> Tensor:
+        axes = (1, 0) if self.transposed else (0, 1)
+        left = torch.fft.rfft(sketch.spread(self.left, self.parameter, axes[0]))
+        right = torch.fft.rfft(sketch.spread(self.right, self.parameter, axes[1]))
+        projected: Tensor = torch.fft.irfft((left * right).sum(2), n=sketch.dim)
+        return projected.transpose(0, 1)
+
+
+def add_grams_of_one_position(gram: Tensor, pairs: Sequence[tuple[Outer, Outer, float]]) -> None:
+    """Add the Grams of several layers with T = 1 to `gram` (Y, B, Y', B').
+
+    Output by output through all layers, so that the strip of `gram` stays in the cache. Each pair
+    comes with its `shift`, see `add_gram_with`.
+    """
+    features = []
+    for mine, other, shift in pairs:
+        product = mine.right.select(1, 0) @ other.right.select(1, 0).T
+        features.append((product.add_(shift) if shift else product)[:, None])
+    strips = [other.left.flatten(0, 2).T for _, other, _ in pairs]
+    lefts = gram.new_empty(gram.shape[1:])
+    flat = lefts.view(gram.shape[1], -1)
+    for y, strip in enumerate(gram):
+        for (mine, _, _), feature, others in zip(pairs, features, strips, strict=True):
+            torch.mm(mine.left[y].select(1, 0), others, out=flat)
+            strip.addcmul_(lefts, feature)

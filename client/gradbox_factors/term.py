@@ -1,0 +1,171 @@
+"""One contribution to one parameter's per-sample Jacobian, kept as factors.
+
+Shapes: B samples, Y outputs (1 for a per-sample gradient), S the parameter's shape, R = S[0] its
+rows, P = prod(S). A term stands for an array J of shape (B, Y, *S) that it need not hold. What
+every term can do is make rows r0:r1 of J along S[0]; all algebra here follows from that, slab by
+slab, and a term overrides what its factors give for less.
+
+Cost of the defaults: the multiplications that make J once, and `SLAB_BYTES` of memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from gradbox_factors.hashing import Sketch
+
+SLAB_BYTES = 64 * 2**20
+
+
+class Term(ABC):
+    """A (B, Y, *shape) array given by factors.
+
+    `parameter` is the name the array belongs to and `shape` that parameter's shape.
+    """
+
+    rule: ClassVar[str]
+    parameter: str
+    shape: tuple[int, ...]
+
+    @property
+    @abstractmethod
+    def samples(self) -> int:
+        """B."""
+
+    @property
+    @abstractmethod
+    def outputs(self) -> int:
+        """Y."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The dtype of the array."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the factors by the names that the wire format gives them."""
+
+    @abstractmethod
+    def geometry(self) -> dict[str, Any]:
+        """Return what else is needed to read the factors, as JSON values."""
+
+    @classmethod
+    @abstractmethod
+    def read(
+        cls,
+        parameter: str,
+        shape: tuple[int, ...],
+        geometry: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> Self:
+        """Build the term that `tensors()` and `geometry()` describe."""
+
+    @abstractmethod
+    def narrow(self, samples: slice, outputs: slice) -> Term:
+        """Return the term of some samples and outputs; a view where the factors allow one."""
+
+    @abstractmethod
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return J[:, :, start:stop], (B, Y, stop - start, *S[1:]), or (B, Y, 1) for S = ()."""
+
+    def write(self, out: Tensor, *, accumulate: bool) -> None:
+        """Write J into `out` (B, Y, *S), or add it there."""
+        block = self.rows(0, self.num_rows).view(out.shape)
+        out.add_(block) if accumulate else out.copy_(block)
+
+    def block(self) -> Tensor:
+        """Return J, shape (B, Y, *S)."""
+        return self.rows(0, self.num_rows).view(self.samples, self.outputs, *self.shape)
+
+    @property
+    def num_rows(self) -> int:
+        """R, 1 for a 0-dim parameter."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def dense_bytes(self) -> int:
+        """The size of J."""
+        return self.samples * self.outputs * _product(self.shape) * self.dtype.itemsize
+
+    @property
+    def factor_bytes(self) -> int:
+        """The size of the factors."""
+        return sum(factor.nbytes for factor in self.tensors().values())
+
+    def slabs(self, slab_bytes: int = SLAB_BYTES) -> Iterator[tuple[int, int]]:
+        """Cut the rows so that one slab of J stays near `slab_bytes`."""
+        step = max(1, slab_bytes * self.num_rows // max(1, self.dense_bytes))
+        for start in range(0, self.num_rows, step):
+            yield start, min(start + step, self.num_rows)
+
+    def squared_norm(self) -> Tensor:
+        """Return Σ_p J[b, y, p]², shape (B, Y), float64 between slabs."""
+        total = _zeros(self, self.samples, self.outputs)
+        for start, stop in self.slabs():
+            slab = self.rows(start, stop).flatten(2)
+            total += slab.square().sum(2)
+        return total
+
+    def add_gram(self, gram: Tensor, other: Term) -> None:
+        """Add Σ_p J[b, y, p] J'[c, z, p] to `gram` (Y, B, Y', B'), outputs leading."""
+        flat = gram.view(self.samples * self.outputs, other.samples * other.outputs)
+        for left, right in self._paired_slabs(other):
+            rows = left.transpose(0, 1).flatten(0, 1)
+            flat.addmm_(rows, (rows if right is left else right.transpose(0, 1).flatten(0, 1)).T)
+
+    def add_gram_trace(self, gram: Tensor, other: Term) -> None:
+        """Add Σ_y Σ_p J[b, y, p] J'[c, y, p] to `gram` (B, B')."""
+        for left, right in self._paired_slabs(other):
+            gram.addmm_(left.flatten(1), right.flatten(1).T)
+
+    def _paired_slabs(self, other: Term) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the same rows of both, (B, Y, n) each."""
+        larger = self if self.dense_bytes >= other.dense_bytes else other
+        for start, stop in larger.slabs():
+            left = self.rows(start, stop).flatten(2)
+            yield left, left if other is self else other.rows(start, stop).flatten(2)
+
+    def jvp(self, tangent: Tensor) -> Tensor:
+        """Return Σ_p J[b, y, p] v[p], shape (B, Y), for `tangent` of shape S."""
+        total = self.rows(0, 0).new_zeros(self.samples, self.outputs)
+        tangent_R = tangent.reshape(self.num_rows, -1)
+        for start, stop in self.slabs():
+            total += self.rows(start, stop).flatten(2) @ tangent_R[start:stop].flatten()
+        return total
+
+    def vjp(self, cotangent: Tensor) -> Tensor:
+        """Return Σ_{b,y} u[b, y] J[b, y], shape S, for `cotangent` of shape (B, Y)."""
+        flat = cotangent.reshape(-1)
+        parts = [
+            flat @ self.rows(start, stop).flatten(2).flatten(0, 1) for start, stop in self.slabs()
+        ]
+        return torch.cat(parts).view(self.shape)
+
+    def sketch(self, sketch: Sketch) -> Tensor:
+        """Return the projection of J to `sketch.dim` numbers, shape (B, Y, dim)."""
+        total = self.rows(0, 0).new_zeros(self.samples, self.outputs, sketch.dim)
+        columns = _product(self.shape[1:])
+        for start, stop in self.slabs():
+            bucket, sign = sketch.grid(self.parameter, start, stop, columns, device=total.device)
+            slab = self.rows(start, stop).flatten(2)
+            total.index_add_(2, bucket.flatten(), slab * sign.flatten().to(slab.dtype))
+        return total
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result
+
+
+def _zeros(term: Term, *shape: int) -> Tensor:
+    device = next(iter(term.tensors().values())).device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,78 @@
+"""The checks of a job: those that all computations share, and those of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from gradbox.errors import InvalidInputs
+from gradbox.protocol import JobSpec, ModelView
+from gradbox_service.admission import forward, gradient, mixed_gradient
+from gradbox_service.admission.arguments import check_groups
+from gradbox_service.admission.functions import check_readout
+from gradbox_service.admission.model import find_model
+from gradbox_service.admission.parameters import check_weights
+from gradbox_service.admission.references import References, shared_references
+from gradbox_service.admission.tensors import Tensors
+from gradbox_service.jobs import Fleet
+from gradbox_service.store import BlobStore
+
+
+class Check(Protocol):
+    """Raises if a spec of one computation does not fit the model or its own tensors."""
+
+    def __call__(self, spec: Any, *, model: ModelView, tensors: Tensors) -> None: ...
+
+
+class Named(Protocol):
+    """Gives the tensors that a spec of one computation names beyond those that all may name."""
+
+    def __call__(self, spec: Any) -> References: ...
+
+
+@dataclass(frozen=True)
+class Own:
+    """What is asked of one computation alone."""
+
+    references: Named
+    check: Check
+
+
+OWN: Final[Mapping[str, Own]] = {
+    "gradient": Own(gradient.references, gradient.check),
+    "forward": Own(forward.references, forward.check),
+    "mixed_gradient": Own(mixed_gradient.references, mixed_gradient.check),
+}
+
+
+def admit(spec: JobSpec, *, fleet: Fleet, blobs: BlobStore) -> ModelView:
+    """Return the model that the job will run on.
+
+    Raises:
+        UnknownModel: see `find_model`.
+        MissingBlobs: the box does not have every blob that the job names.
+        GraphRefused: the loss, the readout or a penalty is not an allowed graph.
+        InvalidInputs: names do not fit the model, the blobs or each other.
+        ServiceUnavailable: no worker has said yet which models there are.
+    """
+    model = find_model(spec.model, fleet=fleet)
+    own = OWN[spec.computation]
+    _check_group_names(spec)
+    references = [*shared_references(spec), *own.references(spec)]
+    shards = {shard.blob for group in spec.inputs for shard in group.shards}
+    tensors = Tensors.load(shards | {ref.blob for _, ref in references}, blobs=blobs)
+    for where, reference in references:
+        tensors.entry(reference, where=where)
+    check_groups(spec, model=model, tensors=tensors)
+    check_readout(spec)
+    check_weights(spec, model=model, tensors=tensors)
+    own.check(spec, model=model, tensors=tensors)
+    return model
+
+
+def _check_group_names(spec: JobSpec) -> None:
+    names = [group.name for group in spec.inputs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InvalidInputs(f"inputs: group names must differ, got {twice} more than once")

@@ -1,0 +1,57 @@
+"""What only a `Gradient` has to fulfil: its loss, its penalties, and what it differentiates by."""
+
+from __future__ import annotations
+
+from gradbox.errors import InvalidInputs
+from gradbox.protocol import GradientSpec, GraphLoss, ModelView, TensorRef
+from gradbox_service.admission.functions import check_loss, check_penalties
+from gradbox_service.admission.parameters import check_wrt
+from gradbox_service.admission.references import (
+    References,
+    function_references,
+    named_references,
+)
+from gradbox_service.admission.tensors import Tensors
+
+
+def references(spec: GradientSpec) -> References:
+    """Give the references of the loss and of the penalties."""
+    if isinstance(spec.loss, GraphLoss):
+        yield from function_references("loss", spec.loss.function)
+    yield from named_references("loss_inputs", spec.loss_inputs)
+    for index, penalty in enumerate(spec.penalties):
+        yield from function_references(f"penalties.{index}.loss", penalty.loss)
+        yield from function_references(
+            f"penalties.{index}.per_sample_scale", penalty.per_sample_scale
+        )
+
+
+def check(spec: GradientSpec, *, model: ModelView, tensors: Tensors) -> None:
+    """Check the job.
+
+    Raises:
+        GraphRefused: the loss or a penalty is not an allowed graph.
+        InvalidInputs: names do not fit the model, the blobs or each other.
+    """
+    both = sorted({group.name for group in spec.inputs} & set(spec.loss_inputs))
+    if both:
+        raise InvalidInputs(
+            f"loss_inputs: {both} are names of input groups too; the loss could not tell them "
+            "apart: rename one of the two"
+        )
+    check_loss(spec)
+    check_penalties(spec)
+    check_wrt(spec, model=model, tensors=tensors, others=_loss_parameters(spec))
+
+
+def _loss_parameters(spec: GradientSpec) -> list[str]:
+    """Return the names under which gradients of the loss's own tensors come back."""
+    names = [
+        f"loss_inputs.{name}"
+        for name, value in spec.loss_inputs.items()
+        if isinstance(value, TensorRef) and value.requires_grad
+    ]
+    if isinstance(spec.loss, GraphLoss):
+        tensors = spec.loss.function.tensors
+        names += [f"loss.{name}" for name, reference in tensors.items() if reference.requires_grad]
+    return names

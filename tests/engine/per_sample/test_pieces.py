@@ -1,0 +1,98 @@
+"""Dense results that go out in pieces, and memory that is used again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradbox_engine.per_sample import Arena, dense, jacobian, per_sample_gradient
+from tests.engine.per_sample import naive
+from tests.engine.per_sample.zoo import build
+
+
+class Gathered:
+    """A sink that puts the pieces together and notes the largest."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, Tensor] = {}
+        self.largest_bytes = 0
+
+    def begin(
+        self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        self.arrays = {
+            name: torch.full(shape, torch.nan, dtype=dtypes[name]) for name, shape in shapes.items()
+        }
+
+    def write(self, name: str, at: tuple[slice, slice, slice], piece: Tensor) -> None:
+        array = self.arrays[name]
+        (array if array.dim() > 2 else array[..., None])[at] = piece
+        self.largest_bytes = max(self.largest_bytes, piece.nbytes)
+
+
+@pytest.mark.parametrize("budget_bytes", [64, 700, 10_000, 2**30])
+@pytest.mark.parametrize("name", ["convolution, 2d", "bare parameters", "embedding twice and tied"])
+def test_pieces_make_up_the_dense_result_within_the_budget(name: str, budget_bytes: int) -> None:
+    model, inputs = build(name)
+    expected = naive.jacobian(model, inputs)
+    shards = [{k: x[:2] for k, x in inputs.items()}, {k: x[2:] for k, x in inputs.items()}]
+    sink = Gathered()
+    result = jacobian(model, shards, sink=sink, budget_bytes=budget_bytes)
+    assert not result.arrays
+    assert naive.difference(naive.flat(sink.arrays), naive.flat(expected)) <= naive.TOLERANCE
+    row_bytes = max(x[0, 0].nbytes // (x.shape[2] if x.dim() > 2 else 1) for x in expected.values())
+    assert sink.largest_bytes <= max(budget_bytes, row_bytes)
+
+
+def test_running_out_of_cuda_memory_halves_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build("convolution, 2d")
+    expected = naive.jacobian(model, inputs)
+    made = dense.Pieces._made
+    sizes: list[int] = []
+
+    def scarce(self: dense.Pieces, term: Any, *cut: slice) -> Tensor:
+        piece = made(self, term, *cut)
+        sizes.append(piece.nbytes)
+        if piece.nbytes > 3000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return piece
+
+    monkeypatch.setattr(dense.Pieces, "_made", scarce)
+    sink = Gathered()
+    jacobian(model, [inputs], sink=sink, budget_bytes=2**20)
+    assert max(sizes) > 3000 >= sizes[-1]
+    assert naive.difference(naive.flat(sink.arrays), naive.flat(expected)) <= naive.TOLERANCE
+
+
+def test_an_arena_is_used_again_and_cleared_where_an_embedding_wrote() -> None:
+    model, inputs = build("embedding with padding")
+    other = {"0": (inputs["0"] + 3) % 11}
+    arena = Arena()
+    first = jacobian(model, [inputs], arena=arena).arrays["a.weight"]
+    address = first.data_ptr()
+    second = jacobian(model, [other], arena=arena).arrays["a.weight"]
+    assert second.data_ptr() == address
+    expected = naive.jacobian(model, other)["a.weight"]
+    assert naive.difference(second, expected) <= naive.TOLERANCE
+
+
+def test_progress_counts_samples_and_may_stop_the_job() -> None:
+    model, inputs = build("linear")
+    shards = [{"0": inputs["0"][:2]}, {"0": inputs["0"][2:]}]
+    steps: list[tuple[str, int, int]] = []
+
+    class Watch:
+        def step(self, phase: str, done: int, total: int) -> None:
+            steps.append((phase, done, total))
+            if len(steps) == 5:
+                raise KeyboardInterrupt
+
+    per_sample_gradient(model, shards, lambda z: z.sum(1), observer=Watch())
+    assert steps == [("samples", 0, 5), ("samples", 2, 5), ("samples", 5, 5)]
+    with pytest.raises(KeyboardInterrupt):
+        per_sample_gradient(model, shards, lambda z: z.sum(1), mode="train", observer=Watch())
+    assert not model.training

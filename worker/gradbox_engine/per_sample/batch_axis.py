@@ -1,0 +1,113 @@
+"""Where the samples lie in a tensor, found from two runs and not from a shape that may coincide.
+
+A tensor of a run on B samples and the same tensor of a run on B + `EXTRA` samples differ in at most
+one dim: that dim holds the samples, alone (B against B + EXTRA) or merged with others (m·B against
+m·(B + EXTRA)). For a merged dim the order is settled by a third run in which one sample differs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EXTRA = 3
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """Dim `dim` has `before` · B · `after` entries, in that order."""
+
+    dim: int
+    before: int = 1
+    after: int = 1
+
+    @property
+    def merged(self) -> bool:
+        """Whether the samples share their dim."""
+        return self.before * self.after > 1
+
+    def lead(self, x: Tensor, offset: int = 0) -> Tensor:
+        """Return `x` with its samples on dim `offset`, what they were merged with behind them.
+
+        Args:
+            x: the tensor; `offset` dims that are not part of the layer's own tensor come first.
+            offset: 1 for output gradients, whose first dim counts outputs.
+        """
+        dim = self.dim + offset
+        if self.merged:
+            size = x.shape[dim] // (self.before * self.after)
+            split = x.reshape(*x.shape[:dim], self.before, size, self.after, *x.shape[dim + 1 :])
+            return split.movedim(dim + 1, offset)
+        return x if dim == offset else x.movedim(dim, offset)
+
+
+def changed_dim(first: torch.Size, second: torch.Size) -> int | None:
+    """Return the one dim in which two shapes differ, None where they are equal, -1 otherwise."""
+    if len(first) != len(second):
+        return -1
+    dims = [dim for dim, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
+    if not dims:
+        return None
+    return dims[0] if len(dims) == 1 else -1
+
+
+def find(
+    first: Tensor, second: Tensor, third: Tensor, samples: int, changed: int
+) -> BatchAxis | None:
+    """Return where the samples lie in a tensor that holds them, None if that cannot be told.
+
+    Args:
+        first: the tensor in a run on `samples` samples.
+        second: the same in a run on `samples + EXTRA`.
+        third: the same as `second`, with sample number `changed` replaced.
+    """
+    dim = changed_dim(first.shape, second.shape)
+    if dim is None or dim < 0:
+        return None
+    size, larger = first.shape[dim], second.shape[dim]
+    copies, rest = divmod(size, samples)
+    if rest or larger != copies * (samples + EXTRA):
+        return None
+    if copies == 1:
+        return BatchAxis(dim)
+    return _order(second, third, BatchAxis(dim, copies, 1), samples + EXTRA, changed)
+
+
+def _order(
+    second: Tensor, third: Tensor, guess: BatchAxis, samples: int, changed: int
+) -> BatchAxis | None:
+    """Settle how a merged dim is laid out: every position that differs must be sample `changed`."""
+    if second.shape != third.shape:
+        return None
+    differs = (second != third).movedim(guess.dim, 0).flatten(1).any(1)
+    if not differs.any():
+        return None
+    copies = guess.before
+    fits = [
+        before
+        for before in range(1, copies + 1)
+        if copies % before == 0 and _only(differs.view(before, samples, copies // before), changed)
+    ]
+    return BatchAxis(guess.dim, fits[0], copies // fits[0]) if len(fits) == 1 else None
+
+
+def _only(differs: Tensor, changed: int) -> bool:
+    others = differs.clone()
+    others[:, changed] = False
+    return not bool(others.any())
+
+
+def samples_that_differ(second: Tensor, third: Tensor, axis: BatchAxis) -> Tensor:
+    """Return for every sample whether its part of the tensor differs beyond rounding, (B,) bool."""
+    first_B, second_B = (
+        axis.lead(x).reshape(second.shape[axis.dim] // (axis.before * axis.after), -1)
+        for x in (second, third)
+    )
+    if not first_B.is_floating_point():
+        return (first_B != second_B).any(1)
+    scale = first_B.nan_to_num().abs().amax().clamp_min(torch.finfo(first_B.dtype).tiny)
+    tolerance = 1e3 * torch.finfo(first_B.dtype).eps * scale
+    apart = (first_B - second_B).abs() > tolerance
+    return (apart | (first_B.isnan() != second_B.isnan())).any(1)

@@ -1,0 +1,283 @@
+"""A model set up for per-sample work, and the plans found for it.
+
+Setting up and putting back the model costs the same for one shard as for a thousand, so both happen
+once, around all of them.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine.errors import BadInputs
+from gradbox_engine.failures import blaming
+from gradbox_engine.feed import call_arguments
+from gradbox_engine.job import Mode, Precision, model_device
+from gradbox_engine.outputs import BARE, as_outputs, choose
+from gradbox_engine.overlay import lay_over, wide_dtype, widen
+from gradbox_engine.per_sample.capture import PlanStale
+from gradbox_engine.per_sample.checks import check_first_use, check_head
+from gradbox_engine.per_sample.factoring import Traced
+from gradbox_engine.per_sample.failures import NoBatchAxis
+from gradbox_engine.per_sample.plan import Plan
+from gradbox_engine.per_sample.trials import SAMPLES, plan_for
+from gradbox_engine.precision import AUTOCAST, arithmetic, autocast
+from gradbox_engine.preservation import preserved
+from gradbox_engine.selection import select
+from gradbox_engine.streams import shard_stream
+
+CHECKS = frozenset({"coupling", "self"})
+MOST_COPIES = 64
+WORTH_A_TRIAL_S = 2e-3
+TRIALS = 20
+
+_plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
+
+
+class Session:
+    """One model in one mode, with requires_grad set on the wanted parameters alone.
+
+    Entering it sets the model up, leaving it puts the model back.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        seed: int = 0,
+        mode: Mode = "eval",
+        wrt: Sequence[str] | None = None,
+        precision: Precision = "fp32",
+        output: str | int | None = None,
+        readout: Callable[[Any, dict[str, Any]], Any] | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        method: str = "forward",
+        unchecked: Sequence[str] = (),
+    ) -> None:
+        """Take the model.
+
+        Args:
+            unchecked: checks to leave out: "coupling" (no sample sees another) and "self" (the
+                first use of a plan is compared with autograd).
+
+        Raises:
+            BadInputs: `unchecked` names something else, or the model has no such method.
+        """
+        if not CHECKS.issuperset(unchecked):
+            raise BadInputs(
+                f"unchecked: expected some of {sorted(CHECKS)}, got {sorted(unchecked)}"
+            )
+        self.model = model
+        self.unchecked = frozenset(unchecked)
+        self._seed, self._mode, self._wrt, self._precision = seed, mode, wrt, precision
+        self._output, self._readout, self._weights = output, readout, weights
+        self._method = method
+        self._exits = ExitStack()
+        self.parameters: dict[str, Tensor] = {}
+        self.device = model_device(model)
+        self.rounding = AUTOCAST.get(precision, torch.float64)
+
+    def __enter__(self) -> Session:
+        with ExitStack() as exits:
+            exits.enter_context(arithmetic(self._precision))
+            exits.enter_context(preserved(self.model))
+            self.parameters = dict(select(self.model, self._wrt).parameters)
+            if self._weights:
+                lay_over(self.model, self._weights)
+            if self._precision == "fp64":
+                widen(self.model)
+            self.model.train(self._mode == "train")
+            wanted = {id(parameter) for parameter in self.parameters.values()}
+            for parameter in self.model.parameters():
+                parameter.requires_grad_(id(parameter) in wanted)
+            self._buffers = [buffer.detach().clone() for buffer in self.model.buffers()]
+            self._function = self.model if self._method == "forward" else self._entry()
+            self._exits = exits.pop_all()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._exits.__exit__(*raised)
+
+    def _entry(self) -> Callable[..., Any]:
+        entry = getattr(self.model, self._method, None)
+        if not callable(entry):
+            raise BadInputs(
+                f"method: expected a method of {type(self.model).__name__}, got {self._method!r}"
+            )
+        called: Callable[..., Any] = entry
+        return called
+
+    def arguments(self, shard: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a shard's arguments on the model's device, in the job's precision."""
+        wide = self._precision == "fp64"
+        moved = {}
+        for name, value in shard.items():
+            if isinstance(value, Tensor):
+                dtype = wide_dtype(value.dtype) if wide else value.dtype
+                value = value.detach().to(self.device, dtype)
+            moved[name] = value
+        return moved
+
+    def stream(self, index: int) -> AbstractContextManager[None]:
+        """Return the random numbers of shard `index`."""
+        return shard_stream(self._seed, 0, index)
+
+    def call(self, arguments: dict[str, Any]) -> Tensor:
+        """Return z of one shard, one row a sample."""
+        by_place, by_name = call_arguments(arguments)
+        if self._precision in ("bf16", "fp16"):
+            with autocast(self._precision, self.device):
+                value = self._function(*by_place, **by_name)
+        else:
+            value = self._function(*by_place, **by_name)
+        value = choose(value, self._output)
+        if self._readout is not None:
+            value = self._readout(value, arguments)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            source = "model" if self._readout is None else "readout"
+            value = as_outputs(value, source=source).get(BARE)
+        if value is None or value.dim() == 0:
+            raise NoBatchAxis(
+                "per-sample quantities need one output tensor whose dim 0 counts samples, got "
+                f"{'several' if value is None else 'a single number'}: use output= or readout="
+            )
+        found: Tensor = value
+        return found
+
+    def trace(
+        self,
+        arguments: dict[str, Any],
+        index: int,
+        head: Callable[[Tensor], Tensor],
+        *,
+        foldable: bool = False,
+    ) -> Traced:
+        """Run a shard forward as planned, planning first where this is new.
+
+        Args:
+            foldable: whether all outputs are wanted at once and `head` only reshapes z, so that a
+                small model may run on one copy of the batch for each output.
+
+        Raises:
+            CoupledSamples: one sample's output depends on another's input.
+            NoBatchAxis: the samples cannot be found.
+            SelfCheckFailed: the first use of a plan does not give autograd's gradient.
+        """
+        plan = self._plan(arguments, index)
+        copies = plan.copies if foldable and plan.checked else 1
+        try:
+            traced = self._traced(plan, arguments, index, head, max(1, copies))
+        except PlanStale:
+            plan = self._replanned(arguments, index)
+            traced = self._traced(plan, arguments, index, head)
+        if not plan.checked:
+            plan.checked = True
+            if "coupling" not in self.unchecked:
+                check_head(traced.z, head)
+            if "self" not in self.unchecked:
+                if check_first_use(traced, plan):
+                    check_first_use(self._traced(plan, arguments, index, head), plan)
+                traced = self._traced(plan, arguments, index, head)
+        if foldable and not plan.copies:
+            plan.copies = self._quicker_copies(plan, arguments, index, head, traced.outputs)
+        return traced
+
+    def _quicker_copies(
+        self,
+        plan: Plan,
+        arguments: dict[str, Any],
+        index: int,
+        head: Callable[[Tensor], Tensor],
+        outputs: int,
+    ) -> int:
+        """Return Y if Y copies of the batch take less time than Y cotangents at once, else 1.
+
+        Copies of a batch give the outputs' gradients only where samples are known not to see each
+        other and nothing is drawn at random.
+        """
+        doubtful = plan.random or plan.stateful or plan.loops or "coupling" in self.unchecked
+        if doubtful or not 1 < outputs <= MOST_COPIES:
+            return 1
+        least_s = {1: float("inf"), outputs: float("inf")}
+        for trial in range(TRIALS):
+            if trial > 2 and least_s[1] > WORTH_A_TRIAL_S:
+                return 1
+            for copies in least_s:
+                start = time.perf_counter()
+                self._traced(plan, arguments, index, head, copies).terms()
+                least_s[copies] = min(least_s[copies], time.perf_counter() - start)
+        return min(least_s, key=least_s.__getitem__)
+
+    def count(self, arguments: dict[str, Any], index: int) -> int:
+        """Return how many samples a shard has."""
+        for name, dim in self._plan(arguments, index).axes.items():
+            size: int = arguments[name].shape[dim]
+            return size
+        raise NoBatchAxis(f"shard {index}: expected a tensor that holds samples, got none")
+
+    def _plan(self, arguments: dict[str, Any], index: int) -> Plan:
+        plans = _plans.setdefault(self.model, {})
+        key = self._signature(arguments)
+        plan = plans.get(key)
+        if plan is None:
+            plan = plans[key] = self._planned(arguments, index, SAMPLES)
+        return plan
+
+    def _planned(self, arguments: dict[str, Any], index: int, samples: int) -> Plan:
+        with blaming("the model", f"shard {index}"):
+            plan = plan_for(self, arguments, index, samples=samples)
+        self._restore_buffers()
+        return plan
+
+    def _replanned(self, arguments: dict[str, Any], index: int) -> Plan:
+        """Plan on as many samples as the shard has; send all to the loop if that fails too."""
+        samples = max(
+            (x.shape[0] for x in arguments.values() if isinstance(x, Tensor) and x.dim()), default=1
+        )
+        plan = self._planned(arguments, index, samples)
+        try:
+            self._traced(plan, arguments, index, lambda z: z.flatten(1))
+        except PlanStale:
+            plan.steps.clear()
+            plan.watched = False
+            plan.loop(self.parameters, "the model's calls differ from run to run")
+        _plans[self.model][self._signature(arguments)] = plan
+        return plan
+
+    def _traced(
+        self,
+        plan: Plan,
+        arguments: dict[str, Any],
+        index: int,
+        head: Callable[[Tensor], Tensor],
+        copies: int = 1,
+    ) -> Traced:
+        if plan.stateful:
+            # Before the call and not after it: the graph may hold what the call wrote.
+            self._restore_buffers()
+        stream = self.stream(index) if plan.random else nullcontext()
+        with blaming("the model or the loss", f"shard {index}"), stream:
+            return Traced(self, plan, arguments, head, copies=copies)
+
+    @torch.no_grad()
+    def _restore_buffers(self) -> None:
+        for buffer, value in zip(self.model.buffers(), self._buffers, strict=True):
+            if not torch.equal(buffer, value):
+                buffer.detach().copy_(value)
+
+    def _signature(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return what a plan depends on."""
+        sizes = tuple(
+            (name, value.shape, value.dtype) if isinstance(value, Tensor) else (name, repr(value))
+            for name, value in arguments.items()
+        )
+        return (
+            self._mode, self._precision, self._method, self._output, self._readout,
+            tuple(self.parameters), self.unchecked, sizes,
+        )  # fmt: skip

@@ -1,0 +1,167 @@
+"""The trial runs behind a plan: find the samples among the inputs, run thrice, compare.
+
+Which dim of an input counts samples is not known beforehand: a guess is tried on `SAMPLES` and on
+`SAMPLES + EXTRA` samples and holds if z then has as many rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradbox_engine.per_sample.batch_axis import EXTRA, BatchAxis, find, samples_that_differ
+from gradbox_engine.per_sample.capture import Scan, Sighting
+from gradbox_engine.per_sample.failures import CoupledSamples, NoBatchAxis
+from gradbox_engine.per_sample.plan import Plan, Trials, make_plan
+from gradbox_engine.per_sample.reentrant import plain_checkpoints
+from gradbox_engine.per_sample.watched_model import CALL_ERRORS, WatchedModel
+from gradbox_engine.streams import generator_fingerprint
+
+SAMPLES = 4
+CHANGED = 2
+
+Axes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """What one trial run showed."""
+
+    sightings: list[Sighting]
+    z: Tensor
+    random: bool  # whether it drew from a global generator
+
+
+def plan_for(
+    model: WatchedModel, shard: Mapping[str, Any], index: int, *, samples: int = SAMPLES
+) -> Plan:
+    """Run the trials and return the plan.
+
+    Raises:
+        NoBatchAxis: no dim of the inputs gives z one row a sample.
+        CoupledSamples: one sample's output changes when another sample does.
+    """
+    versions = [buffer._version for buffer in model.model.buffers()]
+    axes, first, second = _sized_runs(model, shard, index, samples)
+    more = _replaced(resized(shard, axes, samples + EXTRA), axes)
+    third = _scan(model, more, index)
+    trials = Trials(first.sightings, second.sightings, third.sightings, samples, CHANGED)
+    if "coupling" not in model.unchecked:
+        _refuse_coupling(trials, second.z, third.z)
+    plan = make_plan(trials, model.parameters)
+    plan.axes = dict(axes)
+    plan.random = first.random
+    plan.stateful = versions != [buffer._version for buffer in model.model.buffers()]
+    return plan
+
+
+def _sized_runs(
+    model: WatchedModel, shard: Mapping[str, Any], index: int, samples: int
+) -> tuple[Axes, Scanned, Scanned]:
+    failure: Exception | None = None
+    for axes in _guesses(shard):
+        try:
+            first = _scan(model, resized(shard, axes, samples), index)
+            if first.z.shape[0] != samples:
+                continue
+            second = _scan(model, resized(shard, axes, samples + EXTRA), index)
+        except CALL_ERRORS as error:
+            failure = failure or error
+            continue
+        if second.z.shape[0] == samples + EXTRA:
+            return axes, first, second
+    if failure is not None:
+        raise failure
+    shapes = {name: tuple(x.shape) for name, x in shard.items() if isinstance(x, Tensor)}
+    raise NoBatchAxis(
+        f"no dim of the inputs {shapes} could be cut to {samples} samples so that the output has "
+        f"{samples} rows: put the samples on dim 0 of the output, and on one dim of the inputs"
+    )
+
+
+def _guesses(shard: Mapping[str, Any]) -> Iterator[Axes]:
+    """Yield guesses at which dim of each input counts samples; dim 0 of the longest run first."""
+    tensors = {name: x for name, x in shard.items() if isinstance(x, Tensor) and x.dim()}
+    for dim in (0, 1):
+        sizes = [x.shape[dim] for x in tensors.values() if x.dim() > dim]
+        for size in sorted(set(sizes), key=lambda size: (-sizes.count(size), -size)):
+            if size > 1 or set(sizes) == {1}:
+                yield {n: dim for n, x in tensors.items() if x.dim() > dim and x.shape[dim] == size}
+        if 1 in sizes and set(sizes) != {1}:
+            yield {n: dim for n, x in tensors.items() if x.dim() > dim and x.shape[dim] == 1}
+
+
+def resized(shard: Mapping[str, Any], axes: Axes, samples: int) -> dict[str, Any]:
+    """Return the shard with `samples` of its samples, repeated where it has fewer."""
+    sized = dict(shard)
+    for name, dim in axes.items():
+        index = torch.arange(samples, device=shard[name].device) % shard[name].shape[dim]
+        sized[name] = shard[name].index_select(dim, index)
+    return sized
+
+
+def _replaced(shard: dict[str, Any], axes: Axes) -> dict[str, Any]:
+    """Replace sample `CHANGED`: noise on numbers, another sample's integers."""
+    replaced = dict(shard)
+    for name, dim in axes.items():
+        x = shard[name].movedim(dim, 0).clone()
+        mine = x[CHANGED]
+        if x.is_floating_point():
+            generator = torch.Generator().manual_seed(0)
+            noise = torch.randn(mine.shape, generator=generator, dtype=torch.float64)
+            scale = mine.std(unbiased=False).clamp_min(0.1) if mine.numel() > 1 else 0.1
+            x[CHANGED] = mine + noise.to(mine) * scale
+        else:
+            others = [row for row in x if not torch.equal(row, mine)]
+            x[CHANGED] = others[0] if others else mine.flip(-1) if mine.dim() else mine
+        replaced[name] = x.movedim(0, dim)
+    return replaced
+
+
+def _scan(model: WatchedModel, shard: Mapping[str, Any], index: int) -> Scanned:
+    scan = Scan(model.model, model.parameters)
+    try:
+        with model.stream(index), torch.enable_grad(), plain_checkpoints():
+            before = generator_fingerprint()
+            with scan:
+                z = model.call(dict(shard))
+            random = generator_fingerprint() != before
+    finally:
+        scan.close()
+    return Scanned(scan.sightings, z.detach(), random)
+
+
+def _refuse_coupling(trials: Trials, second: Tensor, third: Tensor) -> None:
+    if not _others_differ(second, third, BatchAxis(0)):
+        return
+    where = _first_coupling(trials) if trials.alike else "the model"
+    raise CoupledSamples(
+        f"replacing one sample changed the output of others; first seen in {where}: a sample then "
+        "has no gradient of its own. Batch norm in train mode does this: use mode='eval', or "
+        "replace it by group norm. unchecked=('coupling',) turns this check off"
+    )
+
+
+def _others_differ(second: Tensor, third: Tensor, axis: BatchAxis) -> bool:
+    differs = samples_that_differ(second, third, axis)
+    differs[CHANGED] = False
+    return bool(differs.any())
+
+
+def _first_coupling(trials: Trials) -> str:
+    """Name the first module in which other samples than the replaced one differ."""
+    for one, two, three in zip(trials.first, trials.second, trials.third, strict=True):
+        function = getattr(one.function, "__name__", str(one.function))
+        for inputs, place in ((True, "what enters"), (False, "")):
+            groups = zip(
+                *((run.inputs if inputs else run.outputs) for run in (one, two, three)), strict=True
+            )
+            for a, b, c in groups:
+                axis = find(a, b, c, trials.samples, trials.changed)
+                if axis is not None and _others_differ(b.detach(), c.detach(), axis):
+                    return f"{place} {one.module or 'the model'!r} ({function})".strip()
+    return "the model"

@@ -1,0 +1,41 @@
+"""What planning and running need to know of a model that is set up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+CALL_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+)
+"""What a model may raise when a guess at its batch dim was wrong."""
+
+
+class WatchedModel(Protocol):
+    """A model in its mode, its wanted parameters, and how to call it."""
+
+    model: nn.Module
+    parameters: dict[str, Tensor]
+    unchecked: frozenset[str]
+    rounding: torch.dtype  # the narrowest dtype in which the model multiplies
+
+    def call(self, arguments: dict[str, Any]) -> Tensor:
+        """Return z, whose dim 0 counts samples."""
+        ...
+
+    def stream(self, index: int) -> AbstractContextManager[None]:
+        """Return the random numbers of one shard."""
+        ...
+
+
+Arguments = Mapping[str, Any]

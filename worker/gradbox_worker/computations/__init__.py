@@ -1,0 +1,17 @@
+"""The computations: for each, what the engine is told and how its answer is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from gradbox_worker.computations import forward, gradient, mixed_gradient
+from gradbox_worker.computations.job import Compute, Computed, Job
+
+COMPUTATIONS: Final[Mapping[str, Compute]] = {
+    "gradient": gradient.compute,
+    "forward": forward.compute,
+    "mixed_gradient": mixed_gradient.compute,
+}
+
+__all__ = ["COMPUTATIONS", "Compute", "Computed", "Job"]

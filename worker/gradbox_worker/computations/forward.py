@@ -1,0 +1,34 @@
+"""`Forward`: outputs, and the buffers that came of them."""
+
+from __future__ import annotations
+
+from gradbox.protocol import ForwardSpec
+from gradbox_engine import set_outputs
+from gradbox_worker.computations.job import Computed, Job
+from gradbox_worker.computations.sections import by_group, section
+
+
+def compute(job: Job, spec: ForwardSpec) -> Computed:
+    """Return Z of each group."""
+    answer = set_outputs(
+        job.loaded.module,
+        job.groups,
+        seed=spec.seed,
+        mode=spec.mode,
+        precision=spec.precision,
+        output=spec.output,
+        readout=job.readout,
+        weights=job.weights,
+        streams=spec.streams,
+        observer=job.observer,
+    )
+    sections = {"outputs": by_group(answer.outputs), "buffers": answer.buffers}
+    return Computed(
+        tensors={
+            name: tensor
+            for returned in spec.returns
+            for name, tensor in section(returned, sections[returned]).items()
+        },
+        facts={"rows": answer.rows},
+        seconds=answer.seconds,
+    )

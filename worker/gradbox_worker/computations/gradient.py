@@ -1,0 +1,70 @@
+"""`Gradient`: the loss, its gradients, and what else was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+from gradbox.protocol import GradientSpec
+from gradbox_engine import SetGradient, set_gradient
+from gradbox_worker.computations.job import Computed, Job
+from gradbox_worker.computations.sections import by_group, section
+from gradbox_worker.job_parts import differentiated, loss_objective, model_penalties
+
+
+def compute(job: Job, spec: GradientSpec) -> Computed:
+    """Return dL/dθ."""
+    answer = set_gradient(
+        job.loaded.module,
+        job.groups,
+        loss_objective(spec, job.tensors, device=job.device),
+        seed=spec.seed,
+        mode=spec.mode,
+        wrt=differentiated(spec),
+        precision=spec.precision,
+        output=spec.output,
+        readout=job.readout,
+        weights=job.weights,
+        penalties=model_penalties(spec, job.tensors, device=job.device),
+        retain=spec.retain,
+        streams=spec.streams,
+        returns=tuple(spec.returns),
+        observer=job.observer,
+    )
+    return Computed(
+        tensors=_tensors(answer, spec.returns),
+        facts={
+            "loss": answer.loss,
+            "shards_retained": answer.retained,
+            "shards_replayed": answer.replayed,
+            "replay_difference": answer.replay_difference,
+            "names": tuple(answer.grads),
+            "unreached": list(answer.unreached),
+        },
+        seconds=answer.seconds,
+    )
+
+
+def _tensors(answer: SetGradient, returns: Collection[str]) -> dict[str, Tensor]:
+    """Name the tensors as they stand in the file.
+
+    Gradients of inputs are there if they were computed: naming inputs in `wrt` asks for them too.
+    """
+    sections: dict[str, Mapping[str, Tensor]] = {
+        "grads": answer.grads,
+        "buffers": answer.buffers or {},
+        "outputs": by_group(answer.outputs or {}),
+        "cotangents": by_group(answer.cotangents or {}),
+        "input_grads": {
+            f"{group}/{shard}/{name}": gradient
+            for group, named in (answer.input_grads or {}).items()
+            for name, gradients in named.items()
+            for shard, gradient in enumerate(gradients)
+        },
+    }
+    named: dict[str, Tensor] = {}
+    for name, tensors in sections.items():
+        if name in returns or name == "input_grads":
+            named |= section(name, tensors)
+    return named

@@ -1,0 +1,45 @@
+"""`MixedGradient`: dt/dy, and dfdz if it was asked for."""
+
+from __future__ import annotations
+
+from gradbox.protocol import MixedGradientSpec
+from gradbox_engine import mixed_gradient
+from gradbox_worker.computations.job import Computed, Job
+from gradbox_worker.computations.sections import section
+from gradbox_worker.job_parts import mixed_objectives
+
+
+def compute(job: Job, spec: MixedGradientSpec) -> Computed:
+    """Return dt/dy."""
+    (group,) = job.groups
+    inner, outer = mixed_objectives(spec, job.tensors, device=job.device)
+    answer = mixed_gradient(
+        job.loaded.module,
+        group,
+        inner,
+        outer,
+        z=spec.z,
+        seed=spec.seed,
+        mode=spec.mode,
+        precision=spec.precision,
+        output=spec.output,
+        readout=job.readout,
+        weights=job.weights,
+        streams=spec.streams,
+        returns=tuple(spec.returns),
+        observer=job.observer,
+    )
+    dfdz = {} if answer.dfdz is None else {"dfdz": answer.dfdz}
+    return Computed(
+        tensors=section("grads", answer.grads) | section("dfdz", dfdz),
+        facts={
+            "loss": answer.value,
+            "shards_retained": 0,
+            "shards_replayed": answer.tangents,
+            "replay_difference": answer.replay_difference,
+            "fallbacks": answer.fallbacks,
+            "names": tuple(answer.grads),
+            "unreached": list(answer.unreached),
+        },
+        seconds=answer.seconds,
+    )
