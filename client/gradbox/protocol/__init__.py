@@ -8,6 +8,7 @@ prose.
 from gradbox.protocol.parts import (
     PROTOCOL,
     BuiltinLoss,
+    CotangentsLoss,
     DifferentiatedSpec,
     Digest,
     GraphLoss,
@@ -23,9 +24,11 @@ from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import Receipt, Seconds
 from gradbox.protocol.spec import (
     JOB_SPEC,
+    CotangentGradientSpec,
     ForwardSpec,
     GradientSpec,
     JobSpec,
+    parse_posted,
     parse_spec,
     spec_digest,
 )
@@ -43,6 +46,8 @@ __all__ = [
     "JOB_SPEC",
     "PROTOCOL",
     "BuiltinLoss",
+    "CotangentGradientSpec",
+    "CotangentsLoss",
     "DifferentiatedSpec",
     "Digest",
     "ForwardSpec",
@@ -66,6 +71,7 @@ __all__ = [
     "SharedSpec",
     "TensorRef",
     "TracedFunction",
+    "parse_posted",
     "parse_spec",
     "spec_digest",
 ]
