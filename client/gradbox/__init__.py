@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import gradbox.losses as losses
     from gradbox.client import GradClient as GradClient
     from gradbox.computations import Builtin as Builtin
+    from gradbox.computations import Cotangents as Cotangents
     from gradbox.computations import Forward as Forward
     from gradbox.computations import Gradient as Gradient
     from gradbox.computations import Penalty as Penalty
@@ -57,6 +58,7 @@ from gradbox.errors import (
 # Loaded when they are first used: name → module.
 _LAZY = {
     "Builtin": "gradbox.computations",
+    "Cotangents": "gradbox.computations",
     "Forward": "gradbox.computations",
     "GradClient": "gradbox.client",
     "GradResult": "gradbox.result",
@@ -75,6 +77,7 @@ __all__ = [
     "BlobRejected",
     "BlobTooLarge",
     "Builtin",
+    "Cotangents",
     "Forward",
     "GradClient",
     "GradResult",

@@ -8,13 +8,22 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from gradbox.protocol import JOB_SPEC, Problem, ProgressView
+from gradbox.protocol import JOB_SPEC, CotangentGradientSpec, Problem, ProgressView
 
 REFERENCE = "#/components/schemas/{model}"
 JOB_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobSpec"}}},
+        "content": {
+            "application/json": {
+                "schema": {
+                    "anyOf": [
+                        {"$ref": "#/components/schemas/JobSpec"},
+                        {"$ref": "#/components/schemas/CotangentGradientSpec"},
+                    ]
+                }
+            }
+        },
     }
 }
 BLOB_BODY: dict[str, Any] = {
@@ -45,7 +54,12 @@ def describe(app: FastAPI) -> dict[str, Any]:
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
     _, schemas = models_json_schema(
-        [(Problem, "serialization"), (ProgressView, "serialization")], ref_template=REFERENCE
+        [
+            (CotangentGradientSpec, "validation"),
+            (Problem, "serialization"),
+            (ProgressView, "serialization"),
+        ],
+        ref_template=REFERENCE,
     )
     job = JOB_SPEC.json_schema(ref_template=REFERENCE)
     document["components"]["schemas"] |= schemas["$defs"] | job.pop("$defs") | {"JobSpec": job}

@@ -140,7 +140,11 @@ def test_the_schema_names_what_is_posted(memory_box: Box) -> None:
     named = {"ForwardSpec", "GradientSpec", "JobView", "ModelView", "Problem", "ProgressView"}
     assert named <= schemas.keys()
     body = document.json()["paths"]["/v1/jobs"]["post"]["requestBody"]
-    assert body["content"]["application/json"]["schema"]["$ref"].endswith("/JobSpec")
+    posted = body["content"]["application/json"]["schema"]["anyOf"]
+    assert [form["$ref"].rpartition("/")[2] for form in posted] == [
+        "JobSpec",
+        "CotangentGradientSpec",
+    ]
     told_apart = schemas["JobSpec"]["discriminator"]
     assert told_apart["propertyName"] == "computation"
     assert told_apart["mapping"]["mixed_gradient"] == "#/components/schemas/MixedGradientSpec"

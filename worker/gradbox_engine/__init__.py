@@ -1,5 +1,6 @@
 """The mathematics of gradbox: pure torch; no queue, no HTTP, no files."""
 
+from gradbox_engine.at_cotangents import CotangentGradient, FirstOutputs, gradient_at_cotangents
 from gradbox_engine.errors import (
     BadInputs,
     BadOutput,
@@ -26,7 +27,9 @@ __all__ = [
     "BadOutput",
     "BadPenalty",
     "BadWeights",
+    "CotangentGradient",
     "EngineError",
+    "FirstOutputs",
     "GraphInBuffer",
     "Group",
     "LossNotFinite",
@@ -42,6 +45,7 @@ __all__ = [
     "SetGradient",
     "SetOutputs",
     "UnknownParameter",
+    "gradient_at_cotangents",
     "mixed_gradient",
     "set_gradient",
     "set_outputs",

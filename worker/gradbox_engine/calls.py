@@ -84,7 +84,7 @@ class ModelCalls:
         with (
             blaming("the model", self.where(position)),
             torch.enable_grad(),
-            shard_stream(self._seed, *position),
+            shard_stream(self._seed, *self._stream(position)),
             self._drawing(position),
             autocast(self._precision, self._device),
             self._taps.listening(with_values=with_values) as tapped,
@@ -109,6 +109,10 @@ class ModelCalls:
     def backward(self) -> AbstractContextManager[None]:
         """Return the context in which a shard's backward pass runs."""
         return nullcontext() if self._sample_streams is None else self._sample_streams.backward()
+
+    def _stream(self, position: Position) -> tuple[int, int]:
+        streams = self.groups[position.group].streams
+        return position if streams is None else streams[position.shard]
 
     def _drawing(self, position: Position) -> AbstractContextManager[None]:
         if self._sample_streams is None:

@@ -158,7 +158,7 @@ class _Run:
         """Replay; in fp16 again with a smaller scale for as long as a gradient overflows."""
         scaled = self._terms.precision == "fp16"
         cotangents = self._flowing([record.position for record in first.records], loss)
-        self._sums.scale = _first_scale(cotangents) if scaled else 1.0
+        self._sums.scale = first_scale(cotangents) if scaled else 1.0
         with self._timed("replay"):
             while True:
                 replayed = replay(
@@ -213,12 +213,12 @@ class _Run:
         if self._ready.calls.has_penalties:
             return parts
         parts = {p: part for p, part in parts.items() if part}
-        nonzero = _nonzero(parts)
+        chosen = nonzero(parts)
         for group in {position.group for position in parts}:
             members = [position for position in parts if position.group == group]
-            if not nonzero.intersection(members):
-                nonzero.add(members[-1])
-        return {position: part for position, part in parts.items() if position in nonzero}
+            if not chosen.intersection(members):
+                chosen.add(members[-1])
+        return {position: part for position, part in parts.items() if position in chosen}
 
     def _finite(self, replayed: Replayed) -> bool:
         inputs = [g for named in replayed.input_grads.values() for g in named.values()]
@@ -240,7 +240,7 @@ def _total(values: Sequence[Tensor]) -> float:
     return float(torch.stack([value.double() for value in values]).sum()) if values else 0.0
 
 
-def _nonzero(parts: Mapping[Position, Outputs]) -> set[Position]:
+def nonzero(parts: Mapping[Position, Outputs]) -> set[Position]:
     """Return the shards whose cotangent is not zero everywhere; waits for the device once."""
     if not parts:
         return set()
@@ -248,7 +248,7 @@ def _nonzero(parts: Mapping[Position, Outputs]) -> set[Position]:
     return {p for p, flag in zip(parts, torch.stack(flags).tolist(), strict=True) if flag}
 
 
-def _first_scale(cotangents: Mapping[Position, Outputs]) -> float:
+def first_scale(cotangents: Mapping[Position, Outputs]) -> float:
     """Return the power of two that lifts the largest cotangent to about FP16_LARGEST."""
     largest = [c.abs().amax() for part in cotangents.values() for c in part.values() if c.numel()]
     top = float(torch.stack(largest).amax()) if largest else 0.0

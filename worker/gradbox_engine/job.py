@@ -26,14 +26,16 @@ class Group:
 
     `shards` may be lazy: each is read when it is used, and again for its replay. A shard maps
     argument names to tensors on any device; a name that is a whole number is a position, "0" the
-    first. `order` is the permutation that makes the loss's Z out of the concatenated outputs:
-    Z = cat(z_1..z_n)[order].
+    first. `streams` are the numbers (k, i) that each shard's random stream is derived from, beside
+    the seed; by default the group's position and the shard's own. `order` is the permutation that
+    makes the loss's Z out of the concatenated outputs: Z = cat(z_1..z_n)[order].
     """
 
     name: str
     shards: Sequence[Shard]
     method: str = "forward"
     order: Sequence[int] | Tensor | None = None
+    streams: Sequence[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
     Z = cat(z₁ … zₙ),   zᵢ = f(xᵢ; θ)
 
-under the random streams and buffers that a gradient of the same shards would see. Cost: n forwards;
-memory beyond the model: Z twice and one shard's activations.
+under the random streams and buffers that a gradient of the same shards would see, and with all
+parameters requiring grad: kernels that are only taken where nothing does would round otherwise than
+the replay will. Cost: n forwards; memory beyond the model: Z twice and one shard's graph.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gradbox_engine.outputs import Outputs, as_z
 from gradbox_engine.phases import forward
 from gradbox_engine.preparation import Streams, Terms, prepared
 from gradbox_engine.retention import GraphBudget
-from gradbox_engine.selection import Selection
+from gradbox_engine.selection import select
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def set_outputs(
         streams=streams,
     )
     began = time.perf_counter()
-    with prepared(model, groups, Selection({}, ()), terms) as ready:
+    with prepared(model, groups, select(model, None), terms) as ready:
         first = forward(
             ready,
             all_positions(groups),

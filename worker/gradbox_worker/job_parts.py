@@ -17,6 +17,7 @@ from gradbox.graphs.cost import metered
 from gradbox.losses import BUILTIN
 from gradbox.protocol import (
     BuiltinLoss,
+    CotangentsLoss,
     GradientSpec,
     MixedGradientSpec,
     SharedSpec,
@@ -59,8 +60,9 @@ def input_groups(spec: SharedSpec, loaded: Loaded, tensors: BlobTensors) -> list
             shards=tensors.shards(group.shards),
             method=group.method,
             order=None if group.order is None else tensors.tensor(group.order),
+            streams=[shard.stream or (index, place) for place, shard in enumerate(group.shards)],
         )
-        for group in spec.inputs
+        for index, group in enumerate(spec.inputs)
     ]
 
 
@@ -116,6 +118,8 @@ def loss_objective(spec: GradientSpec, tensors: BlobTensors, *, device: torch.de
                 f"expected a builtin loss ({', '.join(BUILTIN)}), got {spec.loss.name!r}"
             )
         function = _within_budget(partial(BUILTIN[spec.loss.name], **spec.loss.options), device)
+    elif isinstance(spec.loss, CotangentsLoss):
+        raise InvalidInputs("expected a loss to evaluate, got cotangents")
     else:
         built = build_function(spec.loss.function, tensors, device=device)
         parameters |= {f"loss.{name}": leaf for name, leaf in built.leaves.items()}

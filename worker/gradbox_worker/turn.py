@@ -21,10 +21,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from gradbox.errors import GradboxError, JobFailed, JobTimedOut
-from gradbox.protocol import JobState, Problem
+from gradbox.protocol import CotangentsLoss, GradientSpec, JobSpec, JobState, Problem
 from gradbox_service.jobs import JobRecord, Records, Transition
 from gradbox_service.store import ResultStore
 from gradbox_worker.device import (
@@ -126,9 +127,19 @@ class TurnRunner:
             model_version=record.model_version,
             spec=spec,
             result_path=self.results.path(record.id, attempt=record.attempt),
+            forward_result=self._forward_result(spec),
             queued_s=max(0.0, (record.started_s or record.created_s) - record.created_s),
         )
         return self.device.run(work, watch)
+
+    def _forward_result(self, spec: JobSpec) -> Path | None:
+        """Return where the outputs are that a job's cotangents belong to."""
+        if not isinstance(spec, GradientSpec) or not isinstance(spec.loss, CotangentsLoss):
+            return None
+        forward = self.records.get(spec.loss.forward)
+        if forward is None:
+            return None
+        return self.results.path(forward.id, attempt=forward.attempt)
 
     def _end(self, record: JobRecord, transition: Transition | None) -> str:
         """Change the record, waiting for a store that is away, and keep a result only if it counts.

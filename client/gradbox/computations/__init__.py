@@ -6,9 +6,18 @@ functions, cuts its tensors into blobs and names both in a spec. Nothing here ta
 
 from gradbox.computations.forward import Forward
 from gradbox.computations.gradient import Gradient
-from gradbox.computations.losses import Builtin
+from gradbox.computations.losses import Builtin, Cotangents
 from gradbox.computations.mixed_gradient import MixedGradient
 from gradbox.computations.penalty import Penalty
 from gradbox.computations.shared import Computation, Prepared
 
-__all__ = ["Builtin", "Computation", "Forward", "Gradient", "MixedGradient", "Penalty", "Prepared"]
+__all__ = [
+    "Builtin",
+    "Computation",
+    "Cotangents",
+    "Forward",
+    "Gradient",
+    "MixedGradient",
+    "Penalty",
+    "Prepared",
+]

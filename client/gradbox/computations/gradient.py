@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from gradbox.computations.extras import split_extras
-from gradbox.computations.losses import Builtin
+from gradbox.computations.losses import Builtin, Cotangents
 from gradbox.computations.penalty import Penalty
 from gradbox.computations.shared import Differentiated, Prepared, checked, listed
 from gradbox.computations.tracing import traced
 from gradbox.errors import InvalidJob
-from gradbox.protocol import BuiltinLoss, GradientSpec, GraphLoss, TracedFunction
+from gradbox.protocol import (
+    BuiltinLoss,
+    CotangentGradientSpec,
+    GradientSpec,
+    GraphLoss,
+    TracedFunction,
+)
 from gradbox.protocol.parts import Scalar
 from gradbox.protocol.spec import Returned
 from gradbox.signatures import check_builtin
@@ -22,7 +28,9 @@ from gradbox.uploads import Uploads
 if TYPE_CHECKING:
     import torch
 
-Loss: TypeAlias = "Callable[..., Any] | torch.nn.Module | Builtin"
+BESIDE_COTANGENTS: Final = frozenset({"loss", "wrt", "returns", "priority", "timeout_s", "name"})
+
+Loss: TypeAlias = "Callable[..., Any] | torch.nn.Module | Builtin | Cotangents"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,9 +38,12 @@ class Gradient(Differentiated):
     """dL/dθ of L = loss(Z, **loss_inputs), Z being the outputs of all shards.
 
     Args:
-        loss: a function, an nn.Module or a `Builtin`. With one unnamed group it is called as
-            loss(Z, **loss_inputs); with named groups each Z goes by its group's name. It is traced
-            to a graph of allowed operations and returns a scalar; the value is exactly that.
+        loss: a function, an nn.Module, a `Builtin` or `Cotangents`. With one unnamed group it is
+            called as loss(Z, **loss_inputs); with named groups each Z goes by its group's name. It
+            is traced to a graph of allowed operations and returns a scalar; the value is exactly
+            that.
+            Beside `Cotangents` only wrt, returns ("grads", "input_grads"), priority, timeout_s and
+            name can be given: model, inputs and the rest are those of the forward job.
         loss_inputs: what else the loss reads: tensors, or plain numbers, strings and booleans.
             Where a tensor requires grad, its gradient comes back as `loss_inputs.NAME`; the
             parameters of a loss module come back as `loss.NAME`.
@@ -44,17 +55,38 @@ class Gradient(Differentiated):
         InvalidInputs: the inputs are empty, are not tensors, or do not fit each other.
     """
 
+    model: str = ""
+    inputs: Any = None
     loss: Loss
     loss_inputs: Mapping[str, Any] = field(default_factory=dict)
     penalties: Sequence[Penalty] = ()
     returns: Sequence[Returned] = ("grads",)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss, Cotangents):
+            super().__post_init__()
+            return
+        given = [
+            field.name
+            for field in fields(self)
+            if field.name not in BESIDE_COTANGENTS and not _is_default(self, field)
+        ]
+        if given:
+            raise InvalidJob(
+                f"{', '.join(given)}: expected none of these beside Cotangents, which belong to "
+                f"job {self.loss.forward!r} that has them; leave them out"
+            )
+
     def __repr__(self) -> str:
+        if isinstance(self.loss, Cotangents):
+            return f"Gradient(loss={self.loss!r})"
         shards = " + ".join(f"{len(group.shards)} {group.name}" for group in self.groups)
         return f"Gradient(model={self.model!r}, shards={shards}, loss={self.loss!r})"
 
     def prepare(self) -> Prepared:
         uploads = Uploads()
+        if isinstance(self.loss, Cotangents):
+            return self._at_cotangents(self.loss, uploads)
         tensors, scalars = split_extras(self.loss_inputs, what="loss_inputs")
         if isinstance(self.loss, Builtin):
             loss: BuiltinLoss | GraphLoss = self._builtin_loss(self.loss, list(tensors), scalars)
@@ -63,7 +95,7 @@ class Gradient(Differentiated):
         refs = uploads.tensors(
             {name: tensor_bytes(t, where=f"loss_inputs[{name!r}]") for name, t in tensors.items()}
         )
-        fields = self.shared_fields(uploads) | {
+        given = self.shared_fields(uploads) | {
             "computation": "gradient",
             "loss": loss,
             "loss_inputs": {
@@ -73,7 +105,20 @@ class Gradient(Differentiated):
             "penalties": [penalty.spec(uploads) for penalty in self.penalties],
             "returns": listed(self.returns),
         }
-        return Prepared(spec=checked(GradientSpec, **fields), blobs=uploads.blobs)
+        return Prepared(spec=checked(GradientSpec, **given), blobs=uploads.blobs)
+
+    def _at_cotangents(self, loss: Cotangents, uploads: Uploads) -> Prepared:
+        spec = checked(
+            CotangentGradientSpec,
+            computation="gradient",
+            loss=loss.spec(uploads),
+            wrt=None if self.wrt is None else listed(self.wrt),
+            returns=listed(self.returns),
+            priority=self.priority,
+            timeout_s=self.timeout_s,
+            name=self.name,
+        )
+        return Prepared(spec=spec, blobs=uploads.blobs)
 
     def _builtin_loss(
         self, loss: Builtin, tensors: list[str], scalars: dict[str, Scalar]
@@ -103,3 +148,12 @@ class Gradient(Differentiated):
 
 def _requires_grad(tensor: Any) -> bool:
     return bool(getattr(tensor, "requires_grad", False))
+
+
+def _is_default(computation: Gradient, given: Field[Any]) -> bool:
+    default = given.default
+    if default is MISSING and given.default_factory is not MISSING:
+        default = given.default_factory()
+    value = getattr(computation, given.name)
+    plain = isinstance(value, str | int | float | Sequence | Mapping)
+    return value is default or (plain and bool(value == default))

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from gradbox.computations.tracing import traced
 from gradbox.errors import InvalidInputs, InvalidJob
-from gradbox.protocol import JobSpec, TracedFunction
+from gradbox.protocol import CotangentGradientSpec, JobSpec, TracedFunction
 from gradbox.protocol.spec import describe_validation
 from gradbox.shards import ShardGroup, read_groups
 from gradbox.tensors import Blob, Tensor, tensor_bytes
@@ -25,7 +25,7 @@ Spec = TypeVar("Spec", bound=BaseModel)
 class Prepared:
     """A job ready to be posted: its spec, and the blobs that the spec names."""
 
-    spec: JobSpec
+    spec: JobSpec | CotangentGradientSpec
     blobs: tuple[Blob, ...]
 
 

@@ -8,6 +8,7 @@ prose.
 from gradbox.protocol.parts import (
     PROTOCOL,
     BuiltinLoss,
+    CotangentsLoss,
     DifferentiatedSpec,
     Digest,
     GraphLoss,
@@ -23,10 +24,12 @@ from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import Receipt, Seconds
 from gradbox.protocol.spec import (
     JOB_SPEC,
+    CotangentGradientSpec,
     ForwardSpec,
     GradientSpec,
     JobSpec,
     MixedGradientSpec,
+    parse_posted,
     parse_spec,
     spec_digest,
 )
@@ -44,6 +47,8 @@ __all__ = [
     "JOB_SPEC",
     "PROTOCOL",
     "BuiltinLoss",
+    "CotangentGradientSpec",
+    "CotangentsLoss",
     "DifferentiatedSpec",
     "Digest",
     "ForwardSpec",
@@ -68,6 +73,7 @@ __all__ = [
     "SharedSpec",
     "TensorRef",
     "TracedFunction",
+    "parse_posted",
     "parse_spec",
     "spec_digest",
 ]

@@ -13,9 +13,17 @@ from gradbox.graphs.schema import Graph
 
 PROTOCOL: Final = 1
 
+# A remote callable makes every call a group of its own.
+MAX_GROUPS: Final = 1000
+
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
+JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", max_length=100)]
+StreamNumber = Annotated[int, Field(ge=0, lt=2**63)]
 TensorName = Annotated[str, StringConstraints(min_length=1, max_length=500)]
+Priority = Annotated[int, Field(ge=-10, le=10)]
+Timeout = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+Name = Annotated[str, StringConstraints(max_length=200)]
 Scalar = bool | int | float | str | None
 
 
@@ -40,10 +48,13 @@ class ShardRef(Wire):
     """The arguments of one call of the model: a blob's tensors whose names begin with `prefix`.
 
     What follows the prefix is the argument's name; a whole number is a position, `0` the first.
+    `stream` are the numbers (k, i) that the shard's random stream is derived from, beside the seed;
+    by default its group's position and its own.
     """
 
     blob: Digest
     prefix: str = Field(default="", max_length=500)
+    stream: tuple[StreamNumber, StreamNumber] | None = None
 
 
 class InputGroup(Wire):
@@ -84,6 +95,18 @@ class BuiltinLoss(Wire):
     options: dict[Identifier, Scalar] = {}
 
 
+class CotangentsLoss(Wire):
+    """A loss that ran elsewhere: ∂L/∂Z at the outputs of the job `forward`.
+
+    `tensors` go by GROUP, or by GROUP/NAME where the readout gave several, as that job's outputs
+    do, and have their shapes. What is missing is zero.
+    """
+
+    kind: Literal["cotangents"] = "cotangents"
+    forward: JobId
+    tensors: Annotated[dict[TensorName, TensorRef], Field(min_length=1)]
+
+
 class PenaltySpec(Wire):
     """A term Σᵢ weight · loss(tapᵢ), tapᵢ being what submodule `at` gives for shard i.
 
@@ -97,7 +120,7 @@ class PenaltySpec(Wire):
     per_sample_scale: TracedFunction | None = None
 
 
-LossSpec = Annotated[GraphLoss | BuiltinLoss, Field(discriminator="kind")]
+LossSpec = Annotated[GraphLoss | BuiltinLoss | CotangentsLoss, Field(discriminator="kind")]
 
 
 class SharedSpec(Wire):
@@ -105,7 +128,7 @@ class SharedSpec(Wire):
 
     protocol: Literal[1] = PROTOCOL
     model: Annotated[str, StringConstraints(min_length=1, max_length=300)]
-    inputs: Annotated[list[InputGroup], Field(min_length=1, max_length=16)]
+    inputs: Annotated[list[InputGroup], Field(min_length=1, max_length=MAX_GROUPS)]
     output: str | int | None = None
     readout: TracedFunction | None = None
     mode: Literal["eval", "train"] = "eval"
@@ -113,9 +136,9 @@ class SharedSpec(Wire):
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
     streams: Literal["shard", "sample"] = "shard"
     weights: dict[str, TensorRef] = {}
-    priority: Annotated[int, Field(ge=-10, le=10)] = 0
-    timeout_s: Annotated[float, Field(gt=0, le=7 * 24 * 3600)] = 3600.0
-    name: Annotated[str, StringConstraints(max_length=200)] = ""
+    priority: Priority = 0
+    timeout_s: Timeout = 3600.0
+    name: Name = ""
 
 
 class DifferentiatedSpec(SharedSpec):

@@ -9,22 +9,30 @@ import hashlib
 import json
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, model_validator
+from pydantic_core import from_json
 
 from gradbox.errors import InvalidJob
 from gradbox.protocol.parts import (
+    PROTOCOL,
+    CotangentsLoss,
     DifferentiatedSpec,
     Identifier,
     InputGroup,
     LossSpec,
+    Name,
     PenaltySpec,
+    Priority,
     Scalar,
     SharedSpec,
     TensorRef,
+    Timeout,
     TracedFunction,
+    Wire,
 )
 
 Returned = Literal["grads", "input_grads", "outputs", "cotangents", "buffers"]
+CotangentReturned = Literal["grads", "input_grads"]
 MixedReturned = Literal["grads", "dfdz"]
 ForwardReturned = Literal["outputs", "buffers"]
 
@@ -63,11 +71,59 @@ class MixedGradientSpec(SharedSpec):
     returns: Annotated[list[MixedReturned], Field(min_length=1)] = ["grads"]
 
 
+class CotangentGradientSpec(Wire):
+    """A `GradientSpec` as it is posted where its loss is cotangents.
+
+    Seed, weights, inputs, mode and all else that decided the outputs are those of the job that the
+    loss names, so they cannot be given.
+    """
+
+    protocol: Literal[1] = PROTOCOL
+    computation: Literal["gradient"]
+    loss: CotangentsLoss
+    wrt: Annotated[list[str], Field(min_length=1)] | None = None
+    returns: Annotated[list[CotangentReturned], Field(min_length=1)] = ["grads"]
+    priority: Priority = 0
+    timeout_s: Timeout = 3600.0
+    name: Name = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settled_elsewhere(cls, given: Any) -> Any:
+        known = set(GradientSpec.model_fields) - set(cls.model_fields)
+        settled = sorted(known & set(given)) if isinstance(given, dict) else []
+        if settled:
+            raise ValueError(
+                f"{', '.join(settled)}: expected none of these beside cotangents, which belong to "
+                f"a forward job that has them; leave them out"
+            )
+        return given
+
+
 JobSpec = Annotated[
     GradientSpec | ForwardSpec | MixedGradientSpec, Field(discriminator="computation")
 ]
 
 JOB_SPEC: Final[TypeAdapter[JobSpec]] = TypeAdapter(JobSpec)
+
+
+def parse_posted(body: bytes) -> JobSpec | CotangentGradientSpec:
+    """Read a job spec as it is posted.
+
+    Raises:
+        InvalidJob: as `parse_spec`.
+    """
+    try:
+        document = from_json(body)
+    except ValueError:
+        document = None
+    match document:
+        case {"computation": "gradient", "loss": {"kind": "cotangents"}}:
+            try:
+                return CotangentGradientSpec.model_validate(document)
+            except ValidationError as error:
+                raise InvalidJob(describe_validation(error)) from None
+    return parse_spec(body)
 
 
 def parse_spec(body: bytes | str | dict[str, Any]) -> JobSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import check_graph
-from gradbox.protocol import GradientSpec, GraphLoss, SharedSpec
+from gradbox.protocol import BuiltinLoss, GradientSpec, GraphLoss, SharedSpec
 from gradbox.signatures import check_builtin
 
 # readout(output, inputs)
@@ -26,7 +26,7 @@ def check_loss(spec: GradientSpec) -> None:
     if isinstance(spec.loss, GraphLoss):
         function = spec.loss.function
         check_graph(function.graph, function.tensors, positional=positional, arguments=by_name)
-    else:
+    elif isinstance(spec.loss, BuiltinLoss):
         check_builtin(spec.loss.name, spec.loss.options, groups=groups, inputs=spec.loss_inputs)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradbox.errors import InvalidInputs
-from gradbox.protocol import GradientSpec, GraphLoss, ModelView, TensorRef
+from gradbox.protocol import CotangentsLoss, GradientSpec, GraphLoss, ModelView, TensorRef
 from gradbox_service.admission.functions import check_loss, check_penalties
 from gradbox_service.admission.parameters import check_wrt
 from gradbox_service.admission.references import (
@@ -18,6 +18,8 @@ def references(spec: GradientSpec) -> References:
     """Give the references of the loss and of the penalties."""
     if isinstance(spec.loss, GraphLoss):
         yield from function_references("loss", spec.loss.function)
+    if isinstance(spec.loss, CotangentsLoss):
+        yield from named_references("loss.tensors", spec.loss.tensors)
     yield from named_references("loss_inputs", spec.loss_inputs)
     for index, penalty in enumerate(spec.penalties):
         yield from function_references(f"penalties.{index}.loss", penalty.loss)

@@ -6,15 +6,18 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
-from gradbox.protocol import GradientSpec
+from gradbox.protocol import CotangentsLoss, GradientSpec
 from gradbox_engine import SetGradient, set_gradient
+from gradbox_worker.computations import cotangents
 from gradbox_worker.computations.job import Computed, Job
-from gradbox_worker.computations.sections import by_group, section
+from gradbox_worker.computations.sections import by_group, input_gradients, section
 from gradbox_worker.job_parts import differentiated, loss_objective, model_penalties
 
 
 def compute(job: Job, spec: GradientSpec) -> Computed:
     """Return dL/dθ."""
+    if isinstance(spec.loss, CotangentsLoss):
+        return cotangents.compute(job, spec, spec.loss)
     answer = set_gradient(
         job.loaded.module,
         job.groups,
@@ -56,12 +59,7 @@ def _tensors(answer: SetGradient, returns: Collection[str]) -> dict[str, Tensor]
         "buffers": answer.buffers or {},
         "outputs": by_group(answer.outputs or {}),
         "cotangents": by_group(answer.cotangents or {}),
-        "input_grads": {
-            f"{group}/{shard}/{name}": gradient
-            for group, named in (answer.input_grads or {}).items()
-            for name, gradients in named.items()
-            for shard, gradient in enumerate(gradients)
-        },
+        "input_grads": input_gradients(answer.input_grads),
     }
     named: dict[str, Tensor] = {}
     for name, tensors in sections.items():

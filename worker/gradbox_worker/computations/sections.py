@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from gradbox_engine.input_gradients import InputGrads
 from gradbox_engine.job import Z
 
 
@@ -20,3 +21,13 @@ def by_group(groups: Mapping[str, Z]) -> dict[str, Tensor]:
     for group, z in groups.items():
         flat |= {group: z} if isinstance(z, Tensor) else {f"{group}/{n}": t for n, t in z.items()}
     return flat
+
+
+def input_gradients(found: InputGrads | None) -> dict[str, Tensor]:
+    """Name each shard's gradient GROUP/SHARD/ARGUMENT."""
+    return {
+        f"{group}/{shard}/{name}": gradient
+        for group, named in (found or {}).items()
+        for name, gradients in named.items()
+        for shard, gradient in enumerate(gradients)
+    }

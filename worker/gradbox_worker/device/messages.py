@@ -31,6 +31,7 @@ class Run(Frame):
     model_version: str
     spec: JobSpec
     result_path: Path
+    forward_result: Path | None = None
     queued_s: float
 
 

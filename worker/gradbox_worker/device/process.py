@@ -130,6 +130,7 @@ class DeviceProcess:
             model_version=work.model_version,
             spec=work.spec,
             result_path=work.result_path,
+            forward_result=work.forward_result,
             queued_s=work.queued_s,
         )
         assert self._connection is not None  # since ensure

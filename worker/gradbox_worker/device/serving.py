@@ -105,5 +105,6 @@ def _work(order: Run) -> Work:
         model_version=order.model_version,
         spec=order.spec,
         result_path=order.result_path,
+        forward_result=order.forward_result,
         queued_s=order.queued_s,
     )

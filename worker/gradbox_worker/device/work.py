@@ -20,6 +20,7 @@ class Work:
     spec: JobSpec
     result_path: Path  # written whole or not at all
     queued_s: float  # how long the job waited, for its receipt
+    forward_result: Path | None = None  # of the job whose outputs the loss is cotangents of
 
 
 @dataclass(frozen=True)

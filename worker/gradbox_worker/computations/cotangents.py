@@ -1,0 +1,87 @@
+"""`Gradient` at cotangents: the replay alone, compared with the forward job's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from gradbox.errors import InvalidInputs
+from gradbox.protocol import CotangentsLoss, GradientSpec, Receipt
+from gradbox_engine import FirstOutputs, gradient_at_cotangents
+from gradbox_engine.outputs import BARE, Outputs
+from gradbox_worker.computations.job import Computed, Job
+from gradbox_worker.computations.sections import input_gradients, section
+from gradbox_worker.job_parts import differentiated
+
+OUTPUTS = "outputs/"
+
+
+def compute(job: Job, spec: GradientSpec, loss: CotangentsLoss) -> Computed:
+    """Return dL/dθ from ∂L/∂Z.
+
+    Raises:
+        InvalidInputs: the forward job's result is not there any more.
+    """
+    answer = gradient_at_cotangents(
+        job.loaded.module,
+        job.groups,
+        _grouped({name: job.tensors.tensor(ref) for name, ref in loss.tensors.items()}),
+        _first_outputs(job.work.forward_result, loss.forward, job.device),
+        seed=spec.seed,
+        mode=spec.mode,
+        wrt=differentiated(spec),
+        precision=spec.precision,
+        output=spec.output,
+        readout=job.readout,
+        weights=job.weights,
+        streams=spec.streams,
+        observer=job.observer,
+    )
+    return Computed(
+        tensors={
+            **section("grads", answer.grads if "grads" in spec.returns else {}),
+            **section("input_grads", input_gradients(answer.input_grads)),
+        },
+        facts={
+            "shards_retained": 0,
+            "shards_replayed": answer.replayed,
+            "replay_difference": answer.replay_difference,
+            "names": tuple(answer.grads),
+            "unreached": list(answer.unreached),
+        },
+        seconds=answer.seconds,
+    )
+
+
+def _first_outputs(path: Path | None, job_id: str, device: torch.device) -> FirstOutputs:
+    try:
+        if path is None:
+            raise FileNotFoundError
+        file: Any = safe_open(path, framework="pt", device=str(device))
+    except FileNotFoundError:
+        raise InvalidInputs(
+            f"expected the outputs of job {job_id}, which the cotangents belong to, but its result "
+            f"is not on this box any more; run the forward job again"
+        ) from None
+    with file:
+        receipt = Receipt.model_validate_json(file.metadata()["gradbox"])
+        named = {
+            name.removeprefix(OUTPUTS): file.get_tensor(name)
+            for name in file.keys()  # noqa: SIM118 - the file is no mapping
+            if name.startswith(OUTPUTS)
+        }
+    return FirstOutputs(outputs=_grouped(named), rows=receipt.rows or {})
+
+
+def _grouped(flat: Mapping[str, Tensor]) -> dict[str, Outputs]:
+    """Take GROUP and GROUP/NAME apart."""
+    groups: dict[str, Outputs] = {}
+    for key, tensor in flat.items():
+        group, _, name = key.partition("/")
+        groups.setdefault(group, {})[name or BARE] = tensor
+    return groups
