@@ -9,8 +9,9 @@ from pathlib import Path
 
 from benchmarks.measure import QUIET
 from benchmarks.report import REPORTS, replay_section, service_section, write_report
+from benchmarks.workloads import ENCODERS
 
-BENCHMARKS = ("replay", "service", "mixed")
+BENCHMARKS = ("replay", "retention", "penalties", "service", "mixed")
 
 
 def main(arguments: list[str]) -> int:
@@ -20,11 +21,15 @@ def main(arguments: list[str]) -> int:
     sections = []
     if args.benchmark in (None, "replay"):
         sections.append(_replay(args))
+    if args.benchmark in (None, "retention"):
+        sections.append(_retention(args))
+    if args.benchmark in (None, "penalties"):
+        sections.append(_penalties())
     if args.benchmark in (None, "service"):
         sections.append(_service(args))
     if args.benchmark in (None, "mixed"):
         sections.append(_mixed(args))
-    path = write_report(args.benchmark or "all", sections, folder=args.out)
+    path = write_report(args.report or args.benchmark or "all", sections, folder=args.out)
     print(path.read_text())
     print(f"written to {path}")
     return 0
@@ -42,6 +47,34 @@ def _replay(args: argparse.Namespace) -> str:
         threads=args.threads,
     )
     return replay_section(measure_replay(plan))
+
+
+def _retention(args: argparse.Namespace) -> str:
+    from benchmarks.plot import plot_retention
+    from benchmarks.retention import RetentionPlan, measure_retention
+    from benchmarks.retention_report import retention_section
+
+    plan = RetentionPlan(
+        tasks=args.tasks,
+        num_samples=args.samples,
+        shards=args.shards,
+        timed=args.timed_samples,
+        detailed=args.detailed_samples,
+        num_tokens=args.num_tokens,
+        rounds=args.retention_rounds,
+        threads=args.threads,
+        device=args.device,
+    )
+    found = measure_retention(plan)
+    if args.plot is not None:
+        plot_retention(found, args.plot)
+    return retention_section(found)
+
+
+def _penalties() -> str:
+    from benchmarks.penalty_memory import measure_penalties, penalty_section
+
+    return penalty_section(measure_penalties())
 
 
 def _service(args: argparse.Namespace) -> str:
@@ -78,6 +111,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--service-pairs", type=int, default=128, help="for the service: 10 s or more [128]"
     )
+    parser.add_argument("--tasks", type=_names, default=tuple(ENCODERS), help="for retention [all]")
+    parser.add_argument(
+        "--samples", type=_numbers, default=(64, 256, 1024), help="for retention [64,256,1024]"
+    )
+    parser.add_argument("--timed-samples", type=int, default=256, help="most to take time of [256]")
+    parser.add_argument(
+        "--detailed-samples", type=int, default=256, help="measured at five budgets [256]"
+    )
+    parser.add_argument("--shards", type=_numbers, default=(8, 16), help="for retention [8,16]")
+    parser.add_argument("--num-tokens", type=int, default=16, help="of its texts [16]")
+    parser.add_argument("--retention-rounds", type=int, default=3, help="its rounds [3]")
+    parser.add_argument("--device", default="cpu", help="for retention [cpu]")
+    parser.add_argument("--plot", type=Path, help="draw time against memory into this file")
+    parser.add_argument("--report", help="name of the report [the benchmark's]")
     parser.add_argument(
         "--mixed-shards",
         type=_numbers,
@@ -98,6 +145,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 if __name__ == "__main__":

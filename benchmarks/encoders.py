@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from gradbox_worker.demo.task import mean_pooling, model_folder
 
 DROPOUT = 0.2
-CNN_WIDTH = 16
+CNN_WIDTH = 32
 CNN_STAGES = 4
-LSTM_WIDTH = 128
+LSTM_WIDTH = 256
 VOCABULARY = 1000
 
 
@@ -34,9 +34,9 @@ class Encoder(nn.Module):
 
 
 class ConvEncoder(nn.Module):
-    """A residual network of four stages with batch norm in train mode: (B, 3, H, W) to (B, 128).
+    """A residual network of four stages with batch norm in train mode: (B, 3, H, W) to (B, 256).
 
-    The layout is ResNet-18's (He et al. 2016, table 1) at a quarter of its width, with the first
+    The layout is ResNet-18's (He et al. 2016, table 1) at half its width, with the first
     convolution of the small-image variant (section 4.2) and no max pooling.
     """
 
@@ -73,7 +73,7 @@ class Residual(nn.Module):
 
 
 class RecurrentEncoder(nn.Module):
-    """An LSTM of two layers with dropout between them: tokens (B, T) to embeddings (B, 128)."""
+    """An LSTM of two layers with dropout between them: tokens (B, T) to embeddings (B, 256)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from gradbox_worker.demo.text import documentation_pairs
 
 TOWERS = ("queries", "passages")
 NUM_TEXTS = 1000  # about 640 of them are long enough for 32 tokens
-IMAGE_SIZE = 24
+IMAGE_SIZE = 32
 SEQUENCE = 64
 NOISE = 0.3
 

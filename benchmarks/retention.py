@@ -1,0 +1,207 @@
+"""The retention benchmark: set-loss gradients over memory budgets, against every peer.
+
+For each task, number of samples and shard size: first the peers' peak memory, one step each in a
+fresh process, and gradbox's with nothing and with everything kept. Kept graphs add to the peak in
+proportion, so that says how many gradbox may keep at each peer's peak. Then time: all of them in
+turn, several rounds, each round's ratio to the naive sharded step, medians; CPU seconds on a CPU,
+wall seconds on CUDA. One shard's forward F and backward B are timed in the same rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmarks.measure import Runs, ShardClock, ShardCost, interleaved, median_ratio, peak_bytes
+from benchmarks.peers import GRADBOX, SHARDED, Peer, Step, Unavailable, keeping, reference
+from benchmarks.public_peers import OTHERS
+from benchmarks.workloads import Workload, relative_difference
+
+CLOCK = "one shard's forward and backward"
+ENDS = (0.0, 1.0)
+REPEATABLE = 0.01  # a resident set is the same again within this
+QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class RetentionPlan:
+    """What to measure.
+
+    Time is taken up to `timed` samples, gradbox's memory with nothing kept at every size. At
+    `detailed` samples five budgets are measured, elsewhere the two ends.
+    """
+
+    tasks: Sequence[str]
+    num_samples: Sequence[int]
+    shards: Sequence[int]
+    timed: int
+    detailed: int
+    num_tokens: int
+    rounds: int
+    threads: int
+    device: str
+
+    def workload(self, task: str, num_samples: int, shard: int) -> Workload:
+        """Return the workload of so many samples, half of them in each tower."""
+        return Workload(num_samples // 2, shard, task, self.num_tokens, self.device)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One peer's step: time to the naive sharded step, and peak memory beyond the model."""
+
+    time: float
+    peak_bytes: int | None
+
+
+@dataclass
+class Setting:
+    """One task at one size. `equal` says how many graphs gradbox keeps at a peer's peak memory.
+
+    It is None for a peer that needs less memory than gradbox with nothing kept.
+    """
+
+    workload: Workload
+    cost: ShardCost
+    peers: dict[str, Point] = field(default_factory=dict)
+    kept: dict[int, Point] = field(default_factory=dict)
+    equal: dict[str, int | None] = field(default_factory=dict)
+
+    def replayed(self, kept: int) -> int:
+        """Return how many shards are replayed: the last one's graph needs no room in a budget."""
+        return max(0, self.workload.num_shards - 1 - kept)
+
+    def predicted(self, kept: int) -> float:
+        """Return 1 + F/(F + B) for the part of the shards that is replayed."""
+        return 1 + (self.cost.bound - 1) * self.replayed(kept) / self.workload.num_shards
+
+    @property
+    def off_line(self) -> float:
+        """Return the largest relative distance from the line between the two ends."""
+        nothing, everything = self.kept[min(self.kept)].time, self.kept[max(self.kept)].time
+        slope = (nothing - everything) / max(self.replayed(min(self.kept)), 1)
+        return max(
+            abs(point.time / (everything + slope * self.replayed(kept)) - 1)
+            for kept, point in self.kept.items()
+        )
+
+
+@dataclass(frozen=True)
+class Correctness:
+    """Against one graph with the peer's own masks, and batch-norm updates for each shard."""
+
+    error: float
+    updates_per_shard: float | None
+
+
+@dataclass
+class Retention:
+    """Everything that was measured."""
+
+    plan: RetentionPlan
+    settings: list[Setting] = field(default_factory=list)
+    flat: dict[tuple[str, int], dict[int, int | None]] = field(default_factory=dict)
+    correctness: dict[str, dict[str, Correctness]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+def measure_retention(plan: RetentionPlan) -> Retention:
+    """Run the benchmark."""
+    torch.set_num_threads(plan.threads)
+    found = Retention(plan)
+    for task in plan.tasks:
+        small = plan.workload(task, min(plan.num_samples), max(plan.shards))
+        found.correctness[task] = _correctness(small, found.absent)
+        for shard in plan.shards:
+            for num_samples in plan.num_samples:
+                workload = plan.workload(task, num_samples, shard)
+                if num_samples <= plan.timed:
+                    fractions = QUARTERS if num_samples == plan.detailed else ENDS
+                    setting = _measure(workload, fractions, plan)
+                    found.settings.append(setting)
+                    nothing = setting.kept[0].peak_bytes
+                else:
+                    nothing = peak_bytes(GRADBOX.name, workload, threads=plan.threads)
+                found.flat.setdefault((task, shard), {})[num_samples] = nothing
+                print(f"{task}, shard {shard}, {num_samples} samples: measured", flush=True)
+    return found
+
+
+def _correctness(workload: Workload, absent: dict[str, str]) -> dict[str, Correctness]:
+    found: dict[str, Correctness] = {}
+    for peer in (SHARDED, GRADBOX, *OTHERS):
+        try:
+            outcome = peer.load(workload)()
+        except Unavailable as reason:
+            absent[f"{peer.name}, {workload.task}"] = str(reason)
+            continue
+        updates = outcome.num_updates
+        found[peer.name] = Correctness(
+            relative_difference(outcome.grads, reference(workload, peer.streams)),
+            None if updates is None else updates / workload.num_shards,
+        )
+    return found
+
+
+def _measure(workload: Workload, fractions: Sequence[float], plan: RetentionPlan) -> Setting:
+    peers = _available(workload)
+    ours = {round(part * workload.num_shards) for part in fractions}
+    ends = {kept: _peak(GRADBOX, workload, plan, kept=kept) for kept in (0, workload.num_shards)}
+    peaks = {peer.name: _peak(peer, workload, plan) for peer in peers}
+    equal = {name: kept_at(peak, ends) for name, peak in peaks.items() if name != SHARDED.name}
+    budgets = sorted({*ours, *(kept for kept in equal.values() if kept is not None)})
+    budget_peaks = {
+        kept: ends[kept] if kept in ends else _peak(GRADBOX, workload, plan, kept=kept)
+        for kept in budgets
+    }
+    runs, cost = _times(workload, [*peers, *map(keeping, budgets)], plan)
+    setting = Setting(workload, cost, equal=equal)
+    cpu = workload.device == "cpu"
+    for peer in peers:
+        ratio = median_ratio(runs[peer.name], runs[SHARDED.name], cpu=cpu)
+        setting.peers[peer.name] = Point(ratio, peaks[peer.name])
+    for kept in budgets:
+        ratio = median_ratio(runs[keeping(kept).name], runs[SHARDED.name], cpu=cpu)
+        setting.kept[kept] = Point(ratio, budget_peaks[kept])
+    return setting
+
+
+def kept_at(peak: int | None, ends: dict[int, int | None]) -> int | None:
+    """Return how many graphs may be kept within a peak; None if not even none.
+
+    Args:
+        peak: in bytes.
+        ends: gradbox's peaks in bytes with no graphs kept and with all.
+    """
+    num_shards = max(ends)
+    least, most = ends[0], ends[num_shards]
+    if peak is None or least is None or most is None or peak < least * (1 - REPEATABLE):
+        return None
+    a_graph = (most - least) / (num_shards - 1)  # the last shard's is kept in any case
+    return max(0, min(num_shards, int((peak - least) / a_graph)))
+
+
+def _times(
+    workload: Workload, peers: Sequence[Peer], plan: RetentionPlan
+) -> tuple[Runs, ShardCost]:
+    clock = ShardClock(workload)
+    steps: dict[str, Step] = {peer.name: peer.load(workload) for peer in peers}
+    runs = interleaved({**steps, CLOCK: clock}, rounds=plan.rounds)
+    return runs, clock.cost()
+
+
+def _available(workload: Workload) -> list[Peer]:
+    found = []
+    for peer in (SHARDED, *OTHERS):
+        try:
+            peer.load(workload)
+        except Unavailable:
+            continue
+        found.append(peer)
+    return found
+
+
+def _peak(peer: Peer, workload: Workload, plan: RetentionPlan, *, kept: int = 0) -> int | None:
+    return peak_bytes(peer.name, workload, threads=plan.threads, kept=kept)
