@@ -11,7 +11,7 @@ from benchmarks.measure import QUIET
 from benchmarks.report import REPORTS, replay_section, service_section, write_report
 from benchmarks.workloads import ENCODERS
 
-BENCHMARKS = ("replay", "retention", "penalties", "service", "mixed")
+BENCHMARKS = ("replay", "retention", "penalties", "packing", "overhead", "service", "mixed")
 
 
 def main(arguments: list[str]) -> int:
@@ -25,6 +25,10 @@ def main(arguments: list[str]) -> int:
         sections.append(_retention(args))
     if args.benchmark in (None, "penalties"):
         sections.append(_penalties())
+    if args.benchmark in (None, "packing"):
+        sections.append(_packing(args))
+    if args.benchmark in (None, "overhead"):
+        sections.append(_overhead())
     if args.benchmark in (None, "service"):
         sections.append(_service(args))
     if args.benchmark in (None, "mixed"):
@@ -77,6 +81,19 @@ def _penalties() -> str:
     return penalty_section(measure_penalties())
 
 
+def _packing(args: argparse.Namespace) -> str:
+    from benchmarks.packing import PackingPlan, measure_packing, packing_section
+
+    plan = PackingPlan(args.packed_pairs, args.packed_tokens, args.rounds, args.threads)
+    return packing_section(measure_packing(plan))
+
+
+def _overhead() -> str:
+    from benchmarks.overhead import measure_overhead, overhead_section
+
+    return overhead_section(measure_overhead())
+
+
 def _service(args: argparse.Namespace) -> str:
     from benchmarks.service import ServicePlan, measure_service
 
@@ -122,6 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shards", type=_numbers, default=(8, 16), help="for retention [8,16]")
     parser.add_argument("--num-tokens", type=int, default=16, help="of its texts [16]")
     parser.add_argument("--retention-rounds", type=int, default=3, help="its rounds [3]")
+    parser.add_argument("--packed-pairs", type=int, default=64, help="for packing [64]")
+    parser.add_argument("--packed-tokens", type=int, default=1024, help="of a shard [1024]")
     parser.add_argument("--device", default="cpu", help="for retention [cpu]")
     parser.add_argument("--plot", type=Path, help="draw time against memory into this file")
     parser.add_argument("--report", help="name of the report [the benchmark's]")

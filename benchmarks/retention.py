@@ -9,7 +9,7 @@ wall seconds on CUDA. One shard's forward F and backward B are timed in the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -168,7 +168,7 @@ def _measure(workload: Workload, fractions: Sequence[float], plan: RetentionPlan
     return setting
 
 
-def kept_at(peak: int | None, ends: dict[int, int | None]) -> int | None:
+def kept_at(peak: int | None, ends: Mapping[int, int | None]) -> int | None:
     """Return how many graphs may be kept within a peak; None if not even none.
 
     Args:

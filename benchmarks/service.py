@@ -2,7 +2,8 @@
 
 The box is what `gradbox up` starts, one worker on the CPU with as many threads as the direct call.
 A round is one direct call and one job, in turn; the job's time runs from submit until the gradients
-are in the client's hands, uploads and download included.
+are in the client's hands, uploads and download included. Both keep no graphs; by default the job
+would keep what fits, and be the faster one.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def _direct(towers: dict[str, task.Shards]) -> Callable[[], dict[str, Tensor]]:
             objective,
             seed=task.SEED,
             mode="train",
+            retain=0,
             output=task.OUTPUT,
             readout=task.mean_pooling,
         ).grads
@@ -113,6 +115,7 @@ def _through(client: GradClient, towers: dict[str, task.Shards]) -> Callable[[],
                 loss=task.info_nce,
                 mode="train",
                 seed=task.SEED,
+                retain=0,
             )
         )
         return dict(job.result().grads)
