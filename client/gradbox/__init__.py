@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from gradbox.computations import Cotangents as Cotangents
     from gradbox.computations import Forward as Forward
     from gradbox.computations import Gradient as Gradient
+    from gradbox.computations import Jacobian as Jacobian
     from gradbox.computations import Penalty as Penalty
+    from gradbox.computations import PerSampleGradient as PerSampleGradient
     from gradbox.connection import Retry as Retry
     from gradbox.events import JobEvent as JobEvent
     from gradbox.job import Job as Job
@@ -63,12 +65,14 @@ _LAZY = {
     "GradClient": "gradbox.client",
     "GradResult": "gradbox.result",
     "Gradient": "gradbox.computations",
+    "Jacobian": "gradbox.computations",
     "Job": "gradbox.job",
     "JobEvent": "gradbox.events",
     "JobState": "gradbox.protocol",
     "MixedGradient": "gradbox.computations",
     "Packed": "gradbox.packing",
     "Penalty": "gradbox.computations",
+    "PerSampleGradient": "gradbox.computations",
     "Retry": "gradbox.connection",
     "pack": "gradbox.packing",
 }
@@ -87,6 +91,7 @@ __all__ = [
     "IdempotencyConflict",
     "InvalidInputs",
     "InvalidJob",
+    "Jacobian",
     "Job",
     "JobCancelled",
     "JobEvent",
@@ -102,6 +107,7 @@ __all__ = [
     "OutOfMemory",
     "Packed",
     "Penalty",
+    "PerSampleGradient",
     "ProtocolError",
     "ReplayMismatch",
     "ResultNotReady",

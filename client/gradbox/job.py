@@ -16,6 +16,7 @@ from gradbox.events import JobEvent, follow
 from gradbox.progress import ProgressBar
 from gradbox.protocol import JobState, JobView
 from gradbox.result import GradResult
+from gradbox.result_files import RemoteFile
 
 
 class Job:
@@ -105,6 +106,27 @@ class Job:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+    def open(self, timeout: float | None = None, *, progress: bool | None = None) -> GradResult:
+        """Wait for the job and return its result, which stays on the box.
+
+        Its tensors are `LazyTensor`s: `result.grads["weight"][3:5]` fetches those rows and no
+        others. They can be read while the client is open and the box keeps the result;
+        `result.save(path)` fetches all of it.
+
+        Args:
+            timeout: seconds to wait for the job.
+            progress: as for `wait`.
+
+        Raises:
+            JobFailed, JobCancelled, TimeoutError: as for `result`.
+        """
+        self.wait(timeout, progress=progress)
+        view = self.refresh()
+        if view.result is None:
+            raise self._why_no_result(view)
+        url_path = f"/v1/jobs/{self.id}/result"
+        return GradResult(RemoteFile(self._connection, url_path, expected=view.result))
 
     def fetch(self, path: str | Path, *, progress: bool | None = None) -> None:
         """Write the result of a job that is over to `path`, a safetensors file.

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
 
 from gradbox.errors import InvalidInputs, InvalidJob, ProtocolError
+from gradbox.factors import FACTORS
 from gradbox.protocol import Receipt
+from gradbox.result_files import LocalFile, ResultFile
+from gradbox.sample_algebra import MultipliedOut, SampleAlgebra
 from gradbox.tensors import is_torch_importable
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ class Tensors(Mapping[str, Any]):
 
     They are torch tensors where torch is installed, else NumPy arrays. Torch maps them from the
     file, so that they take memory as they are read; what is written into one stays in this process.
+    Of a result that stays on its box they are `LazyTensor`s.
     """
 
-    def __init__(self, file: Any, section: str, names: tuple[str, ...]) -> None:
+    def __init__(self, file: ResultFile, section: str, names: tuple[str, ...]) -> None:
         self._file = file
         self._section = section
         self._names = dict.fromkeys(names)
@@ -41,7 +42,7 @@ class Tensors(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:
             raise KeyError(name)
-        return self._file.get_tensor(f"{self._section}/{name}")
+        return self._file.tensor(f"{self._section}/{name}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -53,14 +54,15 @@ class Tensors(Mapping[str, Any]):
         return f"<{len(self)} tensors: {', '.join([*self][:3])}{', …' if len(self) > 3 else ''}>"
 
 
-class GradResult:
+class GradResult(SampleAlgebra):
     """What a job computed: a safetensors file, read lazily.
 
     Attributes:
         manifest: the receipt: versions, seed, loss, shards, times and memory.
         grads: name → gradient of the parameter's shape, in `named_parameters` order, then those of
             the loss. Where the loss does not reach a parameter it is zeros, and
-            `manifest.unreached` has the name.
+            `manifest.unreached` has the name. Of a `PerSampleGradient` (B, *shape), of a `Jacobian`
+            (B, Y, *shape); where it came as factors, multiplied out as it is indexed.
         buffers: name → the model's buffer after the job, if `returns` asked for buffers.
         outputs: group → Z as the loss saw it, likewise; `GROUP/NAME` where the readout
             gave several.
@@ -71,21 +73,21 @@ class GradResult:
             if `returns` asked for it; else None.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, file: ResultFile) -> None:
+        self._file = file
         try:
-            file: Any = safe_open(path, framework="pt" if is_torch_importable() else "np")
-            metadata: dict[str, str] = file.metadata() or {}
-            self.manifest = Receipt.model_validate_json(metadata[RECEIPT])
-        except FileNotFoundError:
-            raise
-        except (SafetensorError, KeyError, ValidationError) as error:
+            self.manifest = Receipt.model_validate_json(file.metadata[RECEIPT])
+        except (KeyError, ValidationError) as error:
             raise ProtocolError(
-                f"{path}: expected a result file of gradbox, got one that is not "
+                f"{file}: expected a result file of gradbox, got one that is not "
                 f"({type(error).__name__}: {error})"
             ) from None
-        stored = file.keys()
-        self.grads = Tensors(file, "grads", _names(stored, "grads", self.manifest.names))
+        stored = file.names
+        self.grads: Mapping[str, Any] = (
+            MultipliedOut(self)
+            if FACTORS in file.metadata
+            else Tensors(file, "grads", _names(stored, "grads", self.manifest.names))
+        )
         self.buffers = Tensors(file, "buffers", _names(stored, "buffers", ()))
         self.outputs = Tensors(file, "outputs", _names(stored, "outputs", ()))
         self.cotangents = Tensors(file, "cotangents", _names(stored, "cotangents", ()))
@@ -104,12 +106,12 @@ class GradResult:
             FileNotFoundError: there is no such file.
             ProtocolError: it is not a result of gradbox.
         """
-        return cls(Path(path))
+        return cls(LocalFile(Path(path)))
 
     @classmethod
     def owning(cls, path: Path) -> GradResult:
         """Open a result whose folder is removed when the result is no longer used."""
-        result = cls(path)
+        result = cls.load(path)
         weakref.finalize(result, shutil.rmtree, path.parent, ignore_errors=True)
         return result
 
@@ -141,25 +143,21 @@ class GradResult:
         return {name: np.asarray(gradient) for name, gradient in self.grads.items()}
 
     def flat(self) -> Any:
-        """Return all gradients as one vector (P,), in the order of `names`."""
-        pieces: list[Any] = [gradient.reshape(-1) for gradient in self.grads.values()]
+        """Return all gradients as one vector (P,), in the order of `names`.
+
+        Rows of samples come as a matrix: (B, P), or (B, Y, P) of a Jacobian.
+        """
+        lead = self._row_dims
+        pieces: list[Any] = [x.reshape(*x.shape[:lead], -1) for x in self.grads.values()]
         if not is_torch_importable():
-            return np.concatenate(pieces)
+            return np.concatenate(pieces, axis=-1)
         import torch
 
-        return torch.cat(pieces)
+        return torch.cat(pieces, -1)
 
     def save(self, path: str | Path) -> None:
         """Write the result file to `path`, whole or not at all."""
-        path = Path(path)
-        descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        os.close(descriptor)
-        try:
-            shutil.copyfile(self._path, beside)
-            os.replace(beside, path)
-        except BaseException:
-            os.unlink(beside)
-            raise
+        self._file.copy_to(Path(path))
 
     def apply_to(self, module: torch.nn.Module, *, strict: bool = True, prefix: str = "") -> None:
         """Add the gradients into `.grad` of a module's parameters, as `backward` would.
@@ -214,7 +212,7 @@ def _accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         parameter.grad.add_(gradient.to(parameter.device))
 
 
-def _names(stored: list[str], section: str, order: tuple[str, ...]) -> tuple[str, ...]:
+def _names(stored: Sequence[str], section: str, order: tuple[str, ...]) -> tuple[str, ...]:
     prefix = f"{section}/"
     found = [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
     place = {name: index for index, name in enumerate(order)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 Mode = Literal["eval", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp64"]
-Phase = Literal["forward", "cotangents", "replay"]
+Phase = Literal["forward", "cotangents", "replay", "samples"]
 Returned = Literal["grads", "buffers", "outputs", "cotangents", "input_grads"]
 MixedReturned = Literal["grads", "dfdz"]
 

@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how much of the device the weights of idle models may keep [half of it]",
     )
     parser.add_argument(
+        "--result-memory-gib",
+        type=float,
+        help="how much memory rows of per-sample results may take on their way to disk [an eighth "
+        "of the device's, at most 4]",
+    )
+    parser.add_argument(
         "--lease-s",
         type=float,
         default=20.0,
@@ -127,13 +133,13 @@ def _work(args: argparse.Namespace) -> int:
 
     settings, redis_url = _settings(args)
     read_models_file(args.models)  # a mistake in it is best heard at once
-    memory_gib = args.model_memory_gib
     device = DeviceProcess(
         DeviceSettings(
             models_file=args.models,
             data=settings.data,
             device=args.device,
-            model_memory_bytes=None if memory_gib is None else int(memory_gib * GIB),
+            model_memory_bytes=_bytes(args.model_memory_gib),
+            result_memory_bytes=_bytes(args.result_memory_gib),
         )
     )
     name = args.name or default_name(args.device)
@@ -149,3 +155,7 @@ def _work(args: argparse.Namespace) -> int:
     if worker.failure is not None:
         raise worker.failure
     return 0 if worker.leaving else 1
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)

@@ -76,6 +76,7 @@ def main(arguments: list[str]) -> None:
         data=options.data,
         device_name=options.device,
         budget_bytes=options.model_memory_bytes,
+        result_memory_bytes=options.result_memory_bytes,
     )
 
 
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--model-memory-bytes", type=int)
+    parser.add_argument("--result-memory-bytes", type=int)
     return parser
 
 

@@ -17,9 +17,9 @@ from gradbox_worker.computations import COMPUTATIONS, Computed, Job
 from gradbox_worker.device.work import Finished, Stopped, Work
 from gradbox_worker.failures import Caught, caught
 from gradbox_worker.job_parts import build_function, input_groups
-from gradbox_worker.memory import PeakMemory
+from gradbox_worker.memory import PeakMemory, default_result_memory_bytes
 from gradbox_worker.models.registry import Registry
-from gradbox_worker.result_file import write_result
+from gradbox_worker.result_in_place import ResultOnDisk
 
 
 class StopNow(BaseException):
@@ -27,12 +27,23 @@ class StopNow(BaseException):
 
 
 def attempt(
-    work: Work, *, registry: Registry, blobs: Blobs, observer: Observer
+    work: Work,
+    *,
+    registry: Registry,
+    blobs: Blobs,
+    observer: Observer,
+    result_memory_bytes: int | None = None,
 ) -> Finished | Stopped | Caught:
     """Run a job; whatever its model or its loss raises comes back as a problem."""
     try:
         return caught(
-            lambda: execute(work, registry=registry, blobs=blobs, observer=observer),
+            lambda: execute(
+                work,
+                registry=registry,
+                blobs=blobs,
+                observer=observer,
+                result_memory_bytes=result_memory_bytes,
+            ),
             doing=f"job {work.job_id}",
             let_through=StopNow,
         )
@@ -40,8 +51,19 @@ def attempt(
         return Stopped()
 
 
-def execute(work: Work, *, registry: Registry, blobs: Blobs, observer: Observer) -> Finished:
+def execute(
+    work: Work,
+    *,
+    registry: Registry,
+    blobs: Blobs,
+    observer: Observer,
+    result_memory_bytes: int | None = None,
+) -> Finished:
     """Run a job and write its result file.
+
+    Args:
+        result_memory_bytes: what may be in memory of a result on its way into its file; None is
+            `default_result_memory_bytes`.
 
     Raises:
         GradboxError: the job's parts do not fit the model or each other.
@@ -51,7 +73,8 @@ def execute(work: Work, *, registry: Registry, blobs: Blobs, observer: Observer)
     spec = work.spec
     began = time.perf_counter()
     loaded = registry.get(work.model, work.model_version)
-    with BlobTensors(blobs, device=registry.device) as tensors:
+    result_file = ResultOnDisk(work.result_path)
+    with BlobTensors(blobs, device=registry.device) as tensors, result_file:
         peak = PeakMemory(registry.device)
         readout = None
         if spec.readout is not None:
@@ -65,12 +88,14 @@ def execute(work: Work, *, registry: Registry, blobs: Blobs, observer: Observer)
             tensors=tensors,
             device=registry.device,
             observer=observer,
+            result=result_file,
+            result_memory_bytes=result_memory_bytes or default_result_memory_bytes(registry.device),
         )
         load_s = time.perf_counter() - began
         computed = COMPUTATIONS[spec.computation](job, spec)
-    receipt = _receipt(job, computed, peak=peak, load_s=load_s)
-    metadata = {"format": "pt", "gradbox": receipt.model_dump_json()}
-    result = write_result(work.result_path, computed.tensors, metadata=metadata)
+        receipt = _receipt(job, computed, peak=peak, load_s=load_s)
+        metadata = {"format": "pt", "gradbox": receipt.model_dump_json(), **computed.metadata}
+        result = result_file.commit(computed.tensors, metadata=metadata)
     return Finished(receipt=receipt, result=result)
 
 

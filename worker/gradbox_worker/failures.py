@@ -24,6 +24,7 @@ from gradbox import errors
 from gradbox.errors import GradboxError
 from gradbox.protocol import Problem
 from gradbox_engine import errors as engine_errors
+from gradbox_engine.per_sample import SelfCheckFailed
 from gradbox_worker.models import ModelsFileError
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ ENGINE_ERRORS: Final[tuple[tuple[type[engine_errors.EngineError], type[GradboxEr
     (engine_errors.LossNotScalar, errors.LossNotScalar),
     (engine_errors.LossNotFinite, errors.LossNotFinite),
     (engine_errors.ModelCallFailed, errors.ModelCallFailed),
+    (SelfCheckFailed, errors.JobFailed),
     (engine_errors.EngineError, errors.InvalidInputs),
 )
 

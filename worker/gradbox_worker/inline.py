@@ -27,15 +27,22 @@ from gradbox_worker.turn import TurnRunner
 class InlineDevice:
     """Implements `Device` in the calling thread."""
 
-    def __init__(self, registry: Registry, *, blobs: BlobStore) -> None:
+    def __init__(
+        self, registry: Registry, *, blobs: BlobStore, result_memory_bytes: int | None = None
+    ) -> None:
         self.models: list[ModelView] = registry.describe()
         self._registry = registry
         self._blobs = blobs
+        self._result_memory_bytes = result_memory_bytes
 
     def run(self, work: Work, supervision: Supervision) -> Outcome:
         """Run a job to its end; an order to stop is obeyed before the next shard."""
         answer = attempt(
-            work, registry=self._registry, blobs=self._blobs, observer=_Relay(supervision)
+            work,
+            registry=self._registry,
+            blobs=self._blobs,
+            observer=_Relay(supervision),
+            result_memory_bytes=self._result_memory_bytes,
         )
         return Failed(answer.problem) if isinstance(answer, Caught) else answer
 
@@ -70,6 +77,7 @@ class InlineWorker:
         results: ResultStore,
         name: str = "inline",
         patience: Patience | None = None,
+        result_memory_bytes: int | None = None,
     ) -> None:
         """Load the models; no thread runs yet.
 
@@ -80,7 +88,7 @@ class InlineWorker:
         self._stop = threading.Event()
         self._announcer = Announcer(fleet, name=name)
         registry = Registry(read_models_file(models_file), device=torch.device("cpu"))
-        device = InlineDevice(registry, blobs=blobs)
+        device = InlineDevice(registry, blobs=blobs, result_memory_bytes=result_memory_bytes)
         self._announcer.offer(device.models, device="cpu")
         self._runner = TurnRunner(
             records=records,

@@ -15,9 +15,18 @@ from typing import Final
 
 import torch
 
+from gradbox_worker.device.placement import memory_bytes
+
 CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 STATUS: Final = Path("/proc/self/status")
 RESET_HIGH_WATER_MARK: Final = "5"
+RESULT_SHARE: Final = 8
+MOST_RESULT_BYTES: Final = 4 * 2**30
+
+
+def default_result_memory_bytes(device: torch.device) -> int:
+    """Return how much of a result may be in memory on its way into its file."""
+    return min(MOST_RESULT_BYTES, memory_bytes(device) // RESULT_SHARE)
 
 
 class PeakMemory:

@@ -6,17 +6,20 @@ once; here one tensor at a time leaves the device.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from gradbox.errors import InvalidInputs
+from gradbox.errors import InvalidInputs, StorageFull
 from gradbox.protocol import ResultView
 from gradbox_service.store.files import make_folder, put_in_place
 from gradbox_worker.safetensors_types import SAFETENSORS_NAMES
@@ -32,21 +35,19 @@ def write_result(
 
     Raises:
         InvalidInputs: a tensor's dtype has no place in a safetensors file.
+        StorageFull: the disk does not hold it.
     """
     for name, tensor in tensors.items():
-        if tensor.dtype not in SAFETENSORS_NAMES:
-            raise InvalidInputs(
-                f"expected results that safetensors can hold, got {name!r} of {tensor.dtype}; "
-                f"leave it out with wrt, or register the model with another dtype"
-            )
+        check_storable(name, tensor.dtype)
     # Widest dtype first, so that every tensor begins at a multiple of its item size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    entries = laid_out({name: (tensors[name].shape, tensors[name].dtype) for name in names})
     beside = path.with_suffix(".partial")  # as ResultStore names it, which discards it
     digest = hashlib.sha256()
     make_folder(path.parent)
     try:
-        with beside.open("wb") as file:
-            for piece in _pieces(names, tensors, metadata):
+        with beside.open("wb") as file, noticing_a_full_disk(path.parent):
+            for piece in _pieces(entries, tensors, metadata):
                 digest.update(piece)
                 file.write(piece)
             size_bytes = file.tell()
@@ -59,22 +60,80 @@ def write_result(
     return ResultView(size_bytes=size_bytes, sha256=digest.hexdigest())
 
 
-def _pieces(
-    names: Sequence[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> Iterator[bytes | memoryview]:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name in names:
-        tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
+def check_storable(name: str, dtype: torch.dtype) -> None:
+    """Check that safetensors has a name for a tensor's dtype.
+
+    Raises:
+        InvalidInputs: it has none.
+    """
+    if dtype not in SAFETENSORS_NAMES:
+        raise InvalidInputs(
+            f"expected results that safetensors can hold, got {name!r} of {dtype}; leave it out "
+            f"with wrt, or register the model with another dtype"
+        )
+
+
+def laid_out(
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, at: int = 0
+) -> dict[str, dict[str, Any]]:
+    """Return the header's entries of tensors that lie one after the other.
+
+    Args:
+        tensors: name → shape and dtype.
+        at: where the first one begins, in bytes behind the header.
+    """
+    entries = {}
+    for name, (shape, dtype) in tensors.items():
+        start, at = at, at + torch.Size(shape).numel() * dtype.itemsize
+        entries[name] = {
+            "dtype": SAFETENSORS_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, at],
         }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT_BYTES)
-    yield len(text).to_bytes(LENGTH_BYTES, "little") + text
-    for name in names:
-        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-        yield flat.view(torch.uint8).numpy().data
+    return entries
+
+
+def header_bytes(
+    entries: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, str], *, room: int = 0
+) -> bytes:
+    """Return the file's beginning: the header's length, the header, and spaces.
+
+    Args:
+        room: how many bytes the header is to take at least.
+    """
+    document = {"__metadata__": dict(metadata), **entries}
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text = text.ljust(max(room, -(-len(text) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES))
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes in row-major order, as they stand in the file."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    view: memoryview = flat.view(torch.uint8).numpy().data
+    return view
+
+
+@contextmanager
+def noticing_a_full_disk(folder: Path) -> Iterator[None]:
+    """Turn the system's word for a full disk into ours."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(folder).free
+        raise StorageFull(
+            f"expected room for the result on the box's disk, which has {free / 2**30:.1f} GiB "
+            f"left; ask for less (wrt, reduce, form='factored'), or have the box's owner make room"
+        ) from error
+
+
+def _pieces(
+    entries: Mapping[str, Mapping[str, Any]],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+) -> Iterator[bytes | memoryview]:
+    yield header_bytes(entries, metadata)
+    for name in entries:
+        yield tensor_bytes(tensors[name])

@@ -9,6 +9,7 @@ from gradbox.computations.gradient import Gradient
 from gradbox.computations.losses import Builtin, Cotangents
 from gradbox.computations.mixed_gradient import MixedGradient
 from gradbox.computations.penalty import Penalty
+from gradbox.computations.per_sample import Jacobian, PerSampleGradient
 from gradbox.computations.shared import Computation, Prepared
 
 __all__ = [
@@ -17,7 +18,9 @@ __all__ = [
     "Cotangents",
     "Forward",
     "Gradient",
+    "Jacobian",
     "MixedGradient",
     "Penalty",
+    "PerSampleGradient",
     "Prepared",
 ]

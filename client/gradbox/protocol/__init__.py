@@ -20,6 +20,7 @@ from gradbox.protocol.parts import (
     TensorRef,
     TracedFunction,
 )
+from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import Receipt, Seconds
 from gradbox.protocol.spec import (
@@ -55,6 +56,7 @@ __all__ = [
     "GradientSpec",
     "GraphLoss",
     "InputGroup",
+    "JacobianSpec",
     "JobSpec",
     "JobState",
     "JobView",
@@ -64,10 +66,12 @@ __all__ = [
     "ModelView",
     "ParameterView",
     "PenaltySpec",
+    "PerSampleGradientSpec",
     "Problem",
     "ProgressView",
     "Receipt",
     "ResultView",
+    "SampleSpec",
     "Seconds",
     "ShardRef",
     "SharedSpec",

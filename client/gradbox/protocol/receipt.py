@@ -15,6 +15,7 @@ class Seconds(BaseModel):
     forward: float = 0.0
     cotangents: float = 0.0
     replay: float = 0.0
+    samples: float = 0.0
 
 
 class Receipt(BaseModel):
@@ -25,9 +26,11 @@ class Receipt(BaseModel):
     of its own. `unreached` names parameters that the loss does not depend on; their gradients are
     zeros. `rows` are, by group, the rows of each shard in Z before `order`; null for a z without
     dimensions. `replay_difference` is the largest |z' − z| over a shard, relative to that shard's
-    largest |z|. `fallbacks` counts, by the operation that was in the way, the shards of a mixed
-    gradient whose tangent was not taken by forward mode. `peak_memory_bytes` is the process's peak
-    on a CPU (model included), the allocator's on CUDA.
+    largest |z|. Of per-sample jobs, `samples` and `outputs` count B and Y, `roads` are the rules
+    that each parameter took, and `loops` why some took one backward pass a sample. `fallbacks`
+    counts, by the operation that was in the way, the shards of a mixed gradient whose tangent was
+    not taken by forward mode. `peak_memory_bytes` is the process's peak on a CPU (model included),
+    the allocator's on CUDA.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -53,6 +56,12 @@ class Receipt(BaseModel):
     fallbacks: dict[str, int] | None = None
     names: tuple[str, ...] = ()
     unreached: list[str] = []
+    samples: int | None = None
+    outputs: int | None = None
+    reduce: str | None = None
+    form: str | None = None
+    roads: dict[str, list[str]] | None = None
+    loops: dict[str, str] | None = None
     seconds: Seconds
     peak_memory_bytes: int
     memory_before_bytes: int

@@ -30,6 +30,7 @@ from gradbox.protocol.parts import (
     TracedFunction,
     Wire,
 )
+from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec
 
 Returned = Literal["grads", "input_grads", "outputs", "cotangents", "buffers"]
 CotangentReturned = Literal["grads", "input_grads"]
@@ -101,7 +102,8 @@ class CotangentGradientSpec(Wire):
 
 
 JobSpec = Annotated[
-    GradientSpec | ForwardSpec | MixedGradientSpec, Field(discriminator="computation")
+    GradientSpec | ForwardSpec | PerSampleGradientSpec | JacobianSpec | MixedGradientSpec,
+    Field(discriminator="computation"),
 ]
 
 JOB_SPEC: Final[TypeAdapter[JobSpec]] = TypeAdapter(JobSpec)

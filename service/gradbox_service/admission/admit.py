@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import JobSpec, ModelView
-from gradbox_service.admission import forward, gradient, mixed_gradient
+from gradbox_service.admission import forward, gradient, mixed_gradient, per_sample
 from gradbox_service.admission.arguments import check_groups
 from gradbox_service.admission.functions import check_readout
 from gradbox_service.admission.model import find_model
@@ -42,6 +42,8 @@ class Own:
 OWN: Final[Mapping[str, Own]] = {
     "gradient": Own(gradient.references, gradient.check),
     "forward": Own(forward.references, forward.check),
+    "per_sample_gradient": Own(per_sample.references_of_gradient, per_sample.check_gradient),
+    "jacobian": Own(per_sample.references_of_jacobian, per_sample.check_jacobian),
     "mixed_gradient": Own(mixed_gradient.references, mixed_gradient.check),
 }
 

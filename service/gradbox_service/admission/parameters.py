@@ -24,7 +24,7 @@ def check_weights(spec: SharedSpec, *, model: ModelView, tensors: Tensors) -> No
         if name not in shapes:
             raise InvalidInputs(
                 f"weights: model {model.name!r} has no parameter or buffer {name!r}"
-                f"{_suggestion(name, list(shapes))}"
+                f"{suggestion(name, list(shapes))}"
             )
         entry = tensors.entry(reference, where=f"weights.{name}")
         if list(entry.shape) != shapes[name]:
@@ -53,7 +53,7 @@ def check_wrt(
             raise InvalidInputs(
                 f"wrt: {glob!r} matches no parameter of model {model.name!r} or of the loss, and "
                 f"no floating-point input"
-                f"{_suggestion(glob, names)}"
+                f"{suggestion(glob, names)}"
             )
 
 
@@ -69,6 +69,7 @@ def _differentiable_inputs(spec: SharedSpec, tensors: Tensors) -> list[str]:
     return names
 
 
-def _suggestion(name: str, names: list[str]) -> str:
+def suggestion(name: str, names: list[str]) -> str:
+    """Return a clause that names what may have been meant."""
     close = difflib.get_close_matches(name, names, n=1) or names[:3]
     return f"; there is {', '.join(map(repr, close))}" if close else ""

@@ -67,6 +67,7 @@ class Job:
                 outputs = traced.outputs
                 collector.begin(sum(self._counts), outputs)
             for chunk in self._chunks(traced, collector):
+                self._tell(done)
                 terms = traced.terms(chunk, last=chunk.stop == traced.outputs)
                 unreached &= {name for name, term in terms.items() if term.rule == "zero"}
                 collector.take(terms, done, chunk)
@@ -86,6 +87,7 @@ class Job:
             },
             loops=loops,
             unreached=tuple(name for name in session.parameters if name in unreached),
+            names=tuple(session.parameters),
             samples=done,
             outputs=outputs,
             seconds=time.perf_counter() - start,
@@ -116,6 +118,7 @@ class Job:
             done, outputs = done + traced.samples, traced.outputs
         return SampleResult(
             arrays=totals,
+            names=tuple(session.parameters),
             values=torch.cat(values),
             samples=done,
             outputs=outputs,
@@ -123,13 +126,14 @@ class Job:
         )
 
     def _steps(self) -> Iterator[tuple[int, Shard]]:
-        total = sum(self._counts)
         for index, shard in enumerate(self._inputs):
-            if self._observer is not None:
-                self._observer.step("samples", sum(self._counts[:index]), total)
+            self._tell(sum(self._counts[:index]))
             yield index, shard
+        self._tell(sum(self._counts))
+
+    def _tell(self, done: int) -> None:
         if self._observer is not None:
-            self._observer.step("samples", total, total)
+            self._observer.step("samples", done, sum(self._counts))
 
     def _collector(self, session: Session) -> Any:
         request = self._request

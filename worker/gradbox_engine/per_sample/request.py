@@ -103,6 +103,7 @@ class SampleResult:
         default_factory=dict
     )  # parameter → why it took one backward a sample
     unreached: tuple[str, ...] = ()  # no path leads from the loss to these: zeros
+    names: tuple[str, ...] = ()  # the parameters, in `named_parameters` order
     samples: int = 0
     outputs: int = 1
     seconds: float = 0.0

@@ -34,6 +34,7 @@ from gradbox_engine.streams import shard_stream
 
 CHECKS = frozenset({"coupling", "self"})
 MOST_COPIES = 64
+MOST_PLANS = 64  # of a model; a readout that a job brings makes a plan of its own
 WORTH_A_TRIAL_S = 2e-3
 TRIALS = 20
 
@@ -227,6 +228,8 @@ class Session:
         plan = plans.get(key)
         if plan is None:
             plan = plans[key] = self._planned(arguments, index, SAMPLES)
+            while len(plans) > MOST_PLANS:
+                del plans[next(iter(plans))]
         return plan
 
     def _planned(self, arguments: dict[str, Any], index: int, samples: int) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from gradbox_engine.job import Phase
 from gradbox_worker.blob_tensors import BlobTensors
 from gradbox_worker.device.work import Work
 from gradbox_worker.models.registry import Loaded
+from gradbox_worker.result_in_place import ResultOnDisk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +29,22 @@ class Job:
     tensors: BlobTensors
     device: torch.device
     observer: Observer
+    result: ResultOnDisk
+    result_memory_bytes: int  # for what is on its way into the result file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
     """What stands in the result file, and what the receipt says beyond what all receipts say.
 
-    `tensors` go by SECTION/NAME. `facts` are fields of `Receipt`.
+    `tensors` go by SECTION/NAME and come beside what was written to `Job.result` already. `facts`
+    are fields of `Receipt`, `metadata` stands beside it.
     """
 
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
     seconds: Mapping[Phase, float]
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 class Compute(Protocol):

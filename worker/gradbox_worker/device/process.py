@@ -61,6 +61,7 @@ class DeviceSettings:
     data: Path  # the folder with the blobs
     device: str = "auto"  # auto | cpu | cuda:N | mps
     model_memory_bytes: int | None = None  # of weights kept on the device; None: half of it
+    result_memory_bytes: int | None = None  # of a result on its way to disk; None: an eighth
 
 
 class DeviceProcess:
@@ -172,6 +173,8 @@ class DeviceProcess:
         command += ["--device", settings.device]
         if settings.model_memory_bytes is not None:
             command += ["--model-memory-bytes", str(settings.model_memory_bytes)]
+        if settings.result_memory_bytes is not None:
+            command += ["--result-memory-bytes", str(settings.result_memory_bytes)]
         with theirs:
             self._process = subprocess.Popen(
                 command,

@@ -43,6 +43,7 @@ def serve(
     data: Path,
     device_name: str,
     budget_bytes: int | None,
+    result_memory_bytes: int | None,
 ) -> None:
     """Load the models, then run jobs until one spoils the device's state.
 
@@ -65,7 +66,13 @@ def serve(
         order = orders.next_run()
         work = _work(order)
         observer = _Reporter(connection, orders, work=work)
-        answer = attempt(work, registry=registry, blobs=blobs, observer=observer)
+        answer = attempt(
+            work,
+            registry=registry,
+            blobs=blobs,
+            observer=observer,
+            result_memory_bytes=result_memory_bytes,
+        )
         match answer:
             case Finished():
                 send(connection, RunFinished(receipt=answer.receipt, result=answer.result))

@@ -1,0 +1,161 @@
+"""`PerSampleGradient` and `Jacobian`: a row for every sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gradbox.computations.extras import split_extras
+from gradbox.computations.losses import Builtin
+from gradbox.computations.shared import Computation, Prepared, checked, listed
+from gradbox.computations.tracing import traced
+from gradbox.errors import InvalidInputs, InvalidJob
+from gradbox.protocol import GraphLoss, JacobianSpec, PerSampleGradientSpec, TensorRef
+from gradbox.protocol.per_sample import Check, Form, GradientReduction, JacobianReduction
+from gradbox.tensors import Tensor, is_tensor, tensor_bytes
+from gradbox.uploads import Uploads
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PerSample(Computation):
+    """What both are told beside what every computation is told.
+
+    There is one group of inputs, and row b of the result belongs to sample b of its shards.
+
+    Args:
+        wrt: globs over parameter names; by default every floating-point parameter.
+        form: how an unreduced result is stored: "dense", "factored" (layer inputs and output
+            gradients in place of their products) or "auto", whichever is smaller for each layer.
+        dim: the length of a projection, which `seed` names.
+        unchecked: checks to leave out: "coupling" (no sample sees another) and "self" (what comes
+            out first is compared with autograd).
+    """
+
+    wrt: str | Sequence[str] | None = None
+    form: Form = "dense"
+    dim: int | None = None
+    unchecked: Sequence[Check] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.groups) > 1:
+            names = [group.name for group in self.groups]
+            raise InvalidInputs(
+                f"inputs: expected one group for a {type(self).__name__}, got {names}; submit a "
+                f"job for each"
+            )
+
+    def shared_fields(self, uploads: Uploads) -> dict[str, Any]:
+        return super().shared_fields(uploads) | {
+            "wrt": None if self.wrt is None else listed(self.wrt),
+            "form": self.form,
+            "dim": self.dim,
+            "unchecked": listed(self.unchecked),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PerSampleGradient(PerSample):
+    """dℓ_b/dθ of every sample b, ℓ = loss(z, **loss_inputs) of shape (B,).
+
+    Args:
+        loss: a function that returns one number a sample, entry b read from row b of z alone. It
+            is traced, and called once for every shard.
+        loss_inputs: what else the loss reads. A tensor with one row a sample, over all shards, is
+            cut with them; what else there is goes whole.
+        reduce: "none" gives name → (B, *shape) as `result.grads`; "norm" and "gram" what
+            `result.norms()` and `result.gram()` return; "projection" a seeded random projection to
+            `dim` numbers a sample; "clipped_sum" Σ_b g_b · min(1, clip/‖g_b‖) as `result.grads`, of
+            the parameters' shapes. The noise that makes it private is left to the caller.
+        clip: the largest norm that `clipped_sum` lets through.
+
+    Raises:
+        InvalidInputs: the inputs are empty, are not tensors, or are several groups.
+    """
+
+    loss: Callable[..., Any] | torch.nn.Module
+    loss_inputs: Mapping[str, Any] = field(default_factory=dict)
+    reduce: GradientReduction = "none"
+    clip: float | None = None
+
+    def __repr__(self) -> str:
+        shards = f"{len(self.groups[0].shards)} shards"
+        return f"PerSampleGradient(model={self.model!r}, {shards}, reduce={self.reduce!r})"
+
+    def prepare(self) -> Prepared:
+        if isinstance(self.loss, Builtin):
+            raise InvalidJob(
+                f"loss: expected a function that returns one number a sample, got {self.loss!r}, "
+                f"which returns one for all; write the function without its mean or sum"
+            )
+        uploads = Uploads()
+        tensors, scalars = split_extras(self.loss_inputs, what="loss_inputs")
+        function = traced(
+            self.loss,
+            uploads,
+            what="loss",
+            positional=1,
+            arguments=list(tensors),
+            options=scalars,
+        )
+        refs = uploads.tensors(
+            {name: tensor_bytes(t, where=f"loss_inputs[{name!r}]") for name, t in tensors.items()}
+        )
+        fields = self.shared_fields(uploads) | {
+            "computation": "per_sample_gradient",
+            "loss": GraphLoss(function=function),
+            "loss_inputs": refs,
+            "reduce": self.reduce,
+            "clip": self.clip,
+        }
+        return Prepared(spec=checked(PerSampleGradientSpec, **fields), blobs=uploads.blobs)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Jacobian(PerSample):
+    """dz_by/dθ of every sample b and output y, the dims of z behind the first flattened to Y.
+
+    Args:
+        reduce: "none" gives name → (B, Y, *shape) as `result.grads`; "norm", "gram", "gram_trace",
+            "projection" and "jvp" what the methods of these names return; "vjp" Jᵀu as
+            `result.grads`, of the parameters' shapes.
+        vectors: for "vjp" a tensor shaped like z over all shards; for "jvp" {parameter: tangent},
+            zero where a parameter is left out.
+
+    Raises:
+        InvalidInputs: the inputs are empty, are not tensors, or are several groups.
+    """
+
+    reduce: JacobianReduction = "none"
+    vectors: Tensor | Mapping[str, Tensor] | None = None
+
+    def __repr__(self) -> str:
+        shards = f"{len(self.groups[0].shards)} shards"
+        return f"Jacobian(model={self.model!r}, {shards}, reduce={self.reduce!r})"
+
+    def prepare(self) -> Prepared:
+        uploads = Uploads()
+        fields = self.shared_fields(uploads) | {
+            "computation": "jacobian",
+            "reduce": self.reduce,
+            "vectors": self._uploaded_vectors(uploads),
+        }
+        return Prepared(spec=checked(JacobianSpec, **fields), blobs=uploads.blobs)
+
+    def _uploaded_vectors(self, uploads: Uploads) -> TensorRef | dict[str, TensorRef] | None:
+        if self.vectors is None:
+            return None
+        if is_tensor(self.vectors):
+            only = uploads.tensors({"vectors": tensor_bytes(self.vectors, where="vectors")})
+            return only["vectors"]
+        if not isinstance(self.vectors, Mapping):
+            raise InvalidInputs(
+                f"vectors: expected a tensor or {{parameter: tensor}}, got "
+                f"{type(self.vectors).__name__}"
+            )
+        named = {n: tensor_bytes(t, where=f"vectors[{n!r}]") for n, t in self.vectors.items()}
+        return uploads.tensors(named)

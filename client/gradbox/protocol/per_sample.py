@@ -1,0 +1,153 @@
+"""Jobs whose result has an entry for every sample: per-sample gradients and Jacobians."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from gradbox.protocol.parts import (
+    GraphLoss,
+    Identifier,
+    InputGroup,
+    Scalar,
+    SharedSpec,
+    TensorName,
+    TensorRef,
+)
+
+Form = Literal["dense", "factored", "auto"]
+GradientReduction = Literal["none", "norm", "gram", "clipped_sum", "projection"]
+JacobianReduction = Literal["none", "norm", "gram", "gram_trace", "vjp", "jvp", "projection"]
+Check = Literal["coupling", "self"]
+
+# A projection holds so many numbers for each row; beyond, the rows themselves are smaller.
+MAX_DIM = 2**24
+
+# Fields of other computations, and why these have none.
+MEANINGLESS = {
+    "penalties": "a penalty has no per-sample gradient of its own; add the term to the loss",
+    "retain": "every shard runs once, so no graph is kept",
+    "returns": "reduce says what comes back",
+}
+
+
+class SampleSpec(SharedSpec):
+    """What both are told.
+
+    `form` says how an unreduced result is stored. `dim` is the length of a projection, which the
+    job's seed names. `unchecked` leaves out checks: that no sample sees another ("coupling"), and
+    that the first use of a plan gives autograd's gradient ("self").
+    """
+
+    streams: Literal["shard"] = "shard"
+    wrt: Annotated[list[str], Field(min_length=1)] | None = None
+    unchecked: list[Check] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_means_nothing(cls, given: Any) -> Any:
+        for name in MEANINGLESS.keys() & (given if isinstance(given, dict) else {}):
+            _refuse(f"{name}: expected none in a {given.get('computation')}: {MEANINGLESS[name]}")
+        return given
+
+    @field_validator("inputs")
+    @classmethod
+    def _one_group_in_order(cls, groups: list[InputGroup]) -> list[InputGroup]:
+        if len(groups) > 1:
+            names = ", ".join(group.name for group in groups)
+            _refuse(f"expected one group of inputs, got {names}; submit a job for each")
+        if groups[0].order is not None:
+            _refuse("expected no order: row b of the result belongs to sample b of the shards")
+        return groups
+
+    @field_validator("form", check_fields=False)
+    @classmethod
+    def _factors_are_kept_or_used_up(cls, form: Form, info: ValidationInfo) -> Form:
+        reduce = info.data.get("reduce", "none")
+        if form != "dense" and reduce != "none":
+            _refuse(
+                f"expected 'dense' with reduce={reduce!r}, got {form!r}; leave form away, or "
+                f"take the factors and reduce them where they are"
+            )
+        return form
+
+
+class PerSampleGradientSpec(SampleSpec):
+    """dℓ_b/dθ of every sample b, ℓ = loss(z, **loss_inputs) of shape (B,)."""
+
+    computation: Literal["per_sample_gradient"]
+    loss: GraphLoss
+    loss_inputs: dict[Identifier, TensorRef | Scalar] = {}
+    reduce: GradientReduction = "none"
+    form: Form = "dense"
+    clip: Annotated[float | None, Field(validate_default=True)] = None
+    dim: Annotated[int | None, Field(validate_default=True, le=MAX_DIM, strict=True)] = None
+
+    @field_validator("clip")
+    @classmethod
+    def _clip_of_a_clipped_sum(cls, clip: float | None, info: ValidationInfo) -> float | None:
+        fits = clip is not None and isfinite(clip) and clip > 0
+        _check_belongs(clip, fits, info, to="clipped_sum", expected="a positive number")
+        return clip
+
+    @field_validator("dim")
+    @classmethod
+    def _dim_of_a_projection(cls, dim: int | None, info: ValidationInfo) -> int | None:
+        return _checked_dim(dim, info)
+
+
+class JacobianSpec(SampleSpec):
+    """dz_by/dθ of every sample b and output y.
+
+    `vectors` are cotangents of z's shape for `vjp`, and a tangent by parameter name for `jvp`.
+    """
+
+    computation: Literal["jacobian"]
+    reduce: JacobianReduction = "none"
+    form: Form = "dense"
+    vectors: Annotated[
+        TensorRef | dict[TensorName, TensorRef] | None, Field(validate_default=True)
+    ] = None
+    dim: Annotated[int | None, Field(validate_default=True, le=MAX_DIM, strict=True)] = None
+
+    @field_validator("vectors")
+    @classmethod
+    def _vectors_of_a_product(cls, vectors: Any, info: ValidationInfo) -> Any:
+        reduce = info.data.get("reduce")
+        if reduce == "vjp":
+            fits, expected = isinstance(vectors, TensorRef), "one tensor, shaped like z"
+        elif reduce == "jvp":
+            fits, expected = isinstance(vectors, dict) and bool(vectors), "{parameter: tangent}"
+        else:
+            fits, expected = vectors is None, "none"
+        if not fits and reduce is not None:
+            got = "tensors by name" if isinstance(vectors, dict) else "none"
+            got = "one tensor" if isinstance(vectors, TensorRef) else got
+            _refuse(f"expected {expected} with reduce={reduce!r}, got {got}")
+        return vectors
+
+    @field_validator("dim")
+    @classmethod
+    def _dim_of_a_projection(cls, dim: int | None, info: ValidationInfo) -> int | None:
+        return _checked_dim(dim, info)
+
+
+def _checked_dim(dim: int | None, info: ValidationInfo) -> int | None:
+    fits = dim is not None and dim >= 1
+    _check_belongs(dim, fits, info, to="projection", expected="a whole number from 1")
+    return dim
+
+
+def _check_belongs(value: Any, fits: bool, info: ValidationInfo, *, to: str, expected: str) -> None:
+    reduce = info.data.get("reduce")
+    if reduce == to and not fits:
+        _refuse(f"expected {expected} with reduce={to!r}, got {value!r}")
+    if reduce not in (None, to) and value is not None:
+        _refuse(f"expected none with reduce={reduce!r}, got {value!r}; it belongs to {to!r}")
+
+
+def _refuse(why: str) -> None:
+    raise PydanticCustomError("per_sample", "{why}", {"why": why})

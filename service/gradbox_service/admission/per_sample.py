@@ -1,0 +1,88 @@
+"""What only a `PerSampleGradient` or a `Jacobian` has to fulfil."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from gradbox.errors import InvalidInputs
+from gradbox.graphs.check import check_graph
+from gradbox.protocol import (
+    JacobianSpec,
+    ModelView,
+    PerSampleGradientSpec,
+    SampleSpec,
+    TensorRef,
+)
+from gradbox_service.admission.parameters import suggestion
+from gradbox_service.admission.references import (
+    References,
+    function_references,
+    named_references,
+)
+from gradbox_service.admission.tensors import Tensors
+
+
+def references_of_gradient(spec: PerSampleGradientSpec) -> References:
+    """Give the references of the loss."""
+    yield from function_references("loss", spec.loss.function)
+    yield from named_references("loss_inputs", spec.loss_inputs)
+
+
+def references_of_jacobian(spec: JacobianSpec) -> References:
+    """Give the references of the vectors."""
+    if isinstance(spec.vectors, TensorRef):
+        yield "vectors", spec.vectors
+    elif spec.vectors is not None:
+        yield from named_references("vectors", spec.vectors)
+
+
+def check_gradient(spec: PerSampleGradientSpec, *, model: ModelView, tensors: Tensors) -> None:
+    """Check the job.
+
+    Raises:
+        GraphRefused: the loss is not an allowed graph.
+        InvalidInputs: names do not fit the model, or something of the loss requires grad.
+    """
+    function = spec.loss.function
+    check_graph(function.graph, function.tensors, positional=1, arguments=[*spec.loss_inputs])
+    trainable = [f"loss.{name}" for name, ref in function.tensors.items() if ref.requires_grad]
+    trainable += [
+        f"loss_inputs.{name}"
+        for name, value in spec.loss_inputs.items()
+        if isinstance(value, TensorRef) and value.requires_grad
+    ]
+    if trainable:
+        raise InvalidInputs(
+            f"{', '.join(trainable)}: expected no tensor of the loss to require grad, since "
+            f"per-sample gradients are those of the model's parameters; detach it"
+        )
+    _check_wrt(spec, model=model)
+
+
+def check_jacobian(spec: JacobianSpec, *, model: ModelView, tensors: Tensors) -> None:
+    """Check the job.
+
+    Raises:
+        InvalidInputs: names or shapes do not fit the model.
+    """
+    _check_wrt(spec, model=model)
+    shapes = {view.name: view.shape for view in model.parameters}
+    for name, reference in spec.vectors.items() if isinstance(spec.vectors, dict) else ():
+        if name not in shapes:
+            raise InvalidInputs(
+                f"vectors: model {model.name!r} has no parameter {name!r}"
+                f"{suggestion(name, list(shapes))}"
+            )
+        got = list(tensors.entry(reference, where=f"vectors.{name}").shape)
+        if got != shapes[name]:
+            raise InvalidInputs(f"vectors.{name}: expected the shape {shapes[name]}, got {got}")
+
+
+def _check_wrt(spec: SampleSpec, *, model: ModelView) -> None:
+    names = [view.name for view in model.parameters]
+    for glob in spec.wrt or ():
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise InvalidInputs(
+                f"wrt: {glob!r} matches no parameter of model {model.name!r}, and a per-sample job "
+                f"differentiates by nothing else{suggestion(glob, names)}"
+            )
