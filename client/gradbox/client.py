@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import quote
 
 import httpx
@@ -20,7 +20,10 @@ from gradbox.errors import MissingBlobs
 from gradbox.job import Job
 from gradbox.protocol import JobState, JobView, ModelView
 from gradbox.settings import ClientSettings, find_settings
-from gradbox.tensors import Blob
+from gradbox.tensors import Blob, Tensor
+
+if TYPE_CHECKING:
+    from gradbox.remote.model import RemoteModel
 
 # Enough to hide the way to the box and back; more would share the same uplink.
 UPLOADS_AT_ONCE: Final = 4
@@ -137,6 +140,39 @@ class GradClient:
         """
         answer = self._connection.request("GET", f"/v1/models/{quote(name, safe='@')}")
         return parsed(ModelView, answer)
+
+    def model(
+        self,
+        name: str,
+        *,
+        mode: Literal["eval", "train"] = "eval",
+        weights: Mapping[str, Tensor] | None = None,
+        progress: bool | None = False,
+        **settings: Any,
+    ) -> RemoteModel:
+        """Return a registered model as a callable whose outputs have a `grad_fn`; needs torch.
+
+        Args:
+            mode: of the first calls; `train()` and `eval()` change it.
+            weights: a partial state dict laid over the registered weights. Its tensors may change
+                between calls: each call sees the numbers they have when it is made.
+            progress: whether its jobs show progress bars, as for `Job.wait`.
+            settings: seed, output, readout, wrt, precision, priority, timeout_s, name: as
+                computations take them.
+
+        Raises:
+            UnknownModel: there is none of that name.
+        """
+        from gradbox.remote.model import RemoteModel, Settings
+
+        return RemoteModel(
+            self,
+            self.model_info(name),
+            mode=mode,
+            weights=weights,
+            settings=Settings(**settings),
+            progress=progress,
+        )
 
     def _post(self, body: bytes, key: str) -> JobView:
         headers = {"Idempotency-Key": key, "Content-Type": "application/json"}

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from pydantic import ValidationError
 
-from gradbox.errors import InvalidInputs, InvalidJob, ProtocolError
+from gradbox.applying import add_gradients
+from gradbox.errors import InvalidJob, ProtocolError
 from gradbox.factors import FACTORS
 from gradbox.protocol import Receipt
 from gradbox.result_files import LocalFile, ResultFile
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 RECEIPT: Final = "gradbox"
 DFDZ: Final = "dfdz"
-OF_THE_LOSS: Final = ("loss.", "loss_inputs.", "y.", "inner.", "outer.")
 
 
 class Tensors(Mapping[str, Any]):
@@ -174,42 +174,7 @@ class GradResult(SampleAlgebra):
         Raises:
             InvalidInputs: an unknown name or another shape; nothing was changed.
         """
-        gradients: dict[str, Any] = {
-            name.removeprefix(prefix): gradient
-            for name, gradient in self.grads.items()
-            if name.startswith(prefix)
-        }
-        # A tied parameter goes by all its names here; the result has one of them.
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        unknown = [
-            name
-            for name in gradients
-            if name not in parameters and (prefix or not name.startswith(OF_THE_LOSS))
-        ]
-        if strict and unknown:
-            raise InvalidInputs(
-                f"expected gradients of the module's {len(parameters)} parameters, got some of "
-                f"others: {_few(unknown)}; pass the same model as the job's, or strict=False"
-            )
-        wrong = [
-            f"{name}: {tuple(gradient.shape)} for a parameter of {tuple(parameters[name].shape)}"
-            for name, gradient in gradients.items()
-            if name in parameters and gradient.shape != parameters[name].shape
-        ]
-        if wrong:
-            raise InvalidInputs(f"expected gradients of the parameters' shapes: {_few(wrong)}")
-        for name, gradient in gradients.items():
-            if name in parameters and parameters[name].requires_grad:
-                _accumulate(parameters[name], gradient)
-
-
-def _accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    if parameter.grad is None:
-        # A copy in any case: the result's own tensor must not change with the parameter's.
-        parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
-    else:
-        # In the wider of the two dtypes, then rounded once.
-        parameter.grad.add_(gradient.to(parameter.device))
+        add_gradients(module, self.grads, strict=strict, prefix=prefix)
 
 
 def _names(stored: Sequence[str], section: str, order: tuple[str, ...]) -> tuple[str, ...]:
@@ -217,7 +182,3 @@ def _names(stored: Sequence[str], section: str, order: tuple[str, ...]) -> tuple
     found = [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
     place = {name: index for index, name in enumerate(order)}
     return tuple(sorted(found, key=lambda name: (place.get(name, len(place)), name)))
-
-
-def _few(items: list[str]) -> str:
-    return "; ".join(items[:5]) + (f"; and {len(items) - 5} more" if len(items) > 5 else "")

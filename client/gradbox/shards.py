@@ -28,12 +28,17 @@ Shard = Mapping[str, TensorBytes]
 
 @dataclass(frozen=True, eq=False)
 class ShardGroup:
-    """Shards that go through one entry point of the model, under the name the loss knows."""
+    """Shards that go through one entry point of the model, under the name the loss knows.
+
+    `streams` are the numbers that each shard's random stream is derived from; None leaves them to
+    the places of group and shard.
+    """
 
     name: str
     shards: tuple[Shard, ...]
     method: str
-    order: TensorBytes | None
+    order: TensorBytes | None = None
+    streams: tuple[tuple[int, int], ...] | None = None
 
 
 def read_groups(
@@ -137,7 +142,7 @@ def _shards(group: str, shards: list[Any]) -> tuple[Shard, ...]:
     read: list[Shard] = []
     for index, shard in enumerate(shards):
         where = f"shard {index} of group {group!r}"
-        arguments = _arguments(shard, where=where)
+        arguments = read_shard(shard, where=where)
         if read and set(arguments) != set(read[0]):
             raise InvalidInputs(
                 f"{where} has arguments {_names(arguments)}, expected {_names(read[0])} like "
@@ -147,7 +152,12 @@ def _shards(group: str, shards: list[Any]) -> tuple[Shard, ...]:
     return tuple(read)
 
 
-def _arguments(shard: Any, *, where: str) -> Shard:
+def read_shard(shard: Any, *, where: str) -> Shard:
+    """Read the arguments of one call in any of their forms.
+
+    Raises:
+        InvalidInputs: there is none, or something that is not a tensor.
+    """
     if is_tensor(shard):
         named: Mapping[Any, Any] = {"0": shard}
     elif isinstance(shard, tuple | list):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from gradbox.protocol import InputGroup, ShardRef, TensorRef
-from gradbox.shards import ShardGroup
+from gradbox.shards import Shard, ShardGroup
 from gradbox.tensors import Blob, TensorBytes
 
 # Shards are pooled up to this size: a thousand small shards are a few requests.
@@ -28,8 +28,18 @@ class Uploads:
         return tuple(self._blobs.values())
 
     def groups(self, groups: Iterable[ShardGroup]) -> list[InputGroup]:
-        """Pool shards into blobs, tensors named GROUP/INDEX/ARGUMENT."""
-        return [self._group(group) for group in groups]
+        """Pool shards into blobs, tensors named GROUP/INDEX/ARGUMENT.
+
+        Groups of one shard are pooled with each other, larger ones each by itself: a tower whose
+        shards did not change is not sent again.
+        """
+        groups = list(groups)
+        lone = [group for group in groups if len(group.shards) == 1]
+        refs = self._pooled(lone)
+        for group in groups:
+            if len(group.shards) > 1:
+                refs |= self._pooled([group])
+        return [self._group(group, refs[group.name]) for group in groups]
 
     def tensors(self, tensors: Mapping[str, TensorBytes]) -> dict[str, TensorRef]:
         """Pool small tensors and keep large ones apart; gives a reference for each name."""
@@ -46,23 +56,32 @@ class Uploads:
             refs |= {name: TensorRef(blob=digest, tensor=name) for name in pack}
         return {name: refs[name] for name in tensors}
 
-    def _group(self, group: ShardGroup) -> InputGroup:
+    def _group(self, group: ShardGroup, shards: list[ShardRef]) -> InputGroup:
         order = {} if group.order is None else {"order": group.order}
         return InputGroup(
             name=group.name,
-            shards=self._shards(group),
+            shards=shards,
             method=group.method,
             order=self.tensors(order).get("order"),
         )
 
-    def _shards(self, group: ShardGroup) -> list[ShardRef]:
-        prefixed = {f"{group.name}/{i}/": shard for i, shard in enumerate(group.shards)}
-        refs = []
+    def _pooled(self, groups: list[ShardGroup]) -> dict[str, list[ShardRef]]:
+        """Return the references to the groups' shards, by group."""
+        prefixed: dict[str, Shard] = {}
+        places: dict[str, tuple[str, tuple[int, int] | None]] = {}
+        for group in groups:
+            for index, shard in enumerate(group.shards):
+                prefix = f"{group.name}/{index}/"
+                prefixed[prefix] = shard
+                places[prefix] = (group.name, group.streams[index] if group.streams else None)
+        refs: dict[str, list[ShardRef]] = {group.name: [] for group in groups}
         for pack in _packs(prefixed):
             digest = self._add(
                 Blob({prefix + name: t for prefix in pack for name, t in prefixed[prefix].items()})
             )
-            refs += [ShardRef(blob=digest, prefix=prefix) for prefix in pack]
+            for prefix in pack:
+                name, stream = places[prefix]
+                refs[name].append(ShardRef(blob=digest, prefix=prefix, stream=stream))
         return refs
 
     def _add(self, blob: Blob) -> str:

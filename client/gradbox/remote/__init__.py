@@ -1,0 +1,20 @@
+"""A registered model as a callable whose outputs have a `grad_fn`: any loss, ordinary autograd.
+
+    f = client.model("minilm", mode="train", seed=0)
+    zs = [f(x) for x in shards]             # nothing is sent yet
+    loss = any_python(torch.cat(zs))        # one forward job, for all calls so far
+    loss.backward()                         # one gradient job, at the cotangents of their outputs
+    f.apply_to(local_model)
+
+Call i of the object, counted from 0 over its life and over all entry points and modes, runs under
+the random stream (seed, 0, i):
+
+    for i, x in enumerate(shards):
+        with shard_stream(seed, group=0, shard=i):
+            zs.append(model(**x))
+"""
+
+from gradbox.remote.model import RemoteModel
+from gradbox.remote.output import RemoteOutput
+
+__all__ = ["RemoteModel", "RemoteOutput"]

@@ -1,0 +1,103 @@
+"""Calls of a remote model, as they were made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from gradbox.errors import InvalidInputs
+from gradbox.protocol import MethodView
+from gradbox.shards import Shard, read_shard
+from gradbox.tensors import is_tensor, tensor_bytes
+
+PACKAGE: Final = str(Path(__file__).resolve().parents[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call: what it was given, where in the user's code, and whether it recorded a graph."""
+
+    index: int  # counted over the model's life
+    method: str
+    arguments: Shard  # as they were then
+    leaves: Mapping[str, torch.Tensor]  # those that require grad, with their graphs
+    recorded: bool
+    device: torch.device  # where its outputs go
+    where: str
+
+
+def read_call(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    index: int,
+    method: str,
+    signature: MethodView,
+) -> Call:
+    """Take note of a call. Tensors are copied, for the caller may write to them afterwards.
+
+    Raises:
+        InvalidInputs: an argument is not a tensor, or not one of the entry point's.
+    """
+    alone = len(args) == 1 and not kwargs and not is_tensor(args[0])
+    shard = args[0] if alone else {**{str(i): a for i, a in enumerate(args)}, **kwargs}
+    given = read_shard(shard, where=f"{method}()")
+    check_arguments(list(given), method=method, signature=signature)
+    copies = {name: _copy(tensor.source) for name, tensor in given.items()}
+    recorded = torch.is_grad_enabled()
+    leaves = {
+        name: value
+        for name, value in copies.items()
+        if recorded and isinstance(value, torch.Tensor) and value.requires_grad
+    }
+    return Call(
+        index=index,
+        method=method,
+        arguments={name: tensor_bytes(value, where=name) for name, value in copies.items()},
+        leaves=leaves,
+        recorded=recorded,
+        device=next(
+            (v.device for v in copies.values() if isinstance(v, torch.Tensor)), torch.device("cpu")
+        ),
+        where=_caller(),
+    )
+
+
+def check_arguments(given: Sequence[str], *, method: str, signature: MethodView) -> None:
+    """Refuse arguments that the entry point does not take.
+
+    Raises:
+        InvalidInputs: one is unknown, given twice or missing.
+    """
+    num_places = sum(name.isdigit() for name in given)
+    placed = set(signature.arguments[:num_places])
+    named = {name for name in given if not name.isdigit()}
+    takes = f"{method}({', '.join(signature.arguments)})"
+    if num_places > len(signature.arguments) and not signature.any_positional:
+        raise InvalidInputs(f"expected the arguments of {takes}, got {num_places} by position")
+    unknown = sorted(named - set(signature.arguments)) if not signature.any_keyword else []
+    if unknown or named & placed:
+        raise InvalidInputs(
+            f"expected the arguments of {takes}, got {unknown or sorted(named & placed)}"
+            f"{'' if unknown else ' twice'}"
+        )
+    missing = sorted(set(signature.required) - named - placed)
+    if missing:
+        raise InvalidInputs(f"expected the arguments of {takes}, got none for {missing}")
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy; of a tensor that requires grad, one with a way back to it."""
+    return value.clone() if isinstance(value, torch.Tensor) else value.copy()
+
+
+def _caller() -> str:
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,270 @@
+"""A registered model as a callable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradbox.applying import add_gradients
+from gradbox.computations import Forward, Gradient
+from gradbox.computations.shared import listed
+from gradbox.errors import InvalidInputs
+from gradbox.protocol import ModelView
+from gradbox.remote.autograd import Unfetched
+from gradbox.remote.batch import BARE, Batch
+from gradbox.remote.calls import read_call
+from gradbox.remote.output import RemoteOutput
+from gradbox.result import GradResult
+
+if TYPE_CHECKING:
+    from gradbox.client import GradClient
+
+Mode = Literal["eval", "train"]
+
+# The box takes no more groups in one job.
+MAX_CALLS: Final = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all jobs of a remote model are told alike; see `gradbox.computations`."""
+
+    seed: int = 0
+    output: str | int | None = None
+    readout: Callable[..., Any] | None = None
+    wrt: str | Sequence[str] | None = None
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
+    priority: int = 0
+    timeout_s: float = 3600.0
+    name: str = ""
+
+
+class RemoteModel:
+    """A model on the box; `GradClient.model` makes one.
+
+    Calls return tensors that are fetched when they are first used. Up to then calls are gathered:
+    all of them become one forward job, in the order in which they were made. `loss.backward()` runs
+    one gradient job for each forward job that it reaches. Entry points other than `forward` are
+    methods by their names.
+
+    Buffers, such as batch-norm statistics, advance once per call, as a local model's do; they begin
+    as the registered model has them, or as `weights` says.
+
+    Attributes:
+        weights: tensors laid over the registered parameters; may be live ones that an optimizer
+            changes: a call sees the numbers they have when it is made.
+    """
+
+    def __init__(
+        self,
+        client: GradClient,
+        view: ModelView,
+        *,
+        mode: Mode,
+        weights: Mapping[str, Any] | None,
+        settings: Settings,
+        progress: bool | None,
+    ) -> None:
+        self.weights = dict(weights or {})
+        self.anchor = torch.zeros((), requires_grad=True)
+        self._client = client
+        self._view = view
+        self._mode: Mode = mode
+        self._settings = settings
+        self._progress = progress
+        self._names = _output_names(settings.readout)
+        self._num_calls = 0
+        self._waiting: list[Batch] = []
+        self._buffers: dict[str, Tensor] = {}
+        self._grads: dict[str, Tensor] = {}
+
+    def __repr__(self) -> str:
+        return f"<RemoteModel {self._view.name} at {self._client.url}, {self._mode}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; a single dict or tuple is the arguments of a shard.
+
+        Returns:
+            The output, or {name: output} where the readout gives several.
+
+        Raises:
+            InvalidInputs: the arguments are not tensors, or not those of the entry point.
+        """
+        return self._call("forward", args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        methods = self.__dict__["_view"].methods if "_view" in self.__dict__ else {}
+        if name in methods:
+            return partial(self._called, name)
+        raise AttributeError(
+            f"a remote model has no attribute {name!r}: its entry points are {sorted(methods)}; "
+            f"its parameters are on the box: give new ones by weights=, take gradients by .grads "
+            f"or .apply_to(module)"
+        )
+
+    def train(self, mode: bool = True) -> RemoteModel:
+        """Let the calls that follow run as `nn.Module.train` does."""
+        self._mode = "train" if mode else "eval"
+        return self
+
+    def eval(self) -> RemoteModel:
+        """Let the calls that follow run as `nn.Module.eval` does."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        """Whether the next call runs in train mode."""
+        return self._mode == "train"
+
+    @property
+    def grads(self) -> dict[str, Tensor]:
+        """The gradients so far, summed over backward passes: name → tensor of its shape.
+
+        A parameter that no backward pass has reached is not there; a local one's `.grad` is None.
+        """
+        return {
+            view.name: self._grads[view.name]
+            for view in self._view.parameters
+            if view.name in self._grads
+        }
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers after all calls so far, which are run if they have not been."""
+        self._run_all()
+        return dict(self._buffers)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._grads.clear()
+
+    def apply_to(self, module: nn.Module, *, strict: bool = True) -> None:
+        """Add the gradients into `.grad` of a local module, as `GradResult.apply_to` does.
+
+        Raises:
+            InvalidInputs: an unknown name or another shape; nothing was changed.
+        """
+        add_gradients(module, self.grads, strict=strict)
+
+    def settled(self) -> Mapping[str, Any]:
+        """Return what every forward job is told, beside calls, mode and weights."""
+        settings = self._settings
+        return {
+            "model": f"{self._view.name}@{self._view.version}",
+            "seed": settings.seed,
+            "output": settings.output,
+            "readout": settings.readout,
+            "precision": settings.precision,
+            "priority": settings.priority,
+            "timeout_s": settings.timeout_s,
+            "name": settings.name,
+        }
+
+    def wanted(self) -> list[str] | None:
+        """Return the globs over parameters whose gradients are wanted."""
+        return None if self._settings.wrt is None else listed(self._settings.wrt)
+
+    def compute(self, computation: Forward | Gradient) -> GradResult:
+        """Run a job."""
+        return self._client.submit(computation).result(progress=self._progress)
+
+    def add(self, grads: Mapping[str, Tensor]) -> None:
+        """Add to the gradients."""
+        for name, gradient in grads.items():
+            if name in self._grads:
+                self._grads[name] = self._grads[name] + gradient
+            else:
+                self._grads[name] = gradient.clone()
+
+    def run_until(self, batch: Batch) -> None:
+        """Run the batches that wait, up to this one; the one after it begins with its buffers."""
+        while batch in self._waiting:
+            first = self._waiting[0]
+            self._run(first)
+            self._waiting.pop(0)
+
+    def _run_all(self) -> None:
+        if self._waiting:
+            self.run_until(self._waiting[-1])
+
+    def _run(self, batch: Batch) -> None:
+        returns = ("outputs", "buffers") if self._view.buffers else ("outputs",)
+        result = batch.run({**batch.weights, **self._buffers}, returns=returns)
+        if result is not None:
+            dtypes = {view.name: getattr(torch, view.dtype) for view in self._view.buffers}
+            self._buffers = {n: b.to(dtypes[n]) for n, b in result.buffers.items() if n in dtypes}
+
+    def _called(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._call(method, args, kwargs)
+
+    def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        call = read_call(
+            args,
+            kwargs,
+            index=self._num_calls,
+            method=method,
+            signature=self._view.methods[method],
+        )
+        batch = self._open_batch()
+        batch.calls.append(call)
+        self._num_calls += 1
+        outputs = {
+            name: RemoteOutput.standing_for(
+                batch,
+                (call.index, name),
+                holder=Unfetched.apply(self.anchor),  # type: ignore[no-untyped-call]
+            )
+            for name in self._names
+        }
+        return outputs[BARE] if self._names == (BARE,) else outputs
+
+    def _open_batch(self) -> Batch:
+        """Return the batch that the next call joins: the last one if nothing changed since."""
+        last = self._waiting[-1] if self._waiting else None
+        if (
+            last is None
+            or len(last.calls) >= MAX_CALLS
+            or last.mode != self._mode
+            or not _same(last.weights, self.weights)
+        ):
+            weights = {name: _snapshot(value) for name, value in self.weights.items()}
+            last = Batch(self, mode=self._mode, weights=weights, names=self._names)
+            self._waiting.append(last)
+        return last
+
+
+def _output_names(readout: Callable[..., Any] | None) -> tuple[str, ...]:
+    """Return the names of the outputs, (BARE,) for a single tensor."""
+    if readout is None:
+        return (BARE,)
+    from gradbox.graphs.trace import trace
+
+    value = trace(readout, positional=2, structured=True).graph.nodes[-1].args[0]
+    match value:
+        case {"dict": pairs}:
+            return tuple(str(key) for key, _ in pairs)
+    return (BARE,)
+
+
+def _snapshot(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.copy()
+    raise InvalidInputs(f"weights: expected tensors, got {type(value).__name__}")
+
+
+def _same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Tell whether the weights have the values they had; `.data` leaves no trace but the values."""
+    return before.keys() == now.keys() and all(
+        torch.equal(before[name], value.detach())
+        if isinstance(value, Tensor)
+        else np.array_equal(before[name], value)
+        for name, value in now.items()
+    )
