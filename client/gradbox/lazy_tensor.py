@@ -105,8 +105,9 @@ def _narrowed(item: Any, size: int) -> tuple[slice, Any]:
         start, stop, step = item.indices(size)
         if step < 0:
             raise ValueError(f"expected a step above 0, got {item.step}: torch has no other")
-        stop = max(start, stop)
-        return slice(start, stop), slice(None, None, step)
+        wanted = range(start, stop, step)
+        last = wanted[-1] + 1 if wanted else start
+        return slice(start, last), slice(None, None, step)
     position = int(item)
     if not -size <= position < size:
         raise IndexError(f"expected an index below {size}, got {position}")

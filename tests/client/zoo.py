@@ -41,3 +41,39 @@ def slow() -> nn.Module:
 def tied() -> nn.Module:
     torch.manual_seed(0)
     return Tied()
+
+
+class Pair(nn.Module):
+    """Two inputs, one of them of batch 1 where all samples share it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(4, 3)
+        self.right = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor, *, y: Tensor) -> Tensor:
+        return torch.tanh(self.left(x) * self.right(y))
+
+
+def pair() -> nn.Module:
+    torch.manual_seed(0)
+    return Pair().double()
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 6, 3, stride=2),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(24, 3),
+    ).double()
+
+
+def wide() -> nn.Module:
+    """A Jacobian of this takes far more memory than its model."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 8))
