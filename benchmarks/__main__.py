@@ -11,7 +11,16 @@ from benchmarks.measure import QUIET
 from benchmarks.report import REPORTS, replay_section, service_section, write_report
 from benchmarks.workloads import ENCODERS
 
-BENCHMARKS = ("replay", "retention", "penalties", "packing", "overhead", "service", "mixed")
+BENCHMARKS = (
+    "replay",
+    "retention",
+    "penalties",
+    "packing",
+    "overhead",
+    "service",
+    "mixed",
+    "autograd",
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -33,6 +42,8 @@ def main(arguments: list[str]) -> int:
         sections.append(_service(args))
     if args.benchmark in (None, "mixed"):
         sections.append(_mixed(args))
+    if args.benchmark in (None, "autograd"):
+        sections.append(_autograd(args))
     path = write_report(args.report or args.benchmark or "all", sections, folder=args.out)
     print(path.read_text())
     print(f"written to {path}")
@@ -115,6 +126,13 @@ def _mixed(args: argparse.Namespace) -> str:
     return mixed_section(measure_mixed(plan))
 
 
+def _autograd(args: argparse.Namespace) -> str:
+    from benchmarks.remote_autograd import AutogradPlan, autograd_section, measure_remote_autograd
+
+    plan = AutogradPlan(args.autograd_pairs, args.shard, args.rounds, args.threads)
+    return autograd_section(measure_remote_autograd(plan))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("benchmark", nargs="?", choices=BENCHMARKS, help="one of them [all]")
@@ -127,6 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--service-pairs", type=int, default=128, help="for the service: 10 s or more [128]"
+    )
+    parser.add_argument(
+        "--autograd-pairs", type=int, default=48, help="for remote autograd: 5 s or more [48]"
     )
     parser.add_argument("--tasks", type=_names, default=tuple(ENCODERS), help="for retention [all]")
     parser.add_argument(

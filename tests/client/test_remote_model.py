@@ -336,6 +336,14 @@ def test_a_call_that_does_not_fit_fails_at_its_line(
         call(client.model("mlp"))
 
 
+def test_a_call_under_a_transform_is_refused_and_spoils_nothing(client: GradClient) -> None:
+    (x,) = shards_of(4)
+    f = client.model("mlp")
+    with pytest.raises(InvalidInputs, match="transform"):
+        torch.func.vmap(f)(x)
+    assert f(x).isfinite().all()
+
+
 def test_what_is_not_there_says_what_is(client: GradClient) -> None:
     f = client.model("mlp")
     with pytest.raises(AttributeError, match="forward"):

@@ -42,8 +42,15 @@ def read_call(
     """Take note of a call. Tensors are copied, for the caller may write to them afterwards.
 
     Raises:
-        InvalidInputs: an argument is not a tensor, or not one of the entry point's.
+        InvalidInputs: an argument is not a tensor, or not one of the entry point's; or the call is
+            under one of torch.func's transforms.
     """
+    if torch._C._are_functorch_transforms_active():
+        raise InvalidInputs(
+            "expected a call outside torch.func's transforms, got one under vmap, grad, vjp or the "
+            "like, which cannot reach through a network: call the model first, and transform what "
+            "is computed from its outputs"
+        )
     alone = len(args) == 1 and not kwargs and not is_tensor(args[0])
     shard = args[0] if alone else {**{str(i): a for i, a in enumerate(args)}, **kwargs}
     given = read_shard(shard, where=f"{method}()")
