@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.measure import QUIET
 from benchmarks.report import REPORTS, replay_section, service_section, write_report
+from benchmarks.per_sample_workloads import WORKLOADS as PER_SAMPLE
 from benchmarks.workloads import ENCODERS
 
 BENCHMARKS = (
@@ -20,6 +21,7 @@ BENCHMARKS = (
     "service",
     "mixed",
     "autograd",
+    "per-sample",
 )
 
 
@@ -44,6 +46,8 @@ def main(arguments: list[str]) -> int:
         sections.append(_mixed(args))
     if args.benchmark in (None, "autograd"):
         sections.append(_autograd(args))
+    if args.benchmark in (None, "per-sample"):
+        sections.append(_per_sample(args))
     path = write_report(args.report or args.benchmark or "all", sections, folder=args.out)
     print(path.read_text())
     print(f"written to {path}")
@@ -133,6 +137,13 @@ def _autograd(args: argparse.Namespace) -> str:
     return autograd_section(measure_remote_autograd(plan))
 
 
+def _per_sample(args: argparse.Namespace) -> str:
+    from benchmarks.per_sample import measure_per_sample
+    from benchmarks.per_sample_report import per_sample_section
+
+    return per_sample_section(measure_per_sample(list(args.workloads)))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("benchmark", nargs="?", choices=BENCHMARKS, help="one of them [all]")
@@ -175,6 +186,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--depth", type=int, default=16, help="their generator's blocks [16]")
     parser.add_argument(
         "--depths", type=_numbers, default=(4, 16, 64), help="for their memory [4,16,64]"
+    )
+    parser.add_argument(
+        "--workloads", type=_names, default=tuple(PER_SAMPLE), help="of per-sample gradients [all]"
     )
     parser.add_argument("--shard", type=int, default=16, help="samples of a shard [16]")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds [5]")

@@ -1,40 +1,84 @@
 """Per-sample gradients and Jacobians against one summed forward and backward of the same batch.
 
-    python -m benchmarks.per_sample [WORKLOAD ...] [--json]
+Ratios of minimum CPU time over interleaved rounds, one thread, each workload in a process of its
+own, in two states of glibc's heap: as it is, where every large array is made of fresh pages, and
+keeping what is freed, so that memory is used again.
 
-Ratios of minimum CPU time over interleaved rounds, one thread, in one process.
+The floor of a dense result is the base and the bytes of the result at the speed at which memory
+that is in use is copied into memory that is in use.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
+import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.measure import QUIET
+from benchmarks.per_sample_peers import peers, wrong_shape
 from benchmarks.per_sample_workloads import WORKLOADS, Workload
 from gradbox_engine.per_sample import Arena, Session
 from gradbox_engine.per_sample.collecting import Keep, Norms, ToArena
+from gradbox_worker.computations.factors import described
+from gradbox_worker.result_file import write_result
 
 REPEATS = 3  # calls in a row, so that one method does not pay for another's cache misses
-
-BARS = {
-    "W1": {"dense": 2.6, "norms": 0.85, "gram": 1.0, "factors": 0.75},
-    "W2 B=2": {"dense": 2.0},
-    "W2 B=256": {"dense": 18.0, "gram": 18.0, "norms": 1.6, "vjp": 1.6},
-    "W3": {"dense": 1.45},
-    "W4": {"dense": 1.12, "norms": 0.80, "factors": 0.72},
-    "W5": {"dense": 8.5},
+SLOW_S = 0.5  # a call that takes longer is measured in fewer rounds, one at a time
+COPIED_BYTES = 256 * 2**20
+STOCK, WARM = "stock", "warm"
+HEAPS: Mapping[str, Mapping[str, str]] = {
+    STOCK: {},
+    WARM: {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)},
 }
 
 
+@dataclass
+class Measured:
+    """What one process found: least CPU seconds by method, and why a method gave none."""
+
+    workload: str
+    heap: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    dense_bytes: int = 0
+    factored_bytes: int = 0
+    copied_bytes_per_s: float = 0.0
+
+    def ratio(self, method: str) -> float | None:
+        """Return a method's time to the base's."""
+        seconds = self.seconds.get(method)
+        return None if seconds is None else seconds / self.seconds["base"]
+
+    @property
+    def floor(self) -> float:
+        """Return the least that a dense result can take, to the base."""
+        return 1 + self.dense_bytes / self.copied_bytes_per_s / self.seconds["base"]
+
+
+def measure_per_sample(names: list[str]) -> list[Measured]:
+    """Measure each workload in a fresh process for each state of the heap."""
+    return [_in_a_process(name, heap) for name in names for heap in HEAPS]
+
+
+def _in_a_process(name: str, heap: str) -> Measured:
+    command = [sys.executable, "-m", "benchmarks.per_sample", name, heap]
+    env = {**os.environ, **QUIET, **HEAPS[heap], "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+
+
 def methods(work: Workload, session: Session) -> dict[str, Callable[[], Any]]:
-    """Return what is timed, by name; "base" first."""
+    """Return what is timed of gradbox, by name; "base" first."""
     arguments = session.arguments(work.shard)
     parameters = list(session.parameters.values())
     arena = Arena()
@@ -45,90 +89,85 @@ def methods(work: Workload, session: Session) -> dict[str, Callable[[], Any]]:
     def base() -> None:
         torch.autograd.grad(work.loss(session.call(arguments)).sum(), parameters, allow_unused=True)
 
-    def terms() -> Any:
-        foldable = work.outputs > 1
-        return session.trace(arguments, 0, head, foldable=foldable).terms()
-
     def collected(collector: Any) -> Any:
-        found = terms()
-        samples = next(iter(found.values())).samples
-        collector.begin(samples, work.outputs)
+        traced = session.trace(arguments, 0, head, foldable=work.outputs > 1)
+        found = traced.terms()
+        collector.begin(traced.samples, work.outputs)
         collector.take(found, 0, range(work.outputs))
         return collector
-
-    def gram() -> None:
-        collected(keep := Keep())
-        keep.factors.gram()
 
     def vjp() -> None:
         traced = session.trace(arguments, 0, head)
         traced.pulled_back(torch.ones_like(traced.value))
 
-    found: dict[str, Callable[[], Any]] = {
+    return {
         "base": base,
         "dense": lambda: collected(ToArena(arena)),
+        "dense, a new arena": lambda: collected(ToArena(Arena())),
         "norms": lambda: collected(Norms()),
+        "gram": lambda: collected(Keep()).factors.gram(),
+        "vjp": vjp,
         "factors": lambda: collected(Keep()),
+        "smaller form": lambda: collected(Keep(smaller=True)),
     }
-    if work.name[:2] in ("W1", "W2"):
-        found["gram"] = gram
-        found["vjp"] = vjp
+
+
+def measure(work: Workload, heap: str) -> Measured:
+    """Time all methods in turn; a method that raises says so."""
+    found = Measured(work.name, heap)
+    with Session(work.model, output=work.output, wrt=work.wrt) as session:
+        ours = methods(work, session)
+        calls = {**ours, **peers(work)}
+        rounds = {name: _rounds(name, call, work, found) for name, call in calls.items()}
+        for index in range(work.rounds):
+            for name, (most, repeats) in rounds.items():
+                for _ in range(repeats if index < most else 0):
+                    found.seconds[name] = min(found.seconds[name], _cpu_s(calls[name]))
+        _sizes(found, ours["smaller form"]().factors)
+    found.copied_bytes_per_s = _copying_speed()
     return found
 
 
-def measure(work: Workload) -> dict[str, float]:
-    """Return the least CPU seconds of each method, rounds interleaved."""
-    least: dict[str, float] = {}
-    with Session(work.model, output=work.output, wrt=work.wrt) as session:
-        calls = methods(work, session)
-        for name, call in calls.items():
-            call()
-            least[name] = float("inf")
-        for _ in range(work.rounds):
-            for name, call in calls.items():
-                for _ in range(REPEATS):
-                    start = time.process_time_ns()
-                    call()
-                    least[name] = min(least[name], (time.process_time_ns() - start) / 1e9)
-    return least
+def _rounds(name: str, call: Callable[[], Any], work: Workload, found: Measured) -> tuple[int, int]:
+    """Call once unmeasured, and return how many rounds and repeats a method is worth."""
+    try:
+        first = call()
+        once_s = _cpu_s(call)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
+        found.absent[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+        return (0, 0)
+    wrong = wrong_shape(work, first) if isinstance(first, dict) else None
+    if wrong is not None:
+        found.absent[name] = f"the array of {wrong} has another shape"
+        return (0, 0)
+    found.seconds[name] = once_s
+    return (2, 1) if once_s > SLOW_S else (work.rounds, REPEATS)
 
 
-def report(work: Workload, least: dict[str, float]) -> dict[str, Any]:
-    """Return the ratios beside their bars."""
-    base = least["base"]
-    bars = BARS.get(work.name, {})
-    return {
-        "workload": work.name,
-        "base_ms": base * 1e3,
-        **{name: round(value / base, 3) for name, value in least.items() if name != "base"},
-        "bars": bars,
-    }
+def _cpu_s(call: Callable[[], Any]) -> float:
+    start = time.process_time_ns()
+    call()
+    return (time.process_time_ns() - start) / 1e9
 
 
-def main() -> None:
-    """Run the named workloads, all by default."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS))
-    parser.add_argument("--json", action="store_true")
-    chosen = parser.parse_args()
+def _sizes(found: Measured, factors: Any) -> None:
+    tensors, metadata = described(factors)
+    with tempfile.TemporaryDirectory() as folder:
+        view = write_result(Path(folder) / "r.safetensors", tensors, metadata=metadata)
+    found.factored_bytes, found.dense_bytes = view.size_bytes, factors.dense_bytes
+
+
+def _copying_speed() -> float:
+    source, target = (torch.ones(COPIED_BYTES // 4) for _ in range(2))
+    return COPIED_BYTES / min(_cpu_s(lambda: target.copy_(source)) for _ in range(5))
+
+
+def main(arguments: list[str]) -> None:
+    """Measure one workload in this process and print what was found."""
+    name, heap = arguments
     torch.set_num_threads(1)
-    if not chosen.json:
-        print(
-            f"{platform.processor() or platform.machine()}, torch {torch.__version__}, one thread"
-        )
-    for name in chosen.workloads:
-        work = WORKLOADS[name]()
-        line = report(work, measure(work))
-        if chosen.json:
-            print(json.dumps(line))
-            continue
-        found = [
-            f"{k} {v} (bar {line['bars'].get(k, '–')})"
-            for k, v in line.items()
-            if k not in ("workload", "base_ms", "bars")
-        ]
-        print(f"{name}: base {line['base_ms']:.2f} ms; " + "; ".join(found), flush=True)
+    print(json.dumps(vars(measure(WORKLOADS[name](), heap))))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
