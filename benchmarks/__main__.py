@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.measure import QUIET
-from benchmarks.report import REPORTS, replay_section, service_section, write_report
 from benchmarks.per_sample_workloads import WORKLOADS as PER_SAMPLE
+from benchmarks.report import REPORTS, replay_section, service_section, write_report
 from benchmarks.workloads import ENCODERS
 
 BENCHMARKS = (
