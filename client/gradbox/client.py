@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -143,12 +143,20 @@ class GradClient:
 
     def model(
         self,
-        name: str,
+        model: str,
+        /,
         *,
         mode: Literal["eval", "train"] = "eval",
+        seed: int = 0,
+        output: str | int | None = None,
+        readout: Callable[..., Any] | None = None,
+        wrt: str | Sequence[str] | None = None,
         weights: Mapping[str, Tensor] | None = None,
+        precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32",
+        priority: int = 0,
+        timeout_s: float = 3600.0,
+        name: str = "",
         progress: bool | None = False,
-        **settings: Any,
     ) -> RemoteModel:
         """Return a registered model as a callable whose outputs have a `grad_fn`; needs torch.
 
@@ -157,20 +165,30 @@ class GradClient:
             weights: a partial state dict laid over the registered weights. Its tensors may change
                 between calls: each call sees the numbers they have when it is made.
             progress: whether its jobs show progress bars, as for `Job.wait`.
-            settings: seed, output, readout, wrt, precision, priority, timeout_s, name: as
-                computations take them.
+
+        All else is as computations take it.
 
         Raises:
             UnknownModel: there is none of that name.
         """
         from gradbox.remote.model import RemoteModel, Settings
 
+        settings = Settings(
+            seed=seed,
+            output=output,
+            readout=readout,
+            wrt=wrt,
+            precision=precision,
+            priority=priority,
+            timeout_s=timeout_s,
+            name=name,
+        )
         return RemoteModel(
             self,
-            self.model_info(name),
+            self.model_info(model),
             mode=mode,
             weights=weights,
-            settings=Settings(**settings),
+            settings=settings,
             progress=progress,
         )
 

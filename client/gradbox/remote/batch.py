@@ -132,10 +132,14 @@ class Batch:
             for place, c in given.items()
             if c is not None
         }
+        settled = self._owner.settled()
+        computation = Gradient(
+            loss=Cotangents(tensors, of=self._job_id),
+            wrt=wanted,
+            **{field: settled[field] for field in ("priority", "timeout_s", "name")},
+        )
         try:
-            result = self._owner.compute(
-                Gradient(loss=Cotangents(tensors, of=self._job_id), wrt=wanted)
-            )
+            result = self._owner.compute(computation)
         except GradboxError as error:
             raise self._located(error) from None
         unreached = set(result.manifest.unreached)
