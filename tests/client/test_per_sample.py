@@ -257,6 +257,12 @@ def test_batch_norm_in_train_mode_is_named(box: TestBox) -> None:
         submitted(box, gradient_of(PROBLEMS["a model in single precision, widened"], mode="train"))
 
 
+def test_a_coupling_that_is_meant_is_let_through_by_name(twin: TestBox) -> None:
+    problem = PROBLEMS["a model in single precision, widened"]
+    given = {"mode": "train", "reduce": "norm", "unchecked": ["coupling", "self"]}
+    assert submitted(twin, gradient_of(problem, **given)).norms().shape == (5,)
+
+
 def test_progress_counts_samples_and_a_job_can_be_stopped(box: TestBox) -> None:
     shards = [torch.ones(2, 3)] * 300
     with box.client() as client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from tests.engine.per_sample import naive
 
 WAIT_S = 60.0
 MIB = 2**20
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "per_sample.md").read_text()
 
 IN_A_SMALL_MEMORY = """
 import json, sys
@@ -204,6 +207,22 @@ def test_a_factored_jacobian_over_raw_http_reads_as_the_wire_states(box: TestBox
     assert naive.difference(J, expected["0.weight"]) <= naive.TOLERANCE
     assert terms["0.bias"]["tensors"]["left"] == term["tensors"]["left"]
     assert {term["rule"] for term in piece} <= TERMS.keys()
+
+
+def test_what_the_page_shows_runs(
+    real: TestBox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GRADBOX_URL", real.url)
+    monkeypatch.setenv("GRADBOX_TOKEN", real.token)
+    monkeypatch.chdir(tmp_path)
+    x = torch.randn(6, 5, dtype=torch.float64)
+    names: dict[str, Any] = {"shards": list(x.split(4)), "targets": x[:, :3]}
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block.replace('"m"', '"mlp"'), names)
+    names["client"].close()
+    assert (tmp_path / "jacobian.safetensors").exists()
 
 
 def zoo_mlp() -> torch.nn.Module:
