@@ -297,6 +297,14 @@ BAD: dict[str, tuple[Callable[[], Computation], str]] = {
         lambda: _bad(inputs={"a": PROBLEMS["mlp"].shards, "b": PROBLEMS["mlp"].shards}),
         "one group",
     ),
+    "shards of other lengths": (
+        lambda: Jacobian(
+            model="transformer",
+            output="hidden",
+            inputs=[torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 4, dtype=torch.int64)],
+        ),
+        "shard 1: expected 24 outputs a sample like shard 0, got 32",
+    ),
     "no cotangents": (lambda: _jacobian(reduce="vjp"), "vectors: expected one tensor"),
     "tangents for cotangents": (
         lambda: _jacobian(reduce="vjp", vectors={"0.weight": torch.ones(8, 5)}),

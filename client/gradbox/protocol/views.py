@@ -30,7 +30,7 @@ class View(BaseModel):
 
 
 class ProgressView(View):
-    """How far a running job is. `done` and `total` count shards of `phase`."""
+    """How far a running job is: shards of `phase`, or samples where that is "samples"."""
 
     phase: str
     done: int

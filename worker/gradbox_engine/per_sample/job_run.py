@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradbox_engine.errors import BadInputs
 from gradbox_engine.per_sample.arena import Arena, Sink
 from gradbox_engine.per_sample.collecting import (
     ClippedSum,
@@ -66,6 +67,11 @@ class Job:
             if index == 0:
                 outputs = traced.outputs
                 collector.begin(sum(self._counts), outputs)
+            elif traced.outputs != outputs:
+                raise BadInputs(
+                    f"shard {index}: expected {outputs} outputs a sample like shard 0, got "
+                    f"{traced.outputs}: pad the shards alike, or pool in readout="
+                )
             for chunk in self._chunks(traced, collector):
                 self._tell(done)
                 terms = traced.terms(chunk, last=chunk.stop == traced.outputs)

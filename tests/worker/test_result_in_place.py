@@ -1,0 +1,101 @@
+"""Results that are laid out first and filled piece by piece."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gradbox.errors import InvalidInputs, StorageFull
+from gradbox.safetensors_header import read_header
+from gradbox_worker.result_in_place import ResultOnDisk
+
+WEIGHT, BIAS, SCALE = (5, 3, 4, 2), (5, 3, 4), (5, 3)
+EVERYTHING = slice(0, 5), slice(0, 3), slice(0, 4)
+
+
+def pieces(whole: Tensor) -> Iterator[tuple[tuple[slice, slice, slice], Tensor]]:
+    """Cut an array as the engine does: samples, then outputs of one sample, then rows of one."""
+    yield (slice(2, 5), *EVERYTHING[1:]), whole[2:5]
+    yield (slice(1, 2), slice(1, 3), slice(0, 4)), whole[1:2, 1:3]
+    yield (slice(1, 2), slice(0, 1), slice(2, 4)), whole[1:2, :1, 2:4]
+    yield (slice(1, 2), slice(0, 1), slice(0, 2)), whole[1:2, :1, 0:2]
+    yield (slice(0, 1), *EVERYTHING[1:]), whole[:1]
+
+
+def test_pieces_in_any_order_make_the_array(tmp_path: Path) -> None:
+    weight, bias, scale = torch.randn(WEIGHT), torch.randn(BIAS).double(), torch.randn(SCALE)
+    path = tmp_path / "r.safetensors"
+    arrays = {"w": weight, "b": bias, "s": scale}
+    with ResultOnDisk(path) as result:
+        result.lay_out(
+            {name: tuple(x.shape) for name, x in arrays.items()},
+            {name: x.dtype for name, x in arrays.items()},
+            squeezed=False,
+        )
+        for at, piece in pieces(weight):
+            result.write("w", at, piece)
+        result.write("b", EVERYTHING, bias)
+        result.write("s", (slice(0, 5), slice(0, 3), slice(0, 1)), scale[..., None])
+        view = result.commit({"samples/norm": bias.sum(2)}, metadata={"gradbox": "{}"})
+    content = path.read_bytes()
+    assert (view.size_bytes, view.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    found = load_file(path)
+    assert all(torch.equal(found[name], x) for name, x in arrays.items())
+    assert torch.equal(found["samples/norm"], bias.sum(2))
+    assert read_header(path).metadata == {"gradbox": "{}"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_gradients_have_no_dim_of_outputs(tmp_path: Path) -> None:
+    rows = torch.randn(3, 1, 4)
+    path = tmp_path / "r.safetensors"
+    with ResultOnDisk(path) as result:
+        result.lay_out({"w": (3, 1, 4)}, {"w": torch.float32}, squeezed=True)
+        result.write("w", (slice(0, 3), slice(0, 1), slice(0, 4)), rows)
+        result.commit({}, metadata={})
+    assert torch.equal(load_file(path)["w"], rows[:, 0])
+
+
+def test_what_comes_behind_narrow_rows_is_aligned(tmp_path: Path) -> None:
+    path = tmp_path / "r.safetensors"
+    with ResultOnDisk(path) as result:
+        result.lay_out({"w": (3, 1, 1)}, {"w": torch.bfloat16}, squeezed=True)
+        rows = torch.ones(3, 1, 1, dtype=torch.bfloat16)
+        result.write("w", (slice(0, 3), slice(0, 1), slice(0, 1)), rows)
+        result.commit({"samples/loss": torch.arange(3).double()}, metadata={})
+    assert read_header(path).tensors["samples/loss"].begin % 8 == 0
+    assert torch.equal(load_file(path)["samples/loss"], torch.arange(3).double())
+
+
+def test_a_result_given_up_leaves_nothing(tmp_path: Path) -> None:
+    with ResultOnDisk(tmp_path / "r.safetensors") as result:
+        result.lay_out({"w": (3, 1, 4)}, {"w": torch.float32}, squeezed=True)
+        assert len(list(tmp_path.iterdir())) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_said_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    result = ResultOnDisk(tmp_path / "r.safetensors")
+    with result, pytest.raises(StorageFull, match="GiB left"):
+        result.lay_out({"w": (3, 1, 4)}, {"w": torch.float32}, squeezed=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dtype_that_no_file_holds_is_refused(tmp_path: Path) -> None:
+    result = ResultOnDisk(tmp_path / "r.safetensors")
+    with result, pytest.raises(InvalidInputs, match="complex128"):
+        result.lay_out({"w": (3, 1, 4)}, {"w": torch.complex128}, squeezed=True)
