@@ -141,3 +141,18 @@ def test_every_command_stands_in_the_help(capsys: pytest.CaptureFixture[str]) ->
     text = capsys.readouterr().out
     joined = {entry.name for entry in metadata.entry_points(group="gradbox.commands")}
     assert all(f"\n    {name} " in text for name in joined | {"jobs", "result", "login"})
+
+
+def test_a_command_whose_extra_is_missing_says_what_to_install(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['uvicorn'] = None\n"
+        f"from gradbox.cli import main; sys.exit(main(['up', '--data', {str(tmp_path)!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == "gradbox: uvicorn is needed and not installed: pip install 'gradbox[service]'\n"
+    )

@@ -44,6 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for note in getattr(error, "__notes__", ()):
             print(f"  {note}", file=sys.stderr)
         return exit_code(error)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("gradbox"):
+            raise
+        install = plugins.how_to_install(args.func.__module__)
+        print(f"gradbox: {error.name} is needed and not installed: {install}", file=sys.stderr)
+        return WRONG_USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -31,12 +31,17 @@ def register(subparsers: Any, *, chosen: str | None) -> None:
             add(subparsers)
 
 
+def how_to_install(module: str) -> str:
+    """Say how to install what a command's module needs."""
+    package = module.partition(".")[0]
+    extra = EXTRAS.get(package)
+    return f"pip install 'gradbox[{extra}]'" if extra else f"install what {package} needs"
+
+
 def _register_missing(
     subparsers: Any, entry: metadata.EntryPoint, error: ModuleNotFoundError
 ) -> None:
-    package = entry.module.partition(".")[0]
-    extra = EXTRAS.get(package)
-    install = f"pip install 'gradbox[{extra}]'" if extra else f"install what {package} needs"
+    install = how_to_install(entry.module)
 
     def explain(args: argparse.Namespace) -> int:
         print(
