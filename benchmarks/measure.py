@@ -78,6 +78,33 @@ def _finish() -> None:
         torch.cuda.synchronize()
 
 
+def bracketed(
+    runs: Mapping[str, Callable[[], object]],
+    baseline: Callable[[], object],
+    *,
+    rounds: int,
+    cpu: bool,
+) -> dict[str, float]:
+    """Return each run's seconds to the baseline's, which is timed before and after every run.
+
+    So what other programs do to a machine is done to both. Medians over rounds; the order is
+    turned round every time, and a first round is not measured.
+    """
+    ratios: dict[str, list[float]] = {name: [] for name in runs}
+    for run in (baseline, *runs.values()):
+        run()
+    for index in range(rounds):
+        before = timed(baseline)
+        for name in list(runs) if index % 2 == 0 else list(runs)[::-1]:
+            here, after = timed(runs[name]), timed(baseline)
+            if cpu:
+                ratios[name].append(2 * here.cpu / (before.cpu + after.cpu))
+            else:
+                ratios[name].append(2 * here.wall / (before.wall + after.wall))
+            before = after
+    return {name: statistics.median(found) for name, found in ratios.items()}
+
+
 class ShardClock:
     """Times a forward and a backward of a few shards each time it is run."""
 

@@ -3,8 +3,8 @@
 For each task, number of samples and shard size: first the peers' peak memory, one step each in a
 fresh process, and gradbox's with nothing and with everything kept. Kept graphs add to the peak in
 proportion, so that says how many gradbox may keep at each peer's peak. Then time: all of them in
-turn, several rounds, each round's ratio to the naive sharded step, medians; CPU seconds on a CPU,
-wall seconds on CUDA. One shard's forward F and backward B are timed in the same rounds.
+turn, several rounds, each between two runs of the naive sharded step and as a ratio to their mean,
+medians; CPU seconds on a CPU, wall seconds on CUDA. One shard's forward F and backward B are timed in the same rounds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.measure import Runs, ShardClock, ShardCost, interleaved, median_ratio, peak_bytes
+from benchmarks.measure import ShardClock, ShardCost, bracketed, peak_bytes
 from benchmarks.peers import GRADBOX, SHARDED, Peer, Step, Unavailable, keeping, reference
 from benchmarks.public_peers import OTHERS
 from benchmarks.workloads import Workload, relative_difference
@@ -156,15 +156,12 @@ def _measure(workload: Workload, fractions: Sequence[float], plan: RetentionPlan
         kept: ends[kept] if kept in ends else _peak(GRADBOX, workload, plan, kept=kept)
         for kept in budgets
     }
-    runs, cost = _times(workload, [*peers, *map(keeping, budgets)], plan)
+    times, cost = _times(workload, [*peers, *map(keeping, budgets)], plan)
     setting = Setting(workload, cost, equal=equal)
-    cpu = workload.device == "cpu"
     for peer in peers:
-        ratio = median_ratio(runs[peer.name], runs[SHARDED.name], cpu=cpu)
-        setting.peers[peer.name] = Point(ratio, peaks[peer.name])
+        setting.peers[peer.name] = Point(times[peer.name], peaks[peer.name])
     for kept in budgets:
-        ratio = median_ratio(runs[keeping(kept).name], runs[SHARDED.name], cpu=cpu)
-        setting.kept[kept] = Point(ratio, budget_peaks[kept])
+        setting.kept[kept] = Point(times[keeping(kept).name], budget_peaks[kept])
     return setting
 
 
@@ -185,11 +182,13 @@ def kept_at(peak: int | None, ends: Mapping[int, int | None]) -> int | None:
 
 def _times(
     workload: Workload, peers: Sequence[Peer], plan: RetentionPlan
-) -> tuple[Runs, ShardCost]:
+) -> tuple[dict[str, float], ShardCost]:
     clock = ShardClock(workload)
     steps: dict[str, Step] = {peer.name: peer.load(workload) for peer in peers}
-    runs = interleaved({**steps, CLOCK: clock}, rounds=plan.rounds)
-    return runs, clock.cost()
+    naive = steps.pop(SHARDED.name)
+    on_cpu = workload.device == "cpu"
+    times = bracketed({**steps, CLOCK: clock}, naive, rounds=plan.rounds, cpu=on_cpu)
+    return {SHARDED.name: 1.0, **times}, clock.cost()
 
 
 def _available(workload: Workload) -> list[Peer]:

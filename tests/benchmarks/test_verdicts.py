@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.measure import Seconds, ShardCost, interleaved, median_ratio
+from benchmarks.measure import Seconds, ShardCost, bracketed, interleaved, median_ratio
 from benchmarks.replay import Plan, Replay, Timing
 from benchmarks.report import replay_section, verdicts
 from benchmarks.workloads import relative_difference
@@ -67,3 +67,11 @@ def test_a_wrong_gradient_is_seen() -> None:
     assert relative_difference(right, right) == 0
     assert relative_difference({"w": right["w"] * 1.001, "b": right["b"]}, right) > 5e-4
     assert relative_difference({"w": right["w"]}, right) > 0.4
+
+
+def test_a_bracketed_run_is_compared_with_the_baseline_on_both_its_sides() -> None:
+    order: list[str] = []
+    runs = {name: lambda n=name: order.append(n) for name in "ab"}  # type: ignore[misc]
+    ratios = bracketed(runs, lambda: order.append("-"), rounds=2, cpu=False)
+    assert "".join(order) == "-ab" + "-a-b-" + "-b-a-"
+    assert ratios.keys() == {"a", "b"}
