@@ -4,7 +4,8 @@ For each task, number of samples and shard size: first the peers' peak memory, o
 fresh process, and gradbox's with nothing and with everything kept. Kept graphs add to the peak in
 proportion, so that says how many gradbox may keep at each peer's peak. Then time: all of them in
 turn, several rounds, each between two runs of the naive sharded step and as a ratio to their mean,
-medians; CPU seconds on a CPU, wall seconds on CUDA. One shard's forward F and backward B are timed in the same rounds.
+medians; CPU seconds on a CPU, wall seconds on CUDA. One shard's forward F and backward B are timed
+in the same rounds.
 """
 
 from __future__ import annotations

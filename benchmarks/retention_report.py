@@ -30,10 +30,11 @@ def retention_section(found: Retention) -> str:
         "",
         f"InfoNCE over pairs, {plan.threads} thread(s), device {plan.device}; texts of "
         f"{plan.num_tokens} tokens. N counts the samples of both towers. Time is {clock} time to "
-        f"the naive sharded step, which is timed before and after every other; median of "
-        f"{plan.rounds} rounds. Peak memory is beyond the loaded model, MiB, of one step in a fresh process. *k kept* is a budget for k "
-        "graphs; one more, the last shard's, is kept always. *Predicted* is 1 + F/(F + B) · "
-        "(shards replayed)/(shards). The columns to the right are gradbox at a peer's peak memory.",
+        "the naive sharded step, which is timed before and after every other; median of "
+        f"{plan.rounds} rounds. Peak memory is beyond the loaded model, MiB, of one step in a "
+        "fresh process. *k kept* is a budget for k graphs; one more, the last shard's, is kept "
+        "always. *Predicted* is 1 + F/(F + B) · (shards replayed)/(shards). The columns to the "
+        "right are gradbox at a peer's peak memory.",
     ]
     for setting in found.settings:
         lines += ["", *_setting(setting)]
