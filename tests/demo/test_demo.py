@@ -23,6 +23,8 @@ def started(tmp_path: Path) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
         start_new_session=True,
+        # A suite that runs in the background has Ctrl-C ignored, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
