@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -46,10 +47,15 @@ def write_result(
     digest = hashlib.sha256()
     make_folder(path.parent)
     try:
-        with beside.open("wb") as file, noticing_a_full_disk(path.parent):
+        with (
+            beside.open("wb") as file,
+            noticing_a_full_disk(path.parent),
+            ThreadPoolExecutor(1, "digest") as beside_writing,
+        ):
             for piece in _pieces(entries, tensors, metadata):
-                digest.update(piece)
+                hashed = beside_writing.submit(digest.update, piece)
                 file.write(piece)
+                hashed.result()
             size_bytes = file.tell()
             file.flush()
             os.fsync(file.fileno())
