@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradbox_factors.block import Positions
 from gradbox_factors.hashing import Sketch
-from gradbox_factors.outer import Outer, add_grams_of_one_position
+from gradbox_factors.outer import Outer, gram_of_one_position
 from gradbox_factors.term import Term
 
 EVERYTHING = slice(None)
@@ -164,25 +164,28 @@ def _pair(piece: Mapping[str, Term], other: Mapping[str, Term], *, trace: bool) 
     """Return the Gram of two pieces, (Y, B, Y, B') or its trace (B, B')."""
     first, second = _any(piece), _any(other)
     sizes: tuple[int, ...] = (first.outputs, first.samples, second.outputs, second.samples)
-    gram = _new(first, sizes[1::2] if trace else sizes)
     biased = _biased(piece, other)
-    together: list[tuple[Outer, Outer, float]] = []
+    biases = set(biased.values())
+    linear: list[tuple[Outer, Outer, float]] = []
+    others: list[tuple[Term, Term]] = []
     for name, term in piece.items():
-        if name in biased.values():
-            continue
         theirs = other[name]
-        if not isinstance(term, Outer) or not isinstance(theirs, Outer):
-            (term.add_gram_trace if trace else term.add_gram)(gram, theirs)
-            continue
-        shift = 1.0 if name in biased else 0.0
-        if trace:
-            term.add_gram_trace_with(gram, theirs, shift=shift)
-        elif _one_position(term, theirs):
-            together.append((term, theirs, shift))
-        else:
-            term.add_gram_with(gram, theirs, shift=shift)
+        if isinstance(term, Outer) and isinstance(theirs, Outer):
+            linear.append((term, theirs, 1.0 if name in biased else 0.0))
+        elif name not in biases:
+            others.append((term, theirs))
+    together = [] if trace else [pair for pair in linear if _one_position(pair[0], pair[1])]
     if together:
-        add_grams_of_one_position(gram, together)
+        gram = gram_of_one_position(together)
+    else:
+        gram = _new(first, sizes[1::2] if trace else sizes)
+    for mine, layer, shift in linear:
+        if trace:
+            mine.add_gram_trace_with(gram, layer, shift=shift)
+        elif not together or not _one_position(mine, layer):
+            mine.add_gram_with(gram, layer, shift=shift)
+    for term, theirs in others:
+        (term.add_gram_trace if trace else term.add_gram)(gram, theirs)
     return gram
 
 

@@ -81,7 +81,7 @@ class Outer(Term):
         sizes = self._sizes()
         if out.shape[2:] != sizes:
             out = out.view(self.samples, self.outputs, *sizes)
-        if self.right.shape[1] == 1:
+        if self.right.shape[1] == 1 and not (self.left.is_cpu and _rows_are_short(sizes)):
             right = self.right.unsqueeze(1)
             if self.transposed:
                 pair = right.mT, self.left.transpose(0, 1)
@@ -89,9 +89,28 @@ class Outer(Term):
                 pair = self.left.permute(1, 0, 3, 2), right
             out.addcmul_(*pair) if accumulate else torch.mul(*pair, out=out)
             return
+        self._write_product(out, accumulate=accumulate)
+
+    def _write_product(self, out: Tensor, *, accumulate: bool) -> None:
+        """Write J into `out` (B, Y, rows, columns) as matrix products."""
+        if self.transposed and not out.is_contiguous():
+            # Some outputs of an array with more: only one sample's matrices lie in a row.
+            for b in range(self.samples):
+                one = slice(b, b + 1)
+                self.narrow(one, slice(None)).write(out[one], accumulate=accumulate)
+            return
         first, second = self._matrices()
-        flat = out.view(first.shape[0], first.shape[1], second.shape[2])
-        flat.baddbmm_(first, second) if accumulate else torch.bmm(first, second, out=flat)
+        # Transposed: BLAS then keeps a row in registers when T = 1.
+        flat_T = out.view(first.shape[0], first.shape[1], second.shape[2]).mT
+        if accumulate:
+            flat_T.baddbmm_(second.mT, first.mT)
+        elif self.left.is_cpu and self.right.shape[1] > 1 and _fits_the_cache(flat_T):
+            for n, each in enumerate(flat_T):
+                # A fill streams, and what it has just filled takes the product's stores at once.
+                each.mT.zero_()
+                torch.mm(second[n].mT, first[n].mT, out=each)
+        else:
+            torch.bmm(second.mT, first.mT, out=flat_T)
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
         """The factors as (N, rows, T) and (N, T, columns) of one batched product."""
@@ -125,7 +144,7 @@ class Outer(Term):
             return super().add_gram(gram, other)
         T, U = self.right.shape[1], other.right.shape[1]
         if T == U == 1:
-            add_grams_of_one_position(gram, [(self, other, shift)])
+            gram += gram_of_one_position([(self, other, shift)])
             return None
         lefts_T = other.left.flatten(0, 2).T
         features_T = other.right.flatten(0, 1).T
@@ -188,20 +207,72 @@ class Outer(Term):
         return projected.transpose(0, 1)
 
 
-def add_grams_of_one_position(gram: Tensor, pairs: Sequence[tuple[Outer, Outer, float]]) -> None:
-    """Add the Grams of several layers with T = 1 to `gram` (Y, B, Y', B').
+def _rows_are_short(sizes: tuple[int, int]) -> bool:
+    """Whether a product of BLAS writes an outer product faster than a broadcast does.
 
-    Output by output through all layers, so that the strip of `gram` stays in the cache. Each pair
-    comes with its `shift`, see `add_gram_with`.
+    A broadcast begins anew with every row; on rows of 300 numbers that halves its speed.
     """
-    features = []
+    rows, columns = sizes
+    return rows >= 64 and 64 <= columns <= 512
+
+
+def _fits_the_cache(arrays: Tensor) -> bool:
+    """Whether one of several arrays is worth filling first: not tiny, and still there after it."""
+    return len(arrays) > 1 and 2**18 <= arrays[0].nbytes <= 2**22
+
+
+def gram_of_one_position(pairs: Sequence[tuple[Outer, Outer, float]]) -> Tensor:
+    """Return the sum of the Grams of several layers with T = 1, (Y, B, Y', B').
+
+    Output by output through all layers, so that the strip of the result stays in the cache. Each
+    pair comes with its `shift`, see `add_gram_with`.
+    """
+    first, second, _ = pairs[0]
+    sizes = (first.outputs, first.samples, second.outputs, second.samples)
+    gram = first.left.new_empty(sizes)
+    varying: list[tuple[Tensor, Tensor, Tensor]] = []
+    steady: list[tuple[Tensor, Tensor, Tensor]] = []
     for mine, other, shift in pairs:
-        product = mine.right.select(1, 0) @ other.right.select(1, 0).T
-        features.append((product.add_(shift) if shift else product)[:, None])
-    strips = [other.left.flatten(0, 2).T for _, other, _ in pairs]
-    lefts = gram.new_empty(gram.shape[1:])
-    flat = lefts.view(gram.shape[1], -1)
+        feature = mine.right.select(1, 0) @ other.right.select(1, 0).T
+        if shift:
+            feature.add_(shift)
+        both_steady = _is_steady(mine.left) and _is_steady(other.left)
+        (steady if both_steady else varying).append((mine.left, other.left, feature))
+    if varying:
+        _write_strips(gram, varying)
+    else:
+        gram.zero_()
+    for left, right, feature in steady:
+        weights = left[:, 0, 0] @ right[:, 0, 0].T
+        for y, z in weights.nonzero().tolist():
+            gram[y, :, z].add_(feature, alpha=float(weights[y, z]))
+    return gram
+
+
+def _write_strips(gram: Tensor, layers: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """Write Σ (left · right) ∘ feature of all layers to `gram`, the strip of one y after another.
+
+    Args:
+        layers: left (Y, B, 1, O), right (Y', B', 1, O) and feature (B, B') of each.
+    """
+    B = gram.shape[1]
+    turned = [right.flatten(0, 2).T for _, right, _ in layers]
+    features = [feature[:, None] for _, _, feature in layers]
+    lefts = [left.select(2, 0) for left, _, _ in layers]
+    scratch = gram.new_empty(gram.shape[1:]) if len(layers) > 1 else gram[0]
     for y, strip in enumerate(gram):
-        for (mine, _, _), feature, others in zip(pairs, features, strips, strict=True):
-            torch.mm(mine.left[y].select(1, 0), others, out=flat)
-            strip.addcmul_(lefts, feature)
+        torch.mm(lefts[0][y], turned[0], out=strip.view(B, -1))
+        strip.mul_(features[0])
+        for left, right, feature in zip(lefts[1:], turned[1:], features[1:], strict=True):
+            torch.mm(left[y], right, out=scratch.view(B, -1))
+            strip.addcmul_(scratch, feature)
+
+
+def _is_steady(left: Tensor) -> bool:
+    """Whether all samples have the same output gradients, as those of z itself do: the cotangents.
+
+    A network that ends in a linear layer has them there, and a Gram then needs Y · Y' numbers of
+    that layer instead of a product over all pairs of rows.
+    """
+    one = left[:, :1]
+    return torch.equal(one, left[:, -1:]) and torch.equal(left, one.expand_as(left))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,3 +105,19 @@ def test_progress_counts_samples_and_may_stop_the_job() -> None:
     with pytest.raises(Stop):
         per_sample_gradient(model, shards, lambda z: z.sum(1), mode="train", observer=Watch())
     assert not model.training
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no Linux")
+def test_an_arena_lies_in_private_memory_at_a_huge_page() -> None:
+    """Shared pages are slow to make and are never huge."""
+    arena = Arena()
+    sizes = {"a": (3, 1, 1000, 1000)}
+    view = arena.begin(sizes, {"a": torch.float32}, torch.device("cpu"))["a"]
+    view.fill_(1)
+    assert view.data_ptr() % 2**21 == 0
+    ranges = re.findall(r"^(\w+)-(\w+) (\S+)", Path("/proc/self/smaps").read_text(), re.MULTILINE)
+    [mode] = [
+        mode for start, end, mode in ranges if int(start, 16) <= view.data_ptr() < int(end, 16)
+    ]
+    assert mode == "rw-p"
+    assert view.sum() == 3_000_000
