@@ -18,6 +18,7 @@ from gradbox_engine.errors import (
 )
 from gradbox_engine.gradient import set_gradient
 from gradbox_engine.job import Group, MixedResult, Objective, Observer, Penalty, SetGradient
+from gradbox_engine.kept_pass import KeptPass
 from gradbox_engine.mixed import mixed_gradient
 from gradbox_engine.set_outputs import SetOutputs, set_outputs
 from gradbox_engine.streams import shard_stream
@@ -32,6 +33,7 @@ __all__ = [
     "FirstOutputs",
     "GraphInBuffer",
     "Group",
+    "KeptPass",
     "LossNotFinite",
     "LossNotScalar",
     "MixedResult",

@@ -2,13 +2,17 @@
 
     dL/dθ = Σᵢ z̄ᵢᵀ ∂f(xᵢ; θ)/∂θ,   with z̄ᵢ = ∂L/∂zᵢ given
 
-The shards go through the model once, in order and with graphs, each under its own random stream and
-the buffers that the shards before it left; that is the replay. Each z is compared with the one that
-the cotangents belong to, and carried back at once.
+From what `set_outputs` kept, the shards' graphs go back one after the other, and those that have
+none are replayed from the buffers that they began with, as in `set_gradient`. Without it all shards
+go through the model once, in order and with graphs, each under its own random stream and the
+buffers that the shards before it left; each z is compared with the one that the cotangents belong
+to, and carried back at once. The sum is taken in the order of the shards either way, so on a CPU
+the result does not depend on what was kept.
 
-Cost: n(F + B) at most. A shard whose cotangent is zero needs no backward pass; it needs a forward
-pass only where the model has buffers, which it may advance for a later shard. Memory beyond the
-model: one graph, Z, ∂L/∂Z, and one sum of gradients.
+Cost, with F and B one shard's forward and backward, n shards, k of them kept: nB + (n − k)F at
+most. A shard whose cotangent is zero needs no backward pass; it needs a forward pass only where
+nothing was kept and the model has buffers, which it may advance for a later shard. Memory beyond
+the model: one graph and those kept, Z, ∂L/∂Z, and one sum of gradients.
 
 Not covered: a model without buffers that makes one when it first runs, where a zero cotangent lets
 that run be left out. The comparison catches it.
@@ -19,23 +23,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.assembly import permutation
 from gradbox_engine.comparison import ReplayComparison
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.failures import blaming
 from gradbox_engine.feed import Position
-from gradbox_engine.gradient import FP16_SMALLEST_SCALE, FP16_STEP, first_scale, nonzero
+from gradbox_engine.flowing import flowing, scaled
 from gradbox_engine.input_gradients import InputGrads, collect
 from gradbox_engine.job import Group, Mode, Observer, Phase, Precision, Silent
+from gradbox_engine.kept_pass import KeptPass
 from gradbox_engine.outputs import Outputs
-from gradbox_engine.phases import Prepared, Replayed
+from gradbox_engine.phases import Prepared, Replayed, carry_back, forward, replay
 from gradbox_engine.preparation import Streams, Terms, prepared
+from gradbox_engine.retention import GraphBudget
 from gradbox_engine.selection import select
 from gradbox_engine.set_outputs import SetOutputs, all_positions
 
@@ -46,6 +51,7 @@ class CotangentGradient:
 
     grads: dict[str, Tensor]
     unreached: tuple[str, ...]
+    retained: int
     replayed: int
     replay_difference: float
     seconds: dict[Phase, float]
@@ -64,7 +70,7 @@ def gradient_at_cotangents(
     model: nn.Module,
     groups: Sequence[Group],
     cotangents: Mapping[str, Outputs],
-    first: FirstOutputs,
+    first: FirstOutputs | KeptPass,
     *,
     seed: int = 0,
     mode: Mode = "eval",
@@ -80,6 +86,8 @@ def gradient_at_cotangents(
 
     Args:
         cotangents: by group and name, of Z's shape; one that is missing is zero.
+        first: what `set_outputs` returned, or what it kept. Graphs that differentiate something
+            other than `wrt` are not used. Those of shards without a cotangent stay.
 
     Raises:
         EngineError: see `errors`; ReplayMismatch where a shard does not repeat its first outputs.
@@ -97,10 +105,25 @@ def gradient_at_cotangents(
     selection = select(model, wrt)
     began = time.perf_counter()
     with prepared(model, groups, selection, terms) as ready:
+        parts = _Parts(groups, first.rows)
+        given = {p: part for p, part in parts.of(cotangents).items() if part}
+        if not given:
+            raise BadInputs("cotangents: expected one for a group of the job, got none")
+        flows = flowing(given)
         sums = GradientSums(selection.parameters)
-        parts = _Parts(groups, first)
-        backward = _Backward(ready, groups, parts, sums, observer or Silent())
-        replayed = backward.run(parts.of(cotangents), precision=precision)
+        way: Callable[..., Replayed]
+        if isinstance(first, KeptPass):
+            parameters = frozenset(selection.parameters)
+            records = first.taken(given, parameters=parameters, inputs=ready.inputs)
+            way = partial(replay, ready, records)
+        else:
+            way = partial(_in_order, ready, parts.of(first.outputs))
+
+        def once() -> Replayed:
+            comparison = ReplayComparison(precision)
+            return way(flows, sums, comparison=comparison, observer=observer or Silent())
+
+        replayed = scaled(once, flows, sums, precision)
         grads = sums.named()
         input_grads, unreached_inputs = collect(
             groups, ready.inputs, replayed.input_grads, device=ready.device
@@ -108,6 +131,7 @@ def gradient_at_cotangents(
     return CotangentGradient(
         grads=grads,
         unreached=(*sums.unreached(), *unreached_inputs),
+        retained=replayed.num_retained,
         replayed=replayed.num_replayed,
         replay_difference=replayed.difference,
         seconds={"replay": time.perf_counter() - began},
@@ -118,20 +142,19 @@ def gradient_at_cotangents(
 class _Parts:
     """Where each shard lies in tensors shaped like the Z that was returned."""
 
-    def __init__(self, groups: Sequence[Group], first: FirstOutputs) -> None:
+    def __init__(self, groups: Sequence[Group], rows: Mapping[str, Sequence[int | None]]) -> None:
         self._groups = groups
         self._rows: dict[Position, tuple[slice, bool]] = {}
         self._inverse: dict[str, Tensor] = {}
         for index, group in enumerate(groups):
             start = 0
-            for shard, num_rows in enumerate(first.rows[group.name]):
+            for shard, num_rows in enumerate(rows[group.name]):
                 stop = start + (1 if num_rows is None else num_rows)
                 self._rows[Position(index, shard)] = (slice(start, stop), num_rows is None)
                 start = stop
             if group.order is not None:
                 order_N = permutation(group.order, start, group=group.name)
                 self._inverse[group.name] = order_N.argsort()
-        self.first = self.of(first.outputs)
 
     def of(self, whole: Mapping[str, Outputs]) -> dict[Position, Outputs]:
         """Return each shard's part."""
@@ -151,93 +174,38 @@ class _Parts:
         return {name: z.index_select(0, inverse_N.to(z.device)) for name, z in named.items()}
 
 
-class _Backward:
-    """One pass over the shards, in order: forward with a graph, compare, backward."""
-
-    def __init__(
-        self,
-        ready: Prepared,
-        groups: Sequence[Group],
-        parts: _Parts,
-        sums: GradientSums,
-        observer: Observer,
-    ) -> None:
-        self._ready = ready
-        self._positions = all_positions(groups)
-        self._first = parts.first
-        self._sums = sums
-        self._observer = observer
-        self._stateful = bool(ready.buffers.storages())
-
-    def run(self, cotangents: Mapping[Position, Outputs], *, precision: Precision) -> Replayed:
-        """Do it; in fp16 again with a smaller scale for as long as a gradient overflows."""
-        flowing = self._flowing(cotangents)
-        self._sums.scale = first_scale(flowing) if precision == "fp16" else 1.0
-        while True:
-            replayed = self._once(flowing, ReplayComparison(precision))
-            scale_left = precision == "fp16" and self._sums.scale >= FP16_SMALLEST_SCALE
-            if not scale_left or _finite(self._sums, replayed):
-                return replayed
-            self._sums.clear()
-            self._sums.scale *= FP16_STEP
-
-    def _once(
-        self, cotangents: Mapping[Position, Outputs], comparison: ReplayComparison
-    ) -> Replayed:
-        buffers = self._ready.buffers
-        before = buffers.first
-        buffers.restore(before)
-        last = max(cotangents)
-        passing = [p for p in self._positions if p in cotangents or (self._stateful and p < last)]
-        input_grads: dict[Position, dict[str, Tensor | None]] = {}
-        with self._sums.collecting():
-            for done, position in enumerate(passing):
-                self._observer.step("replay", done, len(passing))
-                self._sums.begin_shard()
-                found = self._shard(position, cotangents.get(position), comparison)
-                input_grads[position] = found
-                before = buffers.advance(before)
-                self._ready.feed.prefetch((*passing, None)[done + 1])
-        difference = comparison.finish()
-        self._observer.step("replay", len(passing), len(passing))
-        return Replayed(0, len(passing), difference, input_grads)
-
-    def _shard(
-        self, position: Position, cotangent: Outputs | None, comparison: ReplayComparison
-    ) -> dict[str, Tensor | None]:
-        calls = self._ready.calls
-        where = calls.where(position)
-        passage = calls(position, self._ready.feed.take(position))
-        comparison.compare(where, passage.outputs, self._first[position])
-        reached = {
-            name: z
-            for name, z in passage.outputs.items()
-            if cotangent is not None and name in cotangent and z.requires_grad
-        }
-        leaves = [*self._sums.parameters.values(), *passage.inputs.values()]
-        if cotangent is not None and reached and leaves:
-            scaled = [(cotangent[n] * self._sums.scale).to(z.dtype) for n, z in reached.items()]
-            with blaming("the backward pass", where), calls.backward():
-                torch.autograd.backward(list(reached.values()), scaled, inputs=leaves)
-        return {
-            name: None if leaf.grad is None else leaf.grad / self._sums.scale
-            for name, leaf in passage.inputs.items()
-        }
-
-    def _flowing(self, cotangents: Mapping[Position, Outputs]) -> dict[Position, Outputs]:
-        """Return the cotangents that are not zero, and one in each group that has only zeros.
-
-        By that one the parameters that the loss reaches are told from those that it does not.
-        """
-        given = {position: part for position, part in cotangents.items() if part}
-        if not given:
-            raise BadInputs("cotangents: expected one for a group of the job, got none")
-        chosen = nonzero(given)
-        for group in {position.group for position in given}:
-            members = [position for position in given if position.group == group]
-            if not chosen.intersection(members):
-                chosen.add(members[-1])
-        return {position: part for position, part in given.items() if position in chosen}
+def _in_order(
+    ready: Prepared,
+    first: Mapping[Position, Outputs],
+    cotangents: Mapping[Position, Outputs],
+    sums: GradientSums,
+    *,
+    comparison: ReplayComparison,
+    observer: Observer,
+) -> Replayed:
+    """Pass over the shards once: forward with a graph, compare with the first outputs, backward."""
+    stateful, last = bool(ready.buffers.storages()), max(cotangents)
+    passing = [
+        position
+        for position in all_positions(ready.calls.groups)
+        if position in cotangents or (stateful and position < last)
+    ]
+    input_grads: dict[Position, dict[str, Tensor | None]] = {}
+    before, budget = ready.buffers.first, GraphBudget(0)
+    for done, position in enumerate(passing):
+        observer.step("replay", done, len(passing))
+        # Its graph is kept as that of a range's last shard, whose way back comes next.
+        passed = forward(ready, [position], before=before, budget=budget, observer=Silent())
+        (record,), before = passed.records, passed.after
+        comparison.compare(ready.calls.where(position), record.outputs, first[position])
+        if position in cotangents:
+            found = carry_back(ready, record, cotangents[position], sums, comparison)
+            input_grads[position] = found
+        record.drop()
+        ready.feed.prefetch((*passing, None)[done + 1])
+    difference = comparison.finish()
+    observer.step("replay", len(passing), len(passing))
+    return Replayed(0, len(passing), difference, input_grads)
 
 
 def first_outputs(answer: SetOutputs) -> FirstOutputs:
@@ -248,8 +216,3 @@ def first_outputs(answer: SetOutputs) -> FirstOutputs:
         },
         rows=answer.rows,
     )
-
-
-def _finite(sums: GradientSums, replayed: Replayed) -> bool:
-    inputs = [g for named in replayed.input_grads.values() for g in named.values()]
-    return sums.finite() and all(bool(g.isfinite().all()) for g in inputs if g is not None)

@@ -15,6 +15,7 @@ from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.assembly import Assembly
 from gradbox_engine.comparison import ReplayComparison
 from gradbox_engine.feed import Position
+from gradbox_engine.flowing import flowing, scaled
 from gradbox_engine.input_gradients import collect
 from gradbox_engine.job import (
     Group,
@@ -36,10 +37,6 @@ from gradbox_engine.retention import Retain, graph_budget
 from gradbox_engine.selection import select
 
 GRADS_ALONE: tuple[Returned, ...] = ("grads",)
-
-FP16_LARGEST = 2.0**8
-FP16_STEP = 2.0**-6
-FP16_SMALLEST_SCALE = 2.0**-24
 
 
 def set_gradient(
@@ -155,24 +152,22 @@ class _Run:
         )
 
     def replay(self, first: FirstPass, loss: Differentiated) -> Replayed:
-        """Replay; in fp16 again with a smaller scale for as long as a gradient overflows."""
-        scaled = self._terms.precision == "fp16"
+        # The last shard's graph is there: its turn comes first, for nothing else is held then.
+        records = (*first.records[-1:], *first.records[:-1])
         cotangents = self._flowing([record.position for record in first.records], loss)
-        self._sums.scale = first_scale(cotangents) if scaled else 1.0
+
+        def once() -> Replayed:
+            return replay(
+                self._ready,
+                records,
+                cotangents,
+                self._sums,
+                comparison=ReplayComparison(self._terms.precision),
+                observer=self._observer,
+            )
+
         with self._timed("replay"):
-            while True:
-                replayed = replay(
-                    self._ready,
-                    first.records,
-                    cotangents,
-                    self._sums,
-                    comparison=ReplayComparison(self._terms.precision),
-                    observer=self._observer,
-                )
-                if not scaled or self._sums.scale < FP16_SMALLEST_SCALE or self._finite(replayed):
-                    return replayed
-                self._sums.clear()
-                self._sums.scale *= FP16_STEP
+            return scaled(once, cotangents, self._sums, self._terms.precision)
 
     def result(
         self,
@@ -203,28 +198,9 @@ class _Run:
     def _flowing(
         self, positions: Sequence[Position], loss: Differentiated
     ) -> dict[Position, Outputs]:
-        """Return the cotangents of the shards that need a backward pass.
-
-        A shard whose cotangent is zero needs none, but for one in each group that the loss depends
-        on: by it the parameters that the loss reaches are told from those that it does not. With
-        penalties every shard needs one.
-        """
+        """Return the cotangents of the shards that need a backward pass; with penalties all do."""
         parts = {p: self._assembly.part(p, loss.cotangents) for p in positions}
-        if self._ready.calls.has_penalties:
-            return parts
-        parts = {p: part for p, part in parts.items() if part}
-        chosen = nonzero(parts)
-        for group in {position.group for position in parts}:
-            members = [position for position in parts if position.group == group]
-            if not chosen.intersection(members):
-                chosen.add(members[-1])
-        return {position: part for position, part in parts.items() if position in chosen}
-
-    def _finite(self, replayed: Replayed) -> bool:
-        inputs = [g for named in replayed.input_grads.values() for g in named.values()]
-        return self._sums.finite() and all(
-            bool(g.isfinite().all()) for g in inputs if g is not None
-        )
+        return parts if self._ready.calls.has_penalties else flowing(parts)
 
     @contextmanager
     def _timed(self, phase: Phase) -> Iterator[None]:
@@ -238,20 +214,3 @@ class _Run:
 def _total(values: Sequence[Tensor]) -> float:
     """Return the sum of 0-dim tensors; waits for the device once."""
     return float(torch.stack([value.double() for value in values]).sum()) if values else 0.0
-
-
-def nonzero(parts: Mapping[Position, Outputs]) -> set[Position]:
-    """Return the shards whose cotangent is not zero everywhere; waits for the device once."""
-    if not parts:
-        return set()
-    flags = [torch.stack([(c != 0).any() for c in part.values()]).any() for part in parts.values()]
-    return {p for p, flag in zip(parts, torch.stack(flags).tolist(), strict=True) if flag}
-
-
-def first_scale(cotangents: Mapping[Position, Outputs]) -> float:
-    """Return the power of two that lifts the largest cotangent to about FP16_LARGEST."""
-    largest = [c.abs().amax() for part in cotangents.values() for c in part.values() if c.numel()]
-    top = float(torch.stack(largest).amax()) if largest else 0.0
-    if not 0 < top < torch.inf:
-        return 1.0
-    return 2.0 ** round(torch.log2(torch.tensor(FP16_LARGEST / top)).item())

@@ -68,7 +68,7 @@ class ShardRecord:
     """What the first pass leaves of a shard.
 
     `outputs` are z without a graph, `penalties` the penalties' values, `before` the buffers at its
-    beginning. `passage` and `saved` are there while its graph is kept.
+    beginning. `passage` is there while its graph is kept, which has `num_bytes` of saved tensors.
     """
 
     position: Position
@@ -76,7 +76,7 @@ class ShardRecord:
     penalties: list[Tensor]
     before: Snapshot
     passage: Passage | None = None
-    saved: SavedTensors | None = None
+    num_bytes: int = 0
 
     @property
     def kept(self) -> bool:
@@ -85,10 +85,7 @@ class ShardRecord:
 
     def drop(self) -> None:
         """Let go of the graph."""
-        self.passage = None
-        if self.saved is not None:
-            self.saved.drop()
-            self.saved = None
+        self.passage, self.num_bytes = None, 0
 
 
 @dataclass(frozen=True)
@@ -106,12 +103,15 @@ def forward(
     before: Snapshot,
     budget: GraphBudget,
     observer: Observer,
+    keep_last: bool = True,
 ) -> FirstPass:
     """Put a range of shards through the model, in order.
 
     Args:
         before: the buffers at the beginning of the range.
-        budget: how much of the graphs may be kept, beside the last shard's.
+        budget: how much of the graphs may be kept.
+        keep_last: whether the last shard's is kept whatever the budget, for a backward pass that
+            comes next.
     """
     records: list[ShardRecord] = []
     buffers = prepared.buffers
@@ -119,7 +119,8 @@ def forward(
     for position, following in pairwise([*positions, None]):
         assert position is not None
         observer.step("forward", len(records), len(positions))
-        call = partial(_first_call, prepared, position, before, budget, last=following is None)
+        last = keep_last and following is None
+        call = partial(_first_call, prepared, position, before, budget, last=last)
 
         def start_over(before: Snapshot = before) -> None:
             budget.exhaust()
@@ -154,7 +155,7 @@ def replay(
     """Carry each shard's cotangent back through the model and add up the gradients.
 
     Args:
-        records: a range of shards, in order; their graphs are used up.
+        records: a range of shards, in the order of the sum; their graphs are used up.
         cotangents: z̄ᵢ by shard; a shard that is not named has none and is left out. They are
             scaled by `sums.scale` on their way, and what is added to the sums by its inverse.
 
@@ -164,22 +165,31 @@ def replay(
     for record in records:
         if record.position not in cotangents:
             record.drop()
-    active = [record for record in (*records[-1:], *records[:-1]) if record.position in cotangents]
+    active = [record for record in records if record.position in cotangents]
+    attempt = partial(_replay, prepared, active, cotangents, sums, comparison, observer)
+    return with_room(attempt, active, undo=sums.clear)
+
+
+def _replay(
+    prepared: Prepared,
+    records: Sequence[ShardRecord],
+    cotangents: Mapping[Position, Outputs],
+    sums: GradientSums,
+    comparison: ReplayComparison,
+    observer: Observer,
+) -> Replayed:
     num_retained = 0
     input_grads: dict[Position, dict[str, Tensor | None]] = {}
-    with sums.collecting():
-        for index, record in enumerate(active):
-            observer.step("replay", index, len(active))
-            sums.begin_shard()
-            cotangent = cotangents[record.position]
-            attempt = partial(_backward, prepared, record, cotangent, sums, comparison)
-            retained, input_grads[record.position] = with_room(attempt, active)
-            num_retained += retained
-            waiting = (other.position for other in active[index + 1 :] if not other.kept)
-            prepared.feed.prefetch(next(waiting, None))
+    for index, record in enumerate(records):
+        observer.step("replay", index, len(records))
+        num_retained += record.kept
+        cotangent = cotangents[record.position]
+        input_grads[record.position] = carry_back(prepared, record, cotangent, sums, comparison)
+        waiting = (other.position for other in records[index + 1 :] if not other.kept)
+        prepared.feed.prefetch(next(waiting, None))
     difference = comparison.finish()
-    observer.step("replay", len(active), len(active))
-    return Replayed(num_retained, len(active) - num_retained, difference, input_grads)
+    observer.step("replay", len(records), len(records))
+    return Replayed(num_retained, len(records) - num_retained, difference, input_grads)
 
 
 def with_room(
@@ -229,7 +239,8 @@ def _first_call(
         budget.count(saved)
     whole = saved.kept if saved is not None and not budget.unmeasured else last
     if whole and passage.intact:
-        record.passage, record.saved = passage, saved
+        record.passage = passage
+        record.num_bytes = 0 if saved is None else saved.num_bytes
     return record
 
 
@@ -242,19 +253,17 @@ def _call_saving(prepared: Prepared, position: Position, saved: SavedTensors) ->
     except ModelCallFailed as error:
         if not needs_its_own_graph(error.__cause__):
             raise
-    saved.drop()
     return None
 
 
-def _backward(
+def carry_back(
     prepared: Prepared,
     record: ShardRecord,
     cotangent: Outputs,
     sums: GradientSums,
     comparison: ReplayComparison,
-) -> tuple[bool, dict[str, Tensor | None]]:
-    """Return whether the shard's graph had been kept, and the gradients of its inputs."""
-    retained = record.kept
+) -> dict[str, Tensor | None]:
+    """Add one shard's gradients to the sums and return those of its inputs."""
     where = prepared.calls.where(record.position)
     passage = record.passage
     if passage is None:
@@ -271,12 +280,11 @@ def _backward(
             roots.append(edge)
             gradients.append(tap.start(record.outputs, sums.scale))
     if roots:
-        sums.begin_attempt()
         # Without inputs=, which reentrant checkpointing does not admit; nothing else requires grad.
-        with blaming("the backward pass", where), prepared.calls.backward():
+        with blaming("the backward pass", where), prepared.calls.backward(), sums.collecting():
             torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
     record.drop()
-    return retained, {
+    return {
         name: None if leaf.grad is None else leaf.grad / sums.scale
         for name, leaf in passage.inputs.items()
     }

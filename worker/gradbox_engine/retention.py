@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal, Protocol
 
 import torch
 
@@ -39,6 +39,33 @@ CGROUP_FILES = (
 """Limit, use, statistics and what of the use is cached files, in versions 2 and 1."""
 
 
+class OlderGraphs(Protocol):
+    """Graphs of earlier passes, which give way to newer ones."""
+
+    @property
+    def num_bytes(self) -> float:
+        """What they take, about; 0 once there are none."""
+
+    @property
+    def newest_bytes(self) -> int:
+        """Saved tensors of the one that was kept last."""
+
+    def drop_oldest(self) -> None:
+        """Let go of one of them, if there is any."""
+
+
+class NoneOlder:
+    """There are none."""
+
+    num_bytes: Final = 0.0
+    newest_bytes: Final = 0
+
+    def drop_oldest(self) -> None: ...
+
+
+NONE_OLDER: Final = NoneOlder()
+
+
 class GraphBudget:
     """Decides, shard by shard, whether the next graph may be kept.
 
@@ -46,27 +73,43 @@ class GraphBudget:
     graphs can be neither emptied nor measured, and only the last shard's is kept.
     """
 
-    def __init__(self, total_bytes: float, *, with_headroom: bool = False) -> None:
+    def __init__(
+        self,
+        total_bytes: float,
+        *,
+        with_headroom: bool = False,
+        older: OlderGraphs = NONE_OLDER,
+    ) -> None:
         """Begin with nothing held.
 
         Args:
-            total_bytes: memory that kept graphs may take.
+            total_bytes: memory that kept graphs may take, beside the older ones.
             with_headroom: whether one more shard's graph, that of the replay running beside
                 them, comes out of the same memory.
+            older: their memory is added as they have to go, one after the other.
         """
         self._total_bytes = total_bytes
         self._with_headroom = with_headroom
+        self._older = older
         self._held_bytes = 0
         self._latest_bytes = 0
         self.unmeasured = False
 
     def room_bytes(self) -> float:
         """Return how many bytes of saved tensors the next shard may keep; 0 for none at all."""
+        # As large as the shard before, most likely: not worth beginning to keep what will not fit.
+        while (before := self._older.num_bytes) and not self._room_for(
+            max(self._latest_bytes, self._older.newest_bytes)
+        ):
+            self._older.drop_oldest()
+            self._total_bytes += before - self._older.num_bytes
+        return self._room_for(self._latest_bytes)
+
+    def _room_for(self, expected_bytes: int) -> float:
         free_bytes = self._total_bytes / HELD_FACTOR - self._held_bytes
         if self._with_headroom:
-            free_bytes -= self._latest_bytes
-        # As large as the shard before, most likely: not worth beginning to keep what will not fit.
-        return free_bytes if free_bytes > 0 and free_bytes >= self._latest_bytes else 0
+            free_bytes -= expected_bytes
+        return free_bytes if free_bytes > 0 and free_bytes >= expected_bytes else 0
 
     def count(self, saved: SavedTensors) -> None:
         """Take note of what a shard has kept, or of how far it came before it was too much."""
@@ -76,18 +119,30 @@ class GraphBudget:
 
     def exhaust(self) -> None:
         """Keep nothing from here on."""
-        self._total_bytes = 0
+        self._total_bytes, self._older = 0, NONE_OLDER
 
 
-def graph_budget(retain: Retain, device: torch.device, *, sums_bytes: int) -> GraphBudget:
+def graph_budget(
+    retain: Retain,
+    device: torch.device,
+    *,
+    sums_bytes: int,
+    overlay_bytes: int = 0,
+    older: OlderGraphs = NONE_OLDER,
+) -> GraphBudget:
     """Return the budget that `retain` stands for on a device.
 
     Args:
         sums_bytes: what the sums of gradients will take, which "auto" leaves free.
+        overlay_bytes: what the graphs hold beside what they saved.
+        older: graphs that the budget has to do for, too.
     """
     if retain == "auto":
-        return GraphBudget(max(0, _free_bytes(device) - sums_bytes), with_headroom=True)
-    return GraphBudget(retain)
+        total_bytes = _free_bytes(device) - sums_bytes - overlay_bytes
+        return GraphBudget(total_bytes, with_headroom=True, older=older)
+    if retain == 0:
+        return GraphBudget(0)
+    return GraphBudget(retain - overlay_bytes - older.num_bytes, older=older)
 
 
 def _free_bytes(device: torch.device) -> float:

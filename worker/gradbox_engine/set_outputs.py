@@ -2,27 +2,31 @@
 
     Z = cat(z₁ … zₙ),   zᵢ = f(xᵢ; θ)
 
-under the random streams and buffers that a gradient of the same shards would see, and with all
+under the random streams and buffers that a gradient of the same shards would see, and with the same
 parameters requiring grad: kernels that are only taken where nothing does would round otherwise than
-the replay will. Cost: n forwards; memory beyond the model: Z twice and one shard's graph.
+the replay will. Graphs may be kept for the second half, `gradient_at_cotangents`.
+
+Cost: n forwards; memory beyond the model: Z twice, one shard's graph, and the graphs that are kept.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.assembly import Assembly, permutation
 from gradbox_engine.feed import Position
 from gradbox_engine.job import Group, Mode, Observer, Phase, Precision, Silent, Z
+from gradbox_engine.kept_pass import KeptPass
 from gradbox_engine.outputs import Outputs, as_z
 from gradbox_engine.phases import forward
 from gradbox_engine.preparation import Streams, Terms, prepared
-from gradbox_engine.retention import GraphBudget
+from gradbox_engine.retention import NONE_OLDER, OlderGraphs, Retain, graph_budget
 from gradbox_engine.selection import select
 
 
@@ -31,13 +35,14 @@ class SetOutputs:
     """Z of each group, in the order that the group asks for and in the model's own dtype.
 
     `rows` has each shard's number of rows in Z, before that order; None where z has no dimension.
-    `buffers` are the model's buffers advanced once per shard.
+    `buffers` are the model's buffers advanced once per shard. `kept` is there if graphs were to be.
     """
 
     outputs: dict[str, Z]
     rows: dict[str, tuple[int | None, ...]]
     buffers: dict[str, Tensor]
     seconds: dict[Phase, float]
+    kept: KeptPass | None = None
 
 
 def set_outputs(
@@ -50,10 +55,19 @@ def set_outputs(
     output: str | int | None = None,
     readout: Callable[[Any, dict[str, Any]], Any] | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    wrt: Sequence[str] | None = None,
     streams: Streams = "shard",
+    retain: Retain = 0,
+    older: OlderGraphs = NONE_OLDER,
     observer: Observer | None = None,
 ) -> SetOutputs:
     """Return the outputs of all shards; the arguments are those of `set_gradient`.
+
+    Args:
+        wrt: what the second half will be asked for.
+        retain: memory in bytes for graphs that are kept for it, or "auto": what is free. These do
+            not outlive `SetOutputs.kept`.
+        older: what other calls kept, which `retain` has to do for, too.
 
     Raises:
         EngineError: see `errors`; each says what was expected, what came, and what to do.
@@ -68,29 +82,45 @@ def set_outputs(
         weights=weights or {},
         streams=streams,
     )
+    selection = select(model, wrt)
+    registered = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     began = time.perf_counter()
-    with prepared(model, groups, select(model, None), terms) as ready:
+    with prepared(model, groups, selection, terms) as ready:
+        overlay_bytes = _bytes_beside(registered, model)
+        budget = graph_budget(
+            retain,
+            ready.device,
+            sums_bytes=GradientSums(selection.parameters).expected_bytes(),
+            overlay_bytes=overlay_bytes,
+            older=older,
+        )
         first = forward(
             ready,
             all_positions(groups),
             before=ready.buffers.first,
-            budget=GraphBudget(0),
+            budget=budget,
             observer=observer or Silent(),
+            keep_last=False,
         )
         outputs = {record.position: record.outputs for record in first.records}
+        rows = {
+            group.name: tuple(
+                _num_rows(outputs[Position(index, shard)]) for shard in range(len(group.shards))
+            )
+            for index, group in enumerate(groups)
+        }
+        kept = KeptPass(
+            first.records, frozenset(selection.parameters), ready.inputs, rows, overlay_bytes
+        )
         assembly = Assembly(groups, outputs)
         return SetOutputs(
             outputs={
                 group.name: as_z(_ordered(assembly.groups[group.name], group)) for group in groups
             },
-            rows={
-                group.name: tuple(
-                    _num_rows(outputs[Position(index, shard)]) for shard in range(len(group.shards))
-                )
-                for index, group in enumerate(groups)
-            },
+            rows=rows,
             buffers=ready.buffers.named(first.after),
             seconds={"forward": time.perf_counter() - began},
+            kept=kept if kept.num_kept else None,
         )
 
 
@@ -114,3 +144,9 @@ def _ordered(whole: Outputs, group: Group) -> Outputs:
     num_rows = len(next(iter(whole.values())))
     order_N = permutation(group.order, num_rows, group=group.name)
     return {name: z.index_select(0, order_N.to(z.device)) for name, z in whole.items()}
+
+
+def _bytes_beside(registered: Collection[int], model: nn.Module) -> int:
+    """Return how many bytes of the parameters' data lie in other storages than these."""
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+    return sum(s.nbytes() for address, s in storages.items() if address not in registered)
