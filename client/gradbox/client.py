@@ -153,6 +153,7 @@ class GradClient:
         wrt: str | Sequence[str] | None = None,
         weights: Mapping[str, Tensor] | None = None,
         precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32",
+        retain: int | Literal["auto"] = "auto",
         priority: int = 0,
         timeout_s: float = 3600.0,
         name: str = "",
@@ -164,6 +165,8 @@ class GradClient:
             mode: of the first calls; `train()` and `eval()` change it.
             weights: a partial state dict laid over the registered weights. Its tensors may change
                 between calls: each call sees the numbers they have when it is made.
+            retain: memory in bytes for graphs that wait on the box from the calls to `backward()`,
+                so that fewer calls are replayed; 0 keeps none, "auto" takes what is free there.
             progress: whether its jobs show progress bars, as for `Job.wait`.
 
         All else is as computations take it.
@@ -179,6 +182,7 @@ class GradClient:
             readout=readout,
             wrt=wrt,
             precision=precision,
+            retain=retain,
             priority=priority,
             timeout_s=timeout_s,
             name=name,

@@ -36,6 +36,7 @@ from gradbox.protocol import JacobianSpec, ShardRef
 from gradbox_service.store import blob_store
 from gradbox_worker.device import Work
 from gradbox_worker.execution import execute
+from gradbox_worker.kept_graphs import KeptGraphs
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.registry import Registry
 
@@ -54,8 +55,8 @@ def run(name, shards, memory):
         job_id=name, attempt=1, model="wide", model_version=model.version, spec=spec,
         result_path=folder / f"{name}.safetensors", forward_result=None, queued_s=0.0,
     )
-    return execute(work, registry=registry, blobs=blob_store(folder / "data"), observer=Silent(),
-        result_memory_bytes=memory)
+    return execute(work, registry=registry, blobs=blob_store(folder / "data"), kept=KeptGraphs(),
+        observer=Silent(), result_memory_bytes=memory)
 run("warm", ["0/"], memory)  # what torch allocates once
 done = run("job", ["0/", "1/"], memory)
 print(done.receipt.peak_memory_bytes - done.receipt.memory_before_bytes, done.result.size_bytes)

@@ -34,9 +34,12 @@ class Inbox:
         self._stopped: tuple[str, int] | None = None
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
 
-    def next_run(self) -> Run:
-        """Wait for the next job."""
-        return self._runs.get()
+    def next_run(self, within_s: float | None) -> Run | None:
+        """Wait for the next job, not longer than `within_s`; None if none has come by then."""
+        try:
+            return self._runs.get(timeout=within_s)
+        except queue.Empty:
+            return None
 
     def stop_requested(self, job_id: str, attempt: int) -> bool:
         """Tell whether this attempt is to stop."""

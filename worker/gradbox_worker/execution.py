@@ -6,7 +6,9 @@ Used by the device process and by its in-process twin. Knows torch and files; no
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import time
+from functools import partial
 
 import torch
 
@@ -15,11 +17,14 @@ from gradbox_engine import Observer
 from gradbox_worker.blob_tensors import Blobs, BlobTensors
 from gradbox_worker.computations import COMPUTATIONS, Computed, Job
 from gradbox_worker.device.work import Finished, Stopped, Work
-from gradbox_worker.failures import Caught, caught
+from gradbox_worker.failures import Caught, caught, is_out_of_memory
 from gradbox_worker.job_parts import build_function, input_groups
+from gradbox_worker.kept_graphs import KeptGraphs
 from gradbox_worker.memory import PeakMemory, default_result_memory_bytes
 from gradbox_worker.models.registry import Registry
 from gradbox_worker.result_in_place import ResultOnDisk
+
+log = logging.getLogger(__name__)
 
 
 class StopNow(BaseException):
@@ -31,16 +36,19 @@ def attempt(
     *,
     registry: Registry,
     blobs: Blobs,
+    kept: KeptGraphs,
     observer: Observer,
     result_memory_bytes: int | None = None,
 ) -> Finished | Stopped | Caught:
     """Run a job; whatever its model or its loss raises comes back as a problem."""
+    answer: Finished | Stopped | Caught
     try:
-        return caught(
+        answer = caught(
             lambda: execute(
                 work,
                 registry=registry,
                 blobs=blobs,
+                kept=kept,
                 observer=observer,
                 result_memory_bytes=result_memory_bytes,
             ),
@@ -48,7 +56,11 @@ def attempt(
             let_through=StopNow,
         )
     except StopNow:
-        return Stopped()
+        answer = Stopped()
+    if not isinstance(answer, Finished):
+        kept.drop()
+    kept.rest()
+    return answer
 
 
 def execute(
@@ -56,12 +68,14 @@ def execute(
     *,
     registry: Registry,
     blobs: Blobs,
+    kept: KeptGraphs,
     observer: Observer,
     result_memory_bytes: int | None = None,
 ) -> Finished:
     """Run a job and write its result file.
 
     Args:
+        kept: graphs of earlier jobs; without them a job that runs out of memory is begun again.
         result_memory_bytes: what may be in memory of a result on its way into its file; None is
             `default_result_memory_bytes`.
 
@@ -70,6 +84,30 @@ def execute(
         gradbox_engine.EngineError: the computation cannot be done.
         StopNow: the observer said so; nothing is left behind and the models stay loaded.
     """
+    kept.begin(work, loaded=registry.holds(work.model))
+    run = partial(_run, work, registry, blobs, kept, observer, result_memory_bytes)
+    crowded = kept.num_bytes > 0
+    try:
+        return run()
+    except Exception as error:
+        if not (crowded and is_out_of_memory(error)):
+            raise
+    # Outside the handler, for its traceback holds on to the failed attempt's tensors.
+    log.info("job %s runs out of memory beside the graphs of other jobs", work.job_id)
+    kept.drop()
+    if registry.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return run()
+
+
+def _run(
+    work: Work,
+    registry: Registry,
+    blobs: Blobs,
+    kept: KeptGraphs,
+    observer: Observer,
+    result_memory_bytes: int | None,
+) -> Finished:
     spec = work.spec
     began = time.perf_counter()
     loaded = registry.get(work.model, work.model_version)
@@ -90,12 +128,14 @@ def execute(
             observer=observer,
             result=result_file,
             result_memory_bytes=result_memory_bytes or default_result_memory_bytes(registry.device),
+            kept=kept,
         )
         load_s = time.perf_counter() - began
         computed = COMPUTATIONS[spec.computation](job, spec)
         receipt = _receipt(job, computed, peak=peak, load_s=load_s)
         metadata = {"format": "pt", "gradbox": receipt.model_dump_json(), **computed.metadata}
         result = result_file.commit(computed.tensors, metadata=metadata)
+    kept.keep(work, computed.kept)
     return Finished(receipt=receipt, result=result)
 
 

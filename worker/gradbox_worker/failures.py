@@ -80,7 +80,7 @@ def translated(error: BaseException, *, doing: str) -> GradboxError:
     """Return the error of ours that tells the user what this one means."""
     chain = list(_chain(error))
     for link in chain:
-        if _is_out_of_memory(link):
+        if _says_out_of_memory(link):
             return errors.OutOfMemory(
                 f"{doing} does not fit into the device's memory ({_first_line(link)}); cut the "
                 f"inputs into smaller shards, or ask for fewer gradients with wrt"
@@ -108,7 +108,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether memory ran out, by the error or one of its causes."""
+    return any(_says_out_of_memory(link) for link in _chain(error))
+
+
+def _says_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(
@@ -119,7 +124,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _spoils_device(error: BaseException) -> bool:
     """Tell whether CUDA refuses all further work in this process, as after a failed assertion."""
     return any(
-        isinstance(link, torch.AcceleratorError) and not _is_out_of_memory(link)
+        isinstance(link, torch.AcceleratorError) and not _says_out_of_memory(link)
         for link in _chain(error)
     )
 

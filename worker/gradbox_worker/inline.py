@@ -17,6 +17,7 @@ from gradbox_service.store import BlobStore, ResultStore
 from gradbox_worker.device import Failed, Outcome, Supervision, Work
 from gradbox_worker.execution import StopNow, attempt
 from gradbox_worker.failures import Caught
+from gradbox_worker.kept_graphs import KeptGraphs
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.registry import Registry
 from gradbox_worker.presence import Announcer
@@ -33,6 +34,7 @@ class InlineDevice:
         self.models: list[ModelView] = registry.describe()
         self._registry = registry
         self._blobs = blobs
+        self._kept = KeptGraphs()
         self._result_memory_bytes = result_memory_bytes
 
     def run(self, work: Work, supervision: Supervision) -> Outcome:
@@ -41,10 +43,16 @@ class InlineDevice:
             work,
             registry=self._registry,
             blobs=self._blobs,
+            kept=self._kept,
             observer=_Relay(supervision),
             result_memory_bytes=self._result_memory_bytes,
         )
         return Failed(answer.problem) if isinstance(answer, Caught) else answer
+
+    def rest(self) -> None:
+        """Let go of what was kept for jobs that do not come; called between jobs."""
+        if self._kept.idle_left_s() == 0:
+            self._kept.drop()
 
 
 class _Relay:
@@ -88,12 +96,12 @@ class InlineWorker:
         self._stop = threading.Event()
         self._announcer = Announcer(fleet, name=name)
         registry = Registry(read_models_file(models_file), device=torch.device("cpu"))
-        device = InlineDevice(registry, blobs=blobs, result_memory_bytes=result_memory_bytes)
-        self._announcer.offer(device.models, device="cpu")
+        self._device = InlineDevice(registry, blobs=blobs, result_memory_bytes=result_memory_bytes)
+        self._announcer.offer(self._device.models, device="cpu")
         self._runner = TurnRunner(
             records=records,
             results=results,
-            device=device,
+            device=self._device,
             worker=name,
             patience=patience or Patience(),
             leaving=self._stop.is_set,
@@ -114,6 +122,7 @@ class InlineWorker:
         while not self._stop.is_set():
             self._announcer.announce("idle")
             turn = self._turns.take(wait_s=0.05)
+            self._device.rest()
             if turn is not None:
                 self._announcer.announce("busy", job=turn.job_id)
                 self._runner.run(turn.job_id)

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from gradbox.computations.shared import Computation, Prepared, checked, listed
+from gradbox.computations.shared import Differentiated, Prepared, checked, listed
 from gradbox.protocol import ForwardSpec
 from gradbox.protocol.spec import ForwardReturned
 from gradbox.uploads import Uploads
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Forward(Computation):
+class Forward(Differentiated):
     """Z, the outputs of all shards, in the dtype in which the model gives them.
 
     Args:
+        retain: memory in bytes for graphs that wait on the box for a `Gradient` at `Cotangents` of
+            Z, or "auto": what is free. Such a gradient then needs no replay, if it comes within a
+            minute, with the same `wrt`, and before the worker has other things to do.
+        wrt: what such a gradient will differentiate.
         returns: what the result holds, of "outputs" and "buffers".
 
     Raises:
         InvalidInputs: the inputs are empty, are not tensors, or do not fit each other.
     """
 
+    retain: int | Literal["auto"] = 0
     returns: Sequence[ForwardReturned] = ("outputs",)
 
     def __repr__(self) -> str:

@@ -48,10 +48,14 @@ class GradientSpec(DifferentiatedSpec):
     returns: Annotated[list[Returned], Field(min_length=1)] = ["grads"]
 
 
-class ForwardSpec(SharedSpec):
-    """Z alone: the outputs of all shards."""
+class ForwardSpec(DifferentiatedSpec):
+    """Z alone: the outputs of all shards.
+
+    `retain` may hold graphs for a gradient job at cotangents of Z that has the same `wrt`.
+    """
 
     computation: Literal["forward"]
+    retain: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
     returns: Annotated[list[ForwardReturned], Field(min_length=1)] = ["outputs"]
 
 

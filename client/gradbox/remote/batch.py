@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ class Owner(Protocol):
 
     def wanted(self) -> list[str] | None:
         """Return the globs over parameters whose gradients are wanted."""
+
+    def retained(self) -> int | Literal["auto"]:
+        """Return what graphs may take that a forward job leaves for its gradient job."""
 
     def add(self, grads: Mapping[str, Tensor]) -> None:
         """Add to the model's gradients."""
@@ -98,12 +101,15 @@ class Batch:
         Args:
             weights: those of the batch, and buffers as the batches before left them.
         """
+        self._position = {call.index: position for position, call in enumerate(self.calls)}
         computation = CallsForward(
             **self._owner.settled(),
             mode=self.mode,  # type: ignore[arg-type]  # one of the two that it was given
             weights=weights,
             calls=self.calls,
             returns=returns,
+            wrt=self._wrt([(call.index, name) for call in self.calls for name in call.leaves]),
+            retain=self._owner.retained() if any(call.recorded for call in self.calls) else 0,
         )
         try:
             result = self._owner.compute(computation)
@@ -122,11 +128,6 @@ class Batch:
         """Run the gradient job; return the gradients of the inputs and keep the others."""
         given = dict(zip(self._places, cotangents, strict=True))
         reached = {index for (index, _), c in given.items() if c is not None}
-        inputs = [key for key in self._inputs if key[0] in reached]
-        wanted = self._owner.wanted()
-        if inputs:
-            named = [f"inputs.{group_name(self._position[i])}.{name}" for i, name in inputs]
-            wanted = [*(wanted or ["*"]), *named]
         tensors = {
             self._section(place): c.reshape(1) if c.ndim == 0 else c
             for place, c in given.items()
@@ -135,7 +136,7 @@ class Batch:
         settled = self._owner.settled()
         computation = Gradient(
             loss=Cotangents(tensors, of=self._job_id),
-            wrt=wanted,
+            wrt=self._wrt([key for key in self._inputs if key[0] in reached]),
             **{field: settled[field] for field in ("priority", "timeout_s", "name")},
         )
         try:
@@ -154,8 +155,15 @@ class Batch:
         found, self._found = self._found, {}
         self._owner.add(found)
 
+    def _wrt(self, inputs: Sequence[Place]) -> list[str] | None:
+        """Return what a job differentiates: the parameters that are wanted, and these inputs."""
+        wanted = self._owner.wanted()
+        if not inputs:
+            return wanted
+        named = [f"inputs.{group_name(self._position[i])}.{name}" for i, name in inputs]
+        return [*(wanted or ["*"]), *named]
+
     def _record(self, result: GradResult) -> None:
-        self._position = {call.index: position for position, call in enumerate(self.calls)}
         self._inputs = {
             (call.index, name): leaf for call in self.calls for name, leaf in call.leaves.items()
         }

@@ -40,6 +40,7 @@ class Settings:
     readout: Callable[..., Any] | None = None
     wrt: str | Sequence[str] | None = None
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
+    retain: int | Literal["auto"] = "auto"
     priority: int = 0
     timeout_s: float = 3600.0
     name: str = ""
@@ -169,6 +170,10 @@ class RemoteModel:
     def wanted(self) -> list[str] | None:
         """Return the globs over parameters whose gradients are wanted."""
         return None if self._settings.wrt is None else listed(self._settings.wrt)
+
+    def retained(self) -> int | Literal["auto"]:
+        """Return what graphs may take that a forward job leaves for its gradient job."""
+        return self._settings.retain
 
     def compute(self, computation: Forward | Gradient) -> GradResult:
         """Run a job."""

@@ -1,8 +1,9 @@
-"""What only a `Forward` has to fulfil: nothing."""
+"""What only a `Forward` has to fulfil: the names in `wrt`."""
 
 from __future__ import annotations
 
 from gradbox.protocol import ForwardSpec, ModelView
+from gradbox_service.admission.parameters import check_wrt
 from gradbox_service.admission.references import References
 from gradbox_service.admission.tensors import Tensors
 
@@ -13,4 +14,9 @@ def references(spec: ForwardSpec) -> References:
 
 
 def check(spec: ForwardSpec, *, model: ModelView, tensors: Tensors) -> None:
-    """Check nothing beyond what all computations have to fulfil."""
+    """Check what its gradient jobs will differentiate.
+
+    Raises:
+        InvalidInputs: a glob of `wrt` matches nothing.
+    """
+    check_wrt(spec, model=model, tensors=tensors)

@@ -1,4 +1,7 @@
-"""`Gradient` at cotangents: the replay alone, compared with the forward job's outputs."""
+"""`Gradient` at cotangents: from the graphs that the forward job left, or by a replay.
+
+A replay is compared with the forward job's outputs, which its result file has.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,14 @@ def compute(job: Job, spec: GradientSpec, loss: CotangentsLoss) -> Computed:
     """Return dL/dθ from ∂L/∂Z.
 
     Raises:
-        InvalidInputs: the forward job's result is not there any more.
+        InvalidInputs: neither graphs nor the result of the forward job are there any more.
     """
+    first = job.kept.of(job.work)
     answer = gradient_at_cotangents(
         job.loaded.module,
         job.groups,
         _grouped({name: job.tensors.tensor(ref) for name, ref in loss.tensors.items()}),
-        _first_outputs(job.work.forward_result, loss.forward, job.device),
+        first or _first_outputs(job.work.forward_result, loss.forward, job.device),
         seed=spec.seed,
         mode=spec.mode,
         wrt=differentiated(spec),
@@ -48,7 +52,7 @@ def compute(job: Job, spec: GradientSpec, loss: CotangentsLoss) -> Computed:
             **section("input_grads", input_gradients(answer.input_grads)),
         },
         facts={
-            "shards_retained": 0,
+            "shards_retained": answer.retained,
             "shards_replayed": answer.replayed,
             "replay_difference": answer.replay_difference,
             "names": tuple(answer.grads),

@@ -1,4 +1,4 @@
-"""`Forward`: outputs, and the buffers that came of them."""
+"""`Forward`: outputs, the buffers that came of them, and graphs for the second half."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def compute(job: Job, spec: ForwardSpec) -> Computed:
         output=spec.output,
         readout=job.readout,
         weights=job.weights,
+        wrt=spec.wrt,
         streams=spec.streams,
+        retain=spec.retain,
+        older=job.kept,
         observer=job.observer,
     )
     sections = {"outputs": by_group(answer.outputs), "buffers": answer.buffers}
@@ -31,4 +34,5 @@ def compute(job: Job, spec: ForwardSpec) -> Computed:
         },
         facts={"rows": answer.rows},
         seconds=answer.seconds,
+        kept=answer.kept,
     )

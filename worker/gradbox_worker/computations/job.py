@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gradbox_engine import Group, Observer
+from gradbox_engine import Group, KeptPass, Observer
 from gradbox_engine.job import Phase
 from gradbox_worker.blob_tensors import BlobTensors
 from gradbox_worker.device.work import Work
+from gradbox_worker.kept_graphs import KeptGraphs
 from gradbox_worker.models.registry import Loaded
 from gradbox_worker.result_in_place import ResultOnDisk
 
@@ -31,6 +32,7 @@ class Job:
     observer: Observer
     result: ResultOnDisk
     result_memory_bytes: int  # for what is on its way into the result file
+    kept: KeptGraphs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +40,14 @@ class Computed:
     """What stands in the result file, and what the receipt says beyond what all receipts say.
 
     `tensors` go by SECTION/NAME and come beside what was written to `Job.result` already. `facts`
-    are fields of `Receipt`, `metadata` stands beside it.
+    are fields of `Receipt`, `metadata` stands beside it. `kept` are graphs for a job to come.
     """
 
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
     seconds: Mapping[Phase, float]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    kept: KeptPass | None = None
 
 
 class Compute(Protocol):

@@ -22,6 +22,7 @@ from gradbox_worker.device.placement import choose_device, memory_bytes
 from gradbox_worker.device.work import Finished, Stopped, Work
 from gradbox_worker.execution import StopNow, attempt
 from gradbox_worker.failures import Caught, caught
+from gradbox_worker.kept_graphs import KeptGraphs
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.registry import Registry
 
@@ -31,7 +32,7 @@ REPORT_S: Final = 0.1
 class Orders(Protocol):
     """What the worker asks for."""
 
-    def next_run(self) -> Run: ...
+    def next_run(self, within_s: float | None) -> Run | None: ...
     def stop_requested(self, job_id: str, attempt: int) -> bool: ...
 
 
@@ -61,15 +62,19 @@ def serve(
     if isinstance(registry, Caught):
         send(connection, Unready(problem=registry.problem))
         return
-    blobs = blob_store(data)
+    blobs, kept = blob_store(data), KeptGraphs()
     while True:
-        order = orders.next_run()
+        order = orders.next_run(kept.idle_left_s())
+        if order is None:
+            kept.drop()
+            continue
         work = _work(order)
         observer = _Reporter(connection, orders, work=work)
         answer = attempt(
             work,
             registry=registry,
             blobs=blobs,
+            kept=kept,
             observer=observer,
             result_memory_bytes=result_memory_bytes,
         )

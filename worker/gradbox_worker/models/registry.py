@@ -66,6 +66,10 @@ class Registry:
         """
         return [self._get(name).view for name in self._entries]
 
+    def holds(self, name: str) -> bool:
+        """Tell whether a model is on the device, so that `get` need not load it."""
+        return name in self._loaded
+
     def get(self, name: str, version: str | None = None) -> Loaded:
         """Return a model, ready on the device.
 
