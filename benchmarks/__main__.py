@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
         "--service-pairs", type=int, default=128, help="for the service: 10 s or more [128]"
     )
     parser.add_argument(
-        "--autograd-pairs", type=int, default=48, help="for remote autograd: 5 s or more [48]"
+        "--autograd-pairs", type=int, default=64, help="for remote autograd: 5 s or more [64]"
     )
     parser.add_argument("--tasks", type=_names, default=tuple(ENCODERS), help="for retention [all]")
     parser.add_argument(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.remote_autograd import AutogradOverhead, AutogradPlan, autograd_section
+from benchmarks.remote_autograd import AutogradOverhead, AutogradPlan, autograd_section, ratio
 
 PLAN = AutogradPlan(num_pairs=48, shard=16, rounds=3, threads=1)
 
@@ -17,10 +17,15 @@ def test_the_bar_asks_for_a_long_step_and_a_small_overhead(
 ) -> None:
     found = AutogradOverhead(
         PLAN,
-        remote_s=local_s * ratio,
-        local_s=local_s,
-        naive_s=4.0,
-        ratio=ratio,
-        naive_ratio=local_s * ratio / 4,
+        remote_s=(local_s * ratio,) * 3,
+        remote_replaying_s=(local_s * 1.4,) * 3,
+        naive_s=(local_s,) * 3,
+        replaying_s=(local_s * 1.3,) * 3,
+        retained=18,
+        replayed=0,
     )
     assert ("- met:" in autograd_section(found)) == met
+
+
+def test_rounds_are_compared_with_themselves() -> None:
+    assert ratio((2.0, 30.0, 8.0), (1.0, 10.0, 8.0)) == 2.0
