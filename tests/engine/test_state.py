@@ -55,6 +55,25 @@ class _Swapping(_Stateful):
         return self.a - 2 * self.b
 
 
+class _Turning(_Stateful):
+    """A buffer that changes its values with each call, and with every second its shape in place."""
+
+    table: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(6.0).double().view(2, 3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def state(self, z: Tensor) -> Tensor:
+        shift = self.table[0, :2].repeat(2)[:3]
+        self.calls += 1
+        table = 0.5 * self.table + z.mean()
+        self.table.data = table.t() if self.calls % 2 == 0 else table
+        return shift
+
+
 class _Growing(_Stateful):
     """A queue that gets longer with each call."""
 
@@ -127,7 +146,7 @@ class _Holey(_Stateful):
 
 
 @pytest.mark.parametrize("retain", [0, 700, 10**9])
-@pytest.mark.parametrize("kind", [_Swapping, _Growing, _Late, _Shared, _ByView, _Holey])
+@pytest.mark.parametrize("kind", [_Swapping, _Turning, _Growing, _Late, _Shared, _ByView, _Holey])
 def test_the_gradient_and_the_buffers_are_those_of_naive_code(kind, retain):
     model = kind()
     zs = [model(shard["0"]) for shard in _shards()]
@@ -156,6 +175,24 @@ def test_snapshots_share_what_did_not_change():
     second = buffers.take(buffers.first)
     shared = {slot for slot, value in second.values.items() if value is buffers.first.values[slot]}
     assert shared == {("1", "running_mean"), ("1", "running_var"), ("1", "num_batches_tracked")}
+
+
+def test_snapshots_keep_what_changes_in_one_tensor():
+    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(5)))
+    buffers = Buffers(model)
+    second, third = (_after_a_pass(model, buffers, buffers.first) for _ in range(2))
+    floats = [value for value in third.values.values() if value.is_floating_point()]
+    assert len({value.untyped_storage().data_ptr() for value in floats}) == 1
+    live = dict(model.named_buffers())
+    buffers.restore(second)
+    assert any(not torch.equal(third.values[slot], second.values[slot]) for slot in second.values)
+    buffers.restore(third)
+    assert all(torch.equal(live[".".join(slot)], v) for slot, v in third.values.items())
+
+
+def _after_a_pass(model: nn.Module, buffers: Buffers, before: Snapshot) -> Snapshot:
+    model(torch.randn(4, 3))
+    return buffers.advance(before)
 
 
 def test_sparse_gradients_come_back_dense():

@@ -2,7 +2,8 @@
 
 Before each shard of the first pass the buffers' values are kept; before a replay they are put back.
 Two snapshots share what did not change between them. Change is told by value: writes through
-`.data` leave no trace in a tensor's version counter.
+`.data` leave no trace in a tensor's version counter. Buffers that have once been seen to change are
+kept together, in one tensor for each dtype, for a tensor takes more memory than a statistic.
 
 A model may write into a buffer or rebind its name to a new tensor. After each shard the registered
 tensor is put back under its name with the new value, so the tensor that the model made, which a
@@ -11,10 +12,13 @@ kept graph may hold, is never written to again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 from gradbox_engine.arrivals import Arrival
 from gradbox_engine.errors import GraphInBuffer
@@ -22,30 +26,68 @@ from gradbox_engine.errors import GraphInBuffer
 Slot = tuple[str, str]
 """A submodule's name and the buffer's name in it."""
 
+Live = dict[Slot, Tensor | None]
+
+Kind = tuple[torch.dtype, torch.device]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each of several buffers of one dtype lies in one flat tensor."""
+
+    slots: tuple[Slot, ...]
+    shapes: tuple[torch.Size, ...]
+
+    def parts(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield the buffers' values, as views."""
+        sizes = [math.prod(shape) for shape in self.shapes]
+        for slot, shape, part in zip(self.slots, self.shapes, flat.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+            yield slot, part.view(shape)
+
 
 class Snapshot:
     """The values of all buffers at one moment. Nothing writes to these tensors."""
 
-    def __init__(self, values: dict[Slot, Tensor | None]) -> None:
-        self.values = values
+    def __init__(self, apart: Live, packed: Sequence[tuple[Layout, Tensor]] = ()) -> None:
+        self._apart = apart
+        self._packed = packed
         self._previous: Snapshot | None = None
         self._compared: list[Slot] = []
         self._changed: Arrival | None = None
 
+    @property
+    def values(self) -> Live:
+        """All values by slot, those kept together as views."""
+        return self._apart | {
+            slot: value for layout, flat in self._packed for slot, value in layout.parts(flat)
+        }
+
+    def apart(self, slot: Slot) -> Tensor | None:
+        """Return the value of a slot that is kept by itself; None if it is not."""
+        return self._apart.get(slot)
+
     def compare_later(self, previous: Snapshot, slots: list[Slot]) -> None:
         """Begin to find out on the device which of `slots` are as they were in `previous`."""
-        flags = [_differs(self.values[slot], previous.values[slot]) for slot in slots]
+        flags = [_differs(self._apart[slot], previous._apart[slot]) for slot in slots]
         self._previous, self._compared = previous, slots
         self._changed = Arrival(torch.stack(flags))
 
-    def share(self) -> None:
-        """Let go of what is the same as in the snapshot before, once that is known."""
+    def share(self) -> list[Slot]:
+        """Let go of what is the same as in the snapshot before, once that is known.
+
+        Returns:
+            What is not the same.
+        """
         if self._changed is None or self._previous is None:
-            return
+            return []
+        differing = []
         for slot, changed in zip(self._compared, self._changed.value().tolist(), strict=True):
-            if not changed:
-                self.values[slot] = self._previous.values[slot]
+            if changed:
+                differing.append(slot)
+            else:
+                self._apart[slot] = self._previous._apart[slot]
         self._previous = self._changed = None
+        return differing
 
 
 class Buffers:
@@ -54,30 +96,15 @@ class Buffers:
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
         self._tables = [(prefix, module._buffers) for prefix, module in self._modules.items()]
-        self._registered = dict(self._live())
+        self._changing: set[Slot] = set()
+        self._layouts: dict[Kind, Layout] = {}
+        self._registered = self._live()
+        self._forms = {slot: _form(b) for slot, b in self._registered.items() if b is not None}
         self.first = self.take(None)
 
     def take(self, previous: Snapshot | None) -> Snapshot:
         """Return the buffers' values now, sharing with `previous` what did not change."""
-        if previous is not None:
-            previous.share()
-        values: dict[Slot, Tensor | None] = {}
-        compare: list[Slot] = []
-        for slot, live in self._live():
-            before = previous.values.get(slot) if previous is not None else None
-            if live is None:
-                values[slot] = None
-            elif before is not None and _same_form(live, before):
-                on_host = live.device.type == "cpu"
-                values[slot] = before if on_host and torch.equal(live, before) else _copy(live)
-                if not on_host:
-                    compare.append(slot)
-            else:
-                values[slot] = _copy(live)
-        snapshot = Snapshot(values)
-        if previous is not None and compare:
-            snapshot.compare_later(previous, compare)
-        return snapshot
+        return self._take(self._live(), previous)
 
     def advance(self, previous: Snapshot) -> Snapshot:
         """Return the values after a shard, and put the registered tensors back under their names.
@@ -85,15 +112,16 @@ class Buffers:
         Raises:
             GraphInBuffer: a buffer now carries a graph from this shard into the next.
         """
-        for (module, name), live in self._live():
-            if live is not None and live.requires_grad:
+        live = self._live()
+        for (module, name), buffer in live.items():
+            if buffer is not None and buffer.requires_grad:
                 raise GraphInBuffer(
                     f"buffer {_join(module, name)!r}: expected a value without a graph after a "
                     f"shard, got one that requires grad, so gradients would cross from shard to "
                     f"shard; update it under torch.no_grad() or from detached tensors"
                 )
-        snapshot = self.take(previous)
-        if any(self._registered.get(slot) is not live for slot, live in self._live()):
+        snapshot = self._take(live, previous)
+        if any(self._registered.get(slot) is not buffer for slot, buffer in live.items()):
             self.restore(snapshot)
         return snapshot
 
@@ -102,9 +130,10 @@ class Buffers:
         """Give every buffer the value it had when `snapshot` was taken."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for module, name in [slot for slot, _ in self._live() if slot not in snapshot.values]:
+        values = snapshot.values
+        for module, name in [slot for slot in self._live() if slot not in values]:
             delattr(self._modules[module], name)
-        for (module, name), value in snapshot.values.items():
+        for (module, name), value in values.items():
             slots = self._modules[module]._buffers
             registered = self._registered.get((module, name))
             if value is None:
@@ -120,28 +149,75 @@ class Buffers:
 
     def storages(self) -> set[int]:
         """Return the addresses of the storages that the live buffers use."""
-        return {live.untyped_storage().data_ptr() for _, live in self._live() if live is not None}
+        live = self._live().values()
+        return {buffer.untyped_storage().data_ptr() for buffer in live if buffer is not None}
 
     def named(self, snapshot: Snapshot) -> dict[str, Tensor]:
         """Return copies of a snapshot's values by the names `named_buffers` gives them."""
+        values = snapshot.values
+        ordered = dict.fromkeys([*self._registered, *values])
         return {
-            _join(module, name): _copy(value)
-            for (module, name), value in snapshot.values.items()
-            if value is not None
+            _join(*slot): _copy(value)
+            for slot in ordered
+            if (value := values.get(slot)) is not None
         }
 
-    def _live(self) -> Iterator[tuple[Slot, Tensor | None]]:
-        for prefix, table in self._tables:
-            for name, buffer in list(table.items()) if table else ():
-                yield (prefix, name), buffer
+    def _live(self) -> Live:
+        return {
+            (prefix, name): buffer
+            for prefix, table in self._tables
+            if table
+            for name, buffer in table.items()
+        }
+
+    @torch.no_grad()
+    def _take(self, live: Live, previous: Snapshot | None) -> Snapshot:
+        if previous is not None:
+            self._changing.update(previous.share())
+        apart: Live = {}
+        together: dict[Kind, dict[Slot, Tensor]] = {}
+        compare: list[Slot] = []
+        for slot, buffer in live.items():
+            before = None if previous is None else previous.apart(slot)
+            if buffer is None:
+                apart[slot] = None
+            elif slot in self._changing and self._forms.get(slot) == _form(buffer):
+                together.setdefault((buffer.dtype, buffer.device), {})[slot] = buffer
+            elif before is None or not _same_form(buffer, before):
+                apart[slot] = _copy(buffer)
+            elif buffer.device.type != "cpu":
+                apart[slot] = _copy(buffer)
+                compare.append(slot)
+            elif torch.equal(buffer, before):
+                apart[slot] = before
+            else:
+                apart[slot] = _copy(buffer)
+                self._changing.add(slot)
+        packed = [self._pack(kind, members) for kind, members in together.items()]
+        snapshot = Snapshot(apart, packed)
+        if previous is not None and compare:
+            snapshot.compare_later(previous, compare)
+        return snapshot
+
+    def _pack(self, kind: Kind, members: Mapping[Slot, Tensor]) -> tuple[Layout, Tensor]:
+        layout, slots = self._layouts.get(kind), tuple(members)
+        if layout is None or layout.slots != slots:
+            layout = Layout(slots, tuple(buffer.shape for buffer in members.values()))
+            self._layouts[kind] = layout
+        flat: Tensor = _flatten_dense_tensors(tuple(members.values()))  # type: ignore[no-untyped-call]
+        return layout, flat.clone() if len(members) == 1 else flat  # one alone comes as a view
 
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 def _same_form(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+    return _form(a) == _form(b)
 
 
 def _differs(a: Tensor | None, b: Tensor | None) -> Tensor:

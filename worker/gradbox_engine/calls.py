@@ -19,7 +19,7 @@ from gradbox_engine.outputs import Outputs, as_outputs, choose
 from gradbox_engine.penalties import Tap, Taps
 from gradbox_engine.precision import autocast
 from gradbox_engine.sample_streams import SampleStreams
-from gradbox_engine.streams import shard_stream
+from gradbox_engine.streams import begin_stream
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,10 @@ class Passage:
 
 
 class ModelCalls:
-    """Calls a model's entry points under each shard's own random stream and one precision."""
+    """Calls a model's entry points under each shard's own random stream and one precision.
+
+    The global generators are left where a call leaves them, see `preparation`.
+    """
 
     def __init__(
         self,
@@ -81,10 +84,10 @@ class ModelCalls:
         arguments = {**arguments, **leaves}
         by_place, by_name = call_arguments(arguments)
         entry = self._entries[position.group]
+        begin_stream(self._seed, *self._stream(position))
         with (
             blaming("the model", self.where(position)),
             torch.enable_grad(),
-            shard_stream(self._seed, *self._stream(position)),
             self._drawing(position),
             autocast(self._precision, self._device),
             self._taps.listening(with_values=with_values) as tapped,

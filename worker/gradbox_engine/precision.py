@@ -8,7 +8,7 @@ always gets Z in float32 or wider, and gradients are summed in float32 or wider.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -63,9 +63,11 @@ def arithmetic(precision: Precision) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
-def autocast(precision: Precision, device: torch.device) -> torch.autocast:
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
     """Return the autocast state of one call of the model: the same in both passes."""
     dtype = AUTOCAST.get(precision)
+    if dtype is None and not torch.is_autocast_enabled(device.type):
+        return nullcontext()
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 

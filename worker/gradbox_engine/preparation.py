@@ -22,6 +22,7 @@ from gradbox_engine.precision import arithmetic
 from gradbox_engine.preservation import preserved
 from gradbox_engine.sample_streams import SampleStreams
 from gradbox_engine.selection import Selection
+from gradbox_engine.streams import generators_restored
 
 Streams = Literal["shard", "sample"]
 
@@ -48,7 +49,12 @@ def prepared(
     device = model_device(model)
     feed = Feed(groups, device, widened=terms.precision == "fp64")
     inputs = matched_inputs(groups, selection.input_patterns)
-    with torch.inference_mode(False), preserved(model), arithmetic(terms.precision):
+    with (
+        torch.inference_mode(False),
+        preserved(model),
+        generators_restored(),
+        arithmetic(terms.precision),
+    ):
         lay_over(model, terms.weights)
         if terms.precision == "fp64":
             widen(model)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+NOTHING: tuple[()] = ()
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -51,7 +52,7 @@ class _ModuleState:
         self._module = module
         self._attributes = dict(vars(module))
         self._entries = {
-            key: value.copy()
+            key: value.copy() if value else NOTHING  # as most are: hooks nobody has hung up
             for key, value in self._attributes.items()
             if isinstance(value, dict | list | set)
         }
@@ -64,6 +65,8 @@ class _ModuleState:
 
 
 def _refill(container: Any, entries: Any) -> None:
+    if not container and not entries:
+        return
     container.clear()
     if isinstance(container, list):
         container.extend(entries)
@@ -80,7 +83,7 @@ class _TensorState:
         self._value = self._data.clone() if with_value else None
         self._requires_grad = tensor.requires_grad
         self._grad = tensor.grad
-        self._hooks = {name: dict(getattr(tensor, name) or {}) for name in TENSOR_HOOKS}
+        self._hooks = {name: dict(getattr(tensor, name) or NOTHING) for name in TENSOR_HOOKS}
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -10,9 +10,7 @@ Bytes are counted by storage, each once; parameters, which are there anyway, are
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,19 +29,21 @@ def needs_its_own_graph(error: BaseException | None) -> bool:
     return isinstance(error, GraphDropped) or "saved tensor hooks" in str(error)
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class _Saved:
-    tensor: Tensor | None
-    version: int
+Saved = tuple[Tensor | None, int]
+"""A tensor, or None where it was let go, and the version in which it was saved."""
+
+LET_GO: Saved = (None, 0)
 
 
 class SavedTensors:
-    """The tensors that one shard's backward pass needs."""
+    """The tensors that one shard's backward pass needs; its graph owns them."""
 
     def __init__(
         self, *, limit_bytes: float, parameters: Collection[int], buffers: Collection[int]
     ) -> None:
-        """Keep tensors up to a limit; above it all are let go, and so are those still to come.
+        """Keep tensors up to a limit; above it nothing that comes is kept.
+
+        What had come by then, at most the limit, goes with the graph, of which nobody has a use.
 
         Args:
             limit_bytes: 0 keeps nothing.
@@ -54,56 +54,44 @@ class SavedTensors:
         self.num_bytes = 0
         self.kept = limit_bytes > 0
         self._limit_bytes = limit_bytes
-        self._parameters = parameters
         self._buffers = buffers
-        self._counted: set[int] = set()
-        # The graph owns these, so that a backward pass frees them as it goes.
-        self._saved: list[weakref.ref[_Saved]] = []
+        self._counted = set(parameters)
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the context in which the shard's forward pass runs."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
-    def drop(self) -> None:
-        """Let go of everything; the graph can no longer be used."""
-        self.kept = False
-        for reference in self._saved:
-            saved = reference()
-            if saved is not None:
-                saved.tensor = None
-        self._saved.clear()
-        self._counted.clear()
-
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> Saved:
         if not self.kept:
-            return _Saved(None, 0)
-        saved = self._hold(tensor.detach())
-        self._saved.append(weakref.ref(saved))
-        if self.num_bytes > self._limit_bytes:
-            self.drop()
-        return saved
+            return LET_GO
+        # Without its place in the graph: a node that owned its own output would never be freed.
+        tensor = tensor.detach()
+        if tensor.layout is not torch.strided:
+            self._count(tensor.nbytes)
+        else:
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if address not in self._counted:
+                if address in self._buffers:
+                    tensor = tensor.clone()
+                    self._count(tensor.nbytes)
+                else:
+                    self._counted.add(address)
+                    self._count(storage.nbytes())
+        return (tensor, tensor._version) if self.kept else LET_GO
 
-    def _hold(self, tensor: Tensor) -> _Saved:
-        if tensor.layout != torch.strided:
-            self.num_bytes += tensor.nbytes
-            return _Saved(tensor, tensor._version)
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address in self._buffers:
-            tensor = tensor.clone()
-            self.num_bytes += tensor.untyped_storage().nbytes()
-        elif address not in self._parameters and address not in self._counted:
-            self._counted.add(address)
-            self.num_bytes += storage.nbytes()
-        return _Saved(tensor, tensor._version)
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.kept = self.num_bytes <= self._limit_bytes
 
-    def _unpack(self, saved: _Saved) -> Tensor:
-        if saved.tensor is None:
-            raise GraphDropped("the graph of this shard was not kept")
-        if saved.tensor._version != saved.version:
-            raise RuntimeError(
-                "a tensor needed for the gradient was modified by an in-place operation: "
-                f"{tuple(saved.tensor.shape)} is at version {saved.tensor._version}, expected "
-                f"{saved.version}"
-            )
-        return saved.tensor
+
+def _unpack(saved: Saved) -> Tensor:
+    tensor, version = saved
+    if tensor is None:
+        raise GraphDropped("the graph of this shard was not kept")
+    if tensor._version != version:
+        raise RuntimeError(
+            "a tensor needed for the gradient was modified by an in-place operation: "
+            f"{tuple(tensor.shape)} is at version {tensor._version}, expected {version}"
+        )
+    return tensor

@@ -33,12 +33,24 @@ def shard_stream(seed: int, group: int, shard: int) -> Iterator[None]:
         group: position of the shard's group among the groups.
         shard: position of the shard in its group.
     """
+    with generators_restored():
+        begin_stream(seed, group, shard)
+        yield
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Put every global generator back on the way out."""
     before = _generator_states()
     try:
-        _seed_generators(stream_seed(seed, group, shard))
         yield
     finally:
         _restore_generators(before)
+
+
+def begin_stream(seed: int, group: int, shard: int) -> None:
+    """Seed every global generator for one shard; for callers that put them back later."""
+    _seed_generators(stream_seed(seed, group, shard))
 
 
 def stream_seed(seed: int, group: int, shard: int) -> int:
