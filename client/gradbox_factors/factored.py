@@ -128,19 +128,26 @@ class Factored:
 
 def squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
     """Return the squared norm of every sample's row by parameter, shape (B, Y), float64."""
-    biased = _biased(terms, terms)
     found: dict[str, Tensor] = {}
+    lefts: dict[int, Tensor] = {}  # by the factor that a layer's weight and bias share
     for name, term in terms.items():
-        if name in found:
-            continue
-        if name in biased and isinstance(term, Outer) and term.right.shape[1] == 1:
-            # The bias' row is the left factor itself, and the weight's norm a product with it.
-            found[biased[name]] = lefts = terms[biased[name]].squared_norm()
-            right = term.right.select(1, 0)
-            found[name] = lefts * torch.linalg.vecdot(right, right)[:, None]
-        else:
+        if not isinstance(term, Outer | Positions) or term.left.shape[2] != 1 or _sideways(term):
             found[name] = term.squared_norm()
-    return {name: found[name] for name in terms}
+            continue
+        square = lefts.get(id(term.left))
+        if square is None:
+            rows = term.left.select(2, 0)
+            square = lefts[id(term.left)] = torch.linalg.vecdot(rows, rows).T.double()
+        if isinstance(term, Outer):
+            right = term.right.select(1, 0)
+            square = square * torch.linalg.vecdot(right, right)[:, None]
+        found[name] = square
+    return found
+
+
+def _sideways(term: Term) -> bool:
+    """Whether dim 2 of the left factor does not count positions."""
+    return isinstance(term, Positions) and term.channels_first
 
 
 def sum_of(parts: Sequence[Tensor]) -> Tensor:
@@ -166,24 +173,24 @@ def _pair(piece: Mapping[str, Term], other: Mapping[str, Term], *, trace: bool) 
     sizes: tuple[int, ...] = (first.outputs, first.samples, second.outputs, second.samples)
     biased = _biased(piece, other)
     biases = set(biased.values())
+    together: list[tuple[Outer, Outer, float]] = []
     linear: list[tuple[Outer, Outer, float]] = []
     others: list[tuple[Term, Term]] = []
     for name, term in piece.items():
         theirs = other[name]
         if isinstance(term, Outer) and isinstance(theirs, Outer):
-            linear.append((term, theirs, 1.0 if name in biased else 0.0))
+            at_once = not trace and _one_position(term, theirs)
+            shift = 1.0 if name in biased else 0.0
+            (together if at_once else linear).append((term, theirs, shift))
         elif name not in biases:
             others.append((term, theirs))
-    together = [] if trace else [pair for pair in linear if _one_position(pair[0], pair[1])]
     if together:
         gram = gram_of_one_position(together)
     else:
         gram = _new(first, sizes[1::2] if trace else sizes)
     for mine, layer, shift in linear:
-        if trace:
-            mine.add_gram_trace_with(gram, layer, shift=shift)
-        elif not together or not _one_position(mine, layer):
-            mine.add_gram_with(gram, layer, shift=shift)
+        add = mine.add_gram_trace_with if trace else mine.add_gram_with
+        add(gram, layer, shift=shift)
     for term, theirs in others:
         (term.add_gram_trace if trace else term.add_gram)(gram, theirs)
     return gram

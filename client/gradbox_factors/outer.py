@@ -236,7 +236,7 @@ def gram_of_one_position(pairs: Sequence[tuple[Outer, Outer, float]]) -> Tensor:
         feature = mine.right.select(1, 0) @ other.right.select(1, 0).T
         if shift:
             feature.add_(shift)
-        both_steady = _is_steady(mine.left) and _is_steady(other.left)
+        both_steady = _is_steady(mine.left) and (other is mine or _is_steady(other.left))
         (steady if both_steady else varying).append((mine.left, other.left, feature))
     if varying:
         _write_strips(gram, varying)

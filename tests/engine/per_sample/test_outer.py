@@ -96,6 +96,17 @@ def test_grams_of_steady_and_of_varying_output_gradients(
     torch.testing.assert_close(factors.gram(trace=True), traced, rtol=TOLERANCE, atol=1e-10)
 
 
+@pytest.mark.parametrize("B", [1, 2, 7])
+def test_the_gram_of_one_output_is_whole_for_any_number_of_samples(B: int) -> None:
+    terms = layer("a", made(1, B, 1, 20), made(B, 1, 30, seed=1))
+    terms |= layer("b", made(1, B, 1, 10, seed=2), made(B, 1, 20, seed=3))
+    factors = Factored([terms])
+    rows = torch.cat([factors.block(name).flatten(2) for name in factors.names], 2).squeeze(1)
+    torch.testing.assert_close(factors.gram().view(B, B), rows @ rows.T, rtol=TOLERANCE, atol=1e-10)
+    squared = sum(factors.squared_norms().values())
+    torch.testing.assert_close(squared, rows.square().sum(1, keepdim=True), rtol=TOLERANCE, atol=0)
+
+
 def test_one_hot_output_gradients_leave_other_outputs_apart() -> None:
     left = torch.eye(3, dtype=DOUBLE)[:, None, None].expand(3, 4, 1, 3)
     factors = Factored([layer("w", left, made(4, 1, 20))])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
-        self._layout: dict[str, tuple[int, ...]] = {}
+        self._layout: tuple[Any, ...] = ()
         self._views: dict[str, Tensor] = {}
         self._touched: dict[tuple[str, int, int], Lookup] = {}
 
@@ -58,12 +58,8 @@ class Arena:
         device: torch.device,
     ) -> dict[str, Tensor]:
         """Return views of the given shapes; what they hold is settled when they are written."""
-        layout = dict(shapes)
-        fits = self._layout == layout and all(
-            view.dtype == dtypes[name] and view.device == device
-            for name, view in self._views.items()
-        )
-        if fits:
+        layout = (dict(shapes), dict(dtypes), device)
+        if self._layout == layout:
             return self._views
         sizes = {
             name: -(-_numel(shape) * dtypes[name].itemsize // ALIGNMENT) * ALIGNMENT

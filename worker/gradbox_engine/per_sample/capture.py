@@ -29,6 +29,9 @@ Key = str | tuple[int, int]
 """A parameter's name, or (number of the use that made a derived tensor, position in its output)."""
 
 
+_NESTING = frozenset({list, tuple})
+
+
 class Watch(TorchFunctionMode):
     """Calls `use` for every function that a tracked tensor enters."""
 
@@ -45,13 +48,8 @@ class Watch(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        tracked = self.tracked
-        for arg in args:
-            if id(arg) in tracked or (arg.__class__ in (list, tuple) and self._within(arg)):
-                break
-        else:
-            if not kwargs or not self._within(kwargs.values()):
-                return func(*args, **kwargs)
+        if not self._within(args) and not (kwargs and self._within(kwargs.values())):
+            return func(*args, **kwargs)
         inner = opened(func, args)
         if inner is not None and not inside_checkpoint():
             with self:
@@ -59,10 +57,14 @@ class Watch(TorchFunctionMode):
         return self.use(func, args, kwargs)
 
     def _within(self, values: Any) -> bool:
-        return any(
-            id(value) in self.tracked or (isinstance(value, list | tuple) and self._within(value))
-            for value in values
-        )
+        # Called for every function of the model, so without a generator or `isinstance`.
+        tracked = self.tracked
+        for value in values:
+            if id(value) in tracked:
+                return True
+            if value.__class__ in _NESTING and self._within(value):
+                return True
+        return False
 
     def keys(self, tensors: Sequence[Tensor]) -> tuple[Key | None, ...]:
         """Return the key of each tensor, None for one that is not tracked."""
@@ -104,21 +106,37 @@ class PlanStale(EngineError):
     """The model took another way than when it was planned; plan anew."""
 
 
+@dataclass(frozen=True)
+class Fold:
+    """How often the batch is repeated, (copies, B) in this order.
+
+    One plain backward then gives the gradients of that many outputs.
+    """
+
+    copies: int = 1
+
+    def gradient(self, axis: BatchAxis, g: Tensor) -> Tensor:
+        """Return an output gradient with outputs and samples leading, (Y, B, ...)."""
+        lead = axis.lead(g, 1)
+        return lead.reshape(self.copies, -1, *lead.shape[2:]) if self.copies > 1 else lead
+
+    def held_input(self, axis: BatchAxis, x: Tensor) -> Tensor:
+        """Return a layer's input with samples leading, (B, ...)."""
+        lead = axis.lead(x)
+        return lead[: lead.shape[0] // self.copies] if self.copies > 1 else lead
+
+
 class Run(Watch):
     """Runs the model's uses as planned and records their output edges."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], steps: Sequence[Any], *, copies: int = 1
     ) -> None:
-        """Take the plan.
-
-        Args:
-            copies: how often the batch is repeated, (copies, B) in this order, so that one plain
-                backward gives the gradients of that many outputs.
-        """
         super().__init__(parameters)
         self.steps = steps
-        self.copies = copies
+        # What turns gradients into terms holds this and not the run, which holds them: memory of a
+        # run is free as soon as nobody needs it, and not when cycles are collected.
+        self.fold = Fold(copies)
         self.at = 0
         self.records: list[Record] = []
         self.derived: dict[Key, Tensor] = {}
@@ -136,16 +154,6 @@ class Run(Watch):
                 raise PlanStale
             return out
         return step.run(self, args, kwargs)
-
-    def gradient(self, axis: BatchAxis, g: Tensor) -> Tensor:
-        """Return an output gradient with outputs and samples leading, (Y, B, ...)."""
-        lead = axis.lead(g, 1)
-        return lead.reshape(self.copies, -1, *lead.shape[2:]) if self.copies > 1 else lead
-
-    def held_input(self, axis: BatchAxis, x: Tensor) -> Tensor:
-        """Return a layer's input with samples leading, (B, ...)."""
-        lead = axis.lead(x)
-        return lead[: lead.shape[0] // self.copies] if self.copies > 1 else lead
 
     def record(
         self,

@@ -14,7 +14,8 @@ gradient, which is the (Y, B, *q) that was asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,38 +74,44 @@ class RuleStep(Step):
     output_axis: BatchAxis
     keys: tuple[tuple[str, Key], ...]  # role, key
 
+    targets: dict[str, Target] = field(default_factory=dict)  # by role, as last seen
+
     def run(self, capture: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         capture.at += 1
         layer = self.rule.bind(*args, **kwargs)
         if layer is None:
             raise PlanStale
-        targets = {}
         for role, key in self.keys:
             tensor = layer.parameters[role]
             if tensor is None or capture.tracked.get(id(tensor)) != key:
                 raise PlanStale
-            targets[role] = Target(label(key), tuple(tensor.shape), tensor.dtype)
+            target = self.targets.get(role)
+            if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
+                self.targets[role] = Target(label(key), tuple(tensor.shape), tensor.dtype)
         out = self.function(*args, **kwargs)
         if out.requires_grad:
-            self._record(capture, layer, targets, out)
+            self._record(capture, layer, out)
         return out
 
-    def _record(self, capture: Run, layer: Layer, targets: dict[str, Target], out: Tensor) -> None:
+    def _record(self, capture: Run, layer: Layer, out: Tensor) -> None:
         held = layer.input.detach()
         version = held._version
-        keys = {label(key): key for _, key in self.keys}
-        dtype = next(iter(targets.values())).dtype
+        dtype, fold = self.targets[self.keys[0][0]].dtype, capture.fold
 
         def terms(g: Tensor) -> Terms:
-            x = capture.held_input(self.input_axis, self.rule.prepare(layer))
-            g = capture.gradient(self.output_axis, g)
+            x = fold.held_input(self.input_axis, self.rule.prepare(layer))
+            g = fold.gradient(self.output_axis, g)
             if g.dtype != dtype or (x.dtype != dtype and x.is_floating_point()):
                 # Autocast: products are made in the parameters' dtype, which is wider.
                 x, g = x.to(dtype) if x.is_floating_point() else x, g.to(dtype)
-            for term in self.rule.terms(layer, x, g, targets):
-                yield keys[term.parameter], term
+            for term in self.rule.terms(layer, x, g, self.targets):
+                yield self._by_label[term.parameter], term
 
         capture.record(out, terms, lambda: held._version == version)
+
+    @cached_property
+    def _by_label(self) -> dict[str, Key]:
+        return {label(key): key for _, key in self.keys}
 
 
 @dataclass(frozen=True)
@@ -131,10 +138,10 @@ class CopiesStep(Step):
         if shape[dim] != 1:
             raise PlanStale
         shape[dim] = sizes[dim]
-        copies = q.expand(shape)
+        copies, fold = q.expand(shape), capture.fold
 
         def terms(g: Tensor) -> Terms:
-            lead = capture.gradient(self.output_axis, g)
+            lead = fold.gradient(self.output_axis, g)
             if self.output_axis.merged:
                 lead = lead.sum((dim + 2, dim + 3))
             array = lead.reshape(*lead.shape[:2], *q.shape).transpose(0, 1)
@@ -160,9 +167,10 @@ class BirthStep(Step):
         axis = self.output_axis
         shape = [1] * (out.dim() - q.dim()) + list(q.shape)
         del shape[axis.dim]
+        fold = capture.fold
 
         def terms(g: Tensor) -> Terms:
-            lead = capture.gradient(axis, g)
+            lead = fold.gradient(axis, g)
             if axis.merged:
                 lead = lead.sum((axis.dim + 2, axis.dim + 3))
             dims = [dim + 2 for dim, size in enumerate(shape) if size != lead.shape[dim + 2]]
@@ -183,10 +191,11 @@ class VmapStep(Step):
 
     def run(self, capture: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         capture.at += 1
+        fold = capture.fold
 
         def record(copies: Tensor, q: Tensor, key: Key) -> None:
             def terms(g: Tensor) -> Terms:
-                array = capture.gradient(BatchAxis(0), g).transpose(0, 1)
+                array = fold.gradient(BatchAxis(0), g).transpose(0, 1)
                 yield key, Block(label(key), tuple(q.shape), array)
 
             capture.record(copies, terms)
