@@ -39,7 +39,7 @@ def per_sample_section(found: Sequence[Measured]) -> str:
         "rounds, one thread, each row a process. *warm*: the heap keeps what is freed; *stock*: "
         "glibc as it is, every large array in fresh pages. gradbox's `dense` writes into an arena "
         "that it keeps; `a new arena` allocates it each time, in huge pages where the kernel has "
-        "some, which costs more than the arithmetic where memory is scarce or fragmented.",
+        "some; pages that a virtual machine's host must provide first cost more than is seen here.",
         "",
         *(f"- {name}: {what}" for name, what in WHAT.items()),
         "",
