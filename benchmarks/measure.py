@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import statistics
@@ -16,6 +17,9 @@ import torch
 
 from benchmarks.pairs import TOWERS, Batch
 from benchmarks.workloads import Workload
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,18 @@ class ShardCost:
     def bound(self) -> float:
         """Return (2F + B)/(F + B): what replaying every shard costs, to naive."""
         return (2 * self.forward + self.backward) / (self.forward + self.backward)
+
+
+def reuse_memory() -> None:
+    """Have this process keep the memory that is freed, where its C library is glibc.
+
+    Otherwise large arrays are made of fresh pages every time, which cost more than much of the
+    arithmetic; whose turn it is to pay for them is chance. CUDA's allocator keeps memory, too.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(M_MMAP_MAX, 0)
+        library.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def timed(run: Callable[[], object]) -> Seconds:

@@ -18,7 +18,7 @@ from benchmarks.pairs import TOWERS
 from benchmarks.workloads import SEED, Workload, gradients
 from gradbox.losses import info_nce
 from gradbox_engine import Group, Objective, set_gradient, shard_stream
-from gradbox_engine.retention import HELD_FACTOR
+from gradbox_engine.retention import HELD_FACTOR, Retain
 from gradbox_engine.saved_tensors import SavedTensors
 
 Streams = Literal["whole batch", "in order", "second pass", "by shard"]
@@ -99,10 +99,11 @@ def sharded(
 
 
 def gradbox(workload: Workload, *, kept: int = 0) -> Step:
-    """gradbox's engine, with memory for the graphs of so many shards."""
+    """gradbox's engine, with memory for the graphs of so many shards; for all, what is free."""
     encoder = workload.encoder()
     groups = [Group(name=tower, shards=workload.shards[tower]) for tower in TOWERS]
-    retain = retained_bytes(encoder, workload, kept=kept)
+    everything = kept >= workload.num_shards
+    retain: Retain = "auto" if everything else retained_bytes(encoder, workload, kept=kept)
 
     def step() -> Outcome:
         answer = set_gradient(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.measure import ShardClock, ShardCost, bracketed, peak_bytes
+from benchmarks.measure import ShardClock, ShardCost, bracketed, peak_bytes, reuse_memory
 from benchmarks.peers import GRADBOX, SHARDED, Peer, Step, Unavailable, keeping, reference
 from benchmarks.public_peers import OTHERS
 from benchmarks.workloads import Workload, relative_difference
@@ -111,6 +111,7 @@ class Retention:
 def measure_retention(plan: RetentionPlan) -> Retention:
     """Run the benchmark."""
     torch.set_num_threads(plan.threads)
+    reuse_memory()
     found = Retention(plan)
     for task in plan.tasks:
         small = plan.workload(task, min(plan.num_samples), max(plan.shards))

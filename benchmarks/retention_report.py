@@ -31,9 +31,10 @@ def retention_section(found: Retention) -> str:
         f"InfoNCE over pairs, {plan.threads} thread(s), device {plan.device}; texts of "
         f"{plan.num_tokens} tokens. N counts the samples of both towers. Time is {clock} time to "
         "the naive sharded step, which is timed before and after every other; median of "
-        f"{plan.rounds} rounds. Peak memory is beyond the loaded model, MiB, of one step in a "
+        f"{plan.rounds} rounds; glibc is told to keep what is freed, so that nobody pays for fresh "
+        "pages by chance. Peak memory is beyond the loaded model, MiB, of one step in a "
         "fresh process. *k kept* is a budget for k graphs; one more, the last shard's, is kept "
-        "always. *Predicted* is 1 + F/(F + B) · (shards replayed)/(shards). The columns to the "
+        "always; for all it is what is free. *Predicted* is 1 + F/(F + B) · (shards replayed)/(shards). The columns to the "
         "right are gradbox at a peer's peak memory.",
     ]
     for setting in found.settings:

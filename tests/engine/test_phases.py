@@ -11,10 +11,12 @@ from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.assembly import Assembly
 from gradbox_engine.comparison import ReplayComparison
 from gradbox_engine.feed import Position
+from gradbox_engine.first_pass import forward
 from gradbox_engine.job import Group, Objective, Silent
 from gradbox_engine.objective import differentiate
-from gradbox_engine.phases import ShardRecord, forward, replay
 from gradbox_engine.preparation import Terms, prepared
+from gradbox_engine.records import ShardRecord
+from gradbox_engine.replay import replay
 from gradbox_engine.retention import GraphBudget
 from gradbox_engine.selection import select
 from tests.cases import CASES, Case

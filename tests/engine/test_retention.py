@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import Group, Objective, retention, set_gradient
-from gradbox_engine.retention import GraphBudget, graph_budget
+from gradbox_engine.retention import AMPLE, HELD_FACTOR, GraphBudget, graph_budget
 from gradbox_engine.saved_tensors import SavedTensors
 from tests.cases import CASES
 from tests.engine.running import answer
+from tests.oracle import TOLERANCE, difference
 
 PLENTY = 10**9
 
@@ -80,6 +81,67 @@ def test_headroom_leaves_space_for_the_replay_beside():
             budget.count(saved)
             kept += 1
     assert kept == 3
+
+
+def test_what_is_like_a_measured_shard_is_not_measured_where_there_is_room_for_much_more():
+    def budget(total_bytes: float) -> GraphBudget:
+        found = GraphBudget(total_bytes * HELD_FACTOR)
+        saved = SavedTensors(limit_bytes=found.room_bytes(), parameters=(), buffers=())
+        saved.num_bytes = 100
+        found.count(saved, ("a",))
+        return found
+
+    enough = budget(100 + AMPLE * 5 * 100 + 1)
+    assert enough.is_ample(("a",), 5)
+    assert not enough.is_ample(("a",), 6)
+    assert not enough.is_ample(("b",), 1)
+    assert not enough.is_ample(None, 1)
+    assert enough.count_like(("a",)) == 100
+    assert not enough.is_ample(("a",), 5)
+    assert enough.is_ample(("a",), 4)
+
+
+class _LateScale(nn.Module):
+    """Multiplies by a buffer that changes from some call on, unseen by version counters."""
+
+    scale: Tensor
+    calls: Tensor
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3).double()
+        self.norm = nn.BatchNorm1d(3).double()
+        self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if int(self.norm.num_batches_tracked) >= self.first:
+            self.scale.data.mul_(0.5)
+        return self.norm(self.linear(x)) * self.scale
+
+
+@pytest.mark.parametrize("first", [0, 1, 3, 5])
+def test_graphs_that_read_a_buffer_which_changed_are_not_used(first):
+    generator = torch.Generator().manual_seed(3)
+    shards = [torch.randn(5, 4, generator=generator, dtype=torch.float64) for _ in range(6)]
+    naive = _LateScale(first)
+    for x in shards:  # each graph used at once, before the buffer changes
+        naive(x).pow(3).sum().backward()
+    results = [
+        set_gradient(
+            _LateScale(first),
+            [Group("z", [{"0": x} for x in shards])],
+            Objective(lambda z: z.pow(3).sum()),
+            mode="train",
+            retain=retain,
+        )
+        for retain in (0, PLENTY)
+    ]
+    expected = {name: p.grad for name, p in naive.named_parameters()}
+    for result in results:
+        assert difference(result.grads, expected) <= TOLERANCE
+    assert all(torch.equal(results[0].grads[n], results[1].grads[n]) for n in expected)
 
 
 class _Overflowing(torch.autograd.Function):

@@ -3,20 +3,20 @@
 A parameter's gradient of a shard joins the sum as soon as it is complete, so beside the sums one
 parameter's gradient is alive, not all of them. Sums are float32 or wider.
 
-Where a sum has its parameter's dtype and no scale comes between, autograd adds in place: for as
-long as a backward pass runs, the sum is the parameter's `.grad`. Elsewhere a hook adds.
+Where a sum has its parameter's dtype and no scale comes between, autograd adds in place: while it
+is lent, the sum is the parameter's `.grad`. Elsewhere a hook adds.
 
 A backward pass that ended early leaves sums that are of no use: `clear` them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from gradbox_engine.precision import accumulation_dtype
 
@@ -32,7 +32,11 @@ class GradientSums:
         self.parameters = dict(parameters)
         self.scale = 1.0
         self._sums: dict[str, Tensor] = {}
-        self._wide = {n for n, p in parameters.items() if accumulation_dtype(p.dtype) == p.dtype}
+        self._wide = frozenset(
+            name for name, p in parameters.items() if accumulation_dtype(p.dtype) == p.dtype
+        )
+        self._lent: frozenset[str] = frozenset()
+        self._handles: list[RemovableHandle] = []
 
     def expected_bytes(self) -> int:
         """Return how many bytes the sums take when every parameter has one."""
@@ -41,38 +45,45 @@ class GradientSums:
             for parameter in self.parameters.values()
         )
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Take gradients from the parameters for as long as this lasts: one backward pass."""
-        in_place = self._wide if self.scale == 1.0 else frozenset()
-        handles = []
+    def lend(self) -> None:
+        """Have the next backward passes add to the sums; the model must not run meanwhile."""
+        if self._lent and not self._handles:
+            return
+        self.take_back()
+        self._lent = self._wide if self.scale == 1.0 else frozenset()
         for name, parameter in self.parameters.items():
-            if name in in_place and name in self._sums:
+            if name in self._lent and name in self._sums:
                 parameter.grad = self._sums[name]
             else:
-                hook = partial(self._start if name in in_place else self._add, name)
-                handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for name in in_place:
-                parameter = self.parameters[name]
-                if parameter.grad is not None:
-                    self._sums[name], parameter.grad = parameter.grad, None
+                hook = partial(self._start if name in self._lent else self._add, name)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
+    def take_back(self) -> None:
+        """Leave the parameters without gradients and hooks."""
+        for handle in self._handles:
+            handle.remove()
+        for name in self._lent:
+            parameter = self.parameters[name]
+            if parameter.grad is not None:
+                self._sums[name], parameter.grad = parameter.grad, None
+        self._handles.clear()
+        self._lent = frozenset()
 
     def clear(self) -> None:
         """Forget all sums."""
+        self.take_back()
         self._sums.clear()
 
     def finite(self) -> bool:
         """Return whether every entry of every sum is finite; waits for the device."""
+        self.take_back()
         flags = [gradient.isfinite().all() for gradient in self._sums.values()]
         return not flags or bool(torch.stack([flag.cpu() for flag in flags]).all())
 
     def named(self) -> dict[str, Tensor]:
         """Return all sums in the parameters' order; zeros where nothing came."""
+        self.take_back()
         return {
             name: self._sums[name]
             if name in self._sums
@@ -82,6 +93,7 @@ class GradientSums:
 
     def unreached(self) -> tuple[str, ...]:
         """Return the parameters that no backward pass has come to."""
+        self.take_back()
         return tuple(name for name in self.parameters if name not in self._sums)
 
     def _start(self, name: str, parameter: Tensor) -> None:

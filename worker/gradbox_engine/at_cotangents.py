@@ -33,13 +33,15 @@ from gradbox_engine.assembly import permutation
 from gradbox_engine.comparison import ReplayComparison
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.feed import Position
+from gradbox_engine.first_pass import forward
 from gradbox_engine.flowing import flowing, scaled
 from gradbox_engine.input_gradients import InputGrads, collect
 from gradbox_engine.job import Group, Mode, Observer, Phase, Precision, Silent
 from gradbox_engine.kept_pass import KeptPass
 from gradbox_engine.outputs import Outputs
-from gradbox_engine.phases import Prepared, Replayed, carry_back, forward, replay
 from gradbox_engine.preparation import Streams, Terms, prepared
+from gradbox_engine.records import Prepared
+from gradbox_engine.replay import Replayed, carry_back, replay
 from gradbox_engine.retention import GraphBudget
 from gradbox_engine.selection import select
 from gradbox_engine.set_outputs import SetOutputs, all_positions
@@ -194,6 +196,7 @@ def _in_order(
     before, budget = ready.buffers.first, GraphBudget(0)
     for done, position in enumerate(passing):
         observer.step("replay", done, len(passing))
+        sums.take_back()
         # Its graph is kept as that of a range's last shard, whose way back comes next.
         passed = forward(ready, [position], before=before, budget=budget, observer=Silent())
         (record,), before = passed.records, passed.after

@@ -13,18 +13,21 @@ kept graph may hold, is never written to again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradbox_engine.arrivals import Arrival
 from gradbox_engine.errors import GraphInBuffer
 
 Slot = tuple[str, str]
 """A submodule's name and the buffer's name in it."""
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 Live = dict[Slot, Tensor | None]
 
@@ -97,6 +100,7 @@ class Buffers:
         self._modules = dict(model.named_modules())
         self._tables = [(prefix, module._buffers) for prefix, module in self._modules.items()]
         self._changing: set[Slot] = set()
+        self._others_change = False
         self._layouts: dict[Kind, Layout] = {}
         self._registered = self._live()
         self._forms = {slot: _form(b) for slot, b in self._registered.items() if b is not None}
@@ -122,8 +126,28 @@ class Buffers:
                 )
         snapshot = self._take(live, previous)
         if any(self._registered.get(slot) is not buffer for slot, buffer in live.items()):
+            self._others_change = True
             self.restore(snapshot)
         return snapshot
+
+    def others_change(self, latest: Snapshot | None = None) -> bool:
+        """Return whether anything changes from shard to shard but statistics of batch norms.
+
+        Those a graph saves, but its backward pass does not read them: in train mode torch's batch
+        norm goes back through the batch's own statistics.
+
+        Args:
+            latest: what the snapshot knows of the last change is waited for; without it what has
+                come is looked at.
+        """
+        if latest is not None:
+            self._note(latest.share())
+        return self._others_change
+
+    def _note(self, changed: Iterable[Slot]) -> None:
+        for slot in changed:
+            self._changing.add(slot)
+            self._others_change |= not _is_statistic(self._modules[slot[0]], slot[1])
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
@@ -140,7 +164,7 @@ class Buffers:
                 slots[name] = None
             elif registered is not None and _same_form(registered, value):
                 slots[name] = registered
-                targets.append(registered.detach())
+                targets.append(registered.data)  # no graph that is still there reads the old values
                 sources.append(value)
             else:
                 slots[name] = _copy(value)
@@ -173,7 +197,7 @@ class Buffers:
     @torch.no_grad()
     def _take(self, live: Live, previous: Snapshot | None) -> Snapshot:
         if previous is not None:
-            self._changing.update(previous.share())
+            self._note(previous.share())
         apart: Live = {}
         together: dict[Kind, dict[Slot, Tensor]] = {}
         compare: list[Slot] = []
@@ -185,6 +209,7 @@ class Buffers:
                 together.setdefault((buffer.dtype, buffer.device), {})[slot] = buffer
             elif before is None or not _same_form(buffer, before):
                 apart[slot] = _copy(buffer)
+                self._others_change |= previous is not None
             elif buffer.device.type != "cpu":
                 apart[slot] = _copy(buffer)
                 compare.append(slot)
@@ -192,7 +217,7 @@ class Buffers:
                 apart[slot] = before
             else:
                 apart[slot] = _copy(buffer)
-                self._changing.add(slot)
+                self._note([slot])
         packed = [self._pack(kind, members) for kind, members in together.items()]
         snapshot = Snapshot(apart, packed)
         if previous is not None and compare:
@@ -206,6 +231,11 @@ class Buffers:
             self._layouts[kind] = layout
         flat: Tensor = _flatten_dense_tensors(tuple(members.values()))  # type: ignore[no-untyped-call]
         return layout, flat.clone() if len(members) == 1 else flat  # one alone comes as a view
+
+
+def _is_statistic(module: nn.Module, name: str) -> bool:
+    own = isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
+    return own and module.training and name in STATISTICS
 
 
 def _copy(tensor: Tensor) -> Tensor:

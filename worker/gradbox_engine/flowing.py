@@ -10,7 +10,7 @@ from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.feed import Position
 from gradbox_engine.job import Precision
 from gradbox_engine.outputs import Outputs
-from gradbox_engine.phases import Replayed
+from gradbox_engine.replay import Replayed
 
 Parts = dict[Position, Outputs]
 

@@ -15,6 +15,7 @@ from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.assembly import Assembly
 from gradbox_engine.comparison import ReplayComparison
 from gradbox_engine.feed import Position
+from gradbox_engine.first_pass import FirstPass, forward
 from gradbox_engine.flowing import flowing, scaled
 from gradbox_engine.input_gradients import collect
 from gradbox_engine.job import (
@@ -31,8 +32,9 @@ from gradbox_engine.job import (
 )
 from gradbox_engine.objective import Differentiated, differentiate
 from gradbox_engine.outputs import Outputs
-from gradbox_engine.phases import FirstPass, Prepared, Replayed, forward, replay, with_room
 from gradbox_engine.preparation import Streams, Terms, prepared
+from gradbox_engine.records import Prepared, with_room
+from gradbox_engine.replay import Replayed, replay
 from gradbox_engine.retention import Retain, graph_budget
 from gradbox_engine.selection import select
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradbox_engine.feed import Position
-from gradbox_engine.phases import ShardRecord
+from gradbox_engine.records import ShardRecord
 from gradbox_engine.retention import HELD_FACTOR
 
 

@@ -17,9 +17,9 @@ from gradbox_engine.input_gradients import matched_inputs
 from gradbox_engine.job import Group, Mode, Penalty, Precision, model_device
 from gradbox_engine.overlay import lay_over, widen
 from gradbox_engine.penalties import Taps
-from gradbox_engine.phases import Prepared
 from gradbox_engine.precision import arithmetic
 from gradbox_engine.preservation import preserved
+from gradbox_engine.records import Prepared
 from gradbox_engine.sample_streams import SampleStreams
 from gradbox_engine.selection import Selection
 from gradbox_engine.streams import generators_restored

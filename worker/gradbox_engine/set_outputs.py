@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.assembly import Assembly, permutation
 from gradbox_engine.feed import Position
+from gradbox_engine.first_pass import forward
 from gradbox_engine.job import Group, Mode, Observer, Phase, Precision, Silent, Z
 from gradbox_engine.kept_pass import KeptPass
 from gradbox_engine.outputs import Outputs, as_z
-from gradbox_engine.phases import forward
 from gradbox_engine.preparation import Streams, Terms, prepared
 from gradbox_engine.retention import NONE_OLDER, OlderGraphs, Retain, graph_budget
 from gradbox_engine.selection import select
@@ -100,7 +100,7 @@ def set_outputs(
             before=ready.buffers.first,
             budget=budget,
             observer=observer or Silent(),
-            keep_last=False,
+            outliving=True,
         )
         outputs = {record.position: record.outputs for record in first.records}
         rows = {

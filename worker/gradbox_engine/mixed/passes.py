@@ -21,8 +21,8 @@ from gradbox_engine.mixed.products import Linearised, ShardJacobians, missing_ru
 from gradbox_engine.mixed.sums import Sums
 from gradbox_engine.objective import SOLE_GROUP, differentiate
 from gradbox_engine.outputs import BARE, Outputs
-from gradbox_engine.phases import Prepared
 from gradbox_engine.precision import replay_tolerance
+from gradbox_engine.records import Prepared
 
 SKETCH_ENTRIES = 4096
 """How many entries of v are kept of each shard and output, at equal distances, to compare with."""

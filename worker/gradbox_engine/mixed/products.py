@@ -29,8 +29,8 @@ from gradbox_engine.mixed.dual import dual, parts
 from gradbox_engine.mixed.kernels import checkpoints_inlined
 from gradbox_engine.mixed.rules import LeanRules
 from gradbox_engine.outputs import Outputs
-from gradbox_engine.phases import Prepared
 from gradbox_engine.precision import accumulation_dtype
+from gradbox_engine.records import Prepared
 
 WITHOUT_RULE = re.compile(r"Trying to use forward AD with (\S+) that does not support it")
 WITHOUT_JVP = "You must implement the jvp function for custom autograd.Function"

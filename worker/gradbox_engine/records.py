@@ -1,0 +1,80 @@
+"""What a job has at hand while its shards go through the model, and what it notes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gradbox_engine.buffers import Buffers, Snapshot
+from gradbox_engine.calls import ModelCalls, Passage
+from gradbox_engine.feed import Feed, Position
+from gradbox_engine.outputs import Outputs
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model made ready for one job, and the ways to put shards through it."""
+
+    calls: ModelCalls
+    feed: Feed
+    buffers: Buffers
+    inputs: Mapping[str, Sequence[str]]  # by group, the arguments whose gradients are wanted
+    device: torch.device
+    parameter_storages: frozenset[int]  # addresses
+
+
+@dataclass
+class ShardRecord:
+    """What the first pass leaves of a shard.
+
+    `outputs` are z without a graph, `penalties` the penalties' values, `before` the buffers at its
+    beginning. `passage` is there while its graph is kept, which has `num_bytes` of saved tensors;
+    if it is `guarded`, those of buffers are copies.
+    """
+
+    position: Position
+    outputs: Outputs
+    penalties: list[Tensor]
+    before: Snapshot
+    passage: Passage | None = None
+    num_bytes: int = 0
+    guarded: bool = True
+
+    @property
+    def kept(self) -> bool:
+        """Whether a backward pass can begin from here without a replay."""
+        return self.passage is not None
+
+    def drop(self) -> None:
+        """Let go of the graph."""
+        self.passage, self.num_bytes = None, 0
+
+
+def with_room(
+    attempt: Callable[[], T],
+    records: Sequence[ShardRecord],
+    undo: Callable[[], None] = lambda: None,
+) -> T:
+    """Run an attempt; where memory runs out while graphs are kept, drop them and run it again.
+
+    Raises:
+        torch.OutOfMemoryError: it runs out with nothing kept, too.
+    """
+    try:
+        return attempt()
+    except torch.OutOfMemoryError:
+        if not any(record.kept for record in records):
+            raise
+    # Outside the handler, for its traceback holds on to the failed attempt's tensors.
+    for record in records:
+        record.drop()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    undo()
+    return attempt()
