@@ -18,7 +18,6 @@ import torch
 from benchmarks.pairs import TOWERS, Batch
 from benchmarks.workloads import Workload
 
-
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 

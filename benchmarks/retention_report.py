@@ -34,8 +34,8 @@ def retention_section(found: Retention) -> str:
         f"{plan.rounds} rounds; glibc is told to keep what is freed, so that nobody pays for fresh "
         "pages by chance. Peak memory is beyond the loaded model, MiB, of one step in a "
         "fresh process. *k kept* is a budget for k graphs; one more, the last shard's, is kept "
-        "always; for all it is what is free. *Predicted* is 1 + F/(F + B) · (shards replayed)/(shards). The columns to the "
-        "right are gradbox at a peer's peak memory.",
+        "always; for all it is what is free. *Predicted* is 1 + F/(F + B) · (shards "
+        "replayed)/(shards). The columns to the right are gradbox at a peer's peak memory.",
     ]
     for setting in found.settings:
         lines += ["", *_setting(setting)]
