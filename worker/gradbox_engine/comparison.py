@@ -21,6 +21,8 @@ def relative_difference(again: Tensor, first: Tensor) -> Tensor:
     if first.numel() == 0 or again.shape != first.shape:
         same = again.shape == first.shape
         return torch.full((), 0.0 if same else torch.inf, device=first.device)
+    if first.device.type == "cpu" and again.dtype == first.dtype and torch.equal(again, first):
+        return torch.zeros(())  # as on a CPU, where the look costs no wait
     equal = (again == first) | (again.isnan() & first.isnan())
     differences = (again - first).abs().masked_fill_(equal, 0.0)
     largest = differences.nan_to_num_(nan=torch.inf).amax()

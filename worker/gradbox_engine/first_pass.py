@@ -93,7 +93,7 @@ def _first_call(
         num_left: how many shards are to come with this one; 0 if all have to be guarded.
     """
     arguments = prepared.feed.take(position)
-    form = _form(position, arguments)
+    form = _form(prepared.calls.groups[position.group].method, arguments)
     spared = num_left and budget.is_ample(form, num_left) and not prepared.buffers.others_change()
     if form is not None and spared:
         passage = prepared.calls(position, arguments, with_values=True)
@@ -110,11 +110,11 @@ def _first_call(
     return record
 
 
-def _form(position: Position, arguments: Mapping[str, Any]) -> Form | None:
-    """Return the shapes that a shard has, if they are all there is to say of its size."""
+def _form(method: str, arguments: Mapping[str, Any]) -> Form | None:
+    """Return where a shard enters and its shapes, if they are all there is to say of its size."""
     if not all(isinstance(value, Tensor) for value in arguments.values()):
         return None
-    return (position.group, *((name, v.shape, v.dtype) for name, v in arguments.items()))
+    return (method, *((name, v.shape, v.dtype) for name, v in arguments.items()))
 
 
 def _saving_call(
