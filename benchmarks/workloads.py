@@ -36,8 +36,15 @@ class Workload:
     device: str = "cpu"
 
     def encoder(self) -> nn.Module:
-        """Return a fresh model in train mode."""
-        return ENCODERS[self.task]().to(self.device)
+        """Return a fresh model in train mode, all of it in memory.
+
+        Weights mapped from a file come page by page as they are used, the rows of an embedding as
+        their tokens come: that would count as memory of the step, and grow with the samples.
+        """
+        encoder = ENCODERS[self.task]().to(self.device)
+        for parameter in encoder.parameters():
+            parameter.data = parameter.data.clone()
+        return encoder
 
     @cached_property
     def batches(self) -> dict[str, Batch]:
