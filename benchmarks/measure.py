@@ -180,8 +180,13 @@ def peak_bytes(peer: str, workload: Workload, *, threads: int, kept: int = 0) ->
 
 
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-"""glibc gives every tensor of 64 KiB or more pages of its own, and returns them when it is freed.
-So the resident set is what is alive, and not also what the heap has not given back."""
+MAPPED = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+    "MKL_DISABLE_FAST_MM": "1",
+}
+"""glibc gives every tensor of 64 KiB or more pages of its own, and returns them when it is freed;
+MKL keeps no buffer of the largest product so far. So the resident set is what is alive, and not
+also what the heap has not given back."""
 
 FRESH = {**QUIET, **MAPPED}

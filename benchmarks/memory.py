@@ -1,8 +1,9 @@
 """Peak memory of one step of one peer: `python -m benchmarks.memory PEER --pairs 64 …`.
 
 A process of its own for each figure, because an allocator keeps what an earlier step needed. The
-model and the samples are loaded before the measurement begins, and a step on two pairs brings in
-the code that a first step would page in; the gradients are part of the figure.
+model and the samples are loaded before the measurement begins, and a step on sixteen pairs in
+shards of one brings in the code that a first step would page in; the gradients are part of the
+figure.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
     torch.set_num_threads(args.threads)
     workload = Workload(args.pairs, args.shard, args.task, args.num_tokens, args.device)
-    peer_named(args.peer, kept=0).load(replace(workload, num_pairs=2, shard=1))()
+    peer_named(args.peer, kept=0).load(replace(workload, num_pairs=16, shard=1))()
     step = peer_named(args.peer, kept=args.kept).load(workload)
     assert workload.batches
     assert workload.shards
