@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from gradbox_engine.chunks import joined
 from gradbox_engine.errors import BadInputs, BadOutput
 from gradbox_engine.feed import Position
 from gradbox_engine.job import Group
@@ -21,14 +22,14 @@ class Assembly:
     """The outputs of all groups in one piece each, and each shard's part of them."""
 
     def __init__(self, groups: Sequence[Group], outputs: Mapping[Position, Outputs]) -> None:
-        """Concatenate.
+        """Put together; where the shards' rows lie one behind the other nothing is copied.
 
         Raises:
             BadOutput: shards of one group differ in names, dtypes or trailing dimensions.
         """
         self.groups: dict[str, Outputs] = {}
-        self._rows: dict[Position, slice] = {}
-        self._shapes: dict[Position, dict[str, torch.Size]] = {}
+        self._rows: dict[Position, tuple[int, int]] = {}
+        self._bare: set[tuple[Position, str]] = set()  # whose z is 0-dim
         for index, group in enumerate(groups):
             shards = {p: outputs[p] for p in sorted(outputs) if p.group == index}
             if shards:
@@ -40,9 +41,9 @@ class Assembly:
     ) -> Outputs:
         """Return a shard's views of tensors shaped like Z; names without a tensor are left out."""
         whole = groups[self._names[position.group]]
-        rows = self._rows[position]
+        start, stop = self._rows[position]
         return {
-            name: tensor[rows].view(self._shapes[position][name])
+            name: tensor[start] if (position, name) in self._bare else tensor[start:stop]
             for name, tensor in whole.items()
             if tensor is not None
         }
@@ -60,13 +61,10 @@ class Assembly:
                     f"same number of samples, got {_shapes(outputs)}"
                 )
             stop = start + num_rows.pop()
-            self._rows[position] = slice(start, stop)
-            self._shapes[position] = {name: z.shape for name, z in outputs.items()}
+            self._rows[position] = (start, stop)
+            self._bare.update((position, name) for name, z in outputs.items() if z.ndim == 0)
             start = stop
-        return {
-            name: torch.cat([z[name].reshape(-1, *z[name].shape[1:]) for z in shards.values()])
-            for name in first
-        }
+        return {name: joined([z[name] for z in shards.values()]) for name in first}
 
 
 def permutation(order: Sequence[int] | Tensor, num_rows: int, *, group: str) -> Tensor:
