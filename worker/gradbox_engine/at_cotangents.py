@@ -32,7 +32,7 @@ from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.assembly import permutation
 from gradbox_engine.comparison import ReplayComparison
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.feed import Position
+from gradbox_engine.feed import Position, all_positions
 from gradbox_engine.first_pass import forward
 from gradbox_engine.flowing import flowing, scaled
 from gradbox_engine.input_gradients import InputGrads, collect
@@ -44,7 +44,7 @@ from gradbox_engine.records import Prepared
 from gradbox_engine.replay import Replayed, carry_back, replay
 from gradbox_engine.retention import GraphBudget
 from gradbox_engine.selection import select
-from gradbox_engine.set_outputs import SetOutputs, all_positions
+from gradbox_engine.set_outputs import SetOutputs
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 """A model's buffers through a job: batch-norm statistics, moving averages, power iterations.
 
 Before each shard of the first pass the buffers' values are kept; before a replay they are put back.
+On a CPU, where equality is told at once, neither is done for as long as nothing changes but the
+statistics of batch norms in train mode, which those do not read: see `replay`.
+
 Two snapshots share what did not change between them. Change is told by value: writes through
 `.data` leave no trace in a tensor's version counter. Buffers that have once been seen to change are
 kept together, in one tensor for each dtype, for a tensor takes more memory than a statistic.
@@ -69,6 +72,14 @@ class Snapshot:
         """Return the value of a slot that is kept by itself; None if it is not."""
         return self._apart.get(slot)
 
+    def same_bits(self, other: Snapshot) -> bool:
+        """Return whether all values are equal; NaN is not. Waits for the device."""
+        own, others = self.values, other.values
+        return own.keys() == others.keys() and all(
+            (a is b is None) or (a is not None and b is not None and _equal(a, b))
+            for a, b in ((own[slot], others[slot]) for slot in own)
+        )
+
     def compare_later(self, previous: Snapshot, slots: list[Slot]) -> None:
         """Begin to find out on the device which of `slots` are as they were in `previous`."""
         flags = [_differs(self._apart[slot], previous._apart[slot]) for slot in slots]
@@ -103,8 +114,15 @@ class Buffers:
         self._others_change = False
         self._layouts: dict[Kind, Layout] = {}
         self._registered = self._live()
+        self._on_cpu = all(b is None or b.device.type == "cpu" for b in self._registered.values())
         self._forms = {slot: _form(b) for slot, b in self._registered.items() if b is not None}
         self.first = self.take(None)
+        self._constant = [
+            (self._modules[module]._buffers, name, buffer, self._kept_value(module, name))
+            for (module, name), buffer in self._registered.items()
+        ]
+        self.has_statistics = any(_is_statistic(self._modules[m], name) for m, name in self._live())
+        """Whether there are statistics of batch norms in train mode."""
 
     def take(self, previous: Snapshot | None) -> Snapshot:
         """Return the buffers' values now, sharing with `previous` what did not change."""
@@ -129,6 +147,26 @@ class Buffers:
             self._others_change = True
             self.restore(snapshot)
         return snapshot
+
+    def settled(self) -> bool:
+        """Return whether a shard has left all buffers alone but statistics of batch norms.
+
+        False, too, where that is not known yet, and ever after: `advance` has to look.
+        """
+        if self._others_change or not self._on_cpu:
+            return False
+        if sum(len(table) for _, table in self._tables) != len(self._constant):
+            return False
+        return all(
+            table.get(name) is buffer
+            and (buffer is None or not buffer.requires_grad)
+            and (value is None or _equal(value, buffer))
+            for table, name, buffer, value in self._constant
+        )
+
+    def _kept_value(self, module: str, name: str) -> Tensor | None:
+        own = _is_statistic(self._modules[module], name)
+        return None if own else self.first.apart((module, name))
 
     def others_change(self, latest: Snapshot | None = None) -> bool:
         """Return whether anything changes from shard to shard but statistics of batch norms.
@@ -248,6 +286,10 @@ def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 def _same_form(a: Tensor, b: Tensor) -> bool:
     return _form(a) == _form(b)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return _same_form(a, b) and torch.equal(a, b)
 
 
 def _differs(a: Tensor | None, b: Tensor | None) -> Tensor:

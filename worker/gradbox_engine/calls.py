@@ -69,12 +69,18 @@ class ModelCalls:
         self._sample_streams = sample_streams
 
     def __call__(
-        self, position: Position, arguments: dict[str, Any], *, with_values: bool = False
+        self,
+        position: Position,
+        arguments: dict[str, Any],
+        *,
+        with_values: bool = False,
+        graph: bool = True,
     ) -> Passage:
         """Put a shard through the model and return z with its graph.
 
         Args:
             with_values: whether to evaluate the penalties; otherwise they wait for the way back.
+            graph: whether there is to be one.
 
         Raises:
             ModelCallFailed: the model or the readout raised; the message says on which shard.
@@ -87,7 +93,7 @@ class ModelCalls:
         begin_stream(self._seed, *self._stream(position))
         with (
             blaming("the model", self.where(position)),
-            torch.enable_grad(),
+            torch.set_grad_enabled(graph),
             self._drawing(position),
             autocast(self._precision, self._device),
             self._taps.listening(with_values=with_values) as tapped,

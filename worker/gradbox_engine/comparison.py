@@ -30,6 +30,13 @@ def relative_difference(again: Tensor, first: Tensor) -> Tensor:
     return torch.where(largest == 0, 0.0, largest / size).float()
 
 
+def same_bits(again: Outputs, first: Outputs) -> bool:
+    """Return whether two outputs are equal in every entry; NaN is not. Waits for the device."""
+    return again.keys() == first.keys() and all(
+        again[name].dtype == z.dtype and torch.equal(again[name], z) for name, z in first.items()
+    )
+
+
 class ReplayComparison:
     """Compares each replayed shard with its first pass, without waiting for the device."""
 

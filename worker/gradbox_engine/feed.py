@@ -25,6 +25,15 @@ class Position(NamedTuple):
     shard: int
 
 
+def all_positions(groups: Sequence[Group]) -> list[Position]:
+    """Return where every shard is, in the order in which they pass through the model."""
+    return [
+        Position(index, shard)
+        for index, group in enumerate(groups)
+        for shard in range(len(group.shards))
+    ]
+
+
 class Feed:
     """Hands out the arguments of shards on the model's device."""
 

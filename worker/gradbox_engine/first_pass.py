@@ -8,7 +8,9 @@ so they are let go if buffers that they may read turn out to change.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -18,12 +20,16 @@ from torch import Tensor
 
 from gradbox_engine.buffers import Snapshot
 from gradbox_engine.calls import Passage
+from gradbox_engine.chunks import Chunks
+from gradbox_engine.comparison import same_bits
 from gradbox_engine.errors import ModelCallFailed
 from gradbox_engine.feed import Position
 from gradbox_engine.job import Observer
+from gradbox_engine.outputs import Outputs
 from gradbox_engine.records import Prepared, ShardRecord, with_room
 from gradbox_engine.retention import Form, GraphBudget
 from gradbox_engine.saved_tensors import SavedTensors, needs_its_own_graph
+from gradbox_engine.ungraphed import GraphMissed
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,10 @@ class FirstPass:
     after: Snapshot
 
 
+class SnapshotMissing(Exception):
+    """The buffers have to be put back to where a shard began, and no record has them."""
+
+
 def forward(
     prepared: Prepared,
     positions: Sequence[Position],
@@ -42,6 +52,7 @@ def forward(
     budget: GraphBudget,
     observer: Observer,
     outliving: bool = False,
+    snapshots: bool = False,
 ) -> FirstPass:
     """Put a range of shards through the model, in order.
 
@@ -50,64 +61,190 @@ def forward(
         budget: how much of the graphs may be kept.
         outliving: whether the graphs are for a later job, before which the model is put back.
             Otherwise the last shard's is kept whatever the budget.
+        snapshots: whether to take the buffers before every shard. Otherwise that is left out where
+            nothing changes but statistics of batch norms, but for the first shard of the range.
+
+    Raises:
+        GraphMissed: a shard did not bear to go without a graph, see `ungraphed`.
     """
-    records: list[ShardRecord] = []
-    buffers = prepared.buffers
-    buffers.restore(before)
-    for position, following in pairwise([*positions, None]):
-        assert position is not None
-        observer.step("forward", len(records), len(positions))
-        last = following is None and not outliving
-        num_left = 0 if outliving else len(positions) - len(records)
-        call = partial(
-            _first_call, prepared, position, before, budget, last=last, num_left=num_left
+    run = partial(_Run, prepared, positions, budget, observer, outliving=outliving)
+    if not snapshots and not prepared.calls.has_penalties:
+        try:
+            return run(snapshots=False).forward(before)
+        except SnapshotMissing:
+            budget.release()
+    return run(snapshots=True).forward(before)
+
+
+class _Run:
+    """One way over a range of shards."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        positions: Sequence[Position],
+        budget: GraphBudget,
+        observer: Observer,
+        *,
+        outliving: bool,
+        snapshots: bool,
+    ) -> None:
+        self._prepared = prepared
+        self._positions = positions
+        self._budget = budget
+        self._observer = observer
+        self._outliving = outliving
+        self._snapshots = snapshots
+        self._chunks = Chunks(Counter(position.group for position in positions))
+        self._records: list[ShardRecord] = []
+        self._before: Snapshot | None = None
+        self._latest = prepared.buffers.first
+
+    def forward(self, first: Snapshot) -> FirstPass:
+        """Put the shards through.
+
+        Raises:
+            SnapshotMissing: snapshots that were left out turn out to be needed.
+        """
+        buffers, num_shards = self._prepared.buffers, len(self._positions)
+        buffers.restore(first)
+        self._before = self._latest = first
+        for position, following in pairwise([*self._positions, None]):
+            assert position is not None
+            self._observer.step("forward", len(self._records), num_shards)
+            last = following is None and not self._outliving
+            call = partial(self._first_call, position, last=last)
+            self._records.append(with_room(call, self._records, undo=self._start_over))
+            if not self._snapshots and buffers.settled():
+                self._before = None if buffers.has_statistics else self._latest
+            else:
+                self._before = self._latest = buffers.advance(self._latest)
+                if buffers.others_change() and not self._snapshots:
+                    self._need_snapshots()
+            self._prepared.feed.prefetch(following)
+        after = self._snapshot()
+        unguarded = [record for record in self._records if not record.guarded]
+        if unguarded and buffers.others_change(after):
+            for record in unguarded:
+                record.drop()
+        self._observer.step("forward", num_shards, num_shards)
+        return FirstPass(self._records, after)
+
+    def _need_snapshots(self) -> None:
+        """From the first shard on that changes more than statistics, all need one."""
+        if any(record.before is None for record in self._records):
+            raise SnapshotMissing
+        self._snapshots = True
+
+    def _snapshot(self) -> Snapshot:
+        return self._prepared.buffers.take(self._latest) if self._before is None else self._before
+
+    def _start_over(self) -> None:
+        """Get ready for a shard once more, with nothing kept from here on."""
+        self._budget.exhaust()
+        self._put_back()
+
+    def _put_back(self) -> None:
+        if self._before is None:
+            raise SnapshotMissing
+        self._prepared.buffers.restore(self._before)
+
+    def _first_call(self, position: Position, *, last: bool) -> ShardRecord:
+        prepared, budget = self._prepared, self._budget
+        arguments = prepared.feed.take(position)
+        form = _form(prepared.calls.groups[position.group].method, arguments)
+        num_left = len(self._positions) - len(self._records)
+        spared = (
+            not self._outliving
+            and budget.is_ample(form, num_left)
+            and not prepared.buffers.others_change()
         )
+        if form is not None and spared:
+            passage = prepared.calls(position, arguments, with_values=True)
+            num_bytes = budget.count_like(form)
+            return self._record(position, passage, kept=True, num_bytes=num_bytes, guarded=False)
+        replayed = not (last or self._outliving or prepared.calls.has_penalties)
+        if replayed and not budget.unmeasured and not budget.room_bytes():
+            if prepared.ungraphed.allowed(form):
+                return self._without_graph(position, arguments)
+            if form is not None and prepared.ungraphed.to_be_tried(form, num_left):
+                return self._both_ways(position, arguments, form)
+        return self._with_graph(position, arguments, form, last=last)
 
-        def start_over(before: Snapshot = before) -> None:
-            budget.exhaust()
-            buffers.restore(before)
+    def _without_graph(self, position: Position, arguments: dict[str, Any]) -> ShardRecord:
+        try:
+            passage = self._prepared.calls(position, arguments, graph=False)
+        except ModelCallFailed as error:
+            raise GraphMissed from error
+        return self._record(position, passage, graphed=False)
 
-        records.append(with_room(call, records, undo=start_over))
-        before = buffers.advance(before)
-        prepared.feed.prefetch(following)
-    unguarded = [record for record in records if not record.guarded]
-    if unguarded and buffers.others_change(before):
-        for record in unguarded:
-            record.drop()
-    observer.step("forward", len(positions), len(positions))
-    return FirstPass(records, before)
+    def _both_ways(self, position: Position, arguments: dict[str, Any], form: Form) -> ShardRecord:
+        """Put a shard through without a graph, and then as if that had not been."""
+        prepared = self._prepared
+        before = self._snapshot()
+        trial: tuple[Outputs, Snapshot] | None = None
+        with suppress(ModelCallFailed):
+            passage = prepared.calls(position, arguments, graph=False)
+            outputs = {name: z.clone() for name, z in passage.outputs.items()}
+            trial = outputs, prepared.buffers.take(before)
+        prepared.buffers.restore(before)
+        record = self._with_graph(position, prepared.feed.take(position), form, last=False)
+        same = (
+            trial is not None
+            and same_bits(trial[0], record.outputs)
+            and trial[1].same_bits(prepared.buffers.take(before))
+        )
+        prepared.ungraphed.tried(form, same=same)
+        return record
 
+    def _with_graph(
+        self, position: Position, arguments: dict[str, Any], form: Form | None, *, last: bool
+    ) -> ShardRecord:
+        passage, saved = self._saving_call(position, arguments, last=last)
+        if saved is None:
+            return self._record(position, passage, kept=last)
+        if not last:
+            self._budget.count(saved, form)
+        return self._record(position, passage, kept=saved.kept, num_bytes=saved.num_bytes)
 
-def _first_call(
-    prepared: Prepared,
-    position: Position,
-    before: Snapshot,
-    budget: GraphBudget,
-    *,
-    last: bool,
-    num_left: int,
-) -> ShardRecord:
-    """Put a shard through for the first time.
+    def _record(
+        self,
+        position: Position,
+        passage: Passage,
+        *,
+        kept: bool = False,
+        num_bytes: int = 0,
+        guarded: bool = True,
+        graphed: bool = True,
+    ) -> ShardRecord:
+        outputs = self._chunks.write(position.group, passage.outputs)
+        record = ShardRecord(position, outputs, passage.penalties, self._before, graphed=graphed)
+        if kept and passage.intact:
+            record.passage, record.num_bytes, record.guarded = passage, num_bytes, guarded
+        return record
 
-    Args:
-        num_left: how many shards are to come with this one; 0 if all have to be guarded.
-    """
-    arguments = prepared.feed.take(position)
-    form = _form(prepared.calls.groups[position.group].method, arguments)
-    spared = num_left and budget.is_ample(form, num_left) and not prepared.buffers.others_change()
-    if form is not None and spared:
-        passage = prepared.calls(position, arguments, with_values=True)
-        kept, num_bytes = True, budget.count_like(form)
-    else:
-        passage, saved = _saving_call(prepared, position, arguments, before, budget, last=last)
-        if saved is not None and not last:
-            budget.count(saved, form)
-        kept, num_bytes = (last, 0) if saved is None else (saved.kept, saved.num_bytes)
-    outputs = {name: _compact(z) for name, z in passage.outputs.items()}
-    record = ShardRecord(position, outputs, passage.penalties, before)
-    if kept and passage.intact:
-        record.passage, record.num_bytes, record.guarded = passage, num_bytes, not spared
-    return record
+    def _saving_call(
+        self, position: Position, arguments: dict[str, Any], *, last: bool
+    ) -> tuple[Passage, SavedTensors | None]:
+        """Call the model with its saved tensors under control, or without if it can't bear that."""
+        prepared, budget = self._prepared, self._budget
+        if not budget.unmeasured:
+            saved = SavedTensors(
+                limit_bytes=math.inf if last else budget.room_bytes(),
+                parameters=prepared.parameter_storages,
+                buffers=prepared.buffers.storages(),
+            )
+            try:
+                with saved.saving():
+                    return prepared.calls(position, arguments, with_values=True), saved
+            except ModelCallFailed as error:
+                if not needs_its_own_graph(error.__cause__):
+                    raise
+            budget.unmeasured = True
+        # The model differentiates in its own forward pass, so its graph has to be whole.
+        self._put_back()
+        arguments = prepared.feed.take(position)
+        return prepared.calls(position, arguments, with_values=True), None
 
 
 def _form(method: str, arguments: Mapping[str, Any]) -> Form | None:
@@ -115,38 +252,3 @@ def _form(method: str, arguments: Mapping[str, Any]) -> Form | None:
     if not all(isinstance(value, Tensor) for value in arguments.values()):
         return None
     return (method, *((name, v.shape, v.dtype) for name, v in arguments.items()))
-
-
-def _saving_call(
-    prepared: Prepared,
-    position: Position,
-    arguments: dict[str, Any],
-    before: Snapshot,
-    budget: GraphBudget,
-    *,
-    last: bool,
-) -> tuple[Passage, SavedTensors | None]:
-    """Call the model with its saved tensors under control, or without where it cannot bear that."""
-    if not budget.unmeasured:
-        saved = SavedTensors(
-            limit_bytes=math.inf if last else budget.room_bytes(),
-            parameters=prepared.parameter_storages,
-            buffers=prepared.buffers.storages(),
-        )
-        try:
-            with saved.saving():
-                return prepared.calls(position, arguments, with_values=True), saved
-        except ModelCallFailed as error:
-            if not needs_its_own_graph(error.__cause__):
-                raise
-        budget.unmeasured = True
-    # The model differentiates in its own forward pass, so its graph has to be whole.
-    prepared.buffers.restore(before)
-    arguments = prepared.feed.take(position)
-    return prepared.calls(position, arguments, with_values=True), None
-
-
-def _compact(z: Tensor) -> Tensor:
-    """Return z's values without its graph, nor the larger tensor that it may be a view of."""
-    z = z.detach()
-    return z if z.untyped_storage().nbytes() == z.nbytes else z.clone()

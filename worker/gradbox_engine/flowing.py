@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -12,11 +12,31 @@ from gradbox_engine.job import Precision
 from gradbox_engine.outputs import Outputs
 from gradbox_engine.replay import Replayed
 
-Parts = dict[Position, Outputs]
-
 FP16_LARGEST = 2.0**8
 FP16_STEP = 2.0**-6
 FP16_SMALLEST_SCALE = 2.0**-24
+
+
+class Parts(Mapping[Position, Outputs]):
+    """Tensors by shard, views of larger ones that are made when they are asked for."""
+
+    def __init__(self, positions: Iterable[Position], part: Callable[[Position], Outputs]) -> None:
+        self._positions = dict.fromkeys(positions)
+        self._part = part
+
+    def __getitem__(self, position: Position) -> Outputs:
+        if position not in self._positions:
+            raise KeyError(position)
+        return self._part(position)
+
+    def __contains__(self, position: object) -> bool:
+        return position in self._positions
+
+    def __iter__(self) -> Iterator[Position]:
+        return iter(self._positions)
+
+    def __len__(self) -> int:
+        return len(self._positions)
 
 
 def flowing(parts: Mapping[Position, Outputs]) -> Parts:
@@ -31,7 +51,7 @@ def flowing(parts: Mapping[Position, Outputs]) -> Parts:
         members = [position for position in given if position.group == group]
         if not chosen.intersection(members):
             chosen.add(members[-1])
-    return {position: part for position, part in given.items() if position in chosen}
+    return Parts([position for position in given if position in chosen], parts.__getitem__)
 
 
 def scaled(

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.assembly import Assembly
 from gradbox_engine.comparison import ReplayComparison
-from gradbox_engine.feed import Position
+from gradbox_engine.feed import Position, all_positions
 from gradbox_engine.first_pass import FirstPass, forward
-from gradbox_engine.flowing import flowing, scaled
+from gradbox_engine.flowing import Parts, flowing, scaled
 from gradbox_engine.input_gradients import collect
 from gradbox_engine.job import (
     Group,
@@ -31,12 +31,12 @@ from gradbox_engine.job import (
     Silent,
 )
 from gradbox_engine.objective import Differentiated, differentiate
-from gradbox_engine.outputs import Outputs
 from gradbox_engine.preparation import Streams, Terms, prepared
 from gradbox_engine.records import Prepared, with_room
 from gradbox_engine.replay import Replayed, replay
 from gradbox_engine.retention import Retain, graph_budget
-from gradbox_engine.selection import select
+from gradbox_engine.selection import Selection, select
+from gradbox_engine.ungraphed import GraphMissed
 
 GRADS_ALONE: tuple[Returned, ...] = ("grads",)
 
@@ -93,11 +93,29 @@ def set_gradient(
         streams=streams,
     )
     with prepared(model, groups, selection, terms) as ready:
-        run = _Run(ready, terms, GradientSums(selection.parameters), observer or Silent())
-        first = run.first_pass(retain)
-        loss = run.cotangents(objective, first)
-        replayed = run.replay(first, loss)
-        return run.result(first, loss, replayed, returns)
+        run = partial(_run, ready, objective, terms, selection, retain, returns, observer)
+        try:
+            return run()
+        except GraphMissed:
+            ready.ungraphed.refute()
+        return run()
+
+
+def _run(
+    ready: Prepared,
+    objective: Objective,
+    terms: Terms,
+    selection: Selection,
+    retain: Retain,
+    returns: Collection[Returned],
+    observer: Observer | None,
+) -> SetGradient:
+    run = _Run(ready, terms, GradientSums(selection.parameters), observer or Silent())
+    first = run.first_pass(retain)
+    loss = run.cotangents(objective, first)
+    replayed = run.replay(first, loss)
+    ready.ungraphed.confirm()
+    return run.result(first, loss, replayed, returns)
 
 
 class _Run:
@@ -114,15 +132,10 @@ class _Run:
         self._seconds: dict[Phase, float] = {}
 
     def first_pass(self, retain: Retain) -> FirstPass:
-        positions = [
-            Position(group, shard)
-            for group, members in enumerate(self._groups)
-            for shard in range(len(members.shards))
-        ]
         with self._timed("forward"):
             return forward(
                 self._ready,
-                positions,
+                all_positions(self._groups),
                 before=self._ready.buffers.first,
                 budget=graph_budget(
                     retain, self._ready.device, sums_bytes=self._sums.expected_bytes()
@@ -197,11 +210,9 @@ class _Run:
             input_grads=input_grads or None,
         )
 
-    def _flowing(
-        self, positions: Sequence[Position], loss: Differentiated
-    ) -> dict[Position, Outputs]:
+    def _flowing(self, positions: Sequence[Position], loss: Differentiated) -> Parts:
         """Return the cotangents of the shards that need a backward pass; with penalties all do."""
-        parts = {p: self._assembly.part(p, loss.cotangents) for p in positions}
+        parts = Parts(positions, lambda p: self._assembly.part(p, loss.cotangents))
         return parts if self._ready.calls.has_penalties else flowing(parts)
 
     @contextmanager

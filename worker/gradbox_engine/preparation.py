@@ -23,6 +23,7 @@ from gradbox_engine.records import Prepared
 from gradbox_engine.sample_streams import SampleStreams
 from gradbox_engine.selection import Selection
 from gradbox_engine.streams import generators_restored
+from gradbox_engine.ungraphed import Ungraphed
 
 Streams = Literal["shard", "sample"]
 
@@ -78,4 +79,21 @@ def prepared(
             sample_streams=SampleStreams(model, groups, seed=terms.seed) if by_sample else None,
         )
         storages = (p.untyped_storage().data_ptr() for p in model.parameters())
-        yield Prepared(calls, feed, Buffers(model), inputs, device, frozenset(storages))
+        setting = (
+            terms.mode,
+            terms.precision,
+            terms.output,
+            terms.streams,
+            frozenset(selection.parameters),
+            tuple((name, *wanted) for name, wanted in inputs.items()),
+            torch.get_num_threads(),
+        )
+        yield Prepared(
+            calls,
+            feed,
+            Buffers(model),
+            inputs,
+            device,
+            frozenset(storages),
+            Ungraphed(model, setting),
+        )

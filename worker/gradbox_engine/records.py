@@ -13,6 +13,7 @@ from gradbox_engine.buffers import Buffers, Snapshot
 from gradbox_engine.calls import ModelCalls, Passage
 from gradbox_engine.feed import Feed, Position
 from gradbox_engine.outputs import Outputs
+from gradbox_engine.ungraphed import Ungraphed
 
 T = TypeVar("T")
 
@@ -27,24 +28,27 @@ class Prepared:
     inputs: Mapping[str, Sequence[str]]  # by group, the arguments whose gradients are wanted
     device: torch.device
     parameter_storages: frozenset[int]  # addresses
+    ungraphed: Ungraphed
 
 
-@dataclass
+@dataclass(slots=True)
 class ShardRecord:
     """What the first pass leaves of a shard.
 
     `outputs` are z without a graph, `penalties` the penalties' values, `before` the buffers at its
-    beginning. `passage` is there while its graph is kept, which has `num_bytes` of saved tensors;
-    if it is `guarded`, those of buffers are copies.
+    beginning; None where the shards before it changed nothing but statistics of batch norms.
+    `passage` is there while its graph is kept, which has `num_bytes` of saved tensors; if it is
+    `guarded`, those of buffers are copies. `graphed` says whether there was one at all.
     """
 
     position: Position
     outputs: Outputs
     penalties: list[Tensor]
-    before: Snapshot
+    before: Snapshot | None
     passage: Passage | None = None
     num_bytes: int = 0
     guarded: bool = True
+    graphed: bool = True
 
     @property
     def kept(self) -> bool:

@@ -144,6 +144,10 @@ class GraphBudget:
             return False
         return self.room_bytes() >= AMPLE * num_left * max(self._bytes_by_form.values())
 
+    def release(self) -> None:
+        """Take note that all graphs are gone."""
+        self._held_bytes = 0
+
     def exhaust(self) -> None:
         """Keep nothing from here on."""
         self._total_bytes, self._older = 0, NONE_OLDER

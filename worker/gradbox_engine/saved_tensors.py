@@ -1,9 +1,10 @@
 """What a shard's graph holds in memory, and the choice to hold it or not.
 
-A shard of the first pass always builds a graph. What differs is whether the tensors that backward
-would need are kept: without them the graph is a few kilobytes of nodes and the memory is that of a
-pass under `no_grad`. Both ways run the very same kernels; `no_grad` would not (an LSTM's inference
-kernel rounds otherwise), and the results of a job would depend on how much it could keep.
+A shard of the first pass builds a graph, unless `ungraphed` knows better. What differs is whether
+the tensors that backward would need are kept: without them the graph is a few kilobytes of nodes
+and the memory is that of a pass under `no_grad`. Both ways run the very same kernels; `no_grad` may
+not (an LSTM's inference kernel rounds otherwise), and the results of a job would depend on how much
+it could keep.
 
 Bytes are counted by storage, each once; parameters, which are there anyway, are not counted.
 """

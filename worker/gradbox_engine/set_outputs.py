@@ -6,7 +6,7 @@ under the random streams and buffers that a gradient of the same shards would se
 parameters requiring grad: kernels that are only taken where nothing does would round otherwise than
 the replay will. Graphs may be kept for the second half, `gradient_at_cotangents`.
 
-Cost: n forwards; memory beyond the model: Z twice, one shard's graph, and the graphs that are kept.
+Cost: n forwards; memory beyond the model: Z, one shard's graph, and the graphs that are kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.assembly import Assembly, permutation
-from gradbox_engine.feed import Position
+from gradbox_engine.feed import Position, all_positions
 from gradbox_engine.first_pass import forward
 from gradbox_engine.job import Group, Mode, Observer, Phase, Precision, Silent, Z
 from gradbox_engine.kept_pass import KeptPass
@@ -122,15 +122,6 @@ def set_outputs(
             seconds={"forward": time.perf_counter() - began},
             kept=kept if kept.num_kept else None,
         )
-
-
-def all_positions(groups: Sequence[Group]) -> list[Position]:
-    """Return where every shard is, in the order in which they pass through the model."""
-    return [
-        Position(index, shard)
-        for index, group in enumerate(groups)
-        for shard in range(len(group.shards))
-    ]
 
 
 def _num_rows(outputs: Outputs) -> int | None:

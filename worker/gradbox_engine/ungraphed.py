@@ -1,0 +1,80 @@
+"""Shards whose first pass may go without a graph.
+
+A graph that is not kept still costs its nodes: 2 to 3 % of a forward pass of 30 ms on a CPU.
+Without one torch may take other kernels, as it does for an LSTM, which round otherwise; then what a
+job returns would depend on how much it could keep. So a shard of each form that comes again goes
+through both ways, once for a model. Where z and the buffers are the same to the last bit, and the
+job with its replay ends well, later jobs leave the graph out.
+
+That the job ends well matters: a model that keeps a tensor with its graph from one call to the next
+fails there, and would be given gradients without that path if the graph had been left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from gradbox_engine.retention import Form
+
+WORTHWHILE = 16
+"""A trial is one more forward pass, so that many have to come."""
+
+MOST_KNOWN = 1024
+
+Known = dict[Hashable, bool]
+
+_known_by_model: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
+
+
+class GraphMissed(Exception):
+    """A shard failed without a graph, or did not give the same bits as with one."""
+
+
+class Ungraphed:
+    """What is known of a model's shards in one setting, and what a job finds out."""
+
+    def __init__(self, model: nn.Module, setting: Hashable) -> None:
+        """Look up what earlier jobs found out.
+
+        Args:
+            setting: everything beside a shard's form that kernels may depend on.
+        """
+        self._setting = setting
+        self._known = _known_by_model.setdefault(model, {})
+        self._seen: set[Form] = set()
+        self._tried: Known = {}
+
+    def allowed(self, form: Form | None) -> bool:
+        """Return whether a shard of this form is known to give the same bits without a graph."""
+        return self._known.get((self._setting, form), False)
+
+    def to_be_tried(self, form: Form | None, num_left: int) -> bool:
+        """Return whether to try with this shard.
+
+        Args:
+            num_left: how many shards are to come with this one.
+        """
+        key = (self._setting, form)
+        if form is None or key in self._known or key in self._tried:
+            return False
+        again = form in self._seen
+        self._seen.add(form)
+        return again and num_left >= WORTHWHILE
+
+    def tried(self, form: Form, *, same: bool) -> None:
+        """Take note of a trial, for when the job has ended well."""
+        self._tried[self._setting, form] = same
+
+    def confirm(self) -> None:
+        """Let later jobs know: this one's replays did repeat the first pass."""
+        self._known.update(self._tried)
+        for key in list(self._known)[:-MOST_KNOWN]:
+            del self._known[key]
+
+    def refute(self) -> None:
+        """Let later jobs know: what was said to be the same was not."""
+        for key in self._known:
+            self._known[key] = False
