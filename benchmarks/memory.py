@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.measure import return_memory
 from benchmarks.public_peers import peer_named
 from benchmarks.workloads import Workload
 from gradbox_worker.memory import PeakMemory
@@ -31,6 +32,7 @@ def main(arguments: list[str]) -> int:
     assert workload.batches
     assert workload.shards
     gc.collect()
+    return_memory()
     memory = PeakMemory(torch.device(args.device))
     step()
     peak_bytes, before_bytes = memory.measure()
