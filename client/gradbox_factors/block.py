@@ -38,22 +38,6 @@ class Positions(Term):
     def dtype(self) -> torch.dtype:
         return self.left.dtype
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"left": self.left}
-
-    def geometry(self) -> dict[str, Any]:
-        return {"channels_first": self.channels_first}
-
-    @classmethod
-    def read(
-        cls,
-        parameter: str,
-        shape: tuple[int, ...],
-        geometry: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-    ) -> Self:
-        return cls(parameter, shape, tensors["left"], bool(geometry["channels_first"]))
-
     def narrow(self, samples: slice, outputs: slice) -> Positions:
         return replace(self, left=self.left[outputs, samples])
 
@@ -100,22 +84,6 @@ class Block(Term):
     def dtype(self) -> torch.dtype:
         return self.array.dtype
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"array": self.array}
-
-    def geometry(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def read(
-        cls,
-        parameter: str,
-        shape: tuple[int, ...],
-        geometry: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-    ) -> Self:
-        return cls(parameter, shape, tensors["array"])
-
     def narrow(self, samples: slice, outputs: slice) -> Block:
         return replace(self, array=self.array[samples, outputs])
 
@@ -145,22 +113,6 @@ class Zero(Term):
     @property
     def dtype(self) -> torch.dtype:
         return self.empty.dtype
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"empty": self.empty}
-
-    def geometry(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def read(
-        cls,
-        parameter: str,
-        shape: tuple[int, ...],
-        geometry: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-    ) -> Self:
-        return cls(parameter, shape, tensors["empty"])
 
     def narrow(self, samples: slice, outputs: slice) -> Zero:
         return replace(self, empty=self.empty[samples, outputs])

@@ -72,9 +72,6 @@ class Convolution(Term):
     def dtype(self) -> torch.dtype:
         return self.left.dtype
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"left": self.left, "right": self.right}
-
     def geometry(self) -> dict[str, Any]:
         walk = self.walk
         return {

@@ -5,9 +5,8 @@ Shapes: B samples, Y outputs, T positions, V vocabulary, D features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,22 +36,6 @@ class Lookup(Term):
     @property
     def dtype(self) -> torch.dtype:
         return self.left.dtype
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"left": self.left, "ids": self.ids}
-
-    def geometry(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def read(
-        cls,
-        parameter: str,
-        shape: tuple[int, ...],
-        geometry: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-    ) -> Self:
-        return cls(parameter, shape, tensors["left"], tensors["ids"])
 
     def narrow(self, samples: slice, outputs: slice) -> Lookup:
         return replace(self, left=self.left[outputs, samples], ids=self.ids[samples])

@@ -6,9 +6,9 @@ Source: Goodfellow 2015 (norms of one position); Li et al. 2022, arXiv:2110.0567
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,24 +41,6 @@ class Outer(Term):
     @property
     def dtype(self) -> torch.dtype:
         return self.left.dtype
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"left": self.left, "right": self.right}
-
-    def geometry(self) -> dict[str, Any]:
-        return {"transposed": self.transposed}
-
-    @classmethod
-    def read(
-        cls,
-        parameter: str,
-        shape: tuple[int, ...],
-        geometry: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-    ) -> Self:
-        return cls(
-            parameter, shape, tensors["left"], tensors["right"], bool(geometry["transposed"])
-        )
 
     def narrow(self, samples: slice, outputs: slice) -> Outer:
         return replace(self, left=self.left[outputs, samples], right=self.right[samples])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any, ClassVar, Self
 
 import torch
@@ -25,7 +26,8 @@ SLAB_BYTES = 64 * 2**20
 class Term(ABC):
     """A (B, Y, *shape) array given by factors.
 
-    `parameter` is the name the array belongs to and `shape` that parameter's shape.
+    `parameter` is the name the array belongs to and `shape` that parameter's shape. A term is a
+    dataclass of these, of factors and of flags; one that has anything else says how to read it.
     """
 
     rule: ClassVar[str]
@@ -47,16 +49,15 @@ class Term(ABC):
     def dtype(self) -> torch.dtype:
         """The dtype of the array."""
 
-    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Return the factors by the names that the wire format gives them."""
+        return {name: getattr(self, name) for name in self._names(of_factors=True)}
 
-    @abstractmethod
     def geometry(self) -> dict[str, Any]:
         """Return what else is needed to read the factors, as JSON values."""
+        return {name: getattr(self, name) for name in self._names(of_factors=False)}
 
     @classmethod
-    @abstractmethod
     def read(
         cls,
         parameter: str,
@@ -65,6 +66,15 @@ class Term(ABC):
         tensors: Mapping[str, Tensor],
     ) -> Self:
         """Build the term that `tensors()` and `geometry()` describe."""
+        factors = {name: tensors[name] for name in cls._names(of_factors=True)}
+        flags = {name: bool(geometry[name]) for name in cls._names(of_factors=False)}
+        return cls(parameter=parameter, shape=shape, **factors, **flags)  # type: ignore[call-arg]
+
+    @classmethod
+    def _names(cls, *, of_factors: bool) -> list[str]:
+        """Return the names of a dataclass's fields that are tensors, or flags."""
+        wanted = "Tensor" if of_factors else "bool"
+        return [field.name for field in fields(cls) if field.type == wanted]  # type: ignore[arg-type]
 
     @abstractmethod
     def narrow(self, samples: slice, outputs: slice) -> Term:
