@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 NOTHING: tuple[()] = ()
+CONTAINERS = (dict, list, set)
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -46,20 +47,26 @@ def _plain_leaves(model: nn.Module) -> Iterator[Tensor]:
 
 
 class _ModuleState:
-    """A submodule's attributes, and the entries of those that are dicts, lists or sets."""
+    """A submodule's attributes, and the entries of those that are dicts, lists or sets.
+
+    Most of these are empty, hooks that nobody has hung up: no note is kept of them.
+    """
+
+    __slots__ = ("_attributes", "_entries", "_module")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._attributes = dict(vars(module))
+        self._attributes = vars(module).copy()
         self._entries = {
-            key: value.copy() if value else NOTHING  # as most are: hooks nobody has hung up
+            key: value.copy()
             for key, value in self._attributes.items()
-            if isinstance(value, dict | list | set)
+            if isinstance(value, CONTAINERS) and value
         }
 
     def restore(self) -> None:
-        for key, entries in self._entries.items():
-            _refill(self._attributes[key], entries)
+        for key, value in self._attributes.items():
+            if isinstance(value, CONTAINERS):
+                _refill(value, self._entries.get(key, NOTHING))
         vars(self._module).clear()
         vars(self._module).update(self._attributes)
 
@@ -77,13 +84,16 @@ def _refill(container: Any, entries: Any) -> None:
 class _TensorState:
     """A parameter's or buffer's identity: which data it holds, and what hangs on it."""
 
+    __slots__ = ("_data", "_grad", "_hooks", "_requires_grad", "_tensor", "_value")
+
     def __init__(self, tensor: Tensor, *, with_value: bool = False) -> None:
         self._tensor = tensor
         self._data = tensor.detach()
         self._value = self._data.clone() if with_value else None
         self._requires_grad = tensor.requires_grad
         self._grad = tensor.grad
-        self._hooks = {name: dict(getattr(tensor, name) or NOTHING) for name in TENSOR_HOOKS}
+        hung_up = (getattr(tensor, name) for name in TENSOR_HOOKS)
+        self._hooks = tuple(dict(hooks) if hooks else NOTHING for hooks in hung_up)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -96,7 +106,7 @@ class _TensorState:
             self._data.copy_(self._value)
         tensor.requires_grad_(self._requires_grad)
         tensor.grad = self._grad
-        for name, entries in self._hooks.items():
+        for name, entries in zip(TENSOR_HOOKS, self._hooks, strict=True):
             hooks = getattr(tensor, name)
             if hooks is not None:
                 _refill(hooks, entries)
