@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.workloads import relative_difference
-from gradbox import GradClient, Gradient
+from gradbox import GradClient
 from gradbox_engine import Group, Objective, set_gradient
 from gradbox_worker.demo import task
 from gradbox_worker.demo.box import running_box
@@ -106,18 +106,7 @@ def _direct(towers: dict[str, task.Shards]) -> Callable[[], dict[str, Tensor]]:
 
 def _through(client: GradClient, towers: dict[str, task.Shards]) -> Callable[[], dict[str, Tensor]]:
     def run() -> dict[str, Tensor]:
-        job = client.submit(
-            Gradient(
-                model=task.MODEL,
-                inputs=towers,
-                output=task.OUTPUT,
-                readout=task.mean_pooling,
-                loss=task.info_nce,
-                mode="train",
-                seed=task.SEED,
-                retain=0,
-            )
-        )
+        job = client.submit(task.job(towers))
         return dict(job.result().grads)
 
     return run

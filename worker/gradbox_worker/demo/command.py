@@ -87,25 +87,14 @@ def _compare(folder: Path, *, num_pairs: int, shard_size: int) -> Comparison:
 
 
 def _submit(url: str, token: str, size: Any) -> GradResult:
-    from gradbox import GradClient, Gradient
+    from gradbox import GradClient
     from gradbox_worker.demo import task
 
     towers = task.tokenised(size)
     num_shards = sum(len(shards) for shards in towers.values())
     print(f"{size.num_pairs} pairs of real text in {num_shards} shards; InfoNCE with dropout on")
     with GradClient(url=url, token=token) as client:
-        job = client.submit(
-            Gradient(
-                model=task.MODEL,
-                inputs=towers,
-                output=task.OUTPUT,
-                readout=task.mean_pooling,
-                loss=task.info_nce,
-                mode="train",
-                seed=task.SEED,
-                retain=0,  # one shard's graph at a time: the least memory there is
-            )
-        )
+        job = client.submit(task.job(towers))
         return job.result(progress=True)
 
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from gradbox_worker.demo.text import documentation_pairs
+
+if TYPE_CHECKING:
+    from gradbox import Gradient
 
 MODEL = "minilm"
 SEED = 0
@@ -49,6 +52,22 @@ def info_nce(queries: Tensor, passages: Tensor) -> Tensor:
     """Each query's own passage against all others (van den Oord et al. 2018, eq. 4)."""
     scores_BB = F.normalize(queries, dim=-1) @ F.normalize(passages, dim=-1).T / TEMPERATURE
     return F.cross_entropy(scores_BB, torch.arange(queries.shape[0], device=queries.device))
+
+
+def job(towers: dict[str, Shards]) -> Gradient:
+    """Return what is submitted, with one shard's graph at a time: the least memory there is."""
+    from gradbox import Gradient
+
+    return Gradient(
+        model=MODEL,
+        inputs=towers,
+        output=OUTPUT,
+        readout=mean_pooling,
+        loss=info_nce,
+        mode="train",
+        seed=SEED,
+        retain=0,
+    )
 
 
 def tokenised(size: Size) -> dict[str, Shards]:
