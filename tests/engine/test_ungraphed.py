@@ -105,11 +105,14 @@ def test_shards_that_are_kept_have_graphs():
     assert all(graphs)
 
 
-def test_few_shards_are_not_worth_a_trial():
+def test_few_shards_are_worth_a_trial_when_they_come_again():
     model = _Model()
-    for _ in range(2):
-        _, graphs = _watch(model, num_shards=WORTHWHILE)
-        assert all(graphs)
+    _, graphs = _watch(model, num_shards=3)
+    assert all(graphs)
+    _, graphs = _watch(model, num_shards=3)
+    assert graphs == [False, *[True] * 3, *[True] * 2]
+    _, graphs = _watch(model, num_shards=3)
+    assert graphs == [False, False, True, *[True] * 2]
 
 
 class _Otherwise(_Model):

@@ -202,7 +202,8 @@ def _in_order(
         (record,), before = passed.records, passed.after
         comparison.compare(ready.calls.where(position), record.outputs, first[position])
         if position in cotangents:
-            found = carry_back(ready, record, cotangents[position], sums, comparison)
+            assert record.passage is not None
+            found = carry_back(ready, record, record.passage, cotangents[position], sums)
             input_grads[position] = found
         record.drop()
         ready.feed.prefetch((*passing, None)[done + 1])

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradbox_engine.arrivals import Arrival
@@ -35,6 +35,9 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 Live = dict[Slot, Tensor | None]
 
 Kind = tuple[torch.dtype, torch.device]
+
+Statistics = tuple[Tensor, ...]
+"""Statistics of all batch norms in train mode at one moment, one flat tensor for each kind."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +124,26 @@ class Buffers:
             (self._modules[module]._buffers, name, buffer, self._kept_value(module, name))
             for (module, name), buffer in self._registered.items()
         ]
-        self.has_statistics = any(_is_statistic(self._modules[m], name) for m, name in self._live())
+        self._statistics = _by_kind(
+            buffer
+            for (module, name), buffer in self._registered.items()
+            if buffer is not None and _is_statistic(self._modules[module], name)
+        )
+
+    @property
+    def has_statistics(self) -> bool:
         """Whether there are statistics of batch norms in train mode."""
+        return bool(self._statistics)
+
+    def statistics(self) -> Statistics:
+        """Return the statistics as they are now."""
+        return tuple(_flat(group) for group in self._statistics)
+
+    def put_statistics(self, values: Statistics) -> None:
+        """Give the statistics these values, unseen by graphs that saved them."""
+        for group, flat in zip(self._statistics, values, strict=True):
+            parts = _unflatten_dense_tensors(flat, group)  # type: ignore[no-untyped-call]
+            torch._foreach_copy_([buffer.data for buffer in group], list(parts))
 
     def take(self, previous: Snapshot | None) -> Snapshot:
         """Return the buffers' values now, sharing with `previous` what did not change."""
@@ -171,9 +192,6 @@ class Buffers:
     def others_change(self, latest: Snapshot | None = None) -> bool:
         """Return whether anything changes from shard to shard but statistics of batch norms.
 
-        Those a graph saves, but its backward pass does not read them: in train mode torch's batch
-        norm goes back through the batch's own statistics.
-
         Args:
             latest: what the snapshot knows of the last change is waited for; without it what has
                 come is looked at.
@@ -209,10 +227,19 @@ class Buffers:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def storages(self) -> set[int]:
-        """Return the addresses of the storages that the live buffers use."""
-        live = self._live().values()
-        return {buffer.untyped_storage().data_ptr() for buffer in live if buffer is not None}
+    def storages(self, *, statistics: bool = True) -> set[int]:
+        """Return the addresses of the storages that the live buffers use.
+
+        Args:
+            statistics: whether to count those of batch norms in train mode.
+        """
+        left_out = () if statistics else self._statistics
+        apart = {id(buffer) for group in left_out for buffer in group}
+        return {
+            buffer.untyped_storage().data_ptr()
+            for buffer in self._live().values()
+            if buffer is not None and id(buffer) not in apart
+        }
 
     def named(self, snapshot: Snapshot) -> dict[str, Tensor]:
         """Return copies of a snapshot's values by the names `named_buffers` gives them."""
@@ -267,13 +294,25 @@ class Buffers:
         if layout is None or layout.slots != slots:
             layout = Layout(slots, tuple(buffer.shape for buffer in members.values()))
             self._layouts[kind] = layout
-        flat: Tensor = _flatten_dense_tensors(tuple(members.values()))  # type: ignore[no-untyped-call]
-        return layout, flat.clone() if len(members) == 1 else flat  # one alone comes as a view
+        return layout, _flat(tuple(members.values()))
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:
     own = isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
     return own and module.training and name in STATISTICS
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> list[tuple[Tensor, ...]]:
+    groups: dict[Kind, dict[int, Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
+    return [tuple(group.values()) for group in groups.values()]
+
+
+@torch.no_grad()
+def _flat(tensors: tuple[Tensor, ...]) -> Tensor:
+    flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return flat.clone() if len(tensors) == 1 else flat  # one alone comes as a view
 
 
 def _copy(tensor: Tensor) -> Tensor:

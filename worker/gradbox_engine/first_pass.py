@@ -2,7 +2,8 @@
 
 Which graphs are kept decides `retention`; what a shard's graph holds is counted by `saved_tensors`,
 and where counting decides nothing, it is left out. Graphs kept uncounted have no copies of buffers,
-so they are let go if buffers that they may read turn out to change.
+so they are let go if buffers that they may read turn out to change. Statistics of batch norms do
+change; they are put back before a graph is used.
 """
 
 from __future__ import annotations
@@ -121,6 +122,9 @@ class _Run:
                 self._before = self._latest = buffers.advance(self._latest)
                 if buffers.others_change() and not self._snapshots:
                     self._need_snapshots()
+            newest = self._records[-1]
+            if newest.kept and buffers.has_statistics:
+                newest.after = buffers.statistics()
             self._prepared.feed.prefetch(following)
         after = self._snapshot()
         unguarded = [record for record in self._records if not record.guarded]
@@ -154,15 +158,14 @@ class _Run:
         arguments = prepared.feed.take(position)
         form = _form(prepared.calls.groups[position.group].method, arguments)
         num_left = len(self._positions) - len(self._records)
-        spared = (
-            not self._outliving
-            and budget.is_ample(form, num_left)
-            and not prepared.buffers.others_change()
-        )
-        if form is not None and spared:
-            passage = prepared.calls(position, arguments, with_values=True)
-            num_bytes = budget.count_like(form)
-            return self._record(position, passage, kept=True, num_bytes=num_bytes, guarded=False)
+        if not self._outliving and not prepared.buffers.others_change():
+            ample = form if budget.is_ample(form, num_left) else None
+            if ample is not None or (last and self._records):
+                passage = prepared.calls(position, arguments, with_values=True)
+                num_bytes = 0 if ample is None else budget.count_like(ample)
+                return self._record(
+                    position, passage, kept=True, num_bytes=num_bytes, guarded=False
+                )
         replayed = not (last or self._outliving or prepared.calls.has_penalties)
         if replayed and not budget.unmeasured and not budget.room_bytes():
             if prepared.ungraphed.allowed(form):
@@ -232,7 +235,7 @@ class _Run:
             saved = SavedTensors(
                 limit_bytes=math.inf if last else budget.room_bytes(),
                 parameters=prepared.parameter_storages,
-                buffers=prepared.buffers.storages(),
+                buffers=prepared.buffers.storages(statistics=self._outliving),
             )
             try:
                 with saved.saving():

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradbox_engine.buffers import Buffers, Snapshot
+from gradbox_engine.buffers import Buffers, Snapshot, Statistics
 from gradbox_engine.calls import ModelCalls, Passage
 from gradbox_engine.feed import Feed, Position
 from gradbox_engine.outputs import Outputs
@@ -38,7 +38,8 @@ class ShardRecord:
     `outputs` are z without a graph, `penalties` the penalties' values, `before` the buffers at its
     beginning; None where the shards before it changed nothing but statistics of batch norms.
     `passage` is there while its graph is kept, which has `num_bytes` of saved tensors; if it is
-    `guarded`, those of buffers are copies. `graphed` says whether there was one at all.
+    `guarded`, those of buffers are copies, but for statistics: `after` are those at its end, if it
+    was kept. `graphed` says whether there was a graph at all.
     """
 
     position: Position
@@ -48,6 +49,7 @@ class ShardRecord:
     passage: Passage | None = None
     num_bytes: int = 0
     guarded: bool = True
+    after: Statistics | None = None
     graphed: bool = True
 
     @property

@@ -11,10 +11,6 @@ with no constant anywhere: a mean is a mean because g says so.
 Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
 section 3; random streams, buffers, retention and the comparison are ours.
 
-Where the first pass has left the buffers at a shard's beginning out (see `buffers`), its replay
-begins with those that the shard before has left, and has to give the same bits. If it does not, the
-model reads a batch norm's statistics by some way of its own, and another first pass takes them.
-
 Cost, with F and B one shard's forward and backward, n shards, k of them kept:
 n(F + B) + (n − k)F. Memory beyond the model: k + 1 graphs, Z, ∂L/∂Z, one sum of gradients.
 
@@ -31,22 +27,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from gradbox_engine.accumulation import GradientSums
+from gradbox_engine.beginnings import Beginnings
 from gradbox_engine.calls import Passage
 from gradbox_engine.comparison import ReplayComparison, same_bits
 from gradbox_engine.failures import blaming
-from gradbox_engine.feed import Position, all_positions
-from gradbox_engine.first_pass import SnapshotMissing, forward
-from gradbox_engine.job import Observer, Silent
+from gradbox_engine.feed import Position
+from gradbox_engine.job import Observer
 from gradbox_engine.outputs import Outputs
 from gradbox_engine.records import Prepared, ShardRecord, with_room
-from gradbox_engine.retention import GraphBudget
 from gradbox_engine.ungraphed import GraphMissed
 
 
@@ -84,13 +78,18 @@ def replay(
         if record.position not in cotangents:
             record.drop()
     active = [record for record in records if record.position in cotangents]
-    attempt = partial(_replay, prepared, active, cotangents, sums, comparison, observer)
+
+    def attempt() -> Replayed:
+        beginnings = Beginnings(prepared, records)
+        return _replay(prepared, active, beginnings, cotangents, sums, comparison, observer)
+
     return with_room(attempt, active, undo=sums.clear)
 
 
 def _replay(
     prepared: Prepared,
     records: Sequence[ShardRecord],
+    beginnings: Beginnings,
     cotangents: Mapping[Position, Outputs],
     sums: GradientSums,
     comparison: ReplayComparison,
@@ -101,13 +100,14 @@ def _replay(
     for index, record in enumerate(records):
         observer.step("replay", index, len(records))
         num_retained += record.kept
-        cotangent = cotangents[record.position]
-        carry = partial(carry_back, prepared, record, cotangent, sums, comparison)
-        try:
-            found = carry()
-        except SnapshotMissing:
-            _take_snapshots(prepared, records)
-            found = carry()
+        passage = record.passage
+        if passage is None:
+            sums.take_back()
+            passage = _call_again(prepared, record, beginnings, comparison)
+        else:
+            beginnings.use_graph(record)
+        found = carry_back(prepared, record, passage, cotangents[record.position], sums)
+        passage = None
         if found:
             input_grads[record.position] = found
         waiting = (other.position for other in records[index + 1 :] if not other.kept)
@@ -120,15 +120,11 @@ def _replay(
 def carry_back(
     prepared: Prepared,
     record: ShardRecord,
+    passage: Passage,
     cotangent: Outputs,
     sums: GradientSums,
-    comparison: ReplayComparison,
 ) -> dict[str, Tensor | None]:
     """Add one shard's gradients to the sums and return those of its inputs."""
-    passage = record.passage
-    if passage is None:
-        sums.take_back()
-        passage = _call_again(prepared, record, comparison)
     roots: list[Tensor | GradientEdge] = []
     gradients: list[Tensor] = []
     for name, z in passage.outputs.items():
@@ -154,45 +150,29 @@ def carry_back(
     }
 
 
-def _call_again(prepared: Prepared, record: ShardRecord, comparison: ReplayComparison) -> Passage:
+def _call_again(
+    prepared: Prepared,
+    record: ShardRecord,
+    beginnings: Beginnings,
+    comparison: ReplayComparison,
+) -> Passage:
     """Put a shard through once more and compare it with the first time.
 
     Raises:
-        SnapshotMissing: it differs, and may have begun with other buffers.
-        GraphMissed: it differs, and went without a graph.
+        GraphMissed: it went without a graph, and is not the same to the last bit.
     """
     while True:
-        if record.before is not None:
-            prepared.buffers.restore(record.before)
+        beginnings.put_back(record)
         passage = prepared.calls(record.position, prepared.feed.take(record.position))
-        exact = record.before is None or (prepared.device.type == "cpu" and not record.graphed)
-        if exact and same_bits(passage.outputs, record.outputs):
-            return passage
-        if record.before is None:
-            raise SnapshotMissing
-        if exact:
-            raise GraphMissed
         if passage.intact:
-            where = prepared.calls.where(record.position)
-            comparison.compare(where, passage.outputs, record.outputs)
-            return passage
-
-
-def _take_snapshots(prepared: Prepared, records: Sequence[ShardRecord]) -> None:
-    """Find out by another first pass with which buffers the shards began."""
-    positions = all_positions(prepared.calls.groups)
-    again = forward(
-        prepared,
-        positions,
-        before=prepared.buffers.first,
-        budget=GraphBudget(0),
-        observer=Silent(),
-        outliving=True,
-        snapshots=True,
-    )
-    before = {record.position: record.before for record in again.records}
-    for record in records:
-        record.before = before[record.position]
+            break
+    if not record.graphed and prepared.device.type == "cpu":
+        if not same_bits(passage.outputs, record.outputs):
+            raise GraphMissed
+    else:
+        where = prepared.calls.where(record.position)
+        comparison.compare(where, passage.outputs, record.outputs)
+    return passage
 
 
 def _cast(gradient: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

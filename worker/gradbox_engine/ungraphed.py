@@ -2,9 +2,9 @@
 
 A graph that is not kept still costs its nodes: 2 to 3 % of a forward pass of 30 ms on a CPU.
 Without one torch may take other kernels, as it does for an LSTM, which round otherwise; then what a
-job returns would depend on how much it could keep. So a shard of each form that comes again goes
-through both ways, once for a model. Where z and the buffers are the same to the last bit, and the
-job with its replay ends well, later jobs leave the graph out.
+job returns would depend on how much it could keep. So a shard of each form that comes again, in a
+long job or in a later one, goes through both ways, once for a model. Where z and the buffers are
+the same to the last bit, and the job with its replay ends well, later jobs leave the graph out.
 
 That the job ends well matters: a model that keeps a tensor with its graph from one call to the next
 fails there, and would be given gradients without that path if the graph had been left out.
@@ -20,11 +20,12 @@ from torch import nn
 from gradbox_engine.retention import Form
 
 WORTHWHILE = 16
-"""A trial is one more forward pass, so that many have to come."""
+"""A trial is one more forward pass. So many shards have to come, or another job of that form."""
 
 MOST_KNOWN = 1024
 
-Known = dict[Hashable, bool]
+Known = dict[Hashable, bool | None]
+"""By setting and form, whether the bits are the same; None where nobody has tried."""
 
 _known_by_model: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 
@@ -44,12 +45,11 @@ class Ungraphed:
         """
         self._setting = setting
         self._known = _known_by_model.setdefault(model, {})
-        self._seen: set[Form] = set()
-        self._tried: Known = {}
+        self._found: Known = {}
 
     def allowed(self, form: Form | None) -> bool:
         """Return whether a shard of this form is known to give the same bits without a graph."""
-        return self._known.get((self._setting, form), False)
+        return self._known.get((self._setting, form)) is True
 
     def to_be_tried(self, form: Form | None, num_left: int) -> bool:
         """Return whether to try with this shard.
@@ -58,19 +58,19 @@ class Ungraphed:
             num_left: how many shards are to come with this one.
         """
         key = (self._setting, form)
-        if form is None or key in self._known or key in self._tried:
+        if form is None or self._found.get(key, self._known.get(key)) is not None:
             return False
-        again = form in self._seen
-        self._seen.add(form)
-        return again and num_left >= WORTHWHILE
+        came_here = key in self._found
+        self._found[key] = None
+        return key in self._known or (came_here and num_left >= WORTHWHILE)
 
     def tried(self, form: Form, *, same: bool) -> None:
         """Take note of a trial, for when the job has ended well."""
-        self._tried[self._setting, form] = same
+        self._found[self._setting, form] = same
 
     def confirm(self) -> None:
         """Let later jobs know: this one's replays did repeat the first pass."""
-        self._known.update(self._tried)
+        self._known.update(self._found)
         for key in list(self._known)[:-MOST_KNOWN]:
             del self._known[key]
 
