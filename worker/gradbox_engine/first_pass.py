@@ -232,10 +232,13 @@ class _Run:
         """Call the model with its saved tensors under control, or without if it can't bear that."""
         prepared, budget = self._prepared, self._budget
         if not budget.unmeasured:
+            limit_bytes = math.inf if last else budget.room_bytes()
             saved = SavedTensors(
-                limit_bytes=math.inf if last else budget.room_bytes(),
-                parameters=prepared.parameter_storages,
-                buffers=prepared.buffers.storages(statistics=self._outliving),
+                limit_bytes=limit_bytes,
+                parameters=prepared.parameter_storages if limit_bytes else (),
+                buffers=prepared.buffers.storages(statistics=self._outliving)
+                if limit_bytes
+                else (),
             )
             try:
                 with saved.saving():
