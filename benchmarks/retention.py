@@ -152,11 +152,18 @@ def _measure(workload: Workload, fractions: Sequence[float], plan: RetentionPlan
     ours = {round(part * workload.num_shards) for part in fractions}
     ends = {kept: _peak(GRADBOX, workload, plan, kept=kept) for kept in (0, workload.num_shards)}
     peaks = {peer.name: _peak(peer, workload, plan) for peer in peers}
-    equal = {name: kept_at(peak, ends) for name, peak in peaks.items() if name != SHARDED.name}
-    budgets = sorted({*ours, *(kept for kept in equal.values() if kept is not None)})
+    estimates = (kept_at(peak, ends) for name, peak in peaks.items() if name != SHARDED.name)
+    near = {kept for kept in estimates if kept is not None}
+    # One more than the estimate may fit as well: the first graph takes less than those after it.
+    budgets = sorted({*ours, *near, *(min(kept + 1, workload.num_shards) for kept in near)})
     budget_peaks = {
         kept: ends[kept] if kept in ends else _peak(GRADBOX, workload, plan, kept=kept)
         for kept in budgets
+    }
+    equal = {
+        name: most_within(peak, budget_peaks)
+        for name, peak in peaks.items()
+        if name != SHARDED.name
     }
     times, cost = _times(workload, [*peers, *map(keeping, budgets)], plan)
     setting = Setting(workload, cost, equal=equal)
@@ -180,6 +187,22 @@ def kept_at(peak: int | None, ends: Mapping[int, int | None]) -> int | None:
         return None
     a_graph = (most - least) / (num_shards - 1)  # the last shard's is kept in any case
     return max(0, min(num_shards, int((peak - least) / a_graph)))
+
+
+def most_within(peak: int | None, peaks: Mapping[int, int | None]) -> int | None:
+    """Return how many graphs may be kept within a peak, by the peaks measured; None if not none.
+
+    Args:
+        peak: in bytes.
+        peaks: gradbox's in bytes, by how many graphs it may keep; the least is that of 0.
+    """
+    if peak is None:
+        return None
+    fitting = [kept for kept, own in peaks.items() if own is not None and own <= peak]
+    nothing = peaks[0]
+    if not fitting and nothing is not None and nothing * (1 - REPEATABLE) <= peak:
+        return 0
+    return max(fitting, default=None)
 
 
 def _times(

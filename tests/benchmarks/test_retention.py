@@ -8,7 +8,15 @@ from benchmarks.measure import ShardCost
 from benchmarks.overhead import plain_loop
 from benchmarks.peers import SHARDED, gradbox, keeping, reference, sharded
 from benchmarks.public_peers import OPEN_CLIP
-from benchmarks.retention import Correctness, Point, Retention, RetentionPlan, Setting, kept_at
+from benchmarks.retention import (
+    Correctness,
+    Point,
+    Retention,
+    RetentionPlan,
+    Setting,
+    kept_at,
+    most_within,
+)
 from benchmarks.retention_report import bars
 from benchmarks.workloads import Workload, relative_difference
 
@@ -66,6 +74,14 @@ def test_a_peers_peak_says_how_many_graphs_fit_into_it() -> None:
     ends = {0: 40 * MIB, 4: 100 * MIB}
     assert [kept_at(peak * MIB, ends) for peak in (40, 59, 61, 99, 500)] == [0, 0, 1, 2, 4]
     assert kept_at(30 * MIB, ends) is None
+
+
+def test_of_the_budgets_measured_the_largest_that_fits_is_compared() -> None:
+    peaks = {0: 400, 1: 400, 2: 460, 4: 520}
+    assert [most_within(peak, peaks) for peak in (400, 459, 460, 519, 900)] == [1, 1, 2, 2, 4]
+    assert most_within(397, peaks) == 0  # a resident set is not the same twice
+    assert most_within(390, peaks) is None
+    assert most_within(None, peaks) is None
 
 
 def test_all_bars_are_met_where_they_should_be() -> None:
