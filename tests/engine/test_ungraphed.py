@@ -125,16 +125,6 @@ class _Otherwise(_Model):
         return z if self.honest or torch.is_grad_enabled() else z * (1 + 1e-15)
 
 
-def test_a_model_that_rounds_otherwise_without_a_graph_always_has_one():
-    model = _Otherwise()
-    expected = _job(_Otherwise(), retain=PLENTY)
-    for _ in range(2):
-        result, _ = _watch(model)
-        assert _same(result, expected)
-    _, graphs = _watch(model)
-    assert all(graphs)
-
-
 class _Refusing(_Model):
     """Fails without a graph, unless it is honest."""
 
@@ -171,9 +161,10 @@ class _Otherbuffers(_Model):
         return z
 
 
-def test_buffers_have_to_be_the_same_as_well():
-    model = _Otherbuffers()
-    expected = _job(_Otherbuffers(), retain=PLENTY)
+@pytest.mark.parametrize("kind", [_Otherwise, _Otherbuffers])
+def test_a_model_that_is_not_the_same_without_a_graph_always_has_one(kind):
+    model = kind()
+    expected = _job(kind(), retain=PLENTY)
     for _ in range(2):
         result, _ = _watch(model)
         assert _same(result, expected)

@@ -22,6 +22,8 @@ class Beginnings:
         self._records = {record.position: record for record in records}
         self._positions = all_positions(prepared.calls.groups)
         self._places = {position: place for place, position in enumerate(self._positions)}
+        begun = (record.before for record in records if record.before is not None)
+        self._others = next(begun, prepared.buffers.first)  # the same before all that have none
         self._reached: int | None = None  # the shard before which the buffers stand
 
     def put_back(self, record: ShardRecord) -> None:
@@ -40,12 +42,12 @@ class Beginnings:
             self._reached = self._places[record.position] + 1
 
     def _go_to(self, place: int) -> None:
-        start = next(start for start in range(place, -1, -1) if self._known(start))
+        start = next(start for start in range(place, -1, -1) if self._put_if_known(start))
         for position in self._positions[start:place]:
             self._prepared.calls(position, self._prepared.feed.take(position))
 
-    def _known(self, place: int) -> bool:
-        """Put the buffers where a shard began, if that is known."""
+    def _put_if_known(self, place: int) -> bool:
+        """Put the buffers where a shard began, if that is known, and return whether it is."""
         buffers, records, positions = self._prepared.buffers, self._records, self._positions
         if place == self._reached:
             return True
@@ -53,10 +55,12 @@ class Beginnings:
         if record is not None and record.before is not None:
             buffers.restore(record.before)
             return True
-        before = records.get(positions[place - 1]) if place else None
-        if place and (before is None or before.after is None):
+        if place == 0:
+            buffers.restore(buffers.first)
+            return True
+        before = records.get(positions[place - 1])
+        if before is None or before.after is None:
             return False
-        buffers.restore(buffers.first)
-        if before is not None and before.after is not None:
-            buffers.put_statistics(before.after)
+        buffers.restore(self._others)
+        buffers.put_statistics(before.after)
         return True

@@ -2,7 +2,7 @@
 
 Before each shard of the first pass the buffers' values are kept; before a replay they are put back.
 On a CPU, where equality is told at once, neither is done for as long as nothing changes but the
-statistics of batch norms in train mode, which those do not read: see `replay`.
+statistics of batch norms in train mode, which those do not read: see `beginnings`.
 
 Two snapshots share what did not change between them. Change is told by value: writes through
 `.data` leave no trace in a tensor's version counter. Buffers that have once been seen to change are

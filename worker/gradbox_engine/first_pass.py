@@ -53,23 +53,23 @@ def forward(
     budget: GraphBudget,
     observer: Observer,
     outliving: bool = False,
-    snapshots: bool = False,
 ) -> FirstPass:
     """Put a range of shards through the model, in order.
+
+    The buffers before a shard are noted, but where nothing changes other than statistics of batch
+    norms, for the first shard of the range alone. With penalties they are noted for all.
 
     Args:
         before: the buffers at the beginning of the range.
         budget: how much of the graphs may be kept.
         outliving: whether the graphs are for a later job, before which the model is put back.
             Otherwise the last shard's is kept whatever the budget.
-        snapshots: whether to take the buffers before every shard. Otherwise that is left out where
-            nothing changes but statistics of batch norms, but for the first shard of the range.
 
     Raises:
         GraphMissed: a shard did not bear to go without a graph, see `ungraphed`.
     """
     run = partial(_Run, prepared, positions, budget, observer, outliving=outliving)
-    if not snapshots and not prepared.calls.has_penalties:
+    if not prepared.calls.has_penalties:
         try:
             return run(snapshots=False).forward(before)
         except SnapshotMissing:
@@ -232,13 +232,10 @@ class _Run:
         """Call the model with its saved tensors under control, or without if it can't bear that."""
         prepared, budget = self._prepared, self._budget
         if not budget.unmeasured:
-            limit_bytes = math.inf if last else budget.room_bytes()
             saved = SavedTensors(
-                limit_bytes=limit_bytes,
-                parameters=prepared.parameter_storages if limit_bytes else (),
-                buffers=prepared.buffers.storages(statistics=self._outliving)
-                if limit_bytes
-                else (),
+                limit_bytes=math.inf if last else budget.room_bytes(),
+                parameters=prepared.parameter_storages,
+                buffers=prepared.buffers.storages(statistics=self._outliving),
             )
             try:
                 with saved.saving():

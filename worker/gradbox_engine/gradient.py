@@ -35,7 +35,7 @@ from gradbox_engine.preparation import Streams, Terms, prepared
 from gradbox_engine.records import Prepared, with_room
 from gradbox_engine.replay import Replayed, replay
 from gradbox_engine.retention import Retain, graph_budget
-from gradbox_engine.selection import Selection, select
+from gradbox_engine.selection import select
 from gradbox_engine.ungraphed import GraphMissed
 
 GRADS_ALONE: tuple[Returned, ...] = ("grads",)
@@ -93,29 +93,20 @@ def set_gradient(
         streams=streams,
     )
     with prepared(model, groups, selection, terms) as ready:
-        run = partial(_run, ready, objective, terms, selection, retain, returns, observer)
+
+        def attempt() -> SetGradient:
+            run = _Run(ready, terms, GradientSums(selection.parameters), observer or Silent())
+            first = run.first_pass(retain)
+            loss = run.cotangents(objective, first)
+            replayed = run.replay(first, loss)
+            ready.ungraphed.confirm()
+            return run.result(first, loss, replayed, returns)
+
         try:
-            return run()
+            return attempt()
         except GraphMissed:
             ready.ungraphed.refute()
-        return run()
-
-
-def _run(
-    ready: Prepared,
-    objective: Objective,
-    terms: Terms,
-    selection: Selection,
-    retain: Retain,
-    returns: Collection[Returned],
-    observer: Observer | None,
-) -> SetGradient:
-    run = _Run(ready, terms, GradientSums(selection.parameters), observer or Silent())
-    first = run.first_pass(retain)
-    loss = run.cotangents(objective, first)
-    replayed = run.replay(first, loss)
-    ready.ungraphed.confirm()
-    return run.result(first, loss, replayed, returns)
+        return attempt()
 
 
 class _Run:

@@ -51,14 +51,14 @@ class Ungraphed:
         """Return whether a shard of this form is known to give the same bits without a graph."""
         return self._known.get((self._setting, form)) is True
 
-    def to_be_tried(self, form: Form | None, num_left: int) -> bool:
-        """Return whether to try with this shard.
+    def to_be_tried(self, form: Form, num_left: int) -> bool:
+        """Return whether to try with this shard, and take note that its form came.
 
         Args:
             num_left: how many shards are to come with this one.
         """
         key = (self._setting, form)
-        if form is None or self._found.get(key, self._known.get(key)) is not None:
+        if self._found.get(key, self._known.get(key)) is not None:
             return False
         came_here = key in self._found
         self._found[key] = None
