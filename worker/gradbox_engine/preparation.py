@@ -23,6 +23,7 @@ from gradbox_engine.records import Prepared
 from gradbox_engine.sample_streams import SampleStreams
 from gradbox_engine.selection import Selection
 from gradbox_engine.streams import generators_restored
+from gradbox_engine.tables import gather_rows
 from gradbox_engine.ungraphed import Ungraphed
 
 Streams = Literal["shard", "sample"]
@@ -65,6 +66,7 @@ def prepared(
             parameter.grad = None
         for parameter in selection.parameters.values():
             parameter.requires_grad_()
+        gather_rows(model, selection.parameters.values())
         by_sample = terms.streams == "sample"
         calls = ModelCalls(
             model,

@@ -68,7 +68,7 @@ class SavedTensors:
         # Without its place in the graph: a node that owned its own output would never be freed.
         tensor = tensor.detach()
         if tensor.layout is not torch.strided:
-            self._count(tensor.nbytes)
+            self._count(_bytes_of(tensor))
         else:
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
@@ -84,6 +84,12 @@ class SavedTensors:
     def _count(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         self.kept = self.num_bytes <= self._limit_bytes
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    if tensor.layout is torch.sparse_coo:  # which has no nbytes
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
 
 
 def _unpack(saved: Saved) -> Tensor:

@@ -1,0 +1,55 @@
+"""Embedding tables, of whose gradient a shard has a few rows.
+
+torch's gradient of a table of 30,000 rows is zeros but for the some hundred rows that a shard
+looked up: a tensor as large as the table for each shard, filled in, added to the sum as a whole,
+and thrown away. An `nn.Embedding` that is told to be sparse gives those rows alone, and the sum,
+which stays dense, takes them where they belong. On MiniLM (30,522 × 384, one thread) that saves 4
+of a small shard's 123 ms, and at the peak the memory of a second table.
+
+The rows of one shard join the sum one by one, where a dense gradient would add them up first. So
+the result may differ from that in the last bits; it does not depend on what is kept.
+
+Left as they are: tables under a million entries, which gain little; those whose gradient is divided
+by how often a row came, for which torch has none by rows; those on whose gradient somebody has hung
+a hook; those with a sum wider than they are; and other devices than a CPU, where that is not
+measured.
+
+Not covered: a model that puts the table's own gradient through `torch.func.vmap` in its forward
+pass. torch refuses, for gradients by rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from gradbox_engine.precision import accumulation_dtype
+
+MANY_ENTRIES = 1 << 20
+
+
+def gather_rows(model: nn.Module, differentiated: Collection[nn.Parameter]) -> None:
+    """Have large tables among these parameters give gradients by rows, until the model is restored.
+
+    `preservation.preserved` puts the flag back.
+    """
+    wanted = {id(parameter) for parameter in differentiated if _bears_rows(parameter)}
+    if not wanted:
+        return
+    for table in (module for module in model.modules() if isinstance(module, nn.Embedding)):
+        plain = type(table).forward is nn.Embedding.forward and not table.scale_grad_by_freq
+        if plain and id(table._parameters.get("weight")) in wanted:
+            table.sparse = True
+
+
+def _bears_rows(parameter: nn.Parameter) -> bool:
+    return (
+        parameter.numel() >= MANY_ENTRIES
+        and parameter.device.type == "cpu"
+        and parameter.layout is torch.strided
+        and accumulation_dtype(parameter.dtype) == parameter.dtype
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
+    )
