@@ -15,17 +15,17 @@ kept graph may hold, is never written to again.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradbox_engine.arrivals import Arrival
 from gradbox_engine.errors import GraphInBuffer
+from gradbox_engine.flat import Layout, flattened
 
 Slot = tuple[str, str]
 """A submodule's name and the buffer's name in it."""
@@ -40,24 +40,18 @@ Statistics = tuple[Tensor, ...]
 """Statistics of all batch norms in train mode at one moment, one flat tensor for each kind."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where each of several buffers of one dtype lies in one flat tensor."""
+class Packed(NamedTuple):
+    """Several buffers' values of one kind in one flat tensor."""
 
     slots: tuple[Slot, ...]
-    shapes: tuple[torch.Size, ...]
-
-    def parts(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
-        """Yield the buffers' values, as views."""
-        sizes = [math.prod(shape) for shape in self.shapes]
-        for slot, shape, part in zip(self.slots, self.shapes, flat.split(sizes), strict=True):  # type: ignore[no-untyped-call]
-            yield slot, part.view(shape)
+    layout: Layout
+    flat: Tensor
 
 
 class Snapshot:
     """The values of all buffers at one moment. Nothing writes to these tensors."""
 
-    def __init__(self, apart: Live, packed: Sequence[tuple[Layout, Tensor]] = ()) -> None:
+    def __init__(self, apart: Live, packed: Sequence[Packed] = ()) -> None:
         self._apart = apart
         self._packed = packed
         self._previous: Snapshot | None = None
@@ -67,9 +61,8 @@ class Snapshot:
     @property
     def values(self) -> Live:
         """All values by slot, those kept together as views."""
-        return self._apart | {
-            slot: value for layout, flat in self._packed for slot, value in layout.parts(flat)
-        }
+        together = (zip(p.slots, p.layout.parts(p.flat), strict=True) for p in self._packed)
+        return self._apart | dict(chain.from_iterable(together))
 
     def apart(self, slot: Slot) -> Tensor | None:
         """Return the value of a slot that is kept by itself; None if it is not."""
@@ -115,19 +108,24 @@ class Buffers:
         self._tables = [(prefix, module._buffers) for prefix, module in self._modules.items()]
         self._changing: set[Slot] = set()
         self._others_change = False
-        self._layouts: dict[Kind, Layout] = {}
+        self._layouts: dict[Kind, tuple[tuple[Slot, ...], Layout]] = {}
         self._registered = self._live()
+        self._of_batch_norms = frozenset(
+            (module, name)
+            for module, name in self._registered
+            if _is_statistic(self._modules[module], name)
+        )
         self._on_cpu = all(b is None or b.device.type == "cpu" for b in self._registered.values())
         self._forms = {slot: _form(b) for slot, b in self._registered.items() if b is not None}
         self.first = self.take(None)
         self._constant = [
-            (self._modules[module]._buffers, name, buffer, self._kept_value(module, name))
-            for (module, name), buffer in self._registered.items()
+            (self._modules[slot[0]]._buffers, slot[1], buffer, self._kept_value(slot))
+            for slot, buffer in self._registered.items()
         ]
         self._statistics = _by_kind(
             buffer
-            for (module, name), buffer in self._registered.items()
-            if buffer is not None and _is_statistic(self._modules[module], name)
+            for slot, buffer in self._registered.items()
+            if buffer is not None and slot in self._of_batch_norms
         )
 
     @property
@@ -137,13 +135,12 @@ class Buffers:
 
     def statistics(self) -> Statistics:
         """Return the statistics as they are now."""
-        return tuple(_flat(group) for group in self._statistics)
+        return tuple(flattened(group) for group, _ in self._statistics)
 
     def put_statistics(self, values: Statistics) -> None:
         """Give the statistics these values, unseen by graphs that saved them."""
-        for group, flat in zip(self._statistics, values, strict=True):
-            parts = _unflatten_dense_tensors(flat, group)  # type: ignore[no-untyped-call]
-            torch._foreach_copy_([buffer.data for buffer in group], list(parts))
+        for (group, layout), flat in zip(self._statistics, values, strict=True):
+            torch._foreach_copy_([buffer.data for buffer in group], layout.parts(flat))
 
     def take(self, previous: Snapshot | None) -> Snapshot:
         """Return the buffers' values now, sharing with `previous` what did not change."""
@@ -185,9 +182,8 @@ class Buffers:
             for table, name, buffer, value in self._constant
         )
 
-    def _kept_value(self, module: str, name: str) -> Tensor | None:
-        own = _is_statistic(self._modules[module], name)
-        return None if own else self.first.apart((module, name))
+    def _kept_value(self, slot: Slot) -> Tensor | None:
+        return None if slot in self._of_batch_norms else self.first.apart(slot)
 
     def others_change(self, latest: Snapshot | None = None) -> bool:
         """Return whether anything changes from shard to shard but statistics of batch norms.
@@ -203,7 +199,7 @@ class Buffers:
     def _note(self, changed: Iterable[Slot]) -> None:
         for slot in changed:
             self._changing.add(slot)
-            self._others_change |= not _is_statistic(self._modules[slot[0]], slot[1])
+            self._others_change |= slot not in self._of_batch_norms
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
@@ -234,7 +230,7 @@ class Buffers:
             statistics: whether to count those of batch norms in train mode.
         """
         left_out = () if statistics else self._statistics
-        apart = {id(buffer) for group in left_out for buffer in group}
+        apart = {id(buffer) for group, _ in left_out for buffer in group}
         return {
             buffer.untyped_storage().data_ptr()
             for buffer in self._live().values()
@@ -289,12 +285,11 @@ class Buffers:
             snapshot.compare_later(previous, compare)
         return snapshot
 
-    def _pack(self, kind: Kind, members: Mapping[Slot, Tensor]) -> tuple[Layout, Tensor]:
-        layout, slots = self._layouts.get(kind), tuple(members)
-        if layout is None or layout.slots != slots:
-            layout = Layout(slots, tuple(buffer.shape for buffer in members.values()))
-            self._layouts[kind] = layout
-        return layout, _flat(tuple(members.values()))
+    def _pack(self, kind: Kind, members: Mapping[Slot, Tensor]) -> Packed:
+        slots, values = tuple(members), tuple(members.values())
+        if kind not in self._layouts or self._layouts[kind][0] != slots:
+            self._layouts[kind] = slots, Layout.of(values)
+        return Packed(*self._layouts[kind], flattened(values))
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:
@@ -302,17 +297,12 @@ def _is_statistic(module: nn.Module, name: str) -> bool:
     return own and module.training and name in STATISTICS
 
 
-def _by_kind(tensors: Iterable[Tensor]) -> list[tuple[Tensor, ...]]:
+def _by_kind(tensors: Iterable[Tensor]) -> list[tuple[tuple[Tensor, ...], Layout]]:
     groups: dict[Kind, dict[int, Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
-    return [tuple(group.values()) for group in groups.values()]
-
-
-@torch.no_grad()
-def _flat(tensors: tuple[Tensor, ...]) -> Tensor:
-    flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-    return flat.clone() if len(tensors) == 1 else flat  # one alone comes as a view
+    members = [tuple(group.values()) for group in groups.values()]
+    return [(group, Layout.of(group)) for group in members]
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -32,9 +32,8 @@ class Chunks:
         self._num_left[group] -= 1
         return written
 
-    @torch.no_grad()
     def _write(self, place: Place, z: Tensor) -> Tensor:
-        rows = as_rows(z)
+        rows = as_rows(z.detach())
         chunk, start = self._chunks.get(place), self._num_filled.get(place, 0)
         stop = start + len(rows)
         if chunk is None or not _alike(chunk, rows) or stop > len(chunk):

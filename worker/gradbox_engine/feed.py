@@ -76,7 +76,9 @@ class Feed:
 
     def prefetch(self, position: Position | None) -> None:
         """Begin to bring a shard to the device, where that can go on beside other work."""
-        if self._copies is not None and position is not None:
+        if self._copies is None or position is None:
+            return
+        if self._next is None or self._next[0] != position:
             self._next = (position, self._load(position))
 
     def _load(self, position: Position) -> dict[str, Any]:
@@ -95,10 +97,12 @@ class Feed:
             return value.pin_memory().to(self._device, dtype, copy=True, non_blocking=True)
 
     def _check_names(self, position: Position, shard: Shard) -> None:
+        expected = self._arguments.get(position.group)
         names = frozenset(shard)
+        if names == expected:
+            return
         where = f"group {self._groups[position.group].name!r}, shard {position.shard}"
-        expected = self._arguments.setdefault(position.group, names)
-        if names != expected:
+        if expected is not None:
             raise BadInputs(
                 f"{where}: expected the arguments of the shards before, {sorted(expected)}, got "
                 f"{sorted(names)}; every shard of a group has the same"
@@ -108,6 +112,7 @@ class Feed:
             raise BadInputs(
                 f"{where}: expected positions counted from 0 without gaps, got {places}"
             )
+        self._arguments[position.group] = names
 
 
 def call_arguments(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -128,9 +128,12 @@ class _Run:
             self._prepared.feed.prefetch(following)
         after = self._snapshot()
         unguarded = [record for record in self._records if not record.guarded]
-        if unguarded and buffers.others_change(after):
-            for record in unguarded:
-                record.drop()
+        if unguarded or self._budget.has_measured:
+            if not buffers.others_change(after):
+                self._budget.remember()
+            else:
+                for record in unguarded:
+                    record.drop()
         self._observer.step("forward", num_shards, num_shards)
         return FirstPass(self._records, after)
 

@@ -76,8 +76,9 @@ def scaled(
 def _nonzero(parts: Mapping[Position, Outputs]) -> set[Position]:
     if not parts:
         return set()
-    flags = [torch.stack([(c != 0).any() for c in part.values()]).any() for part in parts.values()]
-    return {p for p, flag in zip(parts, torch.stack(flags).tolist(), strict=True) if flag}
+    flags = [(position, c.any()) for position, part in parts.items() for c in part.values()]
+    flows = torch.stack([flag for _, flag in flags]).tolist()
+    return {position for (position, _), flag in zip(flags, flows, strict=True) if flag}
 
 
 def _first_scale(cotangents: Mapping[Position, Outputs]) -> float:

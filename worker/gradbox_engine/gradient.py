@@ -129,7 +129,10 @@ class _Run:
                 all_positions(self._groups),
                 before=self._ready.buffers.first,
                 budget=graph_budget(
-                    retain, self._ready.device, sums_bytes=self._sums.expected_bytes()
+                    retain,
+                    self._ready.device,
+                    sums_bytes=self._sums.expected_bytes(),
+                    known=self._ready.graph_bytes,
                 ),
                 observer=self._observer,
             )

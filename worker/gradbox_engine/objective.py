@@ -21,7 +21,7 @@ from gradbox_engine.job import Group, Objective, Z
 from gradbox_engine.outputs import Outputs, as_z, describe
 from gradbox_engine.overlay import wide_dtype
 from gradbox_engine.precision import accumulation_dtype
-from gradbox_engine.streams import shard_stream
+from gradbox_engine.streams import begin_stream
 
 SOLE_GROUP = "z"
 
@@ -56,6 +56,8 @@ def differentiate(
 ) -> Differentiated:
     """Evaluate g at Z and differentiate it there.
 
+    The global generators are left where g leaves them, see `preparation`.
+
     Args:
         outputs: by group, Z in the shards' order; g gets it in float32 or wider.
         penalty: what the shards' penalties add to L.
@@ -69,13 +71,13 @@ def differentiate(
     """
     leaves = {group: _leaves(named) for group, named in outputs.items()}
     orders = _orders(groups, outputs)
+    # Not a shard's stream: a loss that draws numbers gets the same ones in every run.
+    begin_stream(seed, len(groups), 0)
     with (
         trainable(objective.parameters, widened=widened),
         blaming(f"the {called}", "objective"),
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
-        # Not a shard's stream: a loss that draws numbers gets the same ones in every run.
-        shard_stream(seed, len(groups), 0),
     ):
         seen = {group: _ordered(named, orders.get(group)) for group, named in leaves.items()}
         inputs = {name: moved(v, device, widened=widened) for name, v in objective.inputs.items()}

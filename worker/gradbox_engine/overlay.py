@@ -26,6 +26,8 @@ def lay_over(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         BadWeights: a name is unknown, a shape or dtype differs, or two names of one tensor are
             given different numbers.
     """
+    if not weights:
+        return
     registered: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     registered.update(model.named_buffers(remove_duplicate=False))
     given: dict[int, str] = {}

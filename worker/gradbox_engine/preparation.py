@@ -20,6 +20,7 @@ from gradbox_engine.penalties import Taps
 from gradbox_engine.precision import arithmetic
 from gradbox_engine.preservation import preserved
 from gradbox_engine.records import Prepared
+from gradbox_engine.retention import known_bytes
 from gradbox_engine.sample_streams import SampleStreams
 from gradbox_engine.selection import Selection
 from gradbox_engine.streams import generators_restored
@@ -61,9 +62,11 @@ def prepared(
         if terms.precision == "fp64":
             widen(model)
         model.train(terms.mode == "train")
+        storages = set()
         for parameter in model.parameters():
             parameter.requires_grad_(False)
             parameter.grad = None
+            storages.add(parameter.untyped_storage().data_ptr())
         for parameter in selection.parameters.values():
             parameter.requires_grad_()
         gather_rows(model, selection.parameters.values())
@@ -80,7 +83,6 @@ def prepared(
             taps=Taps(model, terms.penalties),
             sample_streams=SampleStreams(model, groups, seed=terms.seed) if by_sample else None,
         )
-        storages = (p.untyped_storage().data_ptr() for p in model.parameters())
         setting = (
             terms.mode,
             terms.precision,
@@ -98,4 +100,6 @@ def prepared(
             device,
             frozenset(storages),
             Ungraphed(model, setting),
+            # Readouts and penalties are part of the graph, and another job's are others.
+            None if terms.readout or terms.penalties else known_bytes(model, setting),
         )

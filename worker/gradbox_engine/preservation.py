@@ -18,73 +18,68 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NOTHING: tuple[()] = ()
 CONTAINERS = (dict, list, set)
-TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
     """Put the model back on the way out, whatever happened inside."""
     modules = [_ModuleState(module) for module in model.modules()]
-    states = [_TensorState(tensor) for tensor in (*model.parameters(), *_plain_leaves(model))]
+    leaves = (leaf for state in modules for leaf in state.plain_leaves)
+    states = [_TensorState(tensor) for tensor in (*model.parameters(), *leaves)]
     states += [_TensorState(buffer, with_value=True) for buffer in model.buffers()]
     try:
         yield
     finally:
-        for state in states:
-            state.restore()
+        with torch.no_grad():
+            for state in states:
+                state.restore()
         for module_state in modules:
             module_state.restore()
-
-
-def _plain_leaves(model: nn.Module) -> Iterator[Tensor]:
-    """Yield tensors that collect gradients but are registered nowhere."""
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
-                yield value
 
 
 class _ModuleState:
     """A submodule's attributes, and the entries of those that are dicts, lists or sets.
 
-    Most of these are empty, hooks that nobody has hung up: no note is kept of them.
+    Most of these are empty, hooks that nobody has hung up: no copy is made of them. `plain_leaves`
+    are tensors that collect gradients but are registered nowhere.
     """
 
-    __slots__ = ("_attributes", "_entries", "_module")
+    __slots__ = ("_attributes", "_entries", "_module", "plain_leaves")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._attributes = vars(module).copy()
-        self._entries = {
-            key: value.copy()
-            for key, value in self._attributes.items()
-            if isinstance(value, CONTAINERS) and value
-        }
+        self._entries: list[tuple[Any, Any]] = []
+        self.plain_leaves: list[Tensor] = []
+        for value in self._attributes.values():
+            if isinstance(value, CONTAINERS):
+                self._entries.append((value, value.copy() if value else None))
+            elif isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+                self.plain_leaves.append(value)
 
     def restore(self) -> None:
-        for key, value in self._attributes.items():
-            if isinstance(value, CONTAINERS):
-                _refill(value, self._entries.get(key, NOTHING))
+        for container, entries in self._entries:
+            _refill(container, entries)
         vars(self._module).clear()
         vars(self._module).update(self._attributes)
 
 
 def _refill(container: Any, entries: Any) -> None:
-    if not container and not entries:
-        return
-    container.clear()
-    if isinstance(container, list):
-        container.extend(entries)
-    else:
-        container.update(entries)
+    """Give a dict, list or set the entries that it had; None stands for none."""
+    if container:
+        container.clear()
+    if entries:
+        if isinstance(container, list):
+            container.extend(entries)
+        else:
+            container.update(entries)
 
 
 class _TensorState:
     """A parameter's or buffer's identity: which data it holds, and what hangs on it."""
 
-    __slots__ = ("_data", "_grad", "_hooks", "_requires_grad", "_tensor", "_value")
+    __slots__ = ("_data", "_grad", "_hooks", "_later_hooks", "_requires_grad", "_tensor", "_value")
 
     def __init__(self, tensor: Tensor, *, with_value: bool = False) -> None:
         self._tensor = tensor
@@ -92,11 +87,11 @@ class _TensorState:
         self._value = self._data.clone() if with_value else None
         self._requires_grad = tensor.requires_grad
         self._grad = tensor.grad
-        hung_up = (getattr(tensor, name) for name in TENSOR_HOOKS)
-        self._hooks = tuple(dict(hooks) if hooks else NOTHING for hooks in hung_up)
+        self._hooks = _entries(tensor._backward_hooks)
+        self._later_hooks = _entries(tensor._post_accumulate_grad_hooks)
 
-    @torch.no_grad()
     def restore(self) -> None:
+        """Put it back; to be called under `torch.no_grad`."""
         tensor = self._tensor
         if tensor.grad_fn is not None:
             tensor.detach_()
@@ -106,7 +101,13 @@ class _TensorState:
             self._data.copy_(self._value)
         tensor.requires_grad_(self._requires_grad)
         tensor.grad = self._grad
-        for name, entries in zip(TENSOR_HOOKS, self._hooks, strict=True):
-            hooks = getattr(tensor, name)
+        for hooks, entries in (
+            (tensor._backward_hooks, self._hooks),
+            (tensor._post_accumulate_grad_hooks, self._later_hooks),
+        ):
             if hooks is not None:
                 _refill(hooks, entries)
+
+
+def _entries(hooks: Any) -> dict[int, Any] | None:
+    return dict(hooks) if hooks else None

@@ -25,6 +25,7 @@ kept another 10 µs for each tensor it saves, which shows in shards of some 30 m
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -95,26 +96,26 @@ def _replay(
     comparison: ReplayComparison,
     observer: Observer,
 ) -> Replayed:
-    num_retained = 0
+    waiting = deque(record.position for record in records if not record.kept)
+    num_replayed = len(waiting)
     input_grads: dict[Position, dict[str, Tensor | None]] = {}
     for index, record in enumerate(records):
         observer.step("replay", index, len(records))
-        num_retained += record.kept
         passage = record.passage
         if passage is None:
             sums.take_back()
             passage = _call_again(prepared, record, beginnings, comparison)
+            waiting.popleft()
         else:
             beginnings.use_graph(record)
         found = carry_back(prepared, record, passage, cotangents[record.position], sums)
         passage = None
         if found:
             input_grads[record.position] = found
-        waiting = (other.position for other in records[index + 1 :] if not other.kept)
-        prepared.feed.prefetch(next(waiting, None))
+        prepared.feed.prefetch(waiting[0] if waiting else None)
     difference = comparison.finish()
     observer.step("replay", len(records), len(records))
-    return Replayed(num_retained, len(records) - num_retained, difference, input_grads)
+    return Replayed(len(records) - num_replayed, num_replayed, difference, input_grads)
 
 
 def carry_back(

@@ -13,8 +13,10 @@ import math
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Final, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from gradbox_engine.saved_tensors import SavedTensors
 
@@ -25,6 +27,13 @@ Form = tuple[Hashable, ...]
 
 AMPLE = 4
 """Graphs of one form may differ by what a model leaves out at random, not by this much."""
+
+MOST_KNOWN = 1024
+MOST_SETTINGS = 64
+"""Forms, and settings of a model, that are remembered from job to job."""
+
+_known_by_model: WeakKeyDictionary[nn.Module, dict[Hashable, dict[Form, int]]]
+_known_by_model = WeakKeyDictionary()
 
 HELD_FACTOR = 1.3
 CUDA_RESERVE = 0.1
@@ -77,8 +86,8 @@ class GraphBudget:
     """Decides, shard by shard, whether the next graph may be kept, and whether it is measured.
 
     Measuring takes 2 to 3 % of a shard of 80 ms. It decides nothing where there is room for AMPLE
-    times what all shards to come would take; then those of a form that was measured before are
-    counted like it.
+    times what all shards to come would take; then those of a form that was measured before, in this
+    job or in an earlier one, are counted like it.
 
     `unmeasured` is set once the model turns out to differentiate in its own forward pass: such
     graphs can be neither emptied nor measured, and only the last shard's is kept.
@@ -90,6 +99,7 @@ class GraphBudget:
         *,
         with_headroom: bool = False,
         older: OlderGraphs = NONE_OLDER,
+        known: dict[Form, int] | None = None,
     ) -> None:
         """Begin with nothing held.
 
@@ -98,12 +108,14 @@ class GraphBudget:
             with_headroom: whether one more shard's graph, that of the replay running beside
                 them, comes out of the same memory.
             older: their memory is added as they have to go, one after the other.
+            known: bytes of graphs by form, from earlier jobs; see `remember`.
         """
         self._total_bytes = total_bytes
         self._with_headroom = with_headroom
         self._older = older
         self._held_bytes = 0
         self._latest_bytes = 0
+        self._known = {} if known is None else known
         self._bytes_by_form: dict[Form, int] = {}
         self.unmeasured = False
 
@@ -135,14 +147,30 @@ class GraphBudget:
 
     def count_like(self, form: Form) -> int:
         """Take note of a shard that was kept unmeasured, and return its bytes."""
-        self._held_bytes += self._bytes_by_form[form]
-        return self._bytes_by_form[form]
+        num_bytes = self._bytes_by_form.setdefault(form, self._known.get(form, 0))
+        self._held_bytes += num_bytes
+        return num_bytes
 
     def is_ample(self, form: Form | None, num_left: int) -> bool:
         """Return whether a shard of this form can be kept unmeasured, and those after it."""
-        if self.unmeasured or form not in self._bytes_by_form:
+        if self.unmeasured or form is None:
             return False
-        return self.room_bytes() >= AMPLE * num_left * max(self._bytes_by_form.values())
+        num_bytes = self._bytes_by_form.get(form) or self._known.get(form)
+        if not num_bytes:
+            return False
+        largest = max(num_bytes, *self._bytes_by_form.values(), 0)
+        return self.room_bytes() >= AMPLE * num_left * largest
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether there is anything to remember."""
+        return bool(self._bytes_by_form)
+
+    def remember(self) -> None:
+        """Let later jobs know the bytes of the forms that came."""
+        self._known.update(self._bytes_by_form)
+        for form in list(self._known)[:-MOST_KNOWN]:
+            del self._known[form]
 
     def release(self) -> None:
         """Take note that all graphs are gone."""
@@ -153,6 +181,19 @@ class GraphBudget:
         self._total_bytes, self._older = 0, NONE_OLDER
 
 
+def known_bytes(model: nn.Module, setting: Hashable) -> dict[Form, int]:
+    """Return what jobs in this setting know of the bytes of a model's graphs, to be added to.
+
+    Args:
+        setting: everything beside a shard's form that its graph may depend on.
+    """
+    by_setting = _known_by_model.setdefault(model, {})
+    known = by_setting[setting] = by_setting.pop(setting, {})
+    for older in list(by_setting)[:-MOST_SETTINGS]:
+        del by_setting[older]
+    return known
+
+
 def graph_budget(
     retain: Retain,
     device: torch.device,
@@ -160,6 +201,7 @@ def graph_budget(
     sums_bytes: int,
     overlay_bytes: int = 0,
     older: OlderGraphs = NONE_OLDER,
+    known: dict[Form, int] | None = None,
 ) -> GraphBudget:
     """Return the budget that `retain` stands for on a device.
 
@@ -167,13 +209,15 @@ def graph_budget(
         sums_bytes: what the sums of gradients will take, which "auto" leaves free.
         overlay_bytes: what the graphs hold beside what they saved.
         older: graphs that the budget has to do for, too.
+        known: bytes of graphs by form, from earlier jobs.
     """
     if retain == "auto":
         total_bytes = _free_bytes(device) - sums_bytes - overlay_bytes
-        return GraphBudget(total_bytes, with_headroom=True, older=older)
+        return GraphBudget(total_bytes, with_headroom=True, older=older, known=known)
     if retain == 0:
         return GraphBudget(0)
-    return GraphBudget(retain - overlay_bytes - older.num_bytes, older=older)
+    total_bytes = retain - overlay_bytes - older.num_bytes
+    return GraphBudget(total_bytes, older=older, known=known)
 
 
 def _free_bytes(device: torch.device) -> float:
