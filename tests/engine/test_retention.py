@@ -101,6 +101,64 @@ def test_what_is_like_a_measured_shard_is_not_measured_where_there_is_room_for_m
     assert enough.is_ample(("a",), 4)
 
 
+@pytest.fixture
+def measured(monkeypatch) -> list[SavedTensors]:
+    """Return a list to which every graph that is measured is added."""
+    found: list[SavedTensors] = []
+    saving = SavedTensors.saving
+
+    def noted(saved: SavedTensors):
+        found.append(saved)
+        return saving(saved)
+
+    monkeypatch.setattr(SavedTensors, "saving", noted)
+    return found
+
+
+def test_a_form_is_measured_once_for_a_model(measured):
+    case = CASES["cnn in train"]()
+    model = case.model()
+    results = []
+    for _ in range(3):
+        results.append(answer(case, model, retain=PLENTY))
+        assert len(measured) == 1
+    assert all(result.retained == 4 for result in results)
+    for later in results[1:]:
+        assert all(torch.equal(later.grads[n], g) for n, g in results[0].grads.items())
+        assert all(torch.equal(later.buffers[n], b) for n, b in results[0].buffers.items())
+    answer(case, model, retain=PLENTY, wrt=["*.bias"])  # another graph
+    assert len(measured) == 2
+    answer(case, case.model(), retain=PLENTY)
+    assert len(measured) == 3
+
+
+def test_what_is_known_does_not_fill_a_budget_that_is_not_ample(measured):
+    case = CASES["mlp"]()
+    model = case.model()
+    answer(case, model, retain=PLENTY)
+    num_bytes = measured[0].num_bytes
+    measured.clear()
+    result = answer(case, model, retain=round(2.1 * num_bytes * HELD_FACTOR))
+    assert (result.retained, result.replayed) == (3, 1)  # and the last one's
+    assert len(measured) > 1
+
+
+def test_graphs_with_a_readout_are_measured_in_every_job(measured):
+    case = CASES["mlp"]()
+    model = case.model()
+    for job in (1, 2):
+        answer(case, model, retain=PLENTY, readout=lambda out, inputs: out.sin())
+        assert len(measured) == job
+
+
+def test_graphs_that_buffers_spoil_are_measured_in_every_job(measured):
+    case = CASES["average rebound"]()
+    model = case.model()
+    for job in (1, 2):
+        answer(case, model, retain=PLENTY)
+        assert len(measured) == job * 4
+
+
 class _LateScale(nn.Module):
     """Multiplies by a buffer that changes from some call on, unseen by version counters."""
 
