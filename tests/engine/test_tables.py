@@ -106,6 +106,19 @@ class _OwnForward(_Tables):
         self.words = _Own(NUM_ROWS, WIDTH, padding_idx=0).double()
 
 
+class _Times(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 3.0
+
+
+class _Scaled(_Tables):
+    """A table whose rows are scaled on their way out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = _Times(NUM_ROWS, WIDTH, padding_idx=0).double()
+
+
 class _Inner(_Tables):
     """The table's gradient is part of the output."""
 
@@ -124,6 +137,7 @@ MODELS = (
     _Checkpointed,
     _CheckpointedReentrant,
     _OwnForward,
+    _Scaled,
     _Inner,
 )
 
@@ -190,8 +204,9 @@ def test_large_tables_alone_are_told():
 
     _answer(Observed())
     assert seen == {"words": True, "places": False}
-    _answer(Observed(), wrt=["mix.*"])
-    assert seen == {"words": False, "places": False}
+    for model, wrt in ((Observed(), ["mix.*"]), (Observed().to(torch.bfloat16), None)):
+        _answer(model, wrt=wrt)
+        assert seen == {"words": False, "places": False}
 
 
 def test_padding_gets_no_gradient():

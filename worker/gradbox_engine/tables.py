@@ -39,8 +39,7 @@ def gather_rows(model: nn.Module, differentiated: Collection[nn.Parameter]) -> N
     if not wanted:
         return
     for table in (module for module in model.modules() if isinstance(module, nn.Embedding)):
-        plain = type(table).forward is nn.Embedding.forward and not table.scale_grad_by_freq
-        if plain and id(table._parameters.get("weight")) in wanted:
+        if id(table._parameters.get("weight")) in wanted and not table.scale_grad_by_freq:
             table.sparse = True
 
 
