@@ -119,7 +119,12 @@ class Buffers:
         self._forms = {slot: _form(b) for slot, b in self._registered.items() if b is not None}
         self.first = self.take(None)
         self._constant = [
-            (self._modules[slot[0]]._buffers, slot[1], buffer, self._kept_value(slot))
+            (
+                self._modules[slot[0]]._buffers,
+                slot[1],
+                buffer,
+                None if slot in self._of_batch_norms else self.first.apart(slot),
+            )
             for slot, buffer in self._registered.items()
         ]
         self._statistics = _by_kind(
@@ -181,9 +186,6 @@ class Buffers:
             and (value is None or _equal(value, buffer))
             for table, name, buffer, value in self._constant
         )
-
-    def _kept_value(self, slot: Slot) -> Tensor | None:
-        return None if slot in self._of_batch_norms else self.first.apart(slot)
 
     def others_change(self, latest: Snapshot | None = None) -> bool:
         """Return whether anything changes from shard to shard but statistics of batch norms.

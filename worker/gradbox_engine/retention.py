@@ -10,15 +10,19 @@ saved tensors: the rest is nodes, rounding by the allocator, and what custom fun
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from gradbox_engine.saved_tensors import SavedTensors
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 Retain = int | Literal["auto"]
 
@@ -117,6 +121,7 @@ class GraphBudget:
         self._latest_bytes = 0
         self._known = {} if known is None else known
         self._bytes_by_form: dict[Form, int] = {}
+        self._expected = ChainMap(self._bytes_by_form, self._known)
         self.unmeasured = False
 
     def room_bytes(self) -> float:
@@ -147,18 +152,15 @@ class GraphBudget:
 
     def count_like(self, form: Form) -> int:
         """Take note of a shard that was kept unmeasured, and return its bytes."""
-        num_bytes = self._bytes_by_form.setdefault(form, self._known.get(form, 0))
+        num_bytes = self._bytes_by_form[form] = self._expected[form]
         self._held_bytes += num_bytes
         return num_bytes
 
     def is_ample(self, form: Form | None, num_left: int) -> bool:
         """Return whether a shard of this form can be kept unmeasured, and those after it."""
-        if self.unmeasured or form is None:
+        if self.unmeasured or form is None or form not in self._expected:
             return False
-        num_bytes = self._bytes_by_form.get(form) or self._known.get(form)
-        if not num_bytes:
-            return False
-        largest = max(num_bytes, *self._bytes_by_form.values(), 0)
+        largest = max([self._expected[form], *self._bytes_by_form.values()])
         return self.room_bytes() >= AMPLE * num_left * largest
 
     @property
@@ -169,8 +171,7 @@ class GraphBudget:
     def remember(self) -> None:
         """Let later jobs know the bytes of the forms that came."""
         self._known.update(self._bytes_by_form)
-        for form in list(self._known)[:-MOST_KNOWN]:
-            del self._known[form]
+        forget_oldest(self._known, MOST_KNOWN)
 
     def release(self) -> None:
         """Take note that all graphs are gone."""
@@ -189,9 +190,14 @@ def known_bytes(model: nn.Module, setting: Hashable) -> dict[Form, int]:
     """
     by_setting = _known_by_model.setdefault(model, {})
     known = by_setting[setting] = by_setting.pop(setting, {})
-    for older in list(by_setting)[:-MOST_SETTINGS]:
-        del by_setting[older]
+    forget_oldest(by_setting, MOST_SETTINGS)
     return known
+
+
+def forget_oldest(known: dict[K, V], most: int) -> None:
+    """Leave no more than the entries that came last."""
+    for key in list(known)[:-most]:
+        del known[key]
 
 
 def graph_budget(

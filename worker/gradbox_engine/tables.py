@@ -4,7 +4,8 @@ torch's gradient of a table of 30,000 rows is zeros but for the some hundred row
 looked up: a tensor as large as the table for each shard, filled in, added to the sum as a whole,
 and thrown away. An `nn.Embedding` that is told to be sparse gives those rows alone, and the sum,
 which stays dense, takes them where they belong. On MiniLM (30,522 × 384, one thread) that saves 4
-of a small shard's 123 ms, and at the peak the memory of a second table.
+of a small shard's 123 ms. Where the peak is at the end of a backward pass, as with small shards, it
+saves memory up to that of a second table; where it is at the beginning, none.
 
 The rows of one shard join the sum one by one, where a dense gradient would add them up first. So
 the result may differ from that in the last bits; it does not depend on what is kept.

@@ -17,12 +17,10 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from gradbox_engine.retention import Form
+from gradbox_engine.retention import MOST_KNOWN, Form, forget_oldest
 
 WORTHWHILE = 16
 """A trial is one more forward pass. So many shards have to come, or another job of that form."""
-
-MOST_KNOWN = 1024
 
 Known = dict[Hashable, bool | None]
 """By setting and form, whether the bits are the same; None where nobody has tried."""
@@ -71,8 +69,7 @@ class Ungraphed:
     def confirm(self) -> None:
         """Let later jobs know: this one's replays did repeat the first pass."""
         self._known.update(self._found)
-        for key in list(self._known)[:-MOST_KNOWN]:
-            del self._known[key]
+        forget_oldest(self._known, MOST_KNOWN)
 
     def refute(self) -> None:
         """Let later jobs know: what was said to be the same was not."""
