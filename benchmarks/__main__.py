@@ -81,6 +81,7 @@ def _retention(args: argparse.Namespace) -> str:
         detailed=args.detailed_samples,
         num_tokens=args.num_tokens,
         rounds=args.retention_rounds,
+        seconds=args.retention_seconds,
         threads=args.threads,
         device=args.device,
     )
@@ -170,7 +171,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--shards", type=_numbers, default=(8, 16), help="for retention [8,16]")
     parser.add_argument("--num-tokens", type=int, default=16, help="of its texts [16]")
-    parser.add_argument("--retention-rounds", type=int, default=3, help="its rounds [3]")
+    parser.add_argument("--retention-rounds", type=int, default=3, help="at the least [3]")
+    parser.add_argument(
+        "--retention-seconds",
+        type=float,
+        default=5,
+        help="of its naive step, at the least: short steps take more rounds [5]",
+    )
     parser.add_argument("--packed-pairs", type=int, default=64, help="for packing [64]")
     parser.add_argument("--packed-tokens", type=int, default=1024, help="of a shard [1024]")
     parser.add_argument("--device", default="cpu", help="for retention [cpu]")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +20,7 @@ from benchmarks.pairs import TOWERS, Batch
 from benchmarks.workloads import Workload
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+NORMAL_DEVIATIONS = 1.4826  # standard deviations to a normal distribution's median deviation
 
 
 @dataclass(frozen=True)
@@ -103,21 +105,47 @@ def _finish() -> None:
         torch.cuda.synchronize()
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """A median over rounds, and its standard error as the spread of the rounds lets it expect."""
+
+    median: float
+    error: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[float]) -> Ratio:
+        """Take the rounds' ratios; the error is that of a normal distribution's median."""
+        median = statistics.median(rounds)
+        deviation = NORMAL_DEVIATIONS * statistics.median(abs(r - median) for r in rounds)
+        return cls(median, math.sqrt(math.pi / 2 / len(rounds)) * deviation)
+
+
 def bracketed(
     runs: Mapping[str, Callable[[], object]],
     baseline: Callable[[], object],
     *,
     rounds: int,
+    seconds: float,
     cpu: bool,
-) -> dict[str, float]:
+) -> tuple[dict[str, Ratio], int]:
     """Return each run's seconds to the baseline's, which is timed before and after every run.
 
     So what other programs do to a machine is done to both. Medians over rounds; the order is
     turned round every time, and a first round is not measured.
+
+    Args:
+        rounds: how many at the least.
+        seconds: of the baseline's runs, over as many rounds as that takes: those of short runs
+            spread more.
+
+    Returns:
+        The ratios, and how many rounds there were.
     """
     ratios: dict[str, list[float]] = {name: [] for name in runs}
-    for run in (baseline, *runs.values()):
+    for run in runs.values():
         run()
+    baseline()
+    rounds = max(rounds, math.ceil(seconds / timed(baseline).wall))
     for index in range(rounds):
         before = timed(baseline)
         for name in list(runs) if index % 2 == 0 else list(runs)[::-1]:
@@ -127,7 +155,7 @@ def bracketed(
             else:
                 ratios[name].append(2 * here.wall / (before.wall + after.wall))
             before = after
-    return {name: statistics.median(found) for name, found in ratios.items()}
+    return {name: Ratio.of(found) for name, found in ratios.items()}, rounds
 
 
 class ShardClock:

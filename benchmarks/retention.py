@@ -1,21 +1,29 @@
 """The retention benchmark: set-loss gradients over memory budgets, against every peer.
 
 For each task, number of samples and shard size: first the peers' peak memory, one step each in a
-fresh process, and gradbox's with nothing and with everything kept. Kept graphs add to the peak in
-proportion, so that says how many gradbox may keep at each peer's peak. Then time: all of them in
-turn, several rounds, each between two runs of the naive sharded step and as a ratio to their mean,
-medians; CPU seconds on a CPU, wall seconds on CUDA. One shard's forward F and backward B are timed
-in the same rounds.
+fresh process, and gradbox's with nothing (the median of three processes) and with everything kept.
+Kept graphs add to the peak in proportion, so that says how many gradbox may keep at each peer's
+peak. Then time: all of them in turn, several rounds and more where steps are short, each between
+two runs of the naive sharded step and as a ratio to their mean, medians; CPU seconds on a CPU, wall
+seconds on CUDA. One shard's forward F and backward B are timed in the same rounds.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.measure import ShardClock, ShardCost, bracketed, peak_bytes, reuse_memory
+from benchmarks.measure import (
+    Ratio,
+    ShardClock,
+    ShardCost,
+    bracketed,
+    peak_bytes,
+    reuse_memory,
+)
 from benchmarks.peers import GRADBOX, SHARDED, Peer, Step, Unavailable, keeping, reference
 from benchmarks.public_peers import OTHERS
 from benchmarks.workloads import Workload, relative_difference
@@ -23,6 +31,7 @@ from benchmarks.workloads import Workload, relative_difference
 CLOCK = "one shard's forward and backward"
 ENDS = (0.0, 1.0)
 REPEATABLE = 0.01  # a resident set is the same again within this
+FLAT_REPEATS = 3
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -30,8 +39,9 @@ QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 class RetentionPlan:
     """What to measure.
 
-    Time is taken up to `timed` samples, gradbox's memory with nothing kept at every size. At
-    `detailed` samples five budgets are measured, elsewhere the two ends.
+    `rounds` and `seconds` of the naive step are the least. Time is taken up to `timed` samples,
+    gradbox's memory with nothing kept at every size. At `detailed` samples five budgets are
+    measured, elsewhere the two ends.
     """
 
     tasks: Sequence[str]
@@ -41,6 +51,7 @@ class RetentionPlan:
     detailed: int
     num_tokens: int
     rounds: int
+    seconds: float
     threads: int
     device: str
 
@@ -51,10 +62,14 @@ class RetentionPlan:
 
 @dataclass(frozen=True)
 class Point:
-    """One peer's step: time to the naive sharded step, and peak memory beyond the model."""
+    """One peer's step: time to the naive sharded step, and peak memory beyond the model.
+
+    `error` is the time's standard error.
+    """
 
     time: float
     peak_bytes: int | None
+    error: float = 0.0
 
 
 @dataclass
@@ -66,6 +81,7 @@ class Setting:
 
     workload: Workload
     cost: ShardCost
+    rounds: int
     peers: dict[str, Point] = field(default_factory=dict)
     kept: dict[int, Point] = field(default_factory=dict)
     equal: dict[str, int | None] = field(default_factory=dict)
@@ -125,7 +141,7 @@ def measure_retention(plan: RetentionPlan) -> Retention:
                     found.settings.append(setting)
                     nothing = setting.kept[0].peak_bytes
                 else:
-                    nothing = peak_bytes(GRADBOX.name, workload, threads=plan.threads)
+                    nothing = _peak(GRADBOX, workload, plan)
                 found.flat.setdefault((task, shard), {})[num_samples] = nothing
                 print(f"{task}, shard {shard}, {num_samples} samples: measured", flush=True)
     return found
@@ -165,12 +181,14 @@ def _measure(workload: Workload, fractions: Sequence[float], plan: RetentionPlan
         for name, peak in peaks.items()
         if name != SHARDED.name
     }
-    times, cost = _times(workload, [*peers, *map(keeping, budgets)], plan)
-    setting = Setting(workload, cost, equal=equal)
+    times, cost, rounds = _times(workload, [*peers, *map(keeping, budgets)], plan)
+    setting = Setting(workload, cost, rounds, equal=equal)
     for peer in peers:
-        setting.peers[peer.name] = Point(times[peer.name], peaks[peer.name])
+        time = times[peer.name]
+        setting.peers[peer.name] = Point(time.median, peaks[peer.name], time.error)
     for kept in budgets:
-        setting.kept[kept] = Point(times[keeping(kept).name], budget_peaks[kept])
+        time = times[keeping(kept).name]
+        setting.kept[kept] = Point(time.median, budget_peaks[kept], time.error)
     return setting
 
 
@@ -207,13 +225,15 @@ def most_within(peak: int | None, peaks: Mapping[int, int | None]) -> int | None
 
 def _times(
     workload: Workload, peers: Sequence[Peer], plan: RetentionPlan
-) -> tuple[dict[str, float], ShardCost]:
+) -> tuple[dict[str, Ratio], ShardCost, int]:
     clock = ShardClock(workload)
     steps: dict[str, Step] = {peer.name: peer.load(workload) for peer in peers}
     naive = steps.pop(SHARDED.name)
     on_cpu = workload.device == "cpu"
-    times = bracketed({**steps, CLOCK: clock}, naive, rounds=plan.rounds, cpu=on_cpu)
-    return {SHARDED.name: 1.0, **times}, clock.cost()
+    times, rounds = bracketed(
+        {**steps, CLOCK: clock}, naive, rounds=plan.rounds, seconds=plan.seconds, cpu=on_cpu
+    )
+    return {SHARDED.name: Ratio(1.0, 0.0), **times}, clock.cost(), rounds
 
 
 def _available(workload: Workload) -> list[Peer]:
@@ -228,4 +248,10 @@ def _available(workload: Workload) -> list[Peer]:
 
 
 def _peak(peer: Peer, workload: Workload, plan: RetentionPlan, *, kept: int = 0) -> int | None:
-    return peak_bytes(peer.name, workload, threads=plan.threads, kept=kept)
+    """Return the peak in bytes: the median of three where it has to be flat, None if it died."""
+    repeats = FLAT_REPEATS if peer is GRADBOX and kept == 0 else 1
+    peaks = [
+        peak_bytes(peer.name, workload, threads=plan.threads, kept=kept) for _ in range(repeats)
+    ]
+    known = [peak for peak in peaks if peak is not None]
+    return None if len(known) < repeats else statistics.median_low(known)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from benchmarks.page import mebibytes, table, verdict
 from benchmarks.peers import GRADBOX, SHARDED
 from benchmarks.public_peers import OTHERS
-from benchmarks.retention import Retention, Setting
+from benchmarks.retention import Point, Retention, Setting
 
 ALLOWANCE = 1.03  # on the naive sharded step, and on the bound (2F + B)/(F + B)
 LINEARITY = 0.05
@@ -30,9 +30,9 @@ def retention_section(found: Retention) -> str:
         "",
         f"InfoNCE over pairs, {plan.threads} thread(s), device {plan.device}; texts of "
         f"{plan.num_tokens} tokens. N counts the samples of both towers. Time is {clock} time to "
-        "the naive sharded step, which is timed before and after every other; median of "
-        f"{plan.rounds} rounds; glibc is told to keep what is freed, so that nobody pays for fresh "
-        "pages by chance. Peak memory is beyond the loaded model, MiB, of one step in a "
+        "the naive sharded step, which is timed before and after every other: the rounds' median "
+        "and its standard error; glibc is told to keep what is freed, so that nobody pays for "
+        "fresh pages by chance. Peak memory is beyond the loaded model, MiB, of one step in a "
         "fresh process. *k kept* is a budget for k graphs; one more, the last shard's, is kept "
         "always; for all it is what is free. *Predicted* is 1 + F/(F + B) · (shards "
         "replayed)/(shards). The columns to the right are gradbox at a peer's peak memory.",
@@ -105,13 +105,12 @@ def _lost(setting: Setting) -> Iterator[str]:
             floor = setting.kept[0]
             yield (
                 f"{name} ({_place(setting)}: it needs {mebibytes(theirs.peak_bytes)} MiB, gradbox "
-                f"at least {mebibytes(floor.peak_bytes)}; {theirs.time:.3f} against "
-                f"{floor.time:.3f})"
+                f"at least {mebibytes(floor.peak_bytes)}; {_time(theirs)} against "
+                f"{_time(floor)})"
             )
         elif setting.kept[kept].time >= theirs.time:
             yield (
-                f"{name} ({_place(setting)}: {setting.kept[kept].time:.3f} against "
-                f"{theirs.time:.3f})"
+                f"{name} ({_place(setting)}: {_time(setting.kept[kept])} against {_time(theirs)})"
             )
 
 
@@ -120,14 +119,14 @@ def _setting(setting: Setting) -> Iterator[str]:
     yield f"### {TITLES[workload.task]}: {_place(setting)}"
     yield ""
     yield (
-        f"{workload.num_shards} shards. F {cost.forward * 1000:.1f} ms, B "
+        f"{workload.num_shards} shards, {setting.rounds} rounds. F {cost.forward * 1000:.1f} ms, B "
         f"{cost.backward * 1000:.1f} ms a shard: (2F + B)/(F + B) = {cost.bound:.3f}."
     )
     yield ""
     rows = [
         [
             f"gradbox, {kept} kept",
-            f"{point.time:.3f}",
+            _time(point),
             mebibytes(point.peak_bytes),
             f"predicted {setting.predicted(kept):.3f}",
             "",
@@ -135,9 +134,13 @@ def _setting(setting: Setting) -> Iterator[str]:
         for kept, point in setting.kept.items()
     ]
     for name, point in setting.peers.items():
-        row = [name, f"{point.time:.3f}", mebibytes(point.peak_bytes)]
+        row = [name, _time(point), mebibytes(point.peak_bytes)]
         rows.append(row + _ours(setting, name))
     yield from table(["", "time", "peak", "gradbox's time", "kept"], rows)
+
+
+def _time(point: Point) -> str:
+    return f"{point.time:.3f}" + (f" ± {point.error:.3f}" if point.error else "")
 
 
 def _ours(setting: Setting, name: str) -> list[str]:

@@ -31,6 +31,7 @@ PLAN = RetentionPlan(
     detailed=64,
     num_tokens=16,
     rounds=1,
+    seconds=0,
     threads=1,
     device="cpu",
 )
@@ -41,6 +42,7 @@ def setting(**peers: Point) -> Setting:
     return Setting(
         Workload(32, 16, "lstm"),
         COST,
+        rounds=1,
         peers={SHARDED.name: Point(1.0, 100 * MIB), **peers},
         kept={0: Point(1.3, 40 * MIB), 1: Point(1.2, 60 * MIB), 4: Point(1.0, 100 * MIB)},
     )

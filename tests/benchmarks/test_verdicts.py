@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+
 import pytest
 import torch
 
-from benchmarks.measure import Seconds, ShardCost, bracketed, interleaved, median_ratio
+from benchmarks.measure import Ratio, Seconds, ShardCost, bracketed, interleaved, median_ratio
 from benchmarks.replay import Plan, Replay, Timing
 from benchmarks.report import replay_section, verdicts
 from benchmarks.workloads import relative_difference
@@ -72,6 +75,23 @@ def test_a_wrong_gradient_is_seen() -> None:
 def test_a_bracketed_run_is_compared_with_the_baseline_on_both_its_sides() -> None:
     order: list[str] = []
     runs = {name: lambda n=name: order.append(n) for name in "ab"}  # type: ignore[misc]
-    ratios = bracketed(runs, lambda: order.append("-"), rounds=2, cpu=False)
-    assert "".join(order) == "-ab" + "-a-b-" + "-b-a-"
+    ratios, rounds = bracketed(runs, lambda: order.append("-"), rounds=2, seconds=0, cpu=False)
+    assert "".join(order) == "ab--" + "-a-b-" + "-b-a-"
     assert ratios.keys() == {"a", "b"}
+    assert rounds == 2
+
+
+def test_short_steps_are_timed_in_more_rounds() -> None:
+    _, rounds = bracketed({"a": lambda: None}, lambda: None, rounds=2, seconds=0.02, cpu=False)
+    assert rounds > 2
+
+
+def test_the_error_of_a_median_is_that_of_a_normal_distribution() -> None:
+    draw = random.Random(0)
+    errors, medians = [], []
+    for _ in range(200):
+        ratio = Ratio.of([draw.gauss(1.3, 0.02) for _ in range(51)])
+        errors.append(ratio.error)
+        medians.append(ratio.median)
+    assert statistics.mean(errors) == pytest.approx(statistics.stdev(medians), rel=0.15)
+    assert Ratio.of([1.3]) == Ratio(1.3, 0.0)
