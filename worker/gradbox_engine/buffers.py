@@ -48,6 +48,15 @@ class Packed(NamedTuple):
     flat: Tensor
 
 
+class OfKind:
+    """Live buffers of one kind, and a flat tensor through which all of them get values."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = tensors
+        self.flat = flattened(tensors)
+        self.parts = Layout.of(tensors).parts(self.flat)
+
+
 class Snapshot:
     """The values of all buffers at one moment. Nothing writes to these tensors."""
 
@@ -140,12 +149,13 @@ class Buffers:
 
     def statistics(self) -> Statistics:
         """Return the statistics as they are now."""
-        return tuple(flattened(group) for group, _ in self._statistics)
+        return tuple(flattened(kind.tensors) for kind in self._statistics)
 
     def put_statistics(self, values: Statistics) -> None:
         """Give the statistics these values, unseen by graphs that saved them."""
-        for (group, layout), flat in zip(self._statistics, values, strict=True):
-            torch._foreach_copy_([buffer.data for buffer in group], layout.parts(flat))
+        for kind, flat in zip(self._statistics, values, strict=True):
+            kind.flat.copy_(flat)
+            torch._foreach_copy_([buffer.data for buffer in kind.tensors], kind.parts)
 
     def take(self, previous: Snapshot | None) -> Snapshot:
         """Return the buffers' values now, sharing with `previous` what did not change."""
@@ -232,7 +242,7 @@ class Buffers:
             statistics: whether to count those of batch norms in train mode.
         """
         left_out = () if statistics else self._statistics
-        apart = {id(buffer) for group, _ in left_out for buffer in group}
+        apart = {id(buffer) for kind in left_out for buffer in kind.tensors}
         return {
             buffer.untyped_storage().data_ptr()
             for buffer in self._live().values()
@@ -299,12 +309,11 @@ def _is_statistic(module: nn.Module, name: str) -> bool:
     return own and module.training and name in STATISTICS
 
 
-def _by_kind(tensors: Iterable[Tensor]) -> list[tuple[tuple[Tensor, ...], Layout]]:
+def _by_kind(tensors: Iterable[Tensor]) -> list[OfKind]:
     groups: dict[Kind, dict[int, Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
-    members = [tuple(group.values()) for group in groups.values()]
-    return [(group, Layout.of(group)) for group in members]
+    return [OfKind(tuple(group.values())) for group in groups.values()]
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -41,7 +41,8 @@ class Chunks:
             size = (stop * max(self._num_left[place[0]], 1), *rows.shape[1:])
             self._chunks[place] = chunk = torch.empty(size, dtype=z.dtype, device=z.device)
         self._num_filled[place] = stop
-        return chunk[start:stop].copy_(rows).view(z.shape)
+        written = chunk[start:stop].copy_(rows)
+        return written.view(()) if z.ndim == 0 else written
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -21,8 +21,6 @@ def relative_difference(again: Tensor, first: Tensor) -> Tensor:
     if first.numel() == 0 or again.shape != first.shape:
         same = again.shape == first.shape
         return torch.full((), 0.0 if same else torch.inf, device=first.device)
-    if first.device.type == "cpu" and again.dtype == first.dtype and torch.equal(again, first):
-        return torch.zeros(())  # as on a CPU, where the look costs no wait
     equal = (again == first) | (again.isnan() & first.isnan())
     differences = (again - first).abs().masked_fill_(equal, 0.0)
     largest = differences.nan_to_num_(nan=torch.inf).amax()
@@ -47,6 +45,8 @@ class ReplayComparison:
 
     def compare(self, where: str, again: Outputs, first: Outputs) -> None:
         """Compare one shard, and look at those compared before that have arrived."""
+        if all(z.device.type == "cpu" for z in first.values()) and same_bits(again, first):
+            return  # as on a CPU, where the look costs no wait
         for name, tensor in first.items():
             tolerance = replay_tolerance(self._precision, tensor.dtype)
             if name not in again:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -130,10 +130,13 @@ class Taps:
         self._sites = [_site(model, penalty) for penalty in penalties]
         self._copied: set[int] = set()
 
-    @contextmanager
-    def listening(self, *, with_values: bool) -> Iterator[Tapped]:
+    def listening(self, *, with_values: bool) -> AbstractContextManager[Tapped]:
         """Collect what is tapped, and if wanted evaluated, while this lasts."""
         tapped = Tapped(with_values=with_values)
+        return self._hung_up(tapped) if self._sites else nullcontext(tapped)
+
+    @contextmanager
+    def _hung_up(self, tapped: Tapped) -> Iterator[Tapped]:
         handles = [
             module.register_forward_hook(partial(self._hook, index, element, tapped))
             for index, (module, element) in enumerate(self._sites)
