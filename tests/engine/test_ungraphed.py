@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import Group, Objective, SetGradient, set_gradient, ungraphed
-from gradbox_engine.errors import ModelCallFailed
+from gradbox_engine.errors import GraphInBuffer, ModelCallFailed
 from gradbox_engine.ungraphed import WORTHWHILE
 from tests.cases import CASES
 from tests.engine.running import answer
@@ -206,3 +206,89 @@ def test_a_tensor_kept_with_its_graph_is_an_error_and_never_a_missing_gradient()
     for _ in range(3):
         with pytest.raises(ModelCallFailed):
             _job(model)
+
+
+class _Fusing(_Model):
+    """Fuses weights in its first call, by an operation that saves nothing for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(4, 3).double()
+        self.third = nn.Linear(4, 2).double()
+        self.fused: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused is None:
+            self.fused = torch.cat([self.second.weight, self.third.weight])
+        return nn.functional.linear(self.body(x), self.fused).tanh()
+
+
+class _FusingInADict(_Fusing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fused = self.cache.get("fused")
+        z = super().forward(x)
+        assert self.fused is not None
+        self.cache["fused"], self.fused = self.fused, None
+        return z
+
+
+@pytest.mark.parametrize("kind", [_Fusing, _FusingInADict])
+@pytest.mark.parametrize("num_shards", [3, NUM_SHARDS])
+def test_what_a_model_keeps_from_call_to_call_keeps_its_graph(kind, num_shards):
+    expected = _job(kind(), num_shards, retain=PLENTY)
+    assert expected.grads["second.weight"].abs().max() > 1e-4
+    model = kind()
+    for _ in range(4):
+        assert _same(_job(model, num_shards), expected)
+
+
+def test_a_model_that_keeps_something_has_graphs_ever_after():
+    model = _Fusing()
+    for _ in range(2):
+        _watch(model, num_shards=3)
+    _, graphs = _watch(model, num_shards=3)
+    assert all(graphs)
+
+
+class _Remembering(_Model):
+    """Leaves its mean in a buffer, with its graph where the first entry is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.body(x) + self.memory
+        self.memory = z.mean(0) if x[0, 0] > 1 else z.mean(0).detach()
+        return z
+
+
+def test_a_graph_in_a_buffer_is_refused_in_later_jobs_too():
+    shards = _shards(3)
+    for shard in shards:
+        shard["0"][0, 0] = 0
+    model = _Remembering()
+    harmless = [Group("z", shards)]
+    for _ in range(2):
+        set_gradient(model, harmless, Objective(_spread), mode="train")
+    shards[0]["0"][0, 0] = 2
+    with pytest.raises(GraphInBuffer, match="memory"):
+        set_gradient(model, harmless, Objective(_spread), mode="train")
+
+
+class _OfAnotherForm(_Model):
+    """Returns z alone where there is a graph, and a pair without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.body(x)
+        return z if torch.is_grad_enabled() else (z, None)  # type: ignore[return-value]
+
+
+def test_a_model_that_returns_something_else_without_a_graph_is_given_one():
+    model = _OfAnotherForm()
+    results = [_job(model, 3) for _ in range(3)]
+    assert all(_same(result, results[0]) for result in results)

@@ -181,6 +181,14 @@ class Buffers:
             self.restore(snapshot)
         return snapshot
 
+    def carry_graphs(self) -> bool:
+        """Return whether a buffer holds a graph of the shard that went last."""
+        return any(
+            buffer is not None and buffer.requires_grad
+            for _, table in self._tables
+            for buffer in table.values()
+        )
+
     def settled(self) -> bool:
         """Return whether a shard has left all buffers alone but statistics of batch norms.
 

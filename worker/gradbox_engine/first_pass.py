@@ -23,7 +23,7 @@ from gradbox_engine.buffers import Snapshot
 from gradbox_engine.calls import Passage
 from gradbox_engine.chunks import Chunks
 from gradbox_engine.comparison import same_bits
-from gradbox_engine.errors import ModelCallFailed
+from gradbox_engine.errors import BadOutput, ModelCallFailed
 from gradbox_engine.feed import Position
 from gradbox_engine.job import Observer
 from gradbox_engine.outputs import Outputs
@@ -126,6 +126,9 @@ class _Run:
             if newest.kept and buffers.has_statistics:
                 newest.after = buffers.statistics()
             self._prepared.feed.prefetch(following)
+        graphless = not all(record.graphed for record in self._records)
+        if graphless and self._prepared.preserved.rebound():
+            raise GraphMissed
         after = self._snapshot()
         unguarded = [record for record in self._records if not record.guarded]
         if unguarded or self._budget.has_measured:
@@ -180,7 +183,7 @@ class _Run:
     def _without_graph(self, position: Position, arguments: dict[str, Any]) -> ShardRecord:
         try:
             passage = self._prepared.calls(position, arguments, graph=False)
-        except ModelCallFailed as error:
+        except (ModelCallFailed, BadOutput) as error:
             raise GraphMissed from error
         return self._record(position, passage, graphed=False)
 
@@ -189,10 +192,12 @@ class _Run:
         prepared = self._prepared
         before = self._snapshot()
         trial: tuple[Outputs, Snapshot] | None = None
-        with suppress(ModelCallFailed):
+        with suppress(ModelCallFailed, BadOutput):
             passage = prepared.calls(position, arguments, graph=False)
             outputs = {name: z.clone() for name, z in passage.outputs.items()}
             trial = outputs, prepared.buffers.take(before)
+        if prepared.preserved.rebound():
+            raise GraphMissed
         prepared.buffers.restore(before)
         record = self._with_graph(position, prepared.feed.take(position), form, last=False)
         same = (

@@ -36,7 +36,7 @@ from gradbox_engine.records import Prepared, with_room
 from gradbox_engine.replay import Replayed, replay
 from gradbox_engine.retention import Retain, graph_budget
 from gradbox_engine.selection import select
-from gradbox_engine.ungraphed import GraphMissed
+from gradbox_engine.ungraphed import GraphMissed, refute
 
 GRADS_ALONE: tuple[Returned, ...] = ("grads",)
 
@@ -92,9 +92,9 @@ def set_gradient(
         penalties=penalties,
         streams=streams,
     )
-    with prepared(model, groups, selection, terms) as ready:
 
-        def attempt() -> SetGradient:
+    def attempt() -> SetGradient:
+        with prepared(model, groups, selection, terms) as ready:
             run = _Run(ready, terms, GradientSums(selection.parameters), observer or Silent())
             first = run.first_pass(retain)
             loss = run.cotangents(objective, first)
@@ -102,11 +102,11 @@ def set_gradient(
             ready.ungraphed.confirm()
             return run.result(first, loss, replayed, returns)
 
-        try:
-            return attempt()
-        except GraphMissed:
-            ready.ungraphed.refute()
+    try:
         return attempt()
+    except GraphMissed:
+        refute(model)
+    return attempt()  # on the model as it was registered: what the first attempt left is put back
 
 
 class _Run:

@@ -54,7 +54,7 @@ def prepared(
     inputs = matched_inputs(groups, selection.input_patterns)
     with (
         torch.inference_mode(False),
-        preserved(model),
+        preserved(model) as state,
         generators_restored(),
         arithmetic(terms.precision),
     ):
@@ -100,6 +100,7 @@ def prepared(
             device,
             frozenset(storages),
             Ungraphed(model, setting),
+            state,
             # Readouts and penalties are part of the graph, and another job's are others.
             None if terms.readout or terms.penalties else known_bytes(model, setting),
         )

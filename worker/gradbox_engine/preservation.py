@@ -11,7 +11,8 @@ library's cache), and a forward pass that writes to its own parameters in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,15 +22,32 @@ from torch import Tensor, nn
 CONTAINERS = (dict, list, set)
 
 
+SET_BY_A_JOB = frozenset({"training", "sparse"})
+
+
+class Preserved:
+    """The attributes of all submodules as they were."""
+
+    def __init__(self, modules: Sequence[_ModuleState]) -> None:
+        self._modules = modules
+
+    def rebound(self) -> bool:
+        """Return whether an attribute, or an entry of one, is now another object.
+
+        Buffers are left out, of which `buffers` takes care, and what jobs set themselves.
+        """
+        return any(state.rebound() for state in self._modules)
+
+
 @contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
+def preserved(model: nn.Module) -> Iterator[Preserved]:
     """Put the model back on the way out, whatever happened inside."""
     modules = [_ModuleState(module) for module in model.modules()]
     leaves = (leaf for state in modules for leaf in state.plain_leaves)
     states = [_TensorState(tensor) for tensor in (*model.parameters(), *leaves)]
     states += [_TensorState(buffer, with_value=True) for buffer in model.buffers()]
     try:
-        yield
+        yield Preserved(modules)
     finally:
         with torch.no_grad():
             for state in states:
@@ -58,11 +76,37 @@ class _ModuleState:
             elif isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
                 self.plain_leaves.append(value)
 
+    def rebound(self) -> bool:
+        now = vars(self._module)
+        if now.keys() != self._attributes.keys():
+            return True
+        for name, value in self._attributes.items():
+            if now[name] is not value and name not in SET_BY_A_JOB:
+                return True
+        own = now.get("_buffers")
+        return any(
+            container is not own and not _same_entries(container, entries)
+            for container, entries in self._entries
+        )
+
     def restore(self) -> None:
         for container, entries in self._entries:
             _refill(container, entries)
         vars(self._module).clear()
         vars(self._module).update(self._attributes)
+
+
+def _same_entries(container: Any, entries: Any) -> bool:
+    """Return whether a dict, list or set has just these entries; None stands for none."""
+    if not container or not entries:
+        return not container and not entries
+    if isinstance(container, dict):
+        return container.keys() == entries.keys() and all(
+            container[key] is value for key, value in entries.items()
+        )
+    if isinstance(container, list):
+        return len(container) == len(entries) and all(map(operator.is_, container, entries))
+    return set(map(id, container)) == set(map(id, entries))
 
 
 def _refill(container: Any, entries: Any) -> None:

@@ -13,6 +13,7 @@ from gradbox_engine.buffers import Buffers, Snapshot, Statistics
 from gradbox_engine.calls import ModelCalls, Passage
 from gradbox_engine.feed import Feed, Position
 from gradbox_engine.outputs import Outputs
+from gradbox_engine.preservation import Preserved
 from gradbox_engine.retention import Form
 from gradbox_engine.ungraphed import Ungraphed
 
@@ -30,6 +31,7 @@ class Prepared:
     device: torch.device
     parameter_storages: frozenset[int]  # addresses
     ungraphed: Ungraphed
+    preserved: Preserved
     graph_bytes: dict[Form, int] | None  # from earlier jobs, where those had graphs like these
 
 
