@@ -36,10 +36,14 @@ class Beginnings:
         self._reached = place + 1
 
     def use_graph(self, record: ShardRecord) -> None:
-        """Put the buffers where this shard ended, for its graph may read statistics."""
-        if record.after is not None:
+        """Put the buffers where this shard ended, for its graph may read them."""
+        if record.ended is not None:
+            self._prepared.buffers.restore(record.ended)
+        elif record.after is not None:
             self._prepared.buffers.put_statistics(record.after)
-            self._reached = self._places[record.position] + 1
+        else:
+            return
+        self._reached = self._places[record.position] + 1
 
     def _go_to(self, place: int) -> None:
         start = next(start for start in range(place, -1, -1) if self._put_if_known(start))

@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradbox_engine.arrivals import Arrival
 from gradbox_engine.errors import GraphInBuffer
 from gradbox_engine.flat import Layout, flattened
+from gradbox_engine.values import form, overlaps_itself, same_values, strided_parts
 
 Slot = tuple[str, str]
 """A submodule's name and the buffer's name in it."""
@@ -81,7 +82,7 @@ class Snapshot:
         """Return whether all values are equal; NaN is not. Waits for the device."""
         own, others = self.values, other.values
         return own.keys() == others.keys() and all(
-            (a is b is None) or (a is not None and b is not None and _equal(a, b))
+            (a is b is None) or (a is not None and b is not None and same_values(a, b))
             for a, b in ((own[slot], others[slot]) for slot in own)
         )
 
@@ -125,7 +126,7 @@ class Buffers:
             if _is_statistic(self._modules[module], name)
         )
         self._on_cpu = all(b is None or b.device.type == "cpu" for b in self._registered.values())
-        self._forms = {slot: _form(b) for slot, b in self._registered.items() if b is not None}
+        self._forms = {slot: form(b) for slot, b in self._registered.items() if b is not None}
         self.first = self.take(None)
         self._constant = [
             (
@@ -135,6 +136,11 @@ class Buffers:
                 None if slot in self._of_batch_norms else self.first.apart(slot),
             )
             for slot, buffer in self._registered.items()
+        ]
+        self._versions = [
+            (buffer, buffer._version)
+            for slot, buffer in self._registered.items()
+            if buffer is not None and slot not in self._of_batch_norms and not buffer.is_inference()
         ]
         self._statistics = _by_kind(
             buffer
@@ -176,6 +182,8 @@ class Buffers:
                     f"shard; update it under torch.no_grad() or from detached tensors"
                 )
         snapshot = self._take(live, previous)
+        if self._rewritten():
+            self._others_change = True
         if any(self._registered.get(slot) is not buffer for slot, buffer in live.items()):
             self._others_change = True
             self.restore(snapshot)
@@ -198,12 +206,21 @@ class Buffers:
             return False
         if sum(len(table) for _, table in self._tables) != len(self._constant):
             return False
+        if self._rewritten():
+            return False
         return all(
             table.get(name) is buffer
             and (buffer is None or not buffer.requires_grad)
-            and (value is None or _equal(value, buffer))
+            and (value is None or same_values(value, buffer))
             for table, name, buffer, value in self._constant
         )
+
+    def _rewritten(self) -> bool:
+        """Return whether something was written in place to a buffer that is no statistic.
+
+        Be it the same numbers: a graph that saved the buffer itself is of no use then.
+        """
+        return any(buffer._version != version for buffer, version in self._versions)
 
     def others_change(self, latest: Snapshot | None = None) -> bool:
         """Return whether anything changes from shard to shard but statistics of batch norms.
@@ -234,6 +251,9 @@ class Buffers:
             registered = self._registered.get((module, name))
             if value is None:
                 slots[name] = None
+            elif registered is not None and not _writable(registered):
+                same = same_values(registered, value)
+                slots[name] = registered if same else _copy(value)
             elif registered is not None and _same_form(registered, value):
                 slots[name] = registered
                 targets.append(registered.data)  # no graph that is still there reads the old values
@@ -252,9 +272,10 @@ class Buffers:
         left_out = () if statistics else self._statistics
         apart = {id(buffer) for kind in left_out for buffer in kind.tensors}
         return {
-            buffer.untyped_storage().data_ptr()
+            part.untyped_storage().data_ptr()
             for buffer in self._live().values()
             if buffer is not None and id(buffer) not in apart
+            for part in strided_parts(buffer)
         }
 
     def named(self, snapshot: Snapshot) -> dict[str, Tensor]:
@@ -286,15 +307,19 @@ class Buffers:
             before = None if previous is None else previous.apart(slot)
             if buffer is None:
                 apart[slot] = None
-            elif slot in self._changing and self._forms.get(slot) == _form(buffer):
+            elif (
+                slot in self._changing
+                and self._forms.get(slot) == form(buffer)
+                and buffer.layout is torch.strided
+            ):
                 together.setdefault((buffer.dtype, buffer.device), {})[slot] = buffer
             elif before is None or not _same_form(buffer, before):
                 apart[slot] = _copy(buffer)
                 self._others_change |= previous is not None
-            elif buffer.device.type != "cpu":
+            elif buffer.device.type != "cpu" and buffer.layout is torch.strided:
                 apart[slot] = _copy(buffer)
                 compare.append(slot)
-            elif torch.equal(buffer, before):
+            elif same_values(buffer, before):
                 apart[slot] = before
             else:
                 apart[slot] = _copy(buffer)
@@ -328,16 +353,12 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
+def _writable(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not overlaps_itself(tensor)
 
 
 def _same_form(a: Tensor, b: Tensor) -> bool:
-    return _form(a) == _form(b)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return _same_form(a, b) and torch.equal(a, b)
+    return form(a) == form(b)
 
 
 def _differs(a: Tensor | None, b: Tensor | None) -> Tensor:

@@ -122,23 +122,40 @@ class _Run:
                 self._before = self._latest = buffers.advance(self._latest)
                 if buffers.others_change() and not self._snapshots:
                     self._need_snapshots()
-            newest = self._records[-1]
-            if newest.kept and buffers.has_statistics:
-                newest.after = buffers.statistics()
+            self._note_end(self._records[-1])
             self._prepared.feed.prefetch(following)
         graphless = not all(record.graphed for record in self._records)
         if graphless and self._prepared.preserved.rebound():
             raise GraphMissed
         after = self._snapshot()
-        unguarded = [record for record in self._records if not record.guarded]
-        if unguarded or self._budget.has_measured:
-            if not buffers.others_change(after):
-                self._budget.remember()
-            else:
-                for record in unguarded:
-                    record.drop()
+        self._settle(after)
         self._observer.step("forward", num_shards, num_shards)
         return FirstPass(self._records, after)
+
+    def _settle(self, after: Snapshot) -> None:
+        """Now that it is known which buffers change, let go of what that makes wrong or needless.
+
+        A kept graph without copies of buffers is wrong where they change; ends of shards are
+        needless where they do not.
+        """
+        kept = [record for record in self._records if record.kept]
+        if not kept and not self._budget.has_measured:
+            return
+        if self._prepared.buffers.others_change(after):
+            for record in kept:
+                if not record.guarded:
+                    record.drop()
+            return
+        self._budget.remember()
+        for record in kept:
+            record.ended = None
+
+    def _note_end(self, newest: ShardRecord) -> None:
+        """Note the buffers as the newest shard's graph is to find them."""
+        if newest.kept:
+            newest.ended = self._before
+            if self._prepared.buffers.has_statistics:
+                newest.after = self._prepared.buffers.statistics()
 
     def _need_snapshots(self) -> None:
         """From the first shard on that changes more than statistics, all need one."""

@@ -3,7 +3,8 @@
 A job sets flags, hangs up hooks, swaps data, and the model itself may rebind attributes. All of
 that is put back, also after an error: every attribute of every submodule, the entries of its dicts
 (parameters, buffers, hooks), and of every tensor its data, `requires_grad`, `.grad` and hooks; of
-buffers, which a forward pass overwrites, also the values.
+buffers and of tensors that are plain attributes, which a forward pass may overwrite, also the
+values.
 
 Not covered: the inside of plain objects that a submodule holds (a list in a list, another
 library's cache), and a forward pass that writes to its own parameters in place.
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from gradbox_engine.values import same_values
 
 CONTAINERS = (dict, list, set)
 
@@ -43,9 +46,9 @@ class Preserved:
 def preserved(model: nn.Module) -> Iterator[Preserved]:
     """Put the model back on the way out, whatever happened inside."""
     modules = [_ModuleState(module) for module in model.modules()]
-    leaves = (leaf for state in modules for leaf in state.plain_leaves)
-    states = [_TensorState(tensor) for tensor in (*model.parameters(), *leaves)]
-    states += [_TensorState(buffer, with_value=True) for buffer in model.buffers()]
+    plain = (tensor for state in modules for tensor in state.plain_tensors)
+    states = [_TensorState(parameter) for parameter in model.parameters()]
+    states += [_TensorState(tensor, with_value=True) for tensor in (*model.buffers(), *plain)]
     try:
         yield Preserved(modules)
     finally:
@@ -59,22 +62,22 @@ def preserved(model: nn.Module) -> Iterator[Preserved]:
 class _ModuleState:
     """A submodule's attributes, and the entries of those that are dicts, lists or sets.
 
-    Most of these are empty, hooks that nobody has hung up: no copy is made of them. `plain_leaves`
-    are tensors that collect gradients but are registered nowhere.
+    Most of these are empty, hooks that nobody has hung up: no copy is made of them. `plain_tensors`
+    are tensors of its own that are registered nowhere.
     """
 
-    __slots__ = ("_attributes", "_entries", "_module", "plain_leaves")
+    __slots__ = ("_attributes", "_entries", "_module", "plain_tensors")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._attributes = vars(module).copy()
         self._entries: list[tuple[Any, Any]] = []
-        self.plain_leaves: list[Tensor] = []
+        self.plain_tensors: list[Tensor] = []
         for value in self._attributes.values():
             if isinstance(value, CONTAINERS):
                 self._entries.append((value, value.copy() if value else None))
-            elif isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
-                self.plain_leaves.append(value)
+            elif isinstance(value, Tensor) and value.is_leaf and not value.is_inference():
+                self.plain_tensors.append(value)
 
     def rebound(self) -> bool:
         now = vars(self._module)
@@ -141,7 +144,7 @@ class _TensorState:
             tensor.detach_()
         tensor.grad = None
         tensor.data = self._data
-        if self._value is not None and not torch.equal(self._data, self._value):
+        if self._value is not None and not same_values(self._data, self._value):
             self._data.copy_(self._value)
         tensor.requires_grad_(self._requires_grad)
         tensor.grad = self._grad

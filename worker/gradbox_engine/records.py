@@ -43,7 +43,9 @@ class ShardRecord:
     beginning; None where the shards before it changed nothing but statistics of batch norms.
     `passage` is there while its graph is kept, which has `num_bytes` of saved tensors; if it is
     `guarded`, those of buffers are copies, but for statistics: `after` are those at its end, if it
-    was kept. `graphed` says whether there was a graph at all.
+    was kept. `ended` are all buffers there, where more than statistics changes: a graph may read
+    them on its way back, as a checkpointed block does. `graphed` says whether there was a graph
+    at all.
     """
 
     position: Position
@@ -54,6 +56,7 @@ class ShardRecord:
     num_bytes: int = 0
     guarded: bool = True
     after: Statistics | None = None
+    ended: Snapshot | None = None
     graphed: bool = True
 
     @property
