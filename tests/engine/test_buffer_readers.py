@@ -109,6 +109,10 @@ def test_buffers_that_move_late_are_found_as_well():
 class _Rewriting(_Copying):
     """Writes the same numbers to a buffer in each call, as caches of positions are written."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.average.copy_(torch.arange(1.0, 5.0))
+
     def forward(self, x: Tensor) -> Tensor:
         self.average.copy_(torch.arange(1.0, 5.0))
         return self.second((self.first(x) * self.average).tanh())

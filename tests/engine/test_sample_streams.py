@@ -201,3 +201,22 @@ def test_arguments_without_samples_along_the_first_dimension():
     shards = [{"x": torch.ones(2, 5), "y": torch.ones(3)}]
     with pytest.raises(BadInputs, match="samples along dim 0"):
         set_gradient(nn.Linear(5, 3), [Group("z", shards)], Objective(torch.sum), streams="sample")
+
+
+class _Kept(nn.Module):
+    """Keeps a whole sample with probability 1, as the first layer of a stochastic depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * x.new_empty(x.shape[0], 1).bernoulli_(1.0)
+
+
+def test_with_probability_one_everything_is_kept():
+    shards = [{"0": torch.ones(size, 4, dtype=torch.float64)} for size in (3, 0, 2)]
+    group, objective = Group("z", shards), Objective(torch.sum)
+    model = _Kept()
+    result = set_gradient(model, [group], objective, streams="sample", returns=("outputs",))
+    assert torch.equal(result.outputs["z"], model.linear(torch.ones(5, 4, dtype=torch.float64)))

@@ -55,6 +55,7 @@ class GradientSums:
             if name in self._lent and name in self._sums:
                 parameter.grad = self._sums[name]
             else:
+                parameter.grad = None  # what the model's own backward passes may have left
                 hook = partial(self._start if name in self._lent else self._add, name)
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
@@ -85,7 +86,7 @@ class GradientSums:
         """Return all sums in the parameters' order; zeros where nothing came."""
         self.take_back()
         return {
-            name: self._sums[name]
+            name: self._sums[name].resolve_conj()
             if name in self._sums
             else torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype))
             for name, parameter in self.parameters.items()

@@ -90,7 +90,7 @@ class ModelCalls:
         arguments = {**arguments, **leaves}
         by_place, by_name = call_arguments(arguments)
         entry = self._entries[position.group]
-        begin_stream(self._seed, *self._stream(position))
+        self.begin(position)
         with (
             blaming("the model", self.where(position)),
             torch.set_grad_enabled(graph),
@@ -109,6 +109,10 @@ class ModelCalls:
             penalties=tapped.values,
             intact=self._taps.all_intact(tapped),
         )
+
+    def begin(self, position: Position) -> None:
+        """Put the global generators where a shard's stream begins."""
+        begin_stream(self._seed, *self._stream(position))
 
     @property
     def has_penalties(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -15,6 +16,7 @@ from gradbox_engine.replay import Replayed
 FP16_LARGEST = 2.0**8
 FP16_STEP = 2.0**-6
 FP16_SMALLEST_SCALE = 2.0**-24
+FP16_MOST_DOUBLINGS = 120  # of float32, in which cotangents are scaled and sums divided
 
 
 class Parts(Mapping[Position, Outputs]):
@@ -87,7 +89,7 @@ def _first_scale(cotangents: Mapping[Position, Outputs]) -> float:
     top = float(torch.stack(largest).amax()) if largest else 0.0
     if not 0 < top < torch.inf:
         return 1.0
-    return 2.0 ** round(torch.log2(torch.tensor(FP16_LARGEST / top)).item())
+    return 2.0 ** min(round(math.log2(FP16_LARGEST / top)), FP16_MOST_DOUBLINGS)
 
 
 def _finite(sums: GradientSums, replayed: Replayed) -> bool:

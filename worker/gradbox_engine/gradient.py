@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.assembly import Assembly
 from gradbox_engine.comparison import ReplayComparison
+from gradbox_engine.errors import BadInputs
 from gradbox_engine.feed import Position, all_positions
 from gradbox_engine.first_pass import FirstPass, forward
 from gradbox_engine.flowing import Parts, flowing, scaled
@@ -82,6 +83,12 @@ def set_gradient(
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
     selection = select(model, wrt, others=objective.parameters)
+    both = sorted(selection.parameters.keys() & objective.parameters)
+    if both:
+        raise BadInputs(
+            f"objective: expected names for its parameters that the model has none of, got {both}; "
+            f"name them otherwise, or leave the model's out by wrt"
+        )
     terms = Terms(
         seed=seed,
         mode=mode,

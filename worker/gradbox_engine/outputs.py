@@ -8,6 +8,8 @@ Inside the engine z is always a dict from a readout's names to tensors; a bare t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -91,8 +93,8 @@ def _step(value: Any, step: str | int) -> Any:
         return value[step]
     if step.lstrip("-").isdigit() and not isinstance(value, Tensor):
         return value[int(step)]
-    if isinstance(value, Tensor):
-        raise TypeError  # a tensor's attributes are not outputs
+    if step not in dict(_items(value)):
+        raise AttributeError  # methods, and what is reached through them, are not outputs
     return getattr(value, step)
 
 
@@ -102,8 +104,10 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, list | tuple):
         names = getattr(value, "_fields", range(len(value)))
         yield from zip(names, value, strict=True)
-    elif hasattr(value, "__dict__"):
-        yield from vars(value).items()
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from ((field.name, getattr(value, field.name, None)) for field in fields(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, Tensor | ModuleType | type):
+        yield from ((name, item) for name, item in vars(value).items() if name[:1] != "_")
 
 
 def _form(value: Any) -> str:

@@ -40,15 +40,36 @@ def lay_over(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             )
         _check(name, weight, target)
         first = given.setdefault(id(target), name)
-        if not torch.equal(weights[first], weight):
+        if first != name and not torch.equal(weights[first], weight):
             raise BadWeights(
                 f"weights[{name!r}] and weights[{first!r}] are one tied tensor in the model, but "
                 f"were given different numbers; give one of them"
             )
+    _check_untied(registered, given)
     for tensor_name in given.values():
         target = registered[tensor_name]
         # A copy, for the forward pass may write to a buffer, and what came in is not ours.
         target.data = weights[tensor_name].detach().to(target.device, copy=True).contiguous()
+
+
+def _check_untied(registered: Mapping[str, Tensor], given: Mapping[int, str]) -> None:
+    """Refuse a tensor that lies in the memory of another one, which would keep its numbers.
+
+    Raises:
+        BadWeights: it does, and the other one is not given.
+    """
+    in_place: dict[int, dict[int, str]] = {}
+    for name, tensor in registered.items():
+        if tensor.layout is torch.strided and tensor.numel():
+            in_place.setdefault(tensor.data_ptr(), {}).setdefault(id(tensor), name)
+    for sharing in in_place.values():
+        named = [name for tensor, name in sharing.items() if tensor in given]
+        left = [name for tensor, name in sharing.items() if tensor not in given]
+        if named and left:
+            raise BadWeights(
+                f"weights[{named[0]!r}]: expected numbers for {left[0]!r} as well, which lies in "
+                f"the same memory in the model; give both, or tie them by one nn.Parameter"
+            )
 
 
 def widen(model: nn.Module) -> None:

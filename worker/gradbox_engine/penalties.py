@@ -164,8 +164,15 @@ class Taps:
         _module: nn.Module,
         _inputs: Any,
         output: Any,
-    ) -> None:
+    ) -> Any:
+        """Tap one call of a submodule; return its output, or what is to stand in its place."""
         penalty = self.penalties[index]
+        if not torch.is_grad_enabled():
+            raise BadPenalty(
+                f"penalty at {penalty.at!r}: expected the submodule to run with gradients enabled, "
+                f"got a call under torch.no_grad(), where the penalty would have a value and no "
+                f"gradient; if a checkpoint does that, give it use_reentrant=False"
+            )
         try:
             activation = choose(output, element)
         except BadOutput as error:
@@ -175,11 +182,20 @@ class Taps:
                 f"penalty at {penalty.at!r}: expected a floating-point tensor, got "
                 f'{describe(activation)}; name an element of it, as in "{penalty.at}[0]"'
             )
+        if activation.is_leaf and activation.requires_grad:
+            # Shared by all calls: what is hung on it for one shard would act in every other.
+            if activation is not output:
+                raise BadPenalty(
+                    f"penalty at {penalty.at!r}: expected an activation, got a parameter or an "
+                    f"input inside of {describe(output)}; tap a submodule that returns it alone"
+                )
+            output = activation = activation.view_as(activation)
         tap = Tap(index, penalty, activation, copied=index in self._copied)
         edge = get_gradient_edge(activation) if activation.requires_grad else None
         tapped.taps.append((tap, edge))
         if tapped.with_values:
             tapped.values.append(tap.value())
+        return output
 
 
 def _evaluate(penalty: Penalty, leaf: Tensor) -> Tensor:

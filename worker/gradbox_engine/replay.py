@@ -136,7 +136,10 @@ def carry_back(
         if edge is not None:
             roots.append(edge)
             gradients.append(tap.start(record.outputs, sums.scale))
+    for leaf in passage.inputs.values():
+        leaf.grad = None  # what the model's own backward passes may have left
     if roots:
+        prepared.calls.begin(record.position)  # for what draws on the way back
         # Without inputs=, which reentrant checkpointing does not admit; nothing else requires grad.
         sums.lend()
         with (

@@ -125,7 +125,9 @@ class _KeyedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._keys_b is None:
             raise _refused(func, "draws during a backward pass")
         num_samples = self._keys_b.shape[0]
-        if like.ndim == 0 or like.shape[0] % num_samples:
+        if num_samples == 0 and like.numel() == 0:
+            return torch.ones_like(like, dtype=torch.bool)
+        if like.ndim == 0 or num_samples == 0 or like.shape[0] % num_samples:
             raise _refused(
                 func,
                 f"drops from shape {tuple(like.shape)}, whose dim 0 is not the {num_samples} "
@@ -138,6 +140,8 @@ class _KeyedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for size in axes:
             index = torch.arange(size, dtype=torch.int32, device=like.device) * GOLDEN
             h = _mixed(h.unsqueeze(-1) + index)
+        if keep == 1:  # whose threshold is no int32
+            return torch.ones_like(like, dtype=torch.bool)
         return ((h & 0x7FFFFFFF) < round(keep * 2**31)).view(like.shape)
 
 
