@@ -15,8 +15,8 @@ by how often a row came, for which torch has none by rows; those on whose gradie
 a hook; those with a sum wider than they are; and other devices than a CPU, where that is not
 measured.
 
-Not covered: a model that puts the table's own gradient through `torch.func.vmap` in its forward
-pass. torch refuses, for gradients by rows.
+Not covered: a model that uses the table's own gradient in its forward pass, by operations that torch
+lacks for gradients by rows: `torch.func.vmap`, `norm`, `mean`, slicing. They raise.
 """
 
 from __future__ import annotations
