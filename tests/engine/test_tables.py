@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gradbox_engine import Group, Objective, Penalty, set_gradient, shard_stream
+from gradbox_engine import (
+    Group,
+    ModelCallFailed,
+    Objective,
+    Penalty,
+    set_gradient,
+    shard_stream,
+)
 from gradbox_engine.tables import MANY_ENTRIES
 from tests.engine.memory import peak_bytes
 from tests.oracle import TOLERANCE, difference
@@ -256,3 +263,33 @@ def test_a_shard_needs_no_memory_for_a_second_table():
 
     run()
     assert peak_bytes(run) < 1.5 * model.weight.nbytes
+
+
+class _Adversarial(nn.Module):
+    """Moves its table's rows along their own normalised gradient, as adversarial training does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(MANY_ENTRIES // 4, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = self.table.weight
+        z = self.head(self.table(ids)).tanh().mean(1)
+        (gradient,) = torch.autograd.grad(z.square().sum(), weight, create_graph=True)
+        return z + gradient.norm()
+
+
+def test_a_model_that_cannot_bear_gradients_by_rows_gets_dense_ones():
+    ids = torch.arange(24).reshape(8, 3) * 1000
+    shards = [{"ids": rows} for rows in ids.split(2)]
+    model, naive = _Adversarial(), _Adversarial()
+    (torch.cat([naive(**shard) for shard in shards]) ** 2).mean().backward()
+    expected = {name: p.grad for name, p in naive.named_parameters()}
+    for retain in (0, 10**9, "auto"):
+        objective = Objective(lambda z: (z**2).mean())
+        result = set_gradient(model, [Group("z", shards)], objective, retain=retain)
+        assert difference(result.grads, expected) <= 1e-5
+    with pytest.raises(ModelCallFailed):
+        set_gradient(model, [Group("z", [{"ids": ids.double()}])], Objective(torch.sum))

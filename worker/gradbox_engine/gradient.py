@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.assembly import Assembly
+from gradbox_engine.attempts import attempted
 from gradbox_engine.comparison import ReplayComparison
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.feed import Position, all_positions
@@ -37,7 +38,6 @@ from gradbox_engine.records import Prepared, with_room
 from gradbox_engine.replay import Replayed, replay
 from gradbox_engine.retention import Retain, graph_budget
 from gradbox_engine.selection import select
-from gradbox_engine.ungraphed import GraphMissed, refute
 
 GRADS_ALONE: tuple[Returned, ...] = ("grads",)
 
@@ -109,11 +109,7 @@ def set_gradient(
             ready.ungraphed.confirm()
             return run.result(first, loss, replayed, returns)
 
-    try:
-        return attempt()
-    except GraphMissed:
-        refute(model)
-    return attempt()  # on the model as it was registered: what the first attempt left is put back
+    return attempted(model, attempt)
 
 
 class _Run:

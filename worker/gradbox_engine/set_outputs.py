@@ -20,12 +20,14 @@ from torch import Tensor, nn
 
 from gradbox_engine.accumulation import GradientSums
 from gradbox_engine.assembly import Assembly, permutation
+from gradbox_engine.attempts import attempted
 from gradbox_engine.feed import Position, all_positions
-from gradbox_engine.first_pass import forward
+from gradbox_engine.first_pass import FirstPass, forward
 from gradbox_engine.job import Group, Mode, Observer, Phase, Precision, Silent, Z
 from gradbox_engine.kept_pass import KeptPass
 from gradbox_engine.outputs import Outputs, as_z
 from gradbox_engine.preparation import Streams, Terms, prepared
+from gradbox_engine.records import Prepared
 from gradbox_engine.retention import NONE_OLDER, OlderGraphs, Retain, graph_budget
 from gradbox_engine.selection import select
 
@@ -83,45 +85,54 @@ def set_outputs(
         streams=streams,
     )
     selection = select(model, wrt)
-    registered = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    began = time.perf_counter()
-    with prepared(model, groups, selection, terms) as ready:
-        overlay_bytes = _bytes_beside(registered, model)
-        budget = graph_budget(
-            retain,
-            ready.device,
-            sums_bytes=GradientSums(selection.parameters).expected_bytes(),
-            overlay_bytes=overlay_bytes,
-            older=older,
-        )
-        first = forward(
-            ready,
-            all_positions(groups),
-            before=ready.buffers.first,
-            budget=budget,
-            observer=observer or Silent(),
-            outliving=True,
-        )
-        outputs = {record.position: record.outputs for record in first.records}
-        rows = {
-            group.name: tuple(
-                _num_rows(outputs[Position(index, shard)]) for shard in range(len(group.shards))
+
+    def attempt() -> SetOutputs:
+        began = time.perf_counter()
+        registered = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        with prepared(model, groups, selection, terms) as ready:
+            overlay_bytes = _bytes_beside(registered, model)
+            budget = graph_budget(
+                retain,
+                ready.device,
+                sums_bytes=GradientSums(selection.parameters).expected_bytes(),
+                overlay_bytes=overlay_bytes,
+                older=older,
             )
-            for index, group in enumerate(groups)
-        }
-        kept = KeptPass(
-            first.records, frozenset(selection.parameters), ready.inputs, rows, overlay_bytes
+            first = forward(
+                ready,
+                all_positions(groups),
+                before=ready.buffers.first,
+                budget=budget,
+                observer=observer or Silent(),
+                outliving=True,
+            )
+            return _answer(ready, first, frozenset(selection.parameters), overlay_bytes, began)
+
+    return attempted(model, attempt)
+
+
+def _answer(
+    ready: Prepared, first: FirstPass, parameters: frozenset[str], overlay_bytes: int, began: float
+) -> SetOutputs:
+    groups = ready.calls.groups
+    outputs = {record.position: record.outputs for record in first.records}
+    rows = {
+        group.name: tuple(
+            _num_rows(outputs[Position(index, shard)]) for shard in range(len(group.shards))
         )
-        assembly = Assembly(groups, outputs)
-        return SetOutputs(
-            outputs={
-                group.name: as_z(_ordered(assembly.groups[group.name], group)) for group in groups
-            },
-            rows=rows,
-            buffers=ready.buffers.named(first.after),
-            seconds={"forward": time.perf_counter() - began},
-            kept=kept if kept.num_kept else None,
-        )
+        for index, group in enumerate(groups)
+    }
+    kept = KeptPass(first.records, parameters, ready.inputs, rows, overlay_bytes)
+    assembly = Assembly(groups, outputs)
+    return SetOutputs(
+        outputs={
+            group.name: as_z(_ordered(assembly.groups[group.name], group)) for group in groups
+        },
+        rows=rows,
+        buffers=ready.buffers.named(first.after),
+        seconds={"forward": time.perf_counter() - began},
+        kept=kept if kept.num_kept else None,
+    )
 
 
 def _num_rows(outputs: Outputs) -> int | None:

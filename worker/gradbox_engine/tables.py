@@ -15,20 +15,25 @@ by how often a row came, for which torch has none by rows; those on whose gradie
 a hook; those with a sum wider than they are; and other devices than a CPU, where that is not
 measured.
 
-Not covered: a model that uses the table's own gradient in its forward pass, by operations that torch
-lacks for gradients by rows: `torch.func.vmap`, `norm`, `mean`, slicing. They raise.
+A model that uses the table's own gradient in its forward pass, by operations that torch lacks for
+gradients by rows (`norm`, `mean`, slicing, `torch.func.vmap`), fails with them. Its job begins
+again with dense ones, and if it succeeds, the model keeps to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradbox_engine.precision import accumulation_dtype
 
 MANY_ENTRIES = 1 << 20
+
+_dense: WeakSet[nn.Module] = WeakSet()
 
 
 def gather_rows(model: nn.Module, differentiated: Collection[nn.Parameter]) -> None:
@@ -37,14 +42,36 @@ def gather_rows(model: nn.Module, differentiated: Collection[nn.Parameter]) -> N
     `preservation.preserved` puts the flag back.
     """
     wanted = {id(parameter) for parameter in differentiated if _bears_rows(parameter)}
-    if not wanted:
+    if not wanted or model in _dense:
         return
-    for table in (module for module in model.modules() if isinstance(module, nn.Embedding)):
-        if id(table._parameters.get("weight")) in wanted and not table.scale_grad_by_freq:
+    for table in _tables(model):
+        if id(table._parameters.get("weight")) in wanted:
             table.sparse = True
 
 
-def _bears_rows(parameter: nn.Parameter) -> bool:
+def gives_rows(model: nn.Module) -> bool:
+    """Return whether jobs on a model may have gradients by rows."""
+    return model not in _dense and any(map(_bears_rows, (table.weight for table in _tables(model))))
+
+
+@contextmanager
+def dense_tables(model: nn.Module) -> Iterator[None]:
+    """Have all tables of a model give dense gradients; from here on, if nothing is raised."""
+    _dense.add(model)
+    try:
+        yield
+    except BaseException:
+        _dense.discard(model)
+        raise
+
+
+def _tables(model: nn.Module) -> Iterator[nn.Embedding]:
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and not module.scale_grad_by_freq:
+            yield module
+
+
+def _bears_rows(parameter: Tensor) -> bool:
     return (
         parameter.numel() >= MANY_ENTRIES
         and parameter.device.type == "cpu"

@@ -1,0 +1,32 @@
+"""A job is tried by the fast way, and by the sure one where that failed for want of something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+
+from gradbox_engine.errors import ModelCallFailed
+from gradbox_engine.tables import dense_tables, gives_rows
+from gradbox_engine.ungraphed import GraphMissed, refute
+
+T = TypeVar("T")
+
+
+def attempted(model: nn.Module, attempt: Callable[[], T]) -> T:
+    """Run an attempt, on the model as it was registered, until it fails by its own fault or ends.
+
+    Shards that may go without graphs are given them if that went wrong, see `ungraphed`, and tables
+    dense gradients if the model failed while they gave rows, see `tables`.
+    """
+    try:
+        return attempt()
+    except GraphMissed:
+        refute(model)
+    except ModelCallFailed:
+        if not gives_rows(model):
+            raise
+        with dense_tables(model):
+            return attempted(model, attempt)
+    return attempted(model, attempt)
