@@ -15,17 +15,17 @@ T = TypeVar("T")
 
 
 def attempted(model: nn.Module, attempt: Callable[[], T]) -> T:
-    """Run an attempt, on the model as it was registered, until it fails by its own fault or ends.
+    """Run an attempt, which begins with the model as it was registered, until it ends by itself.
 
-    Shards that may go without graphs are given them if that went wrong, see `ungraphed`, and tables
-    dense gradients if the model failed while they gave rows, see `tables`.
+    Shards that went without graphs are given them if that went wrong, see `ungraphed`, and tables
+    give dense gradients if the model failed for their being sparse, see `tables`.
     """
     try:
         return attempt()
     except GraphMissed:
         refute(model)
-    except ModelCallFailed:
-        if not gives_rows(model):
+    except ModelCallFailed as error:
+        if "sparse" not in str(error).lower() or not gives_rows(model):
             raise
         with dense_tables(model):
             return attempted(model, attempt)

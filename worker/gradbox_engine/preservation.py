@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from gradbox_engine.values import same_values
 
 CONTAINERS = (dict, list, set)
-
-
 SET_BY_A_JOB = frozenset({"training", "sparse"})
 
 
