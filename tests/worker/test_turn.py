@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import redis
 
 from gradbox.errors import LossNotFinite
 from gradbox.protocol import JobState, ModelView, Problem, Receipt, ResultView, Seconds
 from gradbox_service.backing import Backing
+from gradbox_service.jobs import JobRecord, MemoryRecords, Transition
 from gradbox_worker.device import (
     DeviceNotStarted,
     Died,
@@ -48,6 +50,30 @@ class ScriptedDevice:
     def run(self, work: Work, supervision: Supervision) -> Outcome:
         self.works.append(work)
         return self._script(work, supervision)
+
+
+class LosesAnswers(MemoryRecords):
+    """The first change to `done` is made, and its answer lost.
+
+    redis-py makes a `WatchError` of that, behind which `RedisRecords` finds that the transition
+    applies no more; if it cannot connect again, it raises.
+    """
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self.lost = False
+        self._error = error
+
+    def update(
+        self, job_id: str, transition: Transition, *, lease_s: float | None = None
+    ) -> JobRecord | None:
+        after = super().update(job_id, transition, lease_s=lease_s)
+        if self.lost or after is None or after.state is not JobState.DONE:
+            return after
+        self.lost = True
+        if self._error is not None:
+            raise self._error
+        return super().update(job_id, transition, lease_s=lease_s)
 
 
 @pytest.fixture
@@ -87,6 +113,19 @@ def test_a_finished_job_is_done_and_keeps_its_result(box: Box) -> None:
     record = box.record(job)
     assert (record.state, record.result, record.worker) == (JobState.DONE, FINISHED.result, "w")
     assert box.backing.results.path(job, attempt=1).exists()
+
+
+@pytest.mark.parametrize("error", [None, redis.ConnectionError("reset")], ids=["watch", "away"])
+def test_a_result_is_kept_where_the_answer_to_its_record_is_lost(
+    error: Exception | None, tmp_path: Path
+) -> None:
+    records = LosesAnswers(error)
+    box = Box(tmp_path, dataclasses.replace(Backing.in_memory(tmp_path), records=records))
+    job = box.submit(box.spec(shards_of(1)))
+    assert runner(box, writes_result).run(job) == "done"
+    assert records.lost
+    assert box.record(job).state is JobState.DONE
+    assert box.backing.results.path(job, attempt=1).read_bytes() == b"abc"
 
 
 def test_the_device_is_told_the_version_that_the_job_was_accepted_for(box: Box) -> None:

@@ -147,7 +147,7 @@ class TurnRunner:
         Raises:
             redis.ConnectionError, redis.TimeoutError: it stayed away longer than the lease lives.
         """
-        after = None if transition is None else self._update(record.id, transition)
+        after = None if transition is None else self._update(record, transition)
         if after is None:
             log.warning("job %s: attempt %d does not count any more", record.id, record.attempt)
         if after is None or after.state is not JobState.DONE:
@@ -157,15 +157,26 @@ class TurnRunner:
         log.info("job %s: attempt %d left it %s", record.id, record.attempt, after.state)
         return str(after.state)
 
-    def _update(self, job_id: str, transition: Transition) -> JobRecord | None:
+    def _update(self, held: JobRecord, transition: Transition) -> JobRecord | None:
         give_up_at = time.monotonic() + self.patience.lease_s
         while True:
             try:
-                return self.records.update(job_id, transition)
+                return self.records.update(held.id, transition) or self._done_before(held)
             except STORE_AWAY:
                 if time.monotonic() >= give_up_at:
                     raise
                 time.sleep(STORE_RETRY_S)
+
+    def _done_before(self, held: JobRecord) -> JobRecord | None:
+        """Return the record if this attempt is done already.
+
+        A change whose answer was lost is made, and does not apply again. Only the attempt's own
+        worker can have made this one.
+        """
+        record = self.records.get(held.id)
+        if record is None or (record.state, record.attempt) != (JobState.DONE, held.attempt):
+            return None
+        return record
 
 
 # The runner that `run_turn` speaks to: RQ hands a task nothing but its arguments.
