@@ -7,13 +7,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
+import redis
+from redis.client import Pipeline
 
 from gradbox.errors import IdempotencyConflict
 from gradbox.protocol import JobState, JobView, ProgressView
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, Records
+from gradbox_service.jobs import JobRecord, Records, RedisRecords
 from tests.service.boxes import a_record, a_spec, advance, begin
 
 
@@ -65,6 +68,31 @@ def test_twenty_creations_at_once_under_one_key_make_one_job(records: Records) -
         made = set(pool.map(create, range(20)))
     assert len(made) == 1
     assert len(records.active()) == 1
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+def test_a_creation_whose_answer_is_lost_does_not_undo_what_a_worker_began(
+    key: str | None, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = RedisRecords(connection)
+    execute = Pipeline._execute_transaction
+    lost: list[Pipeline] = []
+
+    def execute_and_break(pipe: Any, link: Any, *args: Any) -> Any:
+        watching = pipe.watching
+        answer = execute(pipe, link, *args)
+        if lost:
+            return answer
+        lost.append(pipe)
+        begin(records, "job1")
+        pipe.watching = watching  # as it is while EXEC is not answered
+        raise redis.ConnectionError("the answer is lost")
+
+    monkeypatch.setattr(Pipeline, "_execute_transaction", execute_and_break)
+    created = records.create(a_record(), spec=a_spec(), idempotency_key=key)
+    assert created == records.get("job1")
+    assert created.held_by(1)
+    assert [event.kind for event in records.events("job1")] == ["state", "state"]
 
 
 def test_owned_jobs_come_newest_first_and_by_state(records: Records) -> None:

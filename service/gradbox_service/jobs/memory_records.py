@@ -38,6 +38,9 @@ class MemoryRecords:
                 )
                 if earlier:
                     return earlier
+            if record.id in self._records:
+                return self._records[record.id]
+            if idempotency_key:
                 self._posted[record.owner, idempotency_key] = (record.id, record.spec_digest)
             self._specs[record.id] = spec
             self._write(None, record)

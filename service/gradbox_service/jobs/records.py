@@ -53,6 +53,8 @@ class Records(Protocol):
     ) -> JobRecord:
         """Store a queued job, or return the one that its owner posted before under the same key.
 
+        A job that is stored already, under its id, is returned as it is now.
+
         Raises:
             IdempotencyConflict: the key was used with another spec.
         """

@@ -52,23 +52,22 @@ class RedisRecords:
     def create(
         self, record: JobRecord, *, spec: JobSpec, idempotency_key: str | None = None
     ) -> JobRecord:
-        key = _posted_key(record.owner, idempotency_key) if idempotency_key else None
+        posted = _posted_key(record.owner, idempotency_key) if idempotency_key else None
+        # The job's own key is watched even though nobody else knows the id: redis-py sends a
+        # transaction that watches nothing again when its answer is lost, and by then a worker
+        # may have begun the job.
+        watched = [f"gradbox:job:{record.id}", *([posted] if posted else [])]
         while True:
             with self._redis.pipeline() as pipe:
                 try:
-                    if key and idempotency_key:
-                        _watch(pipe, key)
-                        earlier = self.posted(
-                            record.owner,
-                            idempotency_key=idempotency_key,
-                            spec_digest=record.spec_digest,
-                        )
-                        if earlier:
-                            return earlier
+                    _watch(pipe, *watched)
+                    earlier = self._created(record, idempotency_key)
+                    if earlier:
+                        return earlier
                     pipe.multi()
-                    if key:
-                        pipe.hset(key, mapping={"job": record.id, "digest": record.spec_digest})
-                        pipe.expire(key, KEY_LIFETIME_S)
+                    if posted:
+                        pipe.hset(posted, mapping={"job": record.id, "digest": record.spec_digest})
+                        pipe.expire(posted, KEY_LIFETIME_S)
                     pipe.set(f"gradbox:spec:{record.id}", spec.model_dump_json())
                     pipe.zadd(f"gradbox:owner:{record.owner}", {record.id: record.created_s})
                     _write(pipe, None, record)
@@ -188,6 +187,16 @@ class RedisRecords:
 
     def ping(self) -> None:
         self._redis.ping()
+
+    def _created(self, record: JobRecord, idempotency_key: str | None) -> JobRecord | None:
+        """Return what `record` was stored as before, under its key or under its own id."""
+        if idempotency_key:
+            earlier = self.posted(
+                record.owner, idempotency_key=idempotency_key, spec_digest=record.spec_digest
+            )
+            if earlier:
+                return earlier
+        return self.get(record.id)
 
     def _many(self, ids: list[bytes]) -> list[JobRecord]:
         if not ids:
