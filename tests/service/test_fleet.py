@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Any
+
+import pytest
 
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import WorkerPresence
-from gradbox_service.jobs.fleet import offered_versions
+from gradbox_service.jobs.fleet import may_be_run, offered_versions
 from tests.service.boxes import MODEL, announce
 
 
@@ -39,3 +42,19 @@ def test_the_version_that_most_workers_offer_comes_first() -> None:
         for i, models in enumerate(offers)
     ]
     assert offered_versions(workers) == {"m": ["new", "old"], "other": ["1"]}
+
+
+@pytest.mark.parametrize(
+    ("state", "models", "may"),
+    [
+        ("idle", {"m": "new"}, True),
+        ("busy", {"m": "new"}, True),
+        ("idle", {"m": "old"}, False),
+        ("idle", {"other": "new"}, False),
+        ("starting", {}, True),
+    ],
+)
+def test_who_may_run_a_version(state: Any, models: dict[str, str], may: bool) -> None:
+    worker = WorkerPresence(name="w", device="cpu", state=state, models=models)
+    assert may_be_run("m", "new", by=[worker]) is may
+    assert not may_be_run("m", "new", by=[])

@@ -31,7 +31,7 @@ from gradbox.protocol import (
 )
 from gradbox.safetensors_header import read_header
 from gradbox_service.backing import Backing
-from gradbox_service.dispatch import Dispatcher
+from gradbox_service.dispatch import TURN_GRACE_S, Dispatcher
 from gradbox_service.embedded_redis import EmbeddedRedis
 from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import Settings
@@ -169,9 +169,15 @@ class WorkerProcess:
 
 
 @contextmanager
-def dispatching(backing: Backing) -> Iterator[None]:
+def dispatching(backing: Backing, *, turn_grace_s: float = TURN_GRACE_S) -> Iterator[None]:
     """Feed the backing's turns from its records while the context lasts."""
-    dispatcher = Dispatcher(backing.records, backing.turns, backing.fleet, backing.leadership)
+    dispatcher = Dispatcher(
+        backing.records,
+        backing.turns,
+        backing.fleet,
+        backing.leadership,
+        turn_grace_s=turn_grace_s,
+    )
     dispatcher.start()
     try:
         yield

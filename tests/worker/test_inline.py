@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,22 +16,25 @@ from gradbox_worker.inline import InlineWorker
 from tests.worker.box import Box, dispatching, register_misbehaving, running, shards_of, traced
 
 
+def worker_of(box: Box, *, models_file: Path | None = None, name: str = "inline") -> InlineWorker:
+    assert isinstance(box.backing.turns, MemoryTurns)
+    return InlineWorker(
+        models_file or box.models_file,
+        records=box.backing.records,
+        turns=box.backing.turns,
+        fleet=box.backing.fleet,
+        blobs=box.backing.blobs,
+        results=box.backing.results,
+        name=name,
+    )
+
+
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     folder = tmp_path_factory.mktemp("inline")
-    backing = Backing.in_memory(folder)
-    box = Box(folder, backing)
+    box = Box(folder, Backing.in_memory(folder))
     register_misbehaving(box)
-    assert isinstance(backing.turns, MemoryTurns)
-    worker = InlineWorker(
-        box.models_file,
-        records=backing.records,
-        turns=backing.turns,
-        fleet=backing.fleet,
-        blobs=backing.blobs,
-        results=backing.results,
-    )
-    with dispatching(backing), worker:
+    with dispatching(box.backing), worker_of(box):
         yield box
 
 
@@ -136,3 +140,17 @@ def test_a_running_job_is_cancelled_within_a_shard(box: Box) -> None:
 def test_buffers_come_back_when_asked_for(box: Box) -> None:
     record = box.wait(box.submit(box.spec(shards_of(1), returns=["grads", "buffers"])))
     assert record.state is JobState.DONE, record.error
+
+
+def test_workers_with_different_models_each_run_their_own_jobs(tmp_path: Path) -> None:
+    box = Box(tmp_path, Backing.in_memory(tmp_path))
+    register_misbehaving(box)
+    other = tmp_path / "other.toml"
+    other.write_text(box.models_file.read_text().replace("models.m", "models.other"))
+    dispatched = dispatching(box.backing, turn_grace_s=0.05)
+    with dispatched, worker_of(box, name="a"), worker_of(box, models_file=other, name="b"):
+        jobs = [box.submit(box.spec(shards_of(1), model=m)) for m in ("m", "other") * 4]
+        ended = [box.wait(job) for job in jobs]
+    assert {record.state for record in ended} == {JobState.DONE}
+    assert {(record.model, record.worker) for record in ended} == {("m", "a"), ("other", "b")}
+    assert {record.attempt for record in ended} == {1}

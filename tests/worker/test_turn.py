@@ -13,7 +13,7 @@ import redis
 from gradbox.errors import LossNotFinite
 from gradbox.protocol import JobState, ModelView, Problem, Receipt, ResultView, Seconds
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, MemoryRecords, Transition
+from gradbox_service.jobs import JobRecord, MemoryRecords, Transition, WorkerPresence
 from gradbox_worker.device import (
     DeviceNotStarted,
     Died,
@@ -134,6 +134,27 @@ def test_the_device_is_told_the_version_that_the_job_was_accepted_for(box: Box) 
     turn.run(job)
     assert isinstance(turn.device, ScriptedDevice)
     assert [(w.model, w.model_version, w.attempt) for w in turn.device.works] == [("m", "abc", 1)]
+
+
+def offer(box: Box, *, name: str, version: str) -> None:
+    presence = WorkerPresence(name=name, device="cpu", state="idle", models={"m": version})
+    box.backing.fleet.announce(presence, ttl_s=60.0)
+
+
+def test_a_job_of_a_model_that_only_another_worker_has_is_left_to_it(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)), version="new")
+    offer(box, name="other", version="new")
+    offer(box, name="w", version="old")
+    turn = dataclasses.replace(runner(box, writes_result), fleet=box.backing.fleet)
+    assert turn.run(job) == "skipped"
+    assert (box.record(job).state, box.record(job).attempt) == (JobState.QUEUED, 0)
+
+
+def test_a_job_of_a_model_that_nobody_has_any_more_is_begun(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)), version="new")
+    offer(box, name="other", version="old")
+    turn = dataclasses.replace(runner(box, writes_result), fleet=box.backing.fleet)
+    assert turn.run(job) == "done"
 
 
 def test_a_job_that_failed_by_its_own_fault_is_not_tried_again(box: Box) -> None:

@@ -105,6 +105,7 @@ class InlineWorker:
             worker=name,
             patience=patience or Patience(),
             leaving=self._stop.is_set,
+            fleet=fleet,
         )
         self._thread = threading.Thread(target=self._work, name=f"gradbox-{name}", daemon=True)
 

@@ -76,7 +76,8 @@ class GradboxWorker(SimpleWorker):
         )
         self.failure: DeviceNotStarted | None = None  # why the worker ended by itself
         self._device = device
-        self._announcer = Announcer(RedisFleet(connection), name=name)
+        fleet = RedisFleet(connection)
+        self._announcer = Announcer(fleet, name=name)
         self._runner = TurnRunner(
             records=RedisRecords(connection),
             results=results,
@@ -85,6 +86,7 @@ class GradboxWorker(SimpleWorker):
             patience=patience,
             leaving=lambda: self.leaving,
             alive=self._alive,
+            fleet=fleet,
         )
         self._turn: Job | None = None
         self._next_heartbeat = 0.0

@@ -12,6 +12,7 @@ worker calls `TurnRunner.run`. What happens when:
     stopped because the worker leaves         queued again, no attempt used up
     died                                      queued again, or WorkerLost after the last attempt
     cannot be started                         queued again; the worker ends
+    lacks the model, and another has it       stays queued; the dispatcher feeds it again
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from typing import Final
 
 from gradbox.errors import GradboxError, JobFailed, JobTimedOut
 from gradbox.protocol import CotangentsLoss, GradientSpec, JobSpec, JobState, Problem
-from gradbox_service.jobs import JobRecord, Records, Transition
+from gradbox_service.jobs import Fleet, JobRecord, Records, Transition
+from gradbox_service.jobs.fleet import may_be_run
 from gradbox_service.store import ResultStore
 from gradbox_worker.device import (
     Device,
@@ -64,6 +66,7 @@ class TurnRunner:
     patience: Patience = field(default_factory=Patience)
     leaving: Callable[[], bool] = lambda: False  # whether the worker was asked to end
     alive: Callable[[], None] = lambda: None  # called with every beat
+    fleet: Fleet | None = None  # who else there is to run what this device has no model for
 
     def run(self, job_id: str) -> str:
         """Run the job if it is still queued; leave its record in the state that is due.
@@ -74,6 +77,8 @@ class TurnRunner:
         Raises:
             DeviceNotStarted: the job is queued again, but the worker had better end.
         """
+        if self._is_for_others(job_id):
+            return "skipped"
         record = self.records.update(
             job_id,
             lambda record: record.begin(worker=self.worker, now_s=time.time()),
@@ -108,6 +113,23 @@ class TurnRunner:
             if record.state is JobState.RUNNING and record.worker == self.worker:
                 log.warning("job %s was held when a worker of this name was killed", record.id)
                 self._end(record, _requeue(record.attempt, "the worker itself was killed"))
+
+    def _is_for_others(self, job_id: str) -> bool:
+        """Tell whether this device lacks the job's model while another worker may have it.
+
+        Where nobody has it, the job is begun all the same, to fail with what there is instead.
+        """
+        record = self.records.get(job_id)
+        if record is None or self.fleet is None:
+            return False
+        wanted = (record.model, record.model_version)
+        if wanted in [(model.name, model.version) for model in self.device.models]:
+            return False
+        others = [worker for worker in self.fleet.workers() if worker.name != self.worker]
+        if not may_be_run(*wanted, by=others):
+            return False
+        log.info("job %s is left to a worker that has %s", job_id, record.model)
+        return True
 
     def _compute(self, record: JobRecord, watch: Watch) -> Outcome:
         try:

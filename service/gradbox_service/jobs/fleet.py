@@ -132,3 +132,8 @@ def offered_versions(workers: Sequence[WorkerPresence]) -> dict[str, list[str]]:
         name: sorted(versions, key=lambda version: (-versions[version], version))
         for name, versions in sorted(counts.items())
     }
+
+
+def may_be_run(model: str, version: str, *, by: Iterable[WorkerPresence]) -> bool:
+    """Tell whether one of these workers offers this version of a model, or may once it started."""
+    return any(worker.models.get(model) == version or worker.state == "starting" for worker in by)
