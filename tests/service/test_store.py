@@ -37,6 +37,17 @@ def test_a_missing_blob_is_none(tmp_path: Path) -> None:
     assert BlobStore(tmp_path).header("0" * 64) is None
 
 
+def test_a_removed_blob_is_missing_though_its_header_was_read_before(tmp_path: Path) -> None:
+    digest, data = blob_of({"x": ones(3)})
+    store = BlobStore(tmp_path)
+    store.put(digest, [data])
+    assert store.header(digest) is not None
+    store.path(digest).unlink()
+    assert store.header(digest) is None
+    store.put(digest, [data])
+    assert store.header(digest) is not None
+
+
 def test_bytes_of_another_digest_leave_nothing(tmp_path: Path) -> None:
     digest, data = blob_of({"x": ones(3)})
     store = BlobStore(tmp_path)

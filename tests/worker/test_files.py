@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,6 +96,20 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
             tensors.shard(ShardRef(blob=digest, prefix="shard0/"))
         with pytest.raises(MissingBlobs, match="submit the job again"):
             tensors.shard(ShardRef(blob="0" * 64))
+
+
+def test_a_blob_removed_after_its_header_was_read_is_missing(tmp_path: Path) -> None:
+    blobs = blob_store(tmp_path)
+    digest = put(blobs, {"x": torch.ones(1)})
+    header = blobs.header(digest)
+    blobs.path(digest).unlink()
+    for source in (blobs, SimpleNamespace(path=blobs.path, header=lambda _: header)):
+        with (
+            BlobTensors(source, device=CPU) as tensors,
+            pytest.raises(MissingBlobs, match="submit the job again") as caught,
+        ):
+            tensors.shard(ShardRef(blob=digest))
+        assert caught.value.missing == (digest,)
 
 
 def test_a_result_is_a_valid_file_of_the_size_and_digest_it_is_said_to_have(

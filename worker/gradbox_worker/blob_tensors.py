@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol, overload
 
@@ -118,18 +119,23 @@ class BlobTensors:
     def _blob(self, digest: str) -> _OpenBlob:
         blob = self._open.get(digest)
         if blob is None:
-            header = self._blobs.header(digest)
-            if header is None:
-                raise MissingBlobs(
-                    f"expected blob {digest} to be stored, but it is gone; submit the job again, "
-                    f"which uploads it again",
-                    missing=(digest,),
-                )
-            blob = self._open[digest] = _OpenBlob(self._blobs.path(digest), header)
+            blob = self._open[digest] = self._opened(digest)
             while len(self._open) > MAX_OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(digest)
         return blob
+
+    def _opened(self, digest: str) -> _OpenBlob:
+        header = self._blobs.header(digest)
+        if header is not None:
+            # It may be removed between the look at its header and this.
+            with suppress(FileNotFoundError):
+                return _OpenBlob(self._blobs.path(digest), header)
+        raise MissingBlobs(
+            f"expected blob {digest} to be stored, but it is gone; submit the job again, "
+            f"which uploads it again",
+            missing=(digest,),
+        )
 
 
 class LazyShards(Sequence[Mapping[str, Tensor]]):

@@ -53,7 +53,9 @@ class BlobStore:
             found = self._headers.get(digest)
             if found is not None:
                 self._headers.move_to_end(digest)
-                return found
+        if found is not None:
+            # The box's owner may have removed the blob since its header was read.
+            return found if self.path(digest).exists() else None
         try:
             header = read_header(self.path(digest))
         except FileNotFoundError:
