@@ -137,11 +137,13 @@ class WorkerProcess:
         command = [sys.executable, "-m", "gradbox_worker", "--models", str(box.models_file)]
         command += ["--device", "cpu", "--data", str(box.folder), "--name", name]
         command += ["--redis-url", box.redis_url, *options]
+        # What this process was told to import is what the worker is to be made of.
+        paths = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
                 stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
             )
         self._box = box
         self.name = name
