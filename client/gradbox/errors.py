@@ -38,11 +38,16 @@ Category = Literal["user", "server", "transient"]
 
 
 class GradboxError(Exception):
-    """Something gradbox was asked to do did not happen; the message says what to do about it."""
+    """Something gradbox was asked to do did not happen; the message says what to do about it.
+
+    Attributes:
+        category: who can do something about it; of an error that came over the wire, what the
+            other side said, which may be more than the class knows.
+    """
 
     code: ClassVar[str] = "error"
     title: ClassVar[str] = "gradbox error"
-    category: ClassVar[Category] = "server"
+    category: Category = "server"
     status: ClassVar[int] = 500
 
 
@@ -154,7 +159,7 @@ class JobFailed(GradboxError):
 
     code = "job-failed"
     title = "The job failed"
-    category: ClassVar[Category] = "server"
+    category: Category = "server"
 
 
 class ReplayMismatch(JobFailed):
@@ -234,7 +239,7 @@ class ServiceUnavailable(GradboxError):
 
     code = "service-unavailable"
     title = "The service is unavailable"
-    category = "transient"
+    category: Category = "transient"
     status = 503
 
 

@@ -46,7 +46,7 @@ def find_settings(
 
     Raises:
         ServiceUnavailable: no URL was found, or one that is not http(s)://HOST.
-        Unauthorized: no token for this URL was found.
+        Unauthorized: no token for this URL was found, or one that no HTTP header can carry.
     """
     environment = os.environ if environment is None else environment
     url = url or environment.get("GRADBOX_URL")
@@ -68,6 +68,11 @@ def find_settings(
         raise Unauthorized(
             f"expected a token for {url}, found none: run `gradbox login --url {url}`, "
             f"or set GRADBOX_TOKEN; the box's owner makes one with `gradbox tokens create NAME`"
+        )
+    if not (token.isascii() and token.isprintable()):
+        raise Unauthorized(
+            f"expected the token for {url} to be of printable ASCII characters, got others among "
+            f"its {len(token)}: copy it again, to GRADBOX_TOKEN or with `gradbox login --url {url}`"
         )
     return ClientSettings(url=url, token=token)
 
@@ -123,12 +128,30 @@ def checked_url(url: str) -> str:
     Raises:
         ServiceUnavailable: it is not http(s)://HOST.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ServiceUnavailable(
-            f"expected a box's address such as http://127.0.0.1:8642, got {url!r}"
+    why = _why_no_address(url)
+    if why is not None:
+        error = ServiceUnavailable(
+            f"expected a box's address such as http://127.0.0.1:8642, got {url!r}: {why}; "
+            f"name another one, in GRADBOX_URL or by `gradbox login`"
         )
+        error.category = "user"  # unlike that of a box which cannot be reached now
+        raise error
     return url.rstrip("/")
+
+
+def _why_no_address(url: str) -> str | None:
+    """Say why this is not http(s)://HOST[:PORT], as a clause; None if it is."""
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018  # raises if it is no port
+        (parts.hostname or "").encode("idna")
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https"):
+        return "it does not begin with http:// or https://"
+    if not parts.hostname:
+        return "it names no host"
+    return None if url.isprintable() else "a character of it cannot be printed"
 
 
 def _from_files(environment: Mapping[str, str]) -> Iterator[ClientSettings]:

@@ -34,19 +34,14 @@ class Backing:
         """Return the backing of a real box; nothing is sent before the first use.
 
         Raises:
-            BadSettings: no Redis was named.
+            BadSettings: no Redis was named, or what was named is no address.
         """
         if not settings.redis_url:
             raise BadSettings(
                 "the service needs a Redis: give --redis-url or GRADBOX_REDIS_URL "
                 "(`gradbox up` brings its own)"
             )
-        try:
-            connection = connect(settings.redis_url)
-        except ValueError as error:
-            raise BadSettings(
-                f"not the address of a Redis: {settings.redis_url!r} ({error})"
-            ) from None
+        connection = connect(settings.redis_url)
         return cls(
             records=RedisRecords(connection),
             turns=RqTurns(connection),

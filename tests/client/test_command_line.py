@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -88,6 +89,75 @@ def test_wrong_usage_is_exit_code_2(at_box: TestBox, capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
+
+
+def test_what_a_call_says_that_the_box_refuses_is_exit_code_2(
+    at_box: TestBox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["jobs", "list", "--limit", "0"]) == 2
+    assert "limit" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_exit_code_2(
+    at_box: TestBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_id = submitted(at_box)
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "none" / "f", tmp_path / "file" / "f", tmp_path):
+        assert main(["result", job_id, "-o", str(path)]) == 2
+        assert f"got {path}: " in capsys.readouterr().err
+
+
+def test_a_job_that_failed_by_its_inputs_is_exit_code_1(
+    at_box: TestBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_id = submitted(at_box, output="no-such-output")
+    assert main(["result", job_id, "-o", str(tmp_path / "x")]) == 1
+    assert "invalid-inputs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("url", "token", "says"),
+    [
+        ("http://127.0.0.1:abc", "t", "such as http://127.0.0.1:8642, got 'http://127.0.0.1:abc'"),
+        ("ftp://box", "t", "does not begin with http://"),
+        ("http://127.0.0.1:9", "tökén", "printable ASCII"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_exit_code_2(
+    url: str,
+    token: str,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("GRADBOX_URL", url)
+    monkeypatch.setenv("GRADBOX_TOKEN", token)
+    assert main(["jobs", "list"]) == 2
+    assert says in (said := capsys.readouterr().err)
+    assert token not in said.split()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--url", "http://box"], ["--url", "http://box", "--token", "-"]],
+    ids=["url", "token", "token on stdin"],
+)
+def test_a_login_whose_input_ends_is_exit_code_2(arguments: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gradbox", "login", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        start_new_session=True,  # without a terminal to ask on
+        env={**os.environ, "XDG_CONFIG_HOME": str(tmp_path)},
+    )
+    assert done.returncode == 2
+    assert "give --url URL, and --token -" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_box_that_is_not_there_is_exit_code_3(

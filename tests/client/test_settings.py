@@ -55,10 +55,28 @@ def test_no_address_says_what_to_do(elsewhere: dict[str, str]) -> None:
         find_settings(environment=elsewhere)
 
 
-@pytest.mark.parametrize("url", ["box:8642", "ftp://box", "http://", "nonsense"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "box:8642",
+        "ftp://box",
+        "http://",
+        "nonsense",
+        "http://box:port",
+        "http://[::1",
+        "http://a..b",
+    ],
+)
 def test_what_is_no_address_is_refused(url: str, elsewhere: dict[str, str]) -> None:
     with pytest.raises(ServiceUnavailable, match=r"http://127\.0\.0\.1:8642"):
         find_settings(url, "token", environment=elsewhere)
+
+
+@pytest.mark.parametrize("token", ["clé", "a\nb", "tab\t"])
+def test_a_token_that_no_header_carries_is_refused(token: str, elsewhere: dict[str, str]) -> None:
+    with pytest.raises(Unauthorized, match="printable ASCII") as caught:
+        find_settings("http://box", token, environment=elsewhere)
+    assert token not in str(caught.value)
 
 
 def test_nobody_else_reads_the_kept_token(elsewhere: dict[str, str]) -> None:

@@ -113,6 +113,19 @@ def test_a_problem_is_raised_as_its_class_with_its_words(error: GradboxError) ->
     assert "r1" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize("category", ["user", "server"])
+def test_a_problem_without_a_class_keeps_its_category(category: str) -> None:
+    found = {"type": "urn:gradbox:problem:invalid-request", "title": "t", "status": 422}
+    reply = httpx.Response(
+        422,
+        json={**found, "detail": "limit", "category": category},
+        headers={"Content-Type": "application/problem+json"},
+    )
+    with pytest.raises(GradboxError, match="limit") as caught:
+        client_of(lambda request: reply).jobs(limit=0)
+    assert caught.value.category == category
+
+
 @pytest.mark.parametrize(
     "reply",
     [

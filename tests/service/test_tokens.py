@@ -100,6 +100,16 @@ def test_the_command_finds_the_redis_of_a_data_folder(
     assert "cannot be reached" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("url", ["foo", "redis://:secret@box:port"])
+def test_the_command_refuses_what_is_no_address(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("list", "--redis-url", url) == 2
+    said = capsys.readouterr().err
+    assert "such as redis://127.0.0.1:6379, got" in said
+    assert "secret" not in said
+
+
 def test_the_command_refuses_a_bad_name(
     redis_server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,6 +147,16 @@ def test_a_worker_without_its_redis_says_so(box: Box, tmp_path: Path) -> None:
     assert "Redis does not answer" in worker.log.read_text()
 
 
+@pytest.mark.parametrize("options", [[], ["--check"]])
+def test_what_is_no_address_of_a_redis_is_wrong_usage(box: Box, options: list[str]) -> None:
+    lost = Box(box.folder, box.backing, redis_url="foo")
+    lost.models_file = box.models_file
+    worker = WorkerProcess(lost, *options, name="w6")
+    assert worker.process.wait(timeout=20) == 2
+    last = worker.log.read_text().splitlines()[-1]
+    assert "such as redis://127.0.0.1:6379, got 'foo'" in last
+
+
 def test_a_check_tells_a_living_worker_from_none(box: Box) -> None:
     def check() -> int:
         command = [sys.executable, "-m", "gradbox_worker", "--check", "--name", "w5"]

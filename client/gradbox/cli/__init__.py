@@ -62,9 +62,9 @@ def exit_code(error: GradboxError) -> int:
     """Return the exit code that says what kind of error it is."""
     if isinstance(error, JobFailed | JobCancelled):
         return JOB_FAILED
-    if isinstance(error, ServiceUnavailable | ProtocolError):
-        return UNREACHABLE
-    return WRONG_USAGE if error.category == "user" else JOB_FAILED
+    if error.category == "user":
+        return WRONG_USAGE
+    return UNREACHABLE if isinstance(error, ServiceUnavailable | ProtocolError) else JOB_FAILED
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

@@ -75,8 +75,15 @@ def watch_job(args: argparse.Namespace) -> int:
                 elif event.job is not None and not sys.stderr.isatty():
                     print(event.job.state.value, flush=True)
         view = job.view
+    return say_how_it_ended(view)
+
+
+def say_how_it_ended(view: JobView) -> int:
+    """Say why a job did not end well, if it did not, and return the exit code for its end."""
     if view.error is not None:
         print(f"gradbox: {view.error.code}: {view.error.detail}", file=sys.stderr)
+    elif view.state is JobState.CANCELLED:
+        print(f"gradbox: job {view.id} was cancelled", file=sys.stderr)
     return 0 if view.state is JobState.DONE else 1
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
+
+from gradbox.cli.jobs import say_how_it_ended
 
 
 def register(subparsers: Any) -> None:
@@ -25,10 +28,17 @@ def run(args: argparse.Namespace) -> int:
     from gradbox.client import GradClient
     from gradbox.result import GradResult
 
+    if not args.output.parent.is_dir():  # heard now, and not when the job is done
+        return _cannot_write(args.output, "there is no such folder")
     with GradClient() as client:
         job = client.job(args.id)
-        job.wait()
-        job.fetch(args.output)
+        code = say_how_it_ended(job.wait())
+        if code:
+            return code
+        try:
+            job.fetch(args.output)
+        except OSError as error:
+            return _cannot_write(args.output, error.strerror or str(error))
     result = GradResult.load(args.output)
     if args.json:
         print(result.manifest.model_dump_json(indent=2))
@@ -38,3 +48,12 @@ def run(args: argparse.Namespace) -> int:
         found = ", ".join(f"{len(named)} {what}" for what, named in counted.items() if named)
         print(f"{args.output}: {'' if loss is None else f'loss {loss:.6g}, '}{found}")
     return 0
+
+
+def _cannot_write(path: Path, why: str) -> int:
+    print(
+        f"gradbox result: expected a file that can be written, got {path}: {why}; "
+        f"name another one with -o",
+        file=sys.stderr,
+    )
+    return 2

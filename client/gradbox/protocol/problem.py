@@ -36,7 +36,7 @@ class Problem(BaseModel):
             title=kind.title,
             status=kind.status,
             detail=str(error),
-            category=kind.category,
+            category=error.category,
             **extra,
         )
 
@@ -45,5 +45,10 @@ class Problem(BaseModel):
         return self.type.removeprefix(URN)
 
     def error(self) -> GradboxError:
-        """Return the error to raise for this problem, of the class that its type names."""
-        return error_class(self.code)(self.detail)
+        """Return the error to raise for this problem, of the class that its type names.
+
+        Types without a class, such as `invalid-request`, still have their category.
+        """
+        error = error_class(self.code)(self.detail)
+        error.category = self.category
+        return error

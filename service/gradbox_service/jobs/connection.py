@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
+
+from gradbox_service.settings import BadSettings
 
 # How long one answer may take. Blocking reads ask for less than this.
 SOCKET_TIMEOUT_S = 30.0
@@ -21,13 +25,20 @@ def connect(url: str, *, retries: int = 3) -> redis.Redis:
         retries: how often a command is sent again when the connection breaks.
 
     Raises:
-        ValueError: the URL has none of the three schemes.
+        BadSettings: the URL has none of the three schemes, or its port is none.
     """
-    return redis.Redis.from_url(
-        url,
-        protocol=2,
-        socket_timeout=SOCKET_TIMEOUT_S,
-        socket_connect_timeout=CONNECT_TIMEOUT_S,
-        health_check_interval=30,
-        retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=retries),
-    )
+    try:
+        return redis.Redis.from_url(
+            url,
+            protocol=2,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            health_check_interval=30,
+            retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=retries),
+        )
+    except ValueError as error:
+        shown = re.sub("//.*@", "//…@", url)  # without its password
+        raise BadSettings(
+            f"expected the address of a Redis such as redis://127.0.0.1:6379, got {shown!r}: "
+            f"{error}; name another one by --redis-url or GRADBOX_REDIS_URL"
+        ) from None
