@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from pydantic import ValidationError
 
-from gradbox.connection import Connection, TransientFault
+from gradbox.connection import Connection, TransientFault, parsed
 from gradbox.errors import ProtocolError
 from gradbox.protocol import JobView, ProgressView
 
@@ -41,6 +41,10 @@ class JobEvent:
         return self.job is not None and self.job.state.final
 
 
+class StreamEnded(TransientFault):
+    """A stream of events ended in order, with none of a final state in it."""
+
+
 def follow(
     connection: Connection,
     job_id: str,
@@ -48,7 +52,7 @@ def follow(
     after: str | None = None,
     deadline_s: float | None = None,
 ) -> Iterator[JobEvent]:
-    """Give a job's events up to the one of its final state.
+    """Give a job's events up to the one of its final state; none if `after` is that one.
 
     Args:
         after: the id of the last event that was seen; from the first one if None.
@@ -60,19 +64,33 @@ def follow(
         ServiceUnavailable: the box stayed out of reach for longer than the connection's patience.
     """
     attempts = connection.attempts()
+    over = False
     while True:
+        silent = True
         try:
             for event in _one_connection(connection, job_id, after, deadline_s):
                 attempts.succeeded()
+                silent = False
                 after = event.id or after
                 yield event
                 if event.final:
                     return
         except TransientFault as fault:
+            if silent and isinstance(fault, StreamEnded):
+                if over:
+                    return
+                # Asked once more if it is: the final event may have come after the silence.
+                over = _is_over(connection, job_id)
+                if over:
+                    continue
             if deadline_s is None or time.monotonic() < deadline_s:
                 attempts.pause(fault)
         if deadline_s is not None and time.monotonic() >= deadline_s:
             raise TimeoutError(f"job {job_id} was not over in time; it goes on")
+
+
+def _is_over(connection: Connection, job_id: str) -> bool:
+    return parsed(JobView, connection.request("GET", f"/v1/jobs/{job_id}")).state.final
 
 
 def _one_connection(
@@ -101,7 +119,7 @@ def _one_connection(
             # A read waits `wait_s` for bytes: near the deadline, ask again with a shorter wait.
             if deadline_s is not None and time.monotonic() + wait_s > deadline_s + LATENESS_S:
                 return
-    raise TransientFault(
+    raise StreamEnded(
         f"the events of job {job_id} at {connection.url} ended before the job did; it goes on"
     )
 

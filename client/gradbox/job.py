@@ -54,7 +54,7 @@ class Job:
         """Give the job's events, from the first one up to that of its final state.
 
         Args:
-            after: the id of an event; give those behind it.
+            after: the id of an event; give those behind it, none behind the final one.
         """
         return self._seen(after=after)
 
@@ -164,6 +164,8 @@ class Job:
             if event.job is not None:
                 self._view = event.job
             yield event
+        if not self._view.state.final:
+            self.refresh()
 
     def _why_no_result(self, view: JobView) -> GradboxError:
         if view.state is JobState.CANCELLED:

@@ -219,6 +219,34 @@ def test_events_go_on_behind_the_last_one_after_a_break() -> None:
     assert resumed == [None, "2-0", "3-0"]
 
 
+def test_nothing_comes_behind_the_final_event() -> None:
+    asked: list[str | None] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if not request.url.path.endswith("/events"):
+            return answer(job_view(JobState.DONE if asked else JobState.RUNNING))
+        asked.append(request.headers.get("Last-Event-ID"))
+        return httpx.Response(200, content=b"")
+
+    job = client_of(handler).job("j1")
+    assert list(job.events(after="9-0")) == []
+    assert asked == ["9-0", "9-0"]
+    assert job.view.state is JobState.DONE
+
+
+def test_a_final_event_behind_a_silent_stream_is_given() -> None:
+    streams = [b": keep-alive\n\n", b": keep-alive\n\n", state_event(4, JobState.DONE)]
+    states = [JobState.RUNNING, JobState.RUNNING, JobState.DONE]
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if not request.url.path.endswith("/events"):
+            return answer(job_view(states.pop(0)))
+        return httpx.Response(200, content=streams.pop(0))
+
+    events = list(client_of(handler).job("j1").events())
+    assert [event.id for event in events] == ["4-0"]
+
+
 def test_an_event_of_another_form_is_a_protocol_error() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         if not request.url.path.endswith("/events"):
