@@ -30,8 +30,8 @@ def download(
 ) -> None:
     """Fetch the file that `expected` describes.
 
-    It is written beside `into` and put in its place when it is whole and has its digest; a part
-    that an earlier call left there is gone on with.
+    It is written beside `into`, under a name with its digest in it, and put in its place when it
+    is whole and has that digest; a part that an earlier call left of it is gone on with.
 
     Args:
         on_bytes: called with the bytes that are there and the bytes that there will be.
@@ -40,7 +40,7 @@ def download(
         ProtocolError: what came does not have the digest that was announced.
         ServiceUnavailable: the box stayed out of reach for longer than the connection's patience.
     """
-    part = into.with_name(into.name + ".part")
+    part = part_of(into, expected)
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
     with os.fdopen(descriptor, "r+b") as file:
         attempts = connection.attempts()
@@ -63,6 +63,11 @@ def download(
             f"and if that fails too, ask the box's owner to check its disk"
         )
     os.replace(part, into)
+
+
+def part_of(into: Path, expected: ResultView) -> Path:
+    """Return where the file is while it is not whole: beside `into`, and of no other result."""
+    return into.with_name(f"{into.name}.{expected.sha256[:16]}.part")
 
 
 def _append(

@@ -27,6 +27,7 @@ from gradbox import (
     ServiceUnavailable,
     Unauthorized,
 )
+from gradbox.download import part_of
 from gradbox.progress import ProgressBar
 from gradbox.protocol import ResultView
 from tests.client.wires import QUICK, Broken, answer, client_of, job_view, problem
@@ -307,16 +308,28 @@ def test_a_broken_download_goes_on_where_it_broke(tmp_path: Path) -> None:
 
 
 def test_a_download_of_an_earlier_process_is_gone_on_with(tmp_path: Path) -> None:
-    (tmp_path / "result.part").write_bytes(CONTENT[:100])
     box = Results()
+    part_of(tmp_path / "result", box.view.result).write_bytes(CONTENT[:100])
     client_of(box).job("j1").fetch(tmp_path / "result")
     assert (tmp_path / "result").read_bytes() == CONTENT
     assert box.ranges == ["bytes=100-"]
+    assert [path.name for path in tmp_path.iterdir()] == ["result"]
 
 
-def test_a_download_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
-    (tmp_path / "result.part").write_bytes(b"x" * (len(CONTENT) + 1))
-    client_of(Results()).job("j1").fetch(tmp_path / "result")
+def test_a_part_of_another_result_is_not_gone_on_with(tmp_path: Path) -> None:
+    box = Results()
+    other = ResultView(size_bytes=len(CONTENT), sha256="0" * 64)
+    for part in (tmp_path / "result.part", part_of(tmp_path / "result", other)):
+        part.write_bytes(b"x" * 100)
+    client_of(box).job("j1").fetch(tmp_path / "result")
+    assert (tmp_path / "result").read_bytes() == CONTENT
+    assert box.ranges == [None]
+
+
+def test_a_part_that_is_too_long_is_not_gone_on_with(tmp_path: Path) -> None:
+    box = Results()
+    part_of(tmp_path / "result", box.view.result).write_bytes(b"x" * (len(CONTENT) + 1))
+    client_of(box).job("j1").fetch(tmp_path / "result")
     assert (tmp_path / "result").read_bytes() == CONTENT
 
 
