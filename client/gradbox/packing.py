@@ -59,12 +59,14 @@ def pack(
         mask: the argument of shape (N, T) that is not zero where a position counts.
 
     Raises:
-        InvalidInputs: there is no mask of that name, or the arguments differ in N.
+        InvalidInputs: there is no mask of that name, the arguments of a part differ in N, or the
+            parts differ in their arguments.
     """
     if tokens < 1:
         raise InvalidInputs(f"pack: expected tokens to be 1 or more, got {tokens}")
     parts = [dict(inputs)] if isinstance(inputs, Mapping) else [dict(part) for part in inputs]
     lengths = [_lengths(part, mask, place) for place, part in enumerate(parts)]
+    _check_same_arguments(parts)
     lengths_N = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
     if lengths_N.size == 0:
         raise InvalidInputs("pack: expected one sample or more, got none")
@@ -95,6 +97,15 @@ def _lengths(part: Mapping[str, Any], mask: str, place: int) -> np.ndarray[Any, 
     positions = np.arange(1, counts_NT.shape[1] + 1)
     longest: np.ndarray[Any, Any] = (counts_NT * positions).max(axis=1, initial=1)
     return longest
+
+
+def _check_same_arguments(parts: Sequence[Mapping[str, Any]]) -> None:
+    for place, part in enumerate(parts):
+        if part.keys() != parts[0].keys():
+            raise InvalidInputs(
+                f"pack: expected the arguments {sorted(parts[0])} of part 0 in every part, got "
+                f"{sorted(part)} in part {place}; give each part the same ones, or pack them apart"
+            )
 
 
 def _cuts(lengths: np.ndarray[Any, Any], tokens: int) -> list[int]:

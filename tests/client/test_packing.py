@@ -76,6 +76,10 @@ def test_padding_on_the_left_is_not_trimmed():
     assert [tuple(shard["attention_mask"].shape) for shard in packed.shards] == [(1, 3), (1, 3)]
 
 
+_MORE = _inputs(LENGTHS)
+_LESS = {name: tensor for name, tensor in _MORE.items() if name != "label"}
+
+
 @pytest.mark.parametrize(
     ("inputs", "terms", "message"),
     [
@@ -84,6 +88,16 @@ def test_padding_on_the_left_is_not_trimmed():
         (_inputs(LENGTHS) | {"label": torch.ones(3)}, {"tokens": 9}, "as many samples"),
         (_inputs(LENGTHS) | {"label": [1] * 8}, {"tokens": 9}, "expected tensors"),
         ([], {"tokens": 9}, "one sample or more"),
+        (
+            [_MORE, _LESS],
+            {"tokens": 9},
+            r"'label'\] of part 0 in every part, got .*'input_ids'\] in",
+        ),
+        (
+            [_LESS, _MORE],
+            {"tokens": 9},
+            r"'input_ids'\] of part 0 in every part, got .*'label'\] in",
+        ),
     ],
 )
 def test_what_cannot_be_packed(inputs, terms, message):
