@@ -15,9 +15,11 @@ from __future__ import annotations
 import json
 import math
 import os
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -55,6 +57,22 @@ class SafetensorsHeader:
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
     data_start: int
+
+    def names_under(self, prefix: str) -> list[str]:
+        """Return the tensors whose names begin with `prefix`, in the order of the file.
+
+        A file of many shards is asked for each of them: that costs a search, not a look at every
+        name.
+        """
+        stop = start = bisect_left(self._by_name, (prefix, -1))
+        while stop < len(self._by_name) and self._by_name[stop][0].startswith(prefix):
+            stop += 1
+        return [name for name, _ in sorted(self._by_name[start:stop], key=lambda item: item[1])]
+
+    @cached_property
+    def _by_name(self) -> list[tuple[str, int]]:
+        """Every name with its place in the file, in the order of names."""
+        return sorted((name, place) for place, name in enumerate(self.tensors))
 
 
 def read_header(path: Path) -> SafetensorsHeader:

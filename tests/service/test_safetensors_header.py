@@ -15,7 +15,13 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from gradbox.errors import BlobRejected
-from gradbox.safetensors_header import MAX_HEADER_BYTES, parse_header, read_header
+from gradbox.safetensors_header import (
+    MAX_HEADER_BYTES,
+    SafetensorsHeader,
+    TensorEntry,
+    parse_header,
+    read_header,
+)
 from tests.service.boxes import ones
 
 
@@ -32,6 +38,33 @@ def read(tmp_path: Path, data: bytes) -> Any:
     path = tmp_path / "file"
     path.write_bytes(data)
     return read_header(path)
+
+
+def header_with(names: list[str]) -> SafetensorsHeader:
+    return SafetensorsHeader({name: TensorEntry("F32", (0,), 0, 0) for name in names}, {}, 8)
+
+
+@settings(deadline=None)
+@given(names=st.lists(st.text("ab/\U0010ffff", max_size=4), unique=True), prefix=st.text("ab/"))
+def test_the_names_under_a_prefix_come_in_the_order_of_the_file(
+    names: list[str], prefix: str
+) -> None:
+    expected = [name for name in names if name.startswith(prefix)]
+    assert header_with(names).names_under(prefix) == expected
+
+
+def test_a_shard_of_many_costs_a_search_and_not_a_look_at_every_name() -> None:
+    class Counted(str):
+        looks = 0
+
+        def startswith(self, *given: Any) -> bool:
+            Counted.looks += 1
+            return super().startswith(*given)
+
+    header = header_with([Counted(f"z/{number}/x") for number in range(1000)])
+    for number in range(1000):
+        assert header.names_under(f"z/{number}/") == [f"z/{number}/x"]
+    assert Counted.looks <= 2000
 
 
 WHOLE = save({"a": ones(2, 3), "b": np.arange(4), "empty": ones(0, 5), "scalar": np.array(1.5)})

@@ -35,6 +35,7 @@ class Blobs(Protocol):
 class _OpenBlob:
     def __init__(self, path: Path, header: SafetensorsHeader) -> None:
         self.entries = header.tensors
+        self.names_under = header.names_under
         self._data_start = header.data_start
         self._fd = os.open(path, os.O_RDONLY)
 
@@ -104,7 +105,7 @@ class BlobTensors:
             InvalidInputs: it has no tensor whose name begins with the prefix.
         """
         blob = self._blob(ref.blob)
-        names = [name for name in blob.entries if name.startswith(ref.prefix)]
+        names = blob.names_under(ref.prefix)
         if not names:
             raise InvalidInputs(
                 f"expected tensors {ref.prefix!r}… in blob {ref.blob[:12]}…, which has "

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Mapping
-from itertools import islice
 
 from gradbox.errors import InvalidInputs, MissingBlobs
 from gradbox.protocol import ShardRef, TensorRef
@@ -21,7 +19,6 @@ class Tensors:
 
     def __init__(self, headers: Mapping[str, SafetensorsHeader]) -> None:
         self._headers = headers
-        self._sorted = {digest: sorted(header.tensors) for digest, header in headers.items()}
 
     @classmethod
     def load(cls, digests: Collection[str], *, blobs: BlobStore) -> Tensors:
@@ -72,19 +69,14 @@ class Tensors:
         Raises:
             InvalidInputs: no tensor of the blob begins with the shard's prefix.
         """
-        names = self._sorted[shard.blob]
-        found: list[str] = []
-        for name in islice(names, bisect_left(names, shard.prefix), None):
-            if not name.startswith(shard.prefix):
-                break
-            found.append(name[len(shard.prefix) :])
-        if not found:
+        names = self._headers[shard.blob].names_under(shard.prefix)
+        if not names:
             raise InvalidInputs(
                 f"{where}: blob {shard.blob[:12]}… has no tensor whose name begins with "
                 f"{shard.prefix!r}; it has {self._some(shard.blob)}"
             )
-        return found
+        return [name.removeprefix(shard.prefix) for name in names]
 
     def _some(self, digest: str) -> str:
-        names = self._sorted[digest]
+        names = sorted(self._headers[digest].tensors)
         return f"{names[:8]}{' and more' if len(names) > 8 else ''}"

@@ -22,7 +22,7 @@ from gradbox.errors import BlobRejected
 from gradbox.safetensors_header import SafetensorsHeader, read_header
 from gradbox_service.store.files import make_folder, put_in_place
 
-# Headers kept in memory hold this many tensors together, about 200 MB.
+# Headers kept in memory hold this many tensors together, about 250 MB.
 CACHED_TENSORS = 500_000
 STALE_UPLOAD_S = 24 * 3600
 
