@@ -3,7 +3,10 @@
 The rule. A name is here if what it does depends on its arguments alone, if it writes nowhere but
 into tensors of the graph, and if its result is a tensor, a number, a size or a tuple of those. So
 there is nothing random, nothing that reads uninitialised memory (`empty`), nothing that takes a
-callable or a string to evaluate, no input or output, no storage and no autograd engine.
+callable or a string to evaluate, no input or output, no storage and no autograd engine. Nor is
+there a function whose kernel believes values that it should check (`ctc_loss`, `grid_sample`,
+`linalg.lu_solve`, `linalg.ldl_solve`): it would reach any memory of the box. What such a kernel can
+be spared by a check is in `kernels`.
 
 A function with two names has one here, the first of `FUNCTIONS` that is the same object; `targets`
 looks functions up by identity. A method's in-place twin (`add_`) is listed where gradients flow
@@ -72,8 +75,8 @@ _FUNCTIONAL = """
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool1d adaptive_max_pool2d affine_grid
     avg_pool1d avg_pool2d batch_norm bilinear binary_cross_entropy
     binary_cross_entropy_with_logits celu conv1d conv2d conv3d cosine_embedding_loss
-    cross_entropy ctc_loss elu embedding fold gaussian_nll_loss gelu glu grid_sample group_norm
-    hardshrink hardsigmoid hardswish hardtanh hinge_embedding_loss huber_loss instance_norm
+    cross_entropy elu embedding fold gaussian_nll_loss gelu glu group_norm hardshrink
+    hardsigmoid hardswish hardtanh hinge_embedding_loss huber_loss instance_norm
     interpolate kl_div l1_loss layer_norm leaky_relu linear local_response_norm log_softmax
     logsigmoid lp_pool1d lp_pool2d margin_ranking_loss max_pool1d max_pool2d mish mse_loss
     multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss nll_loss normalize
@@ -84,7 +87,7 @@ _FUNCTIONAL = """
 
 _LINALG = """
     cholesky cholesky_ex cond cross det diagonal eig eigh eigvals eigvalsh householder_product
-    inv inv_ex ldl_factor ldl_solve lstsq lu lu_factor lu_solve matmul matrix_exp matrix_norm
+    inv inv_ex ldl_factor lstsq lu lu_factor matmul matrix_exp matrix_norm
     matrix_power matrix_rank multi_dot norm pinv qr slogdet solve solve_ex solve_triangular svd
     svdvals tensorinv tensorsolve vander vecdot vector_norm
 """

@@ -16,6 +16,11 @@ _GRADIENT = "a loss is differentiated by the box; write the formula of the deriv
 _DETACH = "use .detach()"
 _DTYPE = "use .to(torch.float32) or another dtype"
 _FILLED = "memory without values has somebody else's in it; use torch.zeros or new_zeros"
+_UNCHECKED = (
+    "torch does not check the values that it is given, and it would read the box's memory; compute "
+    "this part on your side, see docs/remote_autograd.md"
+)
+_SOLVE = "use torch.linalg.solve or solve_triangular"
 _STACK = "use torch.stack for tensors and torch.full((), n) for a size, which also keep gradients"
 
 INSTEAD: Final[dict[str, str]] = {
@@ -34,6 +39,8 @@ INSTEAD: Final[dict[str, str]] = {
     **dict.fromkeys("data __set__".split(), _DETACH),
     **dict.fromkeys("empty empty_like new_empty empty_strided new".split(), _FILLED),
     **dict.fromkeys("tensor as_tensor asarray from_numpy new_tensor".split(), _STACK),
+    **dict.fromkeys("ctc_loss grid_sample grid_sampler".split(), _UNCHECKED),
+    **dict.fromkeys("linalg_lu_solve linalg_ldl_solve".split(), _SOLVE),
     "type": _DTYPE,
     "multi_head_attention_forward": "write the attention with matmul and softmax",
     "scaled_dot_product_attention": "write the attention with matmul and softmax",

@@ -1,0 +1,88 @@
+"""Arguments that torch's kernels take on trust, checked before a kernel sees them.
+
+Most kernels check the indices that they are given. Those named here do not, or not on every
+device, or overflow on the way to the check: they read and write where the argument says, in a
+process that other people's jobs share. What cannot be checked at a small cost (`ctc_loss`,
+`grid_sample`, `linalg.lu_solve`, `linalg.ldl_solve`) is not on the allow-list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from gradbox.errors import GraphRefused
+
+MAX_EXTENT: Final = 2**20  # of a window, its step, its dilation, a padding, an output's side
+
+# Products of their integers wrap around 64 bits, and max_pool1d then writes before its buffer.
+_WINDOWED: Final = frozenset(
+    f"torch.nn.functional.{name}"
+    for name in """
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool1d adaptive_max_pool2d affine_grid
+    avg_pool1d avg_pool2d conv1d conv2d conv3d fold interpolate local_response_norm lp_pool1d
+    lp_pool2d max_pool1d max_pool2d pad pixel_shuffle pixel_unshuffle unfold
+    """.split()
+)
+
+
+def trusted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the allow-list that checks what its kernel would believe.
+
+    Args:
+        name: its name on the allow-list, or a method's.
+        function: what it computes with.
+    """
+    if name in _WINDOWED:
+        return _windowed(name, function)
+    if name.rpartition(".")[2] == "repeat_interleave":
+        return _repeated(name, function)
+    if name == "torch.nn.functional.multi_margin_loss":
+        return _labelled(name, function, lowest=0)
+    if name == "torch.nn.functional.multilabel_margin_loss":
+        return _labelled(name, function, lowest=-1)
+    return function
+
+
+def _windowed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _check_extents(name, [*args, *kwargs.values()])
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _check_extents(name: str, values: Any) -> None:
+    for value in values:
+        if isinstance(value, list | tuple):
+            _check_extents(name, value)
+        elif isinstance(value, int) and abs(value) > MAX_EXTENT:
+            raise GraphRefused(f"{name} is given {value}: sizes are at most {MAX_EXTENT}")
+
+
+def _repeated(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Hold the counts to what is true of counts: none is negative, and their sum is the size."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        repeats = kwargs.get("repeats", args[min(len(args), 2) - 1] if args else None)
+        if isinstance(repeats, torch.Tensor) and repeats.numel():
+            total = repeats.double().sum().item()
+            if repeats.min() < 0 or total >= 2**53:
+                raise GraphRefused(f"{name}: a count is negative, or they make {total:g} entries")
+            if kwargs.get("output_size") not in (None, total):
+                raise GraphRefused(f"{name}: output_size is not the sum of the counts, {total:g}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _labelled(name: str, function: Callable[..., Any], *, lowest: int) -> Callable[..., Any]:
+    def call(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        num_classes = input.shape[-1] if input.ndim else 1
+        if target.numel() and not lowest <= target.min() <= target.max() < num_classes:
+            raise GraphRefused(f"{name}: a target is none of the {num_classes} classes")
+        return function(input, target, *args, **kwargs)
+
+    return call

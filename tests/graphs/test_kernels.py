@@ -1,0 +1,86 @@
+"""No graph reaches memory that is not its own through a kernel that trusts its arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gradbox.errors import GraphRefused, UntraceableLoss
+from gradbox.graphs import allowed
+from gradbox.graphs.build import build
+from gradbox.graphs.trace import trace
+from tests.graphs.test_refused import NODE_Z, call, graph_of
+
+UNCHECKED = [
+    "torch.nn.functional.ctc_loss",
+    "torch.nn.functional.grid_sample",
+    "torch.linalg.lu_solve",
+    "torch.linalg.ldl_solve",
+    "torch.nn.functional.embedding_bag",
+    "torch.nn.functional.max_unpool2d",
+    "torch.segment_reduce",
+]
+T = {"node": "t"}
+N = "torch.nn.functional."
+TRUSTING = {
+    "a label above the classes": ([9, 0], call(N + "multi_margin_loss", NODE_Z, T)),
+    "a label below the classes": ([-1, 0], call(N + "multi_margin_loss", NODE_Z, T)),
+    "a label of many": ([[9, 0], [0, 0]], call(N + "multilabel_margin_loss", NODE_Z, T)),
+    "a negative count": ([1000, -999], call("torch.repeat_interleave", NODE_Z, T, 0)),
+    "a negative count of itself": ([1000, -999], call("torch.repeat_interleave", T, output_size=1)),
+    "a negative count in a method": (
+        [1000, -999],
+        call("repeat_interleave", NODE_Z, T, dim=0, output_size=1, op="call_method"),
+    ),
+    "another size than the counts make": (
+        [4, 4],
+        call("torch.repeat_interleave", NODE_Z, repeats=T, dim=0, output_size=2),
+    ),
+    "counts that wrap around 64 bits": (
+        [2**62] * 4 + [1],
+        call("torch.repeat_interleave", T, T),
+    ),
+    "a dilation that wraps around": (
+        [0],
+        call(N + "max_pool1d", NODE_Z, 5, stride=1, dilation=2**62),
+    ),
+    "a kernel in a list": ([0], call(N + "avg_pool1d", NODE_Z, [2**61])),
+    "a negative padding": ([0], call(N + "pad", NODE_Z, [-(2**62), 2**62])),
+}
+
+
+@pytest.mark.parametrize("name", UNCHECKED)
+def test_a_kernel_that_checks_nothing_is_not_on_the_list(name: str) -> None:
+    assert name not in allowed.FUNCTIONS
+
+
+@pytest.mark.parametrize("attack", TRUSTING)
+def test_what_a_kernel_would_believe_is_refused_before_it_runs(attack: str) -> None:
+    values, node = TRUSTING[attack]
+    t = {"op": "placeholder", "name": "t", "target": "t"}
+    function = build(graph_of(t, node), {}, device="cpu")
+    with pytest.raises(GraphRefused, match=node["target"]):
+        function(torch.ones(2, 2), torch.tensor(values))
+
+
+def test_a_refused_loss_says_what_to_do() -> None:
+    def ctc(z: torch.Tensor) -> torch.Tensor:
+        return F.ctc_loss(z, torch.ones(1, 1), (1,), (1,))
+
+    with pytest.raises(UntraceableLoss, match="on your side"):
+        trace(ctc, positional=1)
+
+
+def test_counts_and_labels_that_are_right_pass() -> None:
+    counts = torch.tensor([1, 2])
+
+    def function(z: torch.Tensor) -> torch.Tensor:
+        rows = torch.repeat_interleave(z, counts, dim=0, output_size=3)
+        rows = torch.cat([rows, z.repeat_interleave(2, 0), z.repeat_interleave(counts, dim=0)])
+        many = F.multilabel_margin_loss(z, torch.tensor([[2, 0, -1], [-1, -1, -1]]))
+        return rows.square().sum() + F.multi_margin_loss(z, counts) + many
+
+    z = torch.arange(6.0).reshape(2, 3)
+    traced = trace(function, positional=1)
+    assert build(traced.graph, traced.constants, device="cpu")(z) == function(z)
