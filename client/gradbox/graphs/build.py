@@ -17,13 +17,15 @@ from gradbox.errors import GraphRefused, InvalidInputs
 from gradbox.graphs import allowed, targets
 from gradbox.graphs.bounds import bounded
 from gradbox.graphs.check import arguments_of, check_graph
+from gradbox.graphs.copies import Copies, uncopied
 from gradbox.graphs.schema import Graph, Node
 
 _Values = dict[str, Any]
 _Reader = Callable[[_Values], Any]
 
-# Where the values of a run keep the caller's grad mode; no node can have this name.
+# Where the values of a run keep the caller's grad mode and its copies; no node has such a name.
 _OUTER: Final = ""
+_COPIES: Final = "="
 
 
 def build(
@@ -48,8 +50,8 @@ def build(
 class GraphFunction:
     """A graph that can be called, with its arguments by position or by name.
 
-    Where the graph writes in place, it works on copies: the tensors that it is given and those that
-    it was built with are as they were after every call.
+    Where the graph writes in place, it works on copies: the tensors that it is given, at any depth,
+    and those that it was built with are as they were after every call.
 
     `arguments` are the names of its arguments in order.
     """
@@ -77,18 +79,19 @@ class GraphFunction:
         Raises:
             InvalidInputs: the arguments given are not the graph's.
         """
-        values = self._bind(args, kwargs)
-        values[_OUTER] = grad_enabled = torch.is_grad_enabled()
+        grad_enabled = torch.is_grad_enabled()
+        values = {_OUTER: grad_enabled, _COPIES: Copies(grad_enabled=grad_enabled)}
+        values |= self._bind(args, kwargs, values)
         try:
             for step in self._steps:
                 values[step.name] = step.run(values)
                 for name in step.forget:
                     del values[name]
-            return self._output(values)
+            return uncopied(self._output(values))
         finally:
             torch.set_grad_enabled(grad_enabled)
 
-    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Values:
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], values: _Values) -> _Values:
         by_position = dict(zip(self.arguments, args, strict=False))
         given = {**by_position, **kwargs}
         if (
@@ -101,7 +104,7 @@ class GraphFunction:
                 f"{len(args)} by position and by name: {', '.join(kwargs) or 'none'}"
             )
         return {
-            name: self._own(given[argument])
+            name: self._own(given[argument], values)
             for name, argument in zip(self._names, self.arguments, strict=True)
         }
 
@@ -110,14 +113,14 @@ class GraphFunction:
     ) -> _Reader:
         if node.op == "get_attr":
             tensor = tensors[node.target].to(device)
-            return lambda values: self._own(tensor)
+            return lambda values: self._own(tensor, values)
         if node.target == allowed.GRAD_MODE:
             enabled = node.args[0]
             return lambda values: torch._C._set_grad_enabled(enabled and values[_OUTER])
         return _call(node, device)
 
-    def _own(self, value: Any) -> Any:
-        return value.clone() if self._writes and isinstance(value, torch.Tensor) else value
+    def _own(self, value: Any, values: _Values) -> Any:
+        return values[_COPIES].of(value) if self._writes else value
 
 
 class _Call:
