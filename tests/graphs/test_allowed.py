@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from gradbox.graphs import allowed, targets
+from gradbox.graphs.places import PLACES
 from gradbox.graphs.trace import trace
 
 NEVER = """
@@ -64,6 +67,17 @@ def test_nothing_random_is_on_the_list() -> None:
 )
 def test_a_function_with_several_names_has_one_in_a_graph(function: object, name: str) -> None:
     assert targets.name_of(function) == name
+
+
+def test_every_argument_with_a_rule_is_known_by_its_place() -> None:
+    found: dict[str, dict[str, int]] = {}
+    for name, function in targets.FUNCTIONS.items():
+        with contextlib.suppress(ValueError, TypeError):  # a builtin: by keyword only
+            for place, parameter in enumerate(inspect.signature(function).parameters.values()):
+                ruled = parameter.name in {*allowed.FORBIDDEN_KEYWORDS, "inplace", "device"}
+                if ruled and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+                    found.setdefault(name, {})[parameter.name] = place
+    assert found == PLACES
 
 
 def test_operators_of_tensors_and_methods_with_underscores_are_written_as_operators() -> None:

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradbox.errors import UntraceableLoss
 from gradbox.graphs.build import build
 from gradbox.graphs.trace import trace
+from tests.graphs.test_refused import NODE_Z, call, graph_of
 
 Pair = namedtuple("Pair", "first second")
 
@@ -81,6 +84,45 @@ def test_a_readout_that_writes_may_return_all_that_the_model_returned() -> None:
     result = rebuilt(readout)({"a": torch.ones(1), "b": torch.ones(1)})
     assert type(result) is dict
     assert result == {"a": torch.tensor([2.0]), "b": torch.ones(1)}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda c: F.leaky_relu(c, 0.1, True),
+        lambda c: F.relu(c, True),
+        lambda c: F.threshold(c, 0.0, 0.5, inplace=True),
+        nn.ELU(inplace=True),
+    ],
+)
+def test_inplace_is_seen_by_position_too(write: Callable[[Tensor], Tensor]) -> None:
+    constant, leaf = torch.tensor([-1.0, 2.0]), torch.tensor([-3.0, 1.0], requires_grad=True)
+    function = rebuilt(lambda z: (write(z) * write(constant)).sum())
+    expected = (write(leaf * 1) * write(constant.clone())).sum()
+    for _ in range(2):
+        assert function(leaf) == expected
+    assert torch.equal(constant, torch.tensor([-1.0, 2.0]))
+
+
+def test_an_inplace_that_is_computed_may_be_true() -> None:
+    graph = graph_of(
+        call("operator.eq", 1, 1, name="a"),
+        call("torch.nn.functional.relu", NODE_Z, {"node": "a"}),
+    )
+    z = torch.tensor([-1.0])
+    assert build(graph, {}, device="cpu")(z) == 0
+    assert z == -1
+
+
+def test_out_by_position_is_refused_with_the_line() -> None:
+    kept = torch.zeros(2, 3)
+
+    def loss(z: Tensor) -> Tensor:
+        F.normalize(z, 2.0, 1, 1e-12, kept)  # here
+        return (z * kept).sum()
+
+    with pytest.raises(UntraceableLoss, match=r"# here.*out="):
+        rebuilt(loss)
 
 
 class MovingMean(nn.Module):

@@ -56,6 +56,14 @@ REFUSED_BEFORE = {
     "an attribute of a literal": (call("builtins.getattr", "text", "T"), "a node and a name"),
     "a method of a literal": (call("sum", [1], op="call_method"), "first argument"),
     "out": (call("torch.add", NODE_Z, NODE_Z, out=NODE_Z), "out"),
+    "out by position": (
+        call("torch.nn.functional.normalize", NODE_Z, 2.0, 1, 1e-12, NODE_Z),
+        "by position",
+    ),
+    "a norm that embeddings are written to": (
+        call("torch.nn.functional.embedding", NODE_Z, NODE_Z, None, 1.0),
+        "max_norm",
+    ),
     "a generator": (call("torch.ones", 2, generator=1), "generator"),
     "a device of its own": (call("torch.ones", 2, device="cuda:1"), "device"),
     "another device of its own": (call("to", NODE_Z, "cuda:1", op="call_method"), "device"),

@@ -245,8 +245,11 @@ MEMORY_FORMATS: Final = frozenset(
     "channels_last channels_last_3d contiguous_format preserve_format".split()
 )
 
-# Arguments that write into other tensors, pin memory or draw random numbers.
-FORBIDDEN_KEYWORDS: Final = frozenset("generator names out pin_memory requires_grad".split())
+# Arguments that write into other tensors (`max_norm` into an embedding's weight, at indices that no
+# kernel has checked), pin memory or draw random numbers.
+FORBIDDEN_KEYWORDS: Final = frozenset(
+    "generator max_norm names out pin_memory requires_grad".split()
+)
 
 # One call makes as many tensors as the data says: `build` counts them first.
 PIECES: Final = frozenset(

@@ -18,6 +18,7 @@ from gradbox.graphs import allowed, targets
 from gradbox.graphs.bounds import bounded
 from gradbox.graphs.check import arguments_of, check_graph
 from gradbox.graphs.copies import Copies, uncopied
+from gradbox.graphs.places import writes_in_place
 from gradbox.graphs.schema import Graph, Node
 
 _Values = dict[str, Any]
@@ -271,5 +272,5 @@ def _writes(node: Node) -> bool:
     return (
         (node.op == "call_method" and node.target in allowed.IN_PLACE)
         or (node.op == "call_function" and node.target in allowed.WRITING_FUNCTIONS)
-        or node.kwargs.get("inplace") is True
+        or (node.op == "call_function" and writes_in_place(node.target, node.args, node.kwargs))
     )

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from gradbox.errors import GraphRefused
 from gradbox.graphs import allowed
+from gradbox.graphs.places import PLACES, argument
 from gradbox.graphs.schema import Graph, Node
 
 MAX_DEPTH: Final = 8  # of lists and tagged objects inside one argument
@@ -143,6 +144,11 @@ def _check_keywords(node: Node) -> None:
             raise _refusal(
                 node, 'a device is written {"device": "job"}: a graph does not choose one'
             )
+    for name in PLACES.get(node.target, {}):
+        if name in allowed.FORBIDDEN_KEYWORDS and (
+            argument(name, node.target, node.args, {}) is not None
+        ):
+            raise _refusal(node, f"the argument {name!r} is not allowed, by position either")
 
 
 def _check_attribute(node: Node) -> None:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from gradbox.graphs import allowed, targets
 from gradbox.graphs.check import MAX_NODES
 from gradbox.graphs.location import untraceable
+from gradbox.graphs.places import argument, writes_in_place
 from gradbox.graphs.refusals import instead_of
 from gradbox.graphs.symbols import Symbol
 
@@ -77,7 +78,7 @@ class Recording(GraphAppendingTracer):
         }
         self._admit(kind, target, args, kwargs)
         self._record_grad_mode()
-        self.writes = self.writes or _writes(kind, target)
+        self.writes = self.writes or _writes(kind, target, args, kwargs)
         return self.graph.create_node(kind, target, args, kwargs, name, type_expr)
 
     def create_arg(self, a: Any) -> Any:
@@ -102,8 +103,8 @@ class Recording(GraphAppendingTracer):
             raise untraceable(f"the function {name} is not allowed", instead_of(name))
         elif target is getattr and args[1] not in allowed.ATTRIBUTES and not self._structured:
             raise untraceable(f"the attribute .{args[1]} is not allowed", instead_of(args[1]))
-        for name in kwargs:
-            if name in allowed.FORBIDDEN_KEYWORDS:
+        for name in allowed.FORBIDDEN_KEYWORDS:
+            if name in kwargs or argument(name, targets.name_of(target), args, {}) is not None:
                 raise untraceable(f"the argument {name}= is not allowed", "leave it out")
 
     def _record_grad_mode(self) -> None:
@@ -256,10 +257,11 @@ def _plain_method(
 _OLD_DIVISIONS: Final = frozenset({"__div__", "__rdiv__", "__idiv__"})
 
 
-def _writes(kind: str, target: Any) -> bool:
+def _writes(kind: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if kind == "call_method":
         return target in allowed.IN_PLACE
-    return targets.name_of(target) in allowed.WRITING_FUNCTIONS
+    name = targets.name_of(target)
+    return name in allowed.WRITING_FUNCTIONS or writes_in_place(name, args, kwargs)
 
 
 def _check_default_dtype(name: str, kwargs: Mapping[str, Any]) -> None:

@@ -1,0 +1,43 @@
+"""Arguments that have a rule of their own, found whether they are given by keyword or by position.
+
+torch's builtin functions take them by keyword only. Those that are written in Python take them by
+position as well, and `PLACES` says where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+_FUNCTIONAL: Final = "torch.nn.functional."
+PLACES: Final[dict[str, dict[str, int]]] = {
+    "torch.norm": {"out": 4},
+    "torch.tensordot": {"out": 3},
+    _FUNCTIONAL + "embedding": {"max_norm": 3},
+    _FUNCTIONAL + "normalize": {"out": 4},
+    **{
+        _FUNCTIONAL + name: {"inplace": place}
+        for place, names in (
+            (1, "hardsigmoid hardswish mish relu relu6 selu silu"),
+            (2, "celu elu leaky_relu"),
+            (3, "hardtanh threshold"),
+        )
+        for name in names.split()
+    },
+}
+
+
+def argument(name: str, target: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the argument of that name in a call of a function of the allow-list, or None."""
+    if name in kwargs:
+        return kwargs[name]
+    place = PLACES.get(target or "", {}).get(name, len(args))
+    return args[place] if place < len(args) else None
+
+
+def writes_in_place(target: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call may write into its argument because its `inplace` says so.
+
+    A value that is known only when the graph runs may be true.
+    """
+    return argument("inplace", target, args, kwargs) not in (None, False)
