@@ -157,6 +157,43 @@ def type_test(z: Tensor) -> Tensor:
     return z.sum() if isinstance(z, torch.Tensor) else z  # here
 
 
+def type_test_of_torch(z: Tensor) -> Tensor:
+    return z.sum() if torch.is_tensor(z) else z  # here
+
+
+def type_match(z: Tensor) -> Tensor:
+    match z:
+        case torch.Tensor():  # here
+            return z.sum()
+        case _:
+            return z
+
+
+def one_of_a_set(z: Tensor) -> Tensor:
+    return z.sum() if z.dtype in {torch.float16} else z.mean()  # here
+
+
+def text(z: Tensor) -> Tensor:
+    return z.sum() if "cpu" in str(z.device) else z.mean()  # here
+
+
+def formatted(z: Tensor) -> Tensor:
+    return z.sum() if f"{z.dtype}" == "torch.float16" else z.mean()  # here
+
+
+def random_of_its_own(z: Tensor) -> Tensor:
+    return z.sum() * random.Random(0).random()  # here
+
+
+def random_generator_of_numpy(z: Tensor) -> Tensor:
+    return z.sum() * np.random.default_rng(0).normal()  # here
+
+
+@torch.enable_grad()
+def random_in_a_decorated_function(z: Tensor) -> Tensor:
+    return z.sum() * uniform(0, 1)  # here
+
+
 def a_bug(z: Tensor) -> Tensor:
     return undefined_name + z.sum()  # type: ignore[name-defined]  # noqa: F821  # here
 
@@ -189,6 +226,14 @@ FUNCTIONS = [
     (custom_function, ".detach()"),
     (unrolled, "batched"),
     (type_test, "outside the function"),
+    (type_test_of_torch, "outside the function"),
+    (type_match, "outside the function"),
+    (one_of_a_set, "outside the function"),
+    (text, "outside the function"),
+    (formatted, "outside the function"),
+    (random_of_its_own, "loss_inputs"),
+    (random_generator_of_numpy, "loss_inputs"),
+    (random_in_a_decorated_function, "loss_inputs"),
     (a_bug, "undefined_name"),
 ]
 
@@ -259,6 +304,43 @@ def test_arguments_that_do_not_fit_are_named(arguments: dict[str, Any]) -> None:
         trace(loss, **arguments)
 
 
+class CallableLoss:
+    def __call__(self, z: Tensor) -> Tensor:
+        return z.sum() if isinstance(z, torch.Tensor) else z
+
+    def method(self, z: Tensor) -> Tensor:
+        return self(z) * uniform(0, 1)
+
+
+def in_another_module(source: str) -> Callable[..., Any]:
+    """Return `helper` of a module that is not the loss's own."""
+    module: dict[str, Any] = {"torch": torch, "__file__": "library.py"}
+    exec(compile(source, "library.py", "exec"), module)
+    helper: Callable[..., Any] = module["helper"]
+    return helper
+
+
+def test_a_type_test_is_refused_wherever_it_stands() -> None:
+    helper = in_another_module("def helper(z): return z if isinstance(z, torch.Tensor) else 0 * z")
+    for function in (CallableLoss(), CallableLoss().method, lambda z: helper(z).sum()):
+        with pytest.raises(UntraceableLoss, match="isinstance"):
+            trace(function, positional=1)
+
+
+def test_random_numbers_of_others_are_drawn_while_a_function_is_traced() -> None:
+    drawn: list[float] = []
+
+    def loss(z: Tensor) -> Tensor:
+        other = threading.Thread(target=lambda: drawn.append(random.Random(3).random()))
+        other.start()
+        other.join()
+        return z.sum()
+
+    trace(loss, positional=1)
+    assert drawn == [random.Random(3).random()]
+    assert not {"random", "getrandbits"} & set(vars(random.Random))
+
+
 def test_what_is_not_callable_is_refused() -> None:
     with pytest.raises(InvalidInputs, match="got str"):
         trace("info_nce", positional=1)  # type: ignore[arg-type]
@@ -272,10 +354,14 @@ def test_a_graph_that_the_box_would_refuse_is_refused_at_home() -> None:
 def test_tracing_leaves_torch_and_math_as_they_were() -> None:
     import math
 
-    before = (torch.zeros, torch.finfo, math.sqrt, vars(torch.autograd.Function)["apply"])
+    def replaced() -> list[Any]:
+        custom = vars(torch.autograd.Function)["apply"]
+        return [torch.zeros, torch.is_tensor, torch.finfo, math.sqrt, isinstance, custom]
+
+    before = replaced()
     with pytest.raises(UntraceableLoss):
         trace(branch, positional=1)
-    assert before == (torch.zeros, torch.finfo, math.sqrt, vars(torch.autograd.Function)["apply"])
+    assert before == replaced()
     assert torch.is_grad_enabled()
     assert "isinstance" not in globals()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import math
 import random
@@ -88,13 +89,11 @@ def _restored(module: torch.nn.Module) -> Iterator[None]:
 def _intercepted(function: Callable[..., Any], recording: Recording) -> Iterator[None]:
     instead = _replacements(recording)
     with ExitStack() as stack:
-        for module in (math, torch, *_generators()):
+        for module in (builtins, math, torch, *_generators()):
             stack.enter_context(_changed(vars(module), _changes(vars(module), instead)))
         for namespace in _globals(function):
-            changes = _changes(namespace, instead)
-            if is_user_code(namespace.get("__file__") or ""):
-                changes["isinstance"] = _refuse_type_tests(namespace.get("isinstance", isinstance))
-            stack.enter_context(_changed(namespace, changes))
+            stack.enter_context(_changed(namespace, _changes(namespace, instead)))
+        stack.enter_context(_no_own_generators())
         custom: Any = torch.autograd.Function
         apply = vars(custom)["apply"]
         stack.callback(setattr, custom, "apply", apply)
@@ -122,15 +121,27 @@ def _changed(namespace: Namespace, changes: Namespace) -> Iterator[None]:
 
 def _globals(function: Callable[..., Any]) -> list[Namespace]:
     """Return the namespaces in which the function's code may have imported names."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    code_owners = [function, *(type(module).forward for module in _modules(function))]
+    code_owners = [*_wrapped(function), *(type(module).forward for module in _modules(function))]
     found = {
         id(names): names
         for owner in code_owners
         if (names := getattr(owner, "__globals__", None)) is not None
     }
     return list(found.values())
+
+
+def _wrapped(function: Any) -> Iterator[Any]:
+    """Yield a function and those that it stands for: under partial, a decorator or a class."""
+    seen: set[int] = set()
+    while id(function) not in seen:
+        seen.add(id(function))
+        yield function
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        elif not hasattr(function, "__globals__") and not isinstance(function, torch.nn.Module):
+            function = type(function).__call__
 
 
 def _generators() -> list[Any]:
@@ -144,6 +155,8 @@ def _replacements(recording: Recording) -> dict[int, Callable[..., Any]]:
     originals = [getattr(math, name.removeprefix("math.")) for name in sorted(allowed.MATH)]
     originals += [torch.finfo, torch.iinfo]
     found = {id(original): _recorded(original, recording) for original in originals}
+    for test in (isinstance, torch.is_tensor):
+        found[id(test)] = _refuse_type_tests(test)
     for factory in (torch.zeros, torch.ones):
         found[id(factory)] = _sized(factory)
     for module in _generators():
@@ -151,7 +164,23 @@ def _replacements(recording: Recording) -> dict[int, Callable[..., Any]]:
         for draw in vars(module).values():
             if getattr(draw, "__self__", None) is shared:
                 found[id(draw)] = _refuse_drawing(draw)
+        if hasattr(module, "default_rng"):
+            found[id(module.default_rng)] = _refuse_drawing(module.default_rng)
     return found
+
+
+@contextmanager
+def _no_own_generators() -> Iterator[None]:
+    """Refuse what a `random.Random` of the function's own draws; NumPy's are refused when made."""
+    own: Any = random.Random
+    draws = {name: getattr(own, name) for name in ("random", "getrandbits")}
+    for name, draw in draws.items():
+        setattr(own, name, _refuse_drawing(draw))
+    try:
+        yield
+    finally:
+        for name in draws:  # inherited, as before
+            delattr(own, name)
 
 
 def _recorded(original: Callable[..., Any], recording: Recording) -> Callable[..., Any]:
@@ -181,7 +210,7 @@ def _refuse_drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == tracing:
             raise untraceable(
-                f"{draw.__name__}() draws a random number, which would be frozen into the graph",
+                f"{draw.__name__}() draws random numbers, which would be frozen into the graph",
                 instead_of("rand"),
             )
         return draw(*args, **kwargs)
@@ -190,15 +219,18 @@ def _refuse_drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_type_tests(known: Callable[..., bool]) -> Callable[..., bool]:
-    """Stand for `isinstance`, which would say False of a symbol whatever it stands for."""
+    """Stand for `isinstance`, which would say False of a symbol whatever it stands for.
 
-    def test(value: Any, kinds: Any) -> bool:
-        if isinstance(value, Proxy):
+    Torch's own code asks it of symbols as well, and is answered.
+    """
+
+    def test(value: Any, *kinds: Any) -> bool:
+        if issubclass(type(value), Proxy) and is_user_code(sys._getframe(1).f_code.co_filename):
             raise untraceable(
-                "isinstance() asks for the type of a value that is not known yet",
+                f"{known.__name__}() asks for the type of a value that is not known yet",
                 "decide outside the function, or by an argument with a Python value",
             )
-        return known(value, kinds)
+        return known(value, *kinds)
 
     return test
 

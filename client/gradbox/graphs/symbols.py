@@ -17,12 +17,15 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import Node, Proxy
 
-from gradbox.graphs.location import untraceable
+from gradbox.graphs.location import is_user_code, untraceable
 
 _CONTROL_FLOW = (
     "write it with torch.where, a mask or torch.clamp; a choice that does not depend on tensors "
     "can be an argument with a Python value"
 )
+
+_KNOWN = "decide outside the function, or by an argument with a Python value"
+_MATCH_CLASS = dis.opmap["MATCH_CLASS"]
 
 
 class Symbol(Proxy):
@@ -35,6 +38,14 @@ class Symbol(Proxy):
         if name.startswith("_"):
             raise AttributeError(name)
         return SymbolAttribute(self, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # type: ignore[override]
+        """The type, but not for `case torch.Tensor():`, which would pass over a symbol."""
+        frame = sys._getframe(1)
+        if frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _MATCH_CLASS:
+            raise untraceable("`match` asks for the type of a value that is not known yet", _KNOWN)
+        return type(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("tracer", "node", "root", "attr", "_node"):
@@ -70,7 +81,14 @@ class Symbol(Proxy):
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     def __hash__(self) -> int:
+        if is_user_code(sys._getframe(1).f_code.co_filename):
+            raise untraceable("a set or a dict looks up a value that is not known yet", _KNOWN)
         return id(self)
+
+    def __str__(self) -> str:
+        if is_user_code(sys._getframe(1).f_code.co_filename):
+            raise untraceable("the text of a value is asked for that is not known yet", _KNOWN)
+        return repr(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise untraceable("a tensor becomes a NumPy array", "use the torch function instead")

@@ -8,7 +8,7 @@ traced through, never leaves: their `forward` is ordinary Python over symbols.
 
 `torch.no_grad()` regions are recorded as switches of the grad mode, which torch.fx alone would
 drop. What cannot be recorded raises `UntraceableLoss` with the line of the user's code. Not seen:
-`isinstance(z, torch.Tensor)` in a helper from another module, which is false for a symbol.
+what Python does without asking the symbol, such as `z.dtype is torch.float16`.
 """
 
 from __future__ import annotations
