@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradbox.errors import GraphRefused
 from gradbox.graphs.build import build
 from gradbox.graphs.check import arguments_of, check_graph
 from gradbox.graphs.schema import Graph
@@ -143,6 +144,39 @@ def test_a_readout_reads_fields_and_returns_a_dict() -> None:
     got = again(output, {"attention_mask": torch.ones(2, 3)})
     torch.testing.assert_close(got["mean"], hidden.mean(1))
     torch.testing.assert_close(got["first"], hidden[:, 0])
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3, 4)])
+def test_unpacking_takes_all_entries_or_fails(shape: tuple[int, ...]) -> None:
+    def of_a_size(z: Tensor) -> Tensor:
+        num, width = z.shape
+        return z.sum() / (num * width)
+
+    def of_a_tensor(z: Tensor) -> Tensor:
+        left, right, last = z
+        return (left * right + last).sum()
+
+    def of_a_tuple(z: Tensor) -> Tensor:
+        left, right, last = z.split(1)
+        return (left * right + last).sum()
+
+    for function in (of_a_size, of_a_tensor, of_a_tuple):
+        with pytest.raises(ValueError, match="values to unpack"):
+            function(torch.ones(shape))
+        again, _ = rebuilt(trace(function, positional=1))
+        with pytest.raises(AssertionError, match="names were expected"):
+            again(torch.ones(shape))
+        assert again(torch.ones(3, 2)) == function(torch.ones(3, 2))
+
+
+def test_a_mapping_is_not_unpacked() -> None:
+    def readout(output: Any) -> Tensor:
+        first, second = output
+        return first + second
+
+    again, _ = rebuilt(trace(readout, positional=1, structured=True))
+    with pytest.raises(GraphRefused, match=r"builtins\.len on a dict"):
+        again({"a": torch.ones(1), "b": torch.ones(1)})
 
 
 def test_a_caller_without_gradients_gets_none() -> None:

@@ -149,6 +149,7 @@ GRAD_MODE: Final = "torch.set_grad_enabled"
 FIELD: Final = "gradbox.field"
 ATTRIBUTE: Final = "builtins.getattr"
 TYPE_LIMITS: Final = frozenset({"torch.finfo", "torch.iinfo"})
+LENGTH: Final = "builtins.len"
 ASSERT: Final = "torch._assert"
 
 # In the order in which a function with several names is looked up.
@@ -169,6 +170,7 @@ FUNCTIONS: Final[tuple[str, ...]] = tuple(
             *sorted(MATH),
             *sorted(TYPE_LIMITS),
             ATTRIBUTE,
+            LENGTH,
             ASSERT,
             FIELD,
             GRAD_MODE,

@@ -22,6 +22,12 @@ MAX_PIECES: Final = 16_384  # tensors that one call may return
 
 _NUMBER = (bool, int, float, complex)
 _COMPARED = (*_NUMBER, str, tuple, list, torch.dtype, torch.device, type(None))
+# What has entries: those of a mapping have keys, so it is not unpacked.
+_HOLDERS: Final[dict[str, tuple[type, ...]]] = {
+    "operator.getitem": (torch.Tensor, tuple, list, Mapping),
+    "operator.setitem": (torch.Tensor,),
+    allowed.LENGTH: (torch.Tensor, tuple, list),
+}
 
 
 def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +37,7 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         name: its name on the allow-list, or a method's.
         function: what it computes with.
     """
-    if name in ("operator.getitem", "operator.setitem"):
+    if name in _HOLDERS:
         return _item(name, function)
     if name in ("operator.eq", "operator.ne"):
         return _compare(name, function)
@@ -43,13 +49,14 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _item(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    holders = (
-        (torch.Tensor,) if name == "operator.setitem" else (torch.Tensor, tuple, list, Mapping)
-    )
+    holders = _HOLDERS[name]
 
     def call(holder: Any, *rest: Any) -> Any:
         if not isinstance(holder, holders):
-            raise GraphRefused(f"{name} on a {type(holder).__name__}: a tensor was expected")
+            raise GraphRefused(
+                f"{name} on a {type(holder).__name__}: "
+                f"{' or '.join(kind.__name__ for kind in holders)} was expected"
+            )
         return function(holder, *rest)
 
     return call

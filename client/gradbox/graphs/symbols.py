@@ -69,7 +69,14 @@ class Symbol(Proxy):
                 "write it with batched operations, or unpack into as many names as there are "
                 "entries",
             )
+        self._check_length(num_targets, sys._getframe(1).f_lineno)
         return iter([operator.getitem(self, index) for index in range(num_targets)])
+
+    def _check_length(self, length: int, line: int) -> None:
+        """Record that the value has that many entries, as Python makes sure of when it unpacks."""
+        found = self.tracer.create_proxy("call_function", len, (self,), {})
+        message = f"{length} names were expected to take all entries of a value (line {line})"
+        self.tracer.create_proxy("call_function", torch._assert, (found == length, message), {})
 
     def __len__(self) -> int:
         raise untraceable("len() of a tensor is not known yet", "use z.shape[0]")
