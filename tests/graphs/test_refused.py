@@ -67,6 +67,8 @@ REFUSED_BEFORE = {
     "a generator": (call("torch.ones", 2, generator=1), "generator"),
     "a device of its own": (call("torch.ones", 2, device="cuda:1"), "device"),
     "another device of its own": (call("to", NODE_Z, "cuda:1", op="call_method"), "device"),
+    "a device by its number": (call("to", NODE_Z, 1, op="call_method"), "device"),
+    "the processor": (call("cpu", NODE_Z, op="call_method"), "allow-list"),
     "an integer of 200 bits": (call("operator.add", NODE_Z, 2**200), "64 bits"),
     "a long string": (call("torch.einsum", "a" * 1000, NODE_Z), "1000 characters"),
     "a long list": (call("torch.zeros", [1] * 2000), "2000 entries"),

@@ -185,7 +185,7 @@ _METHODS = """
     bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor bmm bool
     broadcast_to byte cdouble ceil cfloat char cholesky_inverse cholesky_solve chunk clamp
     clamp_max clamp_min clip clone conj conj_physical contiguous copysign corrcoef cos cosh
-    count_nonzero cov cpu cross cummax cummin cumprod cumsum deg2rad det detach diag diag_embed
+    count_nonzero cov cross cummax cummin cumprod cumsum deg2rad det detach diag diag_embed
     diagflat diagonal diagonal_scatter diff digamma dim dist div divide dot double dsplit eq erf
     erfc erfinv exp exp2 expand expand_as expm1 fix flatten flip fliplr flipud float float_power
     floor floor_divide fmax fmin fmod frac frexp gather gcd ge ger greater greater_equal gt half

@@ -15,13 +15,17 @@ import torch
 
 from gradbox.errors import GraphRefused
 from gradbox.graphs import allowed
-from gradbox.graphs.check import MAX_INTEGER, MAX_LIST
+from gradbox.graphs.check import MAX_INTEGER, MAX_LIST, names_device
 from gradbox.graphs.kernels import trusted
 
 MAX_PIECES: Final = 16_384  # tensors that one call may return
 
 _NUMBER = (bool, int, float, complex)
 _COMPARED = (*_NUMBER, str, tuple, list, torch.dtype, torch.device, type(None))
+# What takes a device; `build` gives the job's to the other factories.
+_PLACED: Final = frozenset(
+    "to new_full new_ones new_zeros torch.full_like torch.ones_like torch.zeros_like".split()
+)
 # What has entries: those of a mapping have keys, so it is not unpacked.
 _HOLDERS: Final[dict[str, tuple[type, ...]]] = {
     "operator.getitem": (torch.Tensor, tuple, list, Mapping),
@@ -45,6 +49,8 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return _calculate(name, function)
     if name.rpartition(".")[2] in allowed.PIECES:
         return _cut(name, function)
+    if name in _PLACED:
+        return _place(name, function)
     return trusted(name, function)
 
 
@@ -58,6 +64,17 @@ def _item(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 f"{' or '.join(kind.__name__ for kind in holders)} was expected"
             )
         return function(holder, *rest)
+
+    return call
+
+
+def _place(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a device that is computed or comes from a loss input; one is read off a tensor."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if names_device(kwargs.get("device")) or (name == "to" and any(map(names_device, args))):
+            raise GraphRefused(f"{name} is given a device by its name: a graph does not choose one")
+        return function(*args, **kwargs)
 
     return call
 

@@ -118,9 +118,7 @@ def _check_method(node: Node) -> None:
     if not node.args or not _is_node(node.args[0]):
         raise _refusal(node, "the first argument of a method is the node it is called on")
     _check_keywords(node)
-    if node.target == "to" and any(
-        isinstance(value, str) for value in (*node.args, *node.kwargs.values())
-    ):
+    if node.target == "to" and any(map(names_device, (*node.args, *node.kwargs.values()))):
         raise _refusal(node, 'a device is written {"device": "job"}: a graph does not choose one')
 
 
@@ -179,6 +177,11 @@ def _check_arguments(
 
 
 _DEVICE: Final = {"device": "job"}
+
+
+def names_device(value: Any) -> bool:
+    """Tell whether torch would read a value as a device: "cuda:1", or 1."""
+    return isinstance(value, str | int) and not isinstance(value, bool)
 
 
 def _is_node(value: Any) -> bool:
