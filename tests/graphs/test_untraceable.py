@@ -364,13 +364,3 @@ def test_tracing_leaves_torch_and_math_as_they_were() -> None:
     assert before == replaced()
     assert torch.is_grad_enabled()
     assert "isinstance" not in globals()
-
-
-def test_a_default_dtype_that_the_box_lacks_must_be_said() -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        with pytest.raises(UntraceableLoss, match="a dtype"):
-            trace(lambda z: (z + torch.ones(3)).sum(), positional=1)
-        trace(lambda z: (z + torch.ones(3, dtype=z.dtype)).sum(), positional=1)
-    finally:
-        torch.set_default_dtype(torch.float32)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradbox.graphs import allowed, targets
 from gradbox.graphs.check import MAX_NODES
+from gradbox.graphs.default_dtype import check_default_dtype
 from gradbox.graphs.location import untraceable
 from gradbox.graphs.places import argument, writes_in_place
 from gradbox.graphs.refusals import instead_of
@@ -163,7 +164,6 @@ _READS: Final = frozenset(
     "__array__ __bool__ __contains__ __float__ __index__ __int__ __iter__ item numpy tolist".split()
 )
 _MAKES: Final = frozenset("as_tensor asarray from_numpy tensor".split())
-_DEFAULT_DTYPED: Final = frozenset("eye full linspace logspace ones scalar_tensor zeros".split())
 _VIEWS: Final = frozenset("H T imag mH mT real".split())
 _DROPOUTS: Final[tuple[Callable[..., Any], ...]] = (
     F.dropout,
@@ -200,8 +200,7 @@ class Recorder(TorchFunctionMode):
                 return self._read(func, name, args, kwargs)
         if name in _MAKES and not _has_symbol(args):
             return self._constant(func, args, kwargs)
-        if name in _DEFAULT_DTYPED:
-            _check_default_dtype(name, kwargs)
+        check_default_dtype(name, args, kwargs)
         if torch.overrides.is_tensor_method_or_property(func):
             return self._recording.create_proxy("call_method", name, args, kwargs)
         return self._recording.create_proxy("call_function", func, args, kwargs)
@@ -262,15 +261,6 @@ def _writes(kind: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
         return target in allowed.IN_PLACE
     name = targets.name_of(target)
     return name in allowed.WRITING_FUNCTIONS or writes_in_place(name, args, kwargs)
-
-
-def _check_default_dtype(name: str, kwargs: Mapping[str, Any]) -> None:
-    if kwargs.get("dtype") is None and torch.get_default_dtype() != torch.float32:
-        raise untraceable(
-            f"torch.{name} takes torch's default dtype, {torch.get_default_dtype()} here and "
-            "torch.float32 on the box",
-            "give it a dtype, such as dtype=z.dtype",
-        )
 
 
 def _foreign(tensor: torch.Tensor) -> str:
