@@ -40,7 +40,7 @@ class Symbol(Proxy):
         return SymbolAttribute(self, name)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:
         """The type, but not for `case torch.Tensor():`, which would pass over a symbol."""
         frame = sys._getframe(1)
         if frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _MATCH_CLASS:
@@ -76,7 +76,8 @@ class Symbol(Proxy):
         """Record that the value has that many entries, as Python makes sure of when it unpacks."""
         found = self.tracer.create_proxy("call_function", len, (self,), {})
         message = f"{length} names were expected to take all entries of a value (line {line})"
-        self.tracer.create_proxy("call_function", torch._assert, (found == length, message), {})
+        equal = self.tracer.create_proxy("call_function", operator.eq, (found, length), {})
+        self.tracer.create_proxy("call_function", torch._assert, (equal, message), {})
 
     def __len__(self) -> int:
         raise untraceable("len() of a tensor is not known yet", "use z.shape[0]")
