@@ -84,3 +84,14 @@ def test_counts_and_labels_that_are_right_pass() -> None:
     z = torch.arange(6.0).reshape(2, 3)
     traced = trace(function, positional=1)
     assert build(traced.graph, traced.constants, device="cpu")(z) == function(z)
+
+
+def test_a_padding_may_have_any_value() -> None:
+    lowest = -(10**9)
+
+    def function(z: torch.Tensor) -> torch.Tensor:
+        return F.pad(z, (0, 1), "constant", lowest) + F.pad(z, (1, 0), value=lowest)
+
+    z = torch.ones(2, 2)
+    traced = trace(function, positional=1)
+    assert torch.equal(build(traced.graph, {}, device="cpu")(z), function(z))

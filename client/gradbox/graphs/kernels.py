@@ -47,8 +47,11 @@ def trusted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _windowed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    num_sizes = 3 if name == "torch.nn.functional.pad" else None  # then the value to fill with
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        _check_extents(name, [*args, *kwargs.values()])
+        sizes = [value for key, value in kwargs.items() if key != "value"]
+        _check_extents(name, [*args[:num_sizes], *sizes])
         return function(*args, **kwargs)
 
     return call
