@@ -90,6 +90,10 @@ class RuleStep(Step):
                 self.targets[role] = Target(label(key), tuple(tensor.shape), tensor.dtype)
         out = self.function(*args, **kwargs)
         if out.requires_grad:
+            if out._is_view():
+                # What changes a view in place gives it a new history, in which the edge noted here
+                # is missing. This is the same memory as a tensor of its own, whose edge stays.
+                out = torch.ops.aten._unsafe_view(out, out.shape)
             self._record(capture, layer, out)
         return out
 

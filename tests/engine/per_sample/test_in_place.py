@@ -1,0 +1,49 @@
+"""A change in place behind a layer or before it takes nothing away from the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gradbox_engine.per_sample import per_sample_gradient
+from tests.engine.per_sample import naive
+from tests.engine.per_sample.zoo import Written
+
+
+def _squares(z: Tensor) -> Tensor:
+    return z.square().sum(1)
+
+
+def _relu(m: nn.Module, x: Tensor) -> Tensor:
+    return m.b(F.relu(m.a(x), inplace=True)).mean(1)  # type: ignore[operator,no-any-return]
+
+
+def _checkpointed(m: nn.Module, x: Tensor) -> Tensor:
+    h = checkpoint(lambda y: F.relu(m.a(y), inplace=True), x, use_reentrant=False)
+    return m.b(h).mean(1)  # type: ignore[operator,no-any-return]
+
+
+def _slice(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x)  # type: ignore[operator]
+    h[..., :2] = h[..., 2:] * 3
+    return m.b(h).mean(1)  # type: ignore[operator,no-any-return]
+
+
+@pytest.mark.parametrize("forward", [_relu, _checkpointed, _slice])
+@pytest.mark.parametrize("unchecked", [[], ["self"]])
+def test_a_change_in_place_behind_a_linear_layer_keeps_its_rows(
+    forward: Callable[..., Tensor], unchecked: list[str]
+) -> None:
+    torch.manual_seed(1)
+    model = Written(forward, a=nn.Linear(5, 4), b=nn.Linear(4, 3)).double()
+    inputs = {"0": torch.randn(6, 4, 5, dtype=torch.float64)}
+    losses = _squares(naive.outputs(model, inputs))[:, None]
+    expected = naive.flat(naive.rows(losses, dict(model.named_parameters())))[:, 0]
+    result = per_sample_gradient(model, [inputs], _squares, unchecked=unchecked)
+    assert naive.difference(naive.flat(result.arrays, lead=1), expected) <= naive.TOLERANCE
+    assert not result.loops
