@@ -142,6 +142,8 @@ class Run(Watch):
         self.derived: dict[Key, Tensor] = {}
 
     def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs)  # leaves no sighting either
         if self.at >= len(self.steps):
             out = func(*args, **kwargs)
             if _needs_grad(out):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine.buffers import Buffers
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.failures import blaming
 from gradbox_engine.feed import call_arguments
@@ -97,7 +98,7 @@ class Session:
             wanted = {id(parameter) for parameter in self.parameters.values()}
             for parameter in self.model.parameters():
                 parameter.requires_grad_(id(parameter) in wanted)
-            self._buffers = [buffer.detach().clone() for buffer in self.model.buffers()]
+            self._buffers = Buffers(self.model)
             self._function = self.model if self._method == "forward" else self._entry()
             self._exits = exits.pop_all()
         return self
@@ -130,7 +131,14 @@ class Session:
         return shard_stream(self._seed, 0, index)
 
     def call(self, arguments: dict[str, Any]) -> Tensor:
-        """Return z of one shard, one row a sample."""
+        """Return z of one shard, one row a sample.
+
+        The model gets copies: it may write to its arguments, and is called several times on them.
+        """
+        arguments = {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in arguments.items()
+        }
         by_place, by_name = call_arguments(arguments)
         if self._precision in ("bf16", "fp16"):
             with autocast(self._precision, self.device):
@@ -235,7 +243,7 @@ class Session:
     def _planned(self, arguments: dict[str, Any], index: int, samples: int) -> Plan:
         with blaming("the model", f"shard {index}"):
             plan = plan_for(self, arguments, index, samples=samples)
-        self._restore_buffers()
+        self.restore_buffers()
         return plan
 
     def _replanned(self, arguments: dict[str, Any], index: int) -> Plan:
@@ -263,16 +271,17 @@ class Session:
     ) -> Traced:
         if plan.stateful:
             # Before the call and not after it: the graph may hold what the call wrote.
-            self._restore_buffers()
+            self.restore_buffers()
         stream = self.stream(index) if plan.random else nullcontext()
         with blaming("the model or the loss", f"shard {index}"), stream:
             return Traced(self, plan, arguments, head, copies=copies)
 
-    @torch.no_grad()
-    def _restore_buffers(self) -> None:
-        for buffer, value in zip(self.model.buffers(), self._buffers, strict=True):
-            if not torch.equal(buffer, value):
-                buffer.detach().copy_(value)
+    def restore_buffers(self) -> None:
+        """Give every buffer the value it had when the session began, and no graph."""
+        self._buffers.restore(self._buffers.first)
+        for buffer in self.model.buffers():
+            if buffer.requires_grad:
+                buffer.detach_()
 
     def _signature(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return what a plan depends on."""

@@ -45,18 +45,27 @@ def plan_for(
         NoBatchAxis: no dim of the inputs gives z one row a sample.
         CoupledSamples: one sample's output changes when another sample does.
     """
-    versions = [buffer._version for buffer in model.model.buffers()]
+    before = _buffer_states(model)
     axes, first, second = _sized_runs(model, shard, index, samples)
     more = _replaced(resized(shard, axes, samples + EXTRA), axes)
     third = _scan(model, more, index)
+    stateful = before != _buffer_states(model)
     trials = Trials(first.sightings, second.sightings, third.sightings, samples, CHANGED)
     if "coupling" not in model.unchecked:
         _refuse_coupling(trials, second.z, third.z)
     plan = make_plan(trials, model.parameters)
     plan.axes = dict(axes)
     plan.random = first.random
-    plan.stateful = versions != [buffer._version for buffer in model.model.buffers()]
+    plan.stateful = stateful
     return plan
+
+
+def _buffer_states(model: WatchedModel) -> dict[str, tuple[int, int]]:
+    """Return what changes when a buffer is written to, bound anew, or registered."""
+    return {
+        name: (id(buffer), buffer._version)
+        for name, buffer in model.model.named_buffers(remove_duplicate=False)
+    }
 
 
 def _sized_runs(
@@ -123,6 +132,7 @@ def _replaced(shard: dict[str, Any], axes: Axes) -> dict[str, Any]:
 
 
 def _scan(model: WatchedModel, shard: Mapping[str, Any], index: int) -> Scanned:
+    model.restore_buffers()
     scan = Scan(model.model, model.parameters)
     try:
         with model.stream(index), torch.enable_grad(), plain_checkpoints():

@@ -33,6 +33,10 @@ class WatchedModel(Protocol):
         """Return z, whose dim 0 counts samples."""
         ...
 
+    def restore_buffers(self) -> None:
+        """Put the buffers back to what they were before the first call."""
+        ...
+
     def stream(self, index: int) -> AbstractContextManager[None]:
         """Return the random numbers of one shard."""
         ...
