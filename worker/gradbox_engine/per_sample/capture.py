@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten
 from gradbox_engine.errors import EngineError
 from gradbox_engine.per_sample.batch_axis import BatchAxis
 from gradbox_engine.per_sample.opened import opened
+from gradbox_engine.per_sample.selecting import KEEPING, Selection, selection
 
 Key = str | tuple[int, int]
 """A parameter's name, or (number of the use that made a derived tensor, position in its output)."""
@@ -130,10 +131,16 @@ class Run(Watch):
     """Runs the model's uses as planned and records their output edges."""
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], steps: Sequence[Any], *, copies: int = 1
+        self,
+        parameters: Mapping[str, Tensor],
+        steps: Sequence[Any],
+        *,
+        samples: int,
+        copies: int = 1,
     ) -> None:
         super().__init__(parameters)
         self.steps = steps
+        self.samples = samples  # of all copies; a use that sees another number is not as planned
         # What turns gradients into terms holds this and not the run, which holds them: memory of a
         # run is free as soon as nobody needs it, and not when cycles are collected.
         self.fold = Fold(copies)
@@ -199,6 +206,8 @@ class Scan(Watch):
         super().__init__(parameters)
         self.model = model
         self.sightings: list[Sighting] = []
+        self.selections: list[Selection] = []
+        self._counting: set[int] = set()
         self._place = _Place()
         self._hooks: list[Any] = []
 
@@ -224,6 +233,23 @@ class Scan(Watch):
     def _left(self, *_: Any) -> None:
         self._place.names.pop()
 
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs)
+        kept = args and self._counts(args[0]) and getattr(func, "__name__", "") in KEEPING
+        if func is torch.arange or kept:
+            self.held.append(out)
+            self._counting.add(id(out))
+        return out
+
+    def _counts(self, value: Any) -> bool:
+        return id(value) in self._counting
+
     @property
     def module(self) -> str:
         """The name of the module that runs now."""
@@ -231,6 +257,9 @@ class Scan(Watch):
 
     def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
+        picked = selection(func, args, kwargs, self._counts)
+        if picked is not None and picked[1]:
+            self.selections.append(picked)
         if not _needs_grad(out):
             return out
         number = len(self.sightings)

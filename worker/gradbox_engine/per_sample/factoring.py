@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.per_sample.capture import Key, PlanStale, Run
+from gradbox_engine.per_sample.failures import NoBatchAxis, SelfCheckFailed
 from gradbox_engine.per_sample.plan import Plan
 from gradbox_engine.per_sample.pulling import pulled_back
 from gradbox_engine.per_sample.reentrant import plain_checkpoints
@@ -48,12 +49,18 @@ class Traced:
     ) -> None:
         self.session, self.plan, self._copies = session, plan, copies
         watched = session.parameters if plan.watched else {}
-        self._capture = Run(watched, plan.steps, copies=copies)
         if copies > 1:
             arguments = _repeated(arguments, plan.axes, copies)
+        expected = plan.samples(arguments) or 0
+        self._capture = Run(watched, plan.steps, samples=expected, copies=copies)
         with torch.enable_grad():
             with plain_checkpoints(), self._capture:
                 z = session.call(arguments)
+            if z.shape[0] != expected:
+                raise NoBatchAxis(
+                    f"the output: expected {expected} rows, one a sample, got shape "
+                    f"{tuple(z.shape)}: keep the samples on dim 0, also where there is one"
+                )
             self._whole = head(z)
         if self._capture.at != len(plan.steps):
             raise PlanStale
@@ -137,18 +144,21 @@ class Traced:
             found = torch.autograd.grad(column.sum(), edges, retain_graph=keep, allow_unused=True)
             return [None if g is None else g.unsqueeze(0) for g in found]
         cotangents = _identity(self.outputs, outputs, self.samples, value.dtype, value.device)
-        if self.plan.batched_backward:
+        untried = self.plan.batched_backward is None
+        if self.plan.batched_backward is not False:
             try:
-                return torch.autograd.grad(
+                found = torch.autograd.grad(
                     value,
                     edges,
                     cotangents,
-                    retain_graph=keep,
+                    retain_graph=keep or untried,  # for the passes below, if this fails midway
                     allow_unused=True,
                     is_grads_batched=True,
                 )
+                self.plan.batched_backward = True
+                return found
             except RuntimeError as error:
-                if "vmap" not in str(error) and "batching rule" not in str(error):
+                if "vmap" not in str(error) and "batching rule" not in str(error).lower():
                     raise
                 self.plan.batched_backward = False
         rows = [
@@ -192,6 +202,12 @@ class Traced:
         if not terms:
             empty = self.value.new_empty(self.samples, num_outputs, 0)
             return Zero(name, tuple(self.session.parameters[name].shape), empty)
+        for term in terms:
+            if term.samples != self.samples:
+                raise SelfCheckFailed(
+                    f"parameter {name!r}: expected a term of {self.samples} samples, got "
+                    f"{term.samples}: please report this model"
+                )
         return terms[0] if len(terms) == 1 else _joined(terms)
 
 

@@ -65,9 +65,20 @@ class Plan:
     random: bool = True  # whether the model draws random numbers
     stateful: bool = True  # whether the model changes its buffers
     copies: int = 0  # of the batch in a folded Jacobian; 1 where that is slower, 0 until tried
-    batched_backward: bool = True  # whether all outputs' backward passes run as one
+    batched_backward: bool | None = None  # whether all outputs' backward run as one; None: untried
     watched: bool = True  # whether uses are recorded; not where all parameters take the loop
     checked: bool = False  # whether a first use was compared with autograd
+    verified: set[str] = field(default_factory=set)  # parameters whose rows were, and not zero
+    separate: bool = False  # whether replacing a sample moved its own output, and no other's
+    zeros: tuple[str, ...] = ()  # parameters that were all zero, which may hide a coupling
+    reorders: bool = False  # whether data may decide which samples go where
+
+    def samples(self, arguments: Mapping[str, Any]) -> int | None:
+        """Return how many samples these arguments hold, None where no argument holds any."""
+        for name, dim in self.axes.items():
+            size: int = arguments[name].shape[dim]
+            return size
+        return None
 
     def loop(self, names: Iterable[str], why: str) -> None:
         """Send parameters down the loop road."""
@@ -126,8 +137,12 @@ class _Use:
     def step(self) -> Step:
         """Choose the road."""
         function = self.first.function
+        runs = (self.first, self.second, self.third)
+        if len({(len(run.inputs), len(run.outputs)) for run in runs}) > 1:
+            return Step(function, self.number, "loop")  # `torch.cat([q] * B)`: a tensor a sample
         if not any(dim is not None for dim in self._changes()):
-            return DerivedStep(function, self.number, "derived")
+            shapes = tuple(x.shape for x in (*self.first.inputs, *self.first.outputs))
+            return DerivedStep(function, self.number, "derived", shapes)
         for choose in (self._rule, self._birth, self._copies, self._vmap):
             step = choose()
             if step is not None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradbox_engine.per_sample.batch_axis import BatchAxis
-from gradbox_engine.per_sample.capture import Key, PlanStale, Run
+from gradbox_engine.per_sample.capture import Key, PlanStale, Run, tensors_of
 from gradbox_engine.per_sample.layers import Layer, Rule, Target
 from gradbox_factors import Block, Term
 
@@ -53,9 +53,13 @@ class Step:
 class DerivedStep(Step):
     """The output is followed as a parameter."""
 
+    shapes: tuple[torch.Size, ...]  # of the tensors that enter and leave, in the trial runs
+
     def run(self, capture: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         capture.at += 1
         out = self.function(*args, **kwargs)
+        if tuple(x.shape for x in (*tensors_of((args, kwargs)), *tensors_of(out))) != self.shapes:
+            raise PlanStale  # samples take part in it after all
         parts = [out] if isinstance(out, Tensor) else list(out)
         for position, part in enumerate(parts):
             if isinstance(part, Tensor) and part.requires_grad:
@@ -89,6 +93,10 @@ class RuleStep(Step):
             if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
                 self.targets[role] = Target(label(key), tuple(tensor.shape), tensor.dtype)
         out = self.function(*args, **kwargs)
+        samples = capture.samples
+        for axis, tensor in ((self.input_axis, layer.input), (self.output_axis, out)):
+            if tensor.shape[axis.dim] != axis.length(samples):
+                raise PlanStale  # a layer that sees some of the samples only
         if out.requires_grad:
             if out._is_view():
                 # What changes a view in place gives it a new history, in which the edge noted here
@@ -129,6 +137,8 @@ class CopiesStep(Step):
         leaves, tree = tree_flatten((args, kwargs))
         shapes = [x.shape for x in leaves if isinstance(x, Tensor)]
         sizes = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+        if sizes[self.output_axis.dim] != self.output_axis.length(capture.samples):
+            raise PlanStale
         for position, leaf in enumerate(leaves):
             key = capture.tracked.get(id(leaf)) if isinstance(leaf, Tensor) else None
             if key is not None and leaf.requires_grad:
@@ -166,9 +176,9 @@ class BirthStep(Step):
         q = args[0]
         key = capture.tracked.get(id(q))
         out = self.function(*args, **kwargs)
-        if key is None:
-            raise PlanStale
         axis = self.output_axis
+        if key is None or out.shape[axis.dim] != axis.length(capture.samples):
+            raise PlanStale
         shape = [1] * (out.dim() - q.dim()) + list(q.shape)
         del shape[axis.dim]
         fold = capture.fold
@@ -204,6 +214,8 @@ class VmapStep(Step):
 
             capture.record(copies, terms)
 
+        if self._samples(tensors_of((args, kwargs))) != capture.samples:
+            raise PlanStale
         return self.vectorised(capture.tracked, args, kwargs, record)
 
     def vectorised(

@@ -23,12 +23,12 @@ from gradbox_engine.job import Mode, Precision, model_device
 from gradbox_engine.outputs import BARE, as_outputs, choose
 from gradbox_engine.overlay import lay_over, wide_dtype, widen
 from gradbox_engine.per_sample.capture import PlanStale
-from gradbox_engine.per_sample.checks import check_first_use, check_head
+from gradbox_engine.per_sample.checks import check_head, check_rows, mixed, reaches
 from gradbox_engine.per_sample.factoring import Traced
 from gradbox_engine.per_sample.failures import NoBatchAxis
 from gradbox_engine.per_sample.plan import Plan
 from gradbox_engine.per_sample.trials import SAMPLES, plan_for
-from gradbox_engine.precision import AUTOCAST, arithmetic, autocast
+from gradbox_engine.precision import AUTOCAST, accumulation_dtype, arithmetic, autocast
 from gradbox_engine.preservation import preserved
 from gradbox_engine.selection import select
 from gradbox_engine.streams import shard_stream
@@ -66,7 +66,7 @@ class Session:
 
         Args:
             unchecked: checks to leave out: "coupling" (no sample sees another) and "self" (the
-                first use of a plan is compared with autograd).
+                rows of a plan are compared with autograd's gradient).
 
         Raises:
             BadInputs: `unchecked` names something else, or the model has no such method.
@@ -82,6 +82,9 @@ class Session:
         self._method = method
         self._exits = ExitStack()
         self.parameters: dict[str, Tensor] = {}
+        self._head_checked = "coupling" in self.unchecked
+        self._trusted: dict[int, Plan] = {}  # plans that hold for this session's weights
+        self._planned_on: set[int] = set()  # shards on which this session made a plan
         self.device = model_device(model)
         self.rounding = AUTOCAST.get(precision, torch.float64)
 
@@ -131,7 +134,7 @@ class Session:
         return shard_stream(self._seed, 0, index)
 
     def call(self, arguments: dict[str, Any]) -> Tensor:
-        """Return z of one shard, one row a sample.
+        """Return z of one shard, one row a sample, in float32 or wider.
 
         The model gets copies: it may write to its arguments, and is called several times on them.
         """
@@ -157,7 +160,7 @@ class Session:
                 f"{'several' if value is None else 'a single number'}: use output= or readout="
             )
         found: Tensor = value
-        return found
+        return found.to(accumulation_dtype(found.dtype))
 
     def trace(
         self,
@@ -176,26 +179,57 @@ class Session:
         Raises:
             CoupledSamples: one sample's output depends on another's input.
             NoBatchAxis: the samples cannot be found.
-            SelfCheckFailed: the first use of a plan does not give autograd's gradient.
+            SelfCheckFailed: the plan does not give autograd's gradient, nor does the loop road.
         """
         plan = self._plan(arguments, index)
-        copies = plan.copies if foldable and plan.checked else 1
+        if not plan.checked or plan.reorders:
+            plan = self._compared(plan, arguments, index, head)
+        pending = self._pending(plan)
+        copies = plan.copies if foldable and not pending else 1
         try:
             traced = self._traced(plan, arguments, index, head, max(1, copies))
         except PlanStale:
-            plan = self._replanned(arguments, index)
+            plan = self._compared(self._replanned(arguments, index), arguments, index, head)
+            traced, pending = self._traced(plan, arguments, index, head), []
+        self._check_head(traced.z, head)
+        if pending and not plan.reorders and reaches(traced, pending):
+            del traced  # one graph at a time
+            # What had no gradient when the plan was made may have hidden a coupling as well.
+            plan = self._compared(self._planned(arguments, index), arguments, index, head)
             traced = self._traced(plan, arguments, index, head)
-        if not plan.checked:
-            plan.checked = True
-            if "coupling" not in self.unchecked:
-                check_head(traced.z, head)
-            if "self" not in self.unchecked:
-                if check_first_use(traced, plan):
-                    check_first_use(self._traced(plan, arguments, index, head), plan)
-                traced = self._traced(plan, arguments, index, head)
-        if foldable and not plan.copies:
+        if foldable and not plan.copies and not self._pending(plan):
             plan.copies = self._quicker_copies(plan, arguments, index, head, traced.outputs)
         return traced
+
+    def _compared(
+        self, plan: Plan, arguments: dict[str, Any], index: int, head: Callable[[Tensor], Tensor]
+    ) -> Plan:
+        """Compare a plan's rows with autograd's and return the plan that holds."""
+        if "self" in self.unchecked:
+            plan.checked = True
+            return plan
+        combined = mixed(head)
+        try:
+            traced = self._traced(plan, arguments, index, combined)
+        except PlanStale:
+            plan = self._replanned(arguments, index)
+            traced = self._traced(plan, arguments, index, combined)
+        self._check_head(traced.z, head)
+        if check_rows(traced, plan):
+            check_rows(self._traced(plan, arguments, index, combined), plan)
+        plan.checked = True
+        return plan
+
+    def _check_head(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> None:
+        """Look once a job whether the loss couples samples: plans do not depend on the loss."""
+        if not self._head_checked:
+            self._head_checked = check_head(z, head)
+
+    def _pending(self, plan: Plan) -> list[str]:
+        """Return the parameters whose rows no gradient has confirmed yet."""
+        if len(plan.verified) == len(self.parameters) or "self" in self.unchecked:
+            return []
+        return [name for name in self.parameters if name not in plan.verified]
 
     def _quicker_copies(
         self,
@@ -225,25 +259,38 @@ class Session:
 
     def count(self, arguments: dict[str, Any], index: int) -> int:
         """Return how many samples a shard has."""
-        for name, dim in self._plan(arguments, index).axes.items():
-            size: int = arguments[name].shape[dim]
-            return size
-        raise NoBatchAxis(f"shard {index}: expected a tensor that holds samples, got none")
+        samples = self._plan(arguments, index).samples(arguments)
+        if samples is None:
+            raise NoBatchAxis(f"shard {index}: expected a tensor that holds samples, got none")
+        return samples
 
     def _plan(self, arguments: dict[str, Any], index: int) -> Plan:
-        plans = _plans.setdefault(self.model, {})
-        key = self._signature(arguments)
-        plan = plans.get(key)
+        plan = _plans.setdefault(self.model, {}).get(self._signature(arguments))
         if plan is None:
-            plan = plans[key] = self._planned(arguments, index, SAMPLES)
-            while len(plans) > MOST_PLANS:
-                del plans[next(iter(plans))]
+            return self._planned(arguments, index)
+        if id(plan) in self._trusted or index in self._planned_on:
+            return plan
+        if "coupling" not in self.unchecked and (not plan.separate or self._awoken(plan)):
+            return self._planned(arguments, index)
+        self._trusted[id(plan)] = plan
         return plan
 
-    def _planned(self, arguments: dict[str, Any], index: int, samples: int) -> Plan:
+    def _awoken(self, plan: Plan) -> bool:
+        """Say whether a parameter that was zero, and may have gated a coupling, no longer is."""
+        zeros = [self.model.get_parameter(name) for name in plan.zeros]
+        return bool(zeros) and bool(torch.stack([zero.any() for zero in zeros]).any())
+
+    def _planned(self, arguments: dict[str, Any], index: int, samples: int = SAMPLES) -> Plan:
         with blaming("the model", f"shard {index}"):
             plan = plan_for(self, arguments, index, samples=samples)
         self.restore_buffers()
+        parameters = self.model.named_parameters()
+        plan.zeros = tuple(name for name, parameter in parameters if not parameter.any())
+        plans = _plans.setdefault(self.model, {})
+        plans[self._signature(arguments)] = plan
+        while len(plans) > MOST_PLANS:
+            del plans[next(iter(plans))]
+        self._planned_on.add(index)
         return plan
 
     def _replanned(self, arguments: dict[str, Any], index: int) -> Plan:
@@ -258,7 +305,6 @@ class Session:
             plan.steps.clear()
             plan.watched = False
             plan.loop(self.parameters, "the model's calls differ from run to run")
-        _plans[self.model][self._signature(arguments)] = plan
         return plan
 
     def _traced(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from gradbox_engine.per_sample.capture import Scan, Sighting
 from gradbox_engine.per_sample.failures import CoupledSamples, NoBatchAxis
 from gradbox_engine.per_sample.plan import Plan, Trials, make_plan
 from gradbox_engine.per_sample.reentrant import plain_checkpoints
+from gradbox_engine.per_sample.selecting import Selection, may_reorder
 from gradbox_engine.per_sample.watched_model import CALL_ERRORS, WatchedModel
 from gradbox_engine.streams import generator_fingerprint
 
@@ -32,6 +33,7 @@ class Scanned:
     """What one trial run showed."""
 
     sightings: list[Sighting]
+    selections: list[Selection]
     z: Tensor
     random: bool  # whether it drew from a global generator
 
@@ -51,9 +53,14 @@ def plan_for(
     third = _scan(model, more, index)
     stateful = before != _buffer_states(model)
     trials = Trials(first.sightings, second.sightings, third.sightings, samples, CHANGED)
-    if "coupling" not in model.unchecked:
-        _refuse_coupling(trials, second.z, third.z)
+    moved = samples_that_differ(second.z, third.z, BatchAxis(0))
+    separate = bool(moved[CHANGED])
+    moved[CHANGED] = False
+    if "coupling" not in model.unchecked and moved.any():
+        _refuse_coupling(trials)
     plan = make_plan(trials, model.parameters)
+    plan.separate = separate
+    plan.reorders = may_reorder(first.selections, second.selections)
     plan.axes = dict(axes)
     plan.random = first.random
     plan.stateful = stateful
@@ -142,12 +149,10 @@ def _scan(model: WatchedModel, shard: Mapping[str, Any], index: int) -> Scanned:
             random = generator_fingerprint() != before
     finally:
         scan.close()
-    return Scanned(scan.sightings, z.detach(), random)
+    return Scanned(scan.sightings, scan.selections, z.detach(), random)
 
 
-def _refuse_coupling(trials: Trials, second: Tensor, third: Tensor) -> None:
-    if not _others_differ(second, third, BatchAxis(0)):
-        return
+def _refuse_coupling(trials: Trials) -> NoReturn:
     where = _first_coupling(trials) if trials.alike else "the model"
     raise CoupledSamples(
         f"replacing one sample changed the output of others; first seen in {where}: a sample then "

@@ -1,0 +1,173 @@
+"""What a plan was checked on does not vouch for another loss, other weights or other data."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradbox_engine.per_sample import CoupledSamples, SampleResult, per_sample_gradient
+from tests.engine.per_sample import naive
+from tests.engine.per_sample.zoo import Square, Written
+
+
+def _squares(z: Tensor) -> Tensor:
+    return z.square().sum(1)
+
+
+def _x(*sizes: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {"0": torch.randn(*sizes, dtype=torch.float64)}
+
+
+def _difference(model: nn.Module, inputs: dict[str, Tensor], result: SampleResult) -> float:
+    losses = _squares(naive.outputs(model, inputs))[:, None]
+    expected = naive.flat(naive.rows(losses, dict(model.named_parameters())))[:, 0]
+    return naive.difference(naive.flat(result.arrays, lead=1), expected)
+
+
+def test_a_second_loss_that_mixes_samples_is_refused() -> None:
+    model = nn.Linear(4, 2).double()
+    per_sample_gradient(model, [_x(6, 4)], _squares)
+    with pytest.raises(CoupledSamples, match="loss"):
+        per_sample_gradient(model, [_x(6, 4)], lambda z: (z - z.mean(0)).square().sum(1))
+
+
+def test_a_flat_loss_does_not_pass_for_one_that_keeps_samples_apart() -> None:
+    def loss(z: Tensor, far: Tensor) -> Tensor:
+        return F.relu(z - z.mean(0) - far).sum(1)
+
+    far = torch.tensor([1e3] * 3 + [-1e3] * 3, dtype=torch.float64)[:, None]
+    model, x = nn.Linear(4, 2).double(), _x(6, 4)["0"]
+    shards = [{"0": x[:3]}, {"0": x[3:]}]
+    with pytest.raises(CoupledSamples, match="loss"):
+        per_sample_gradient(model, shards, loss, loss_inputs={"far": far})
+
+
+@pytest.mark.parametrize("gate", ["head", "branch"])
+def test_batch_norm_behind_a_weight_of_zero_is_refused_once_it_is_not(gate: str) -> None:
+    parts = {"a": nn.Linear(5, 5), "n": nn.BatchNorm1d(5), "b": nn.Linear(5, 3)}
+    if gate == "head":
+        model = Written(lambda m, x: m.b(m.n(m.a(x)).tanh()), **parts).double()
+        weights = {"b.weight": torch.randn(3, 5, dtype=torch.float64)}
+        nn.init.zeros_(model.get_parameter("b.weight"))
+    else:
+        model = Written(lambda m, x: m.b(x + m.n(m.a(x))), **parts).double()
+        weights = {"n.weight": torch.ones(5, dtype=torch.float64)}
+        nn.init.zeros_(model.get_parameter("n.weight"))
+    per_sample_gradient(model, [_x(8, 5)], _squares, mode="train")
+    with pytest.raises(CoupledSamples, match="'n'"):
+        per_sample_gradient(model, [_x(8, 5)], _squares, mode="train", weights=weights)
+
+
+def test_rows_of_zero_are_compared_again_when_they_are_not() -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        return m.b(Square.apply(x, m.w)).tanh()  # type: ignore[operator,no-any-return,no-untyped-call]
+
+    torch.manual_seed(1)
+    model = Written(forward, w=nn.Parameter(torch.randn(5)), b=nn.Linear(5, 3)).double()
+    weights = {"b.weight": model.get_parameter("b.weight").detach().clone()}
+    nn.init.zeros_(model.get_parameter("b.weight"))
+    first = per_sample_gradient(model, [_x(6, 5)], _squares)
+    assert not first.arrays["w"].any()
+    second = per_sample_gradient(model, [_x(6, 5)], _squares, weights=weights)
+    model.load_state_dict({**model.state_dict(), **weights})
+    assert _difference(model, _x(6, 5), second) <= naive.TOLERANCE
+
+
+def test_a_flat_first_shard_confirms_nothing() -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        return m.b(Square.apply(x, m.w)).tanh()  # type: ignore[operator,no-any-return,no-untyped-call]
+
+    torch.manual_seed(1)
+    model = Written(forward, w=nn.Parameter(torch.randn(5)), b=nn.Linear(5, 3)).double()
+    x = _x(6, 5)["0"]
+    x[:3] = 0
+    result = per_sample_gradient(model, [{"0": x[:3]}, {"0": x[3:]}], _squares)
+    assert _difference(model, {"0": x}, result) <= naive.TOLERANCE
+    assert set(result.loops) == {"w"}
+
+
+def test_weights_that_stay_apart_are_planned_once() -> None:
+    calls = []
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return m.b(m.a(x).relu())  # type: ignore[operator,no-any-return]
+
+    torch.manual_seed(1)
+    model = Written(forward, a=nn.Linear(5, 4), b=nn.Linear(4, 3)).double()
+    per_sample_gradient(model, [_x(6, 5)], _squares)
+    calls.clear()
+    weights = {name: p.detach() * 2 for name, p in model.named_parameters()}
+    per_sample_gradient(model, [_x(6, 5)], _squares, weights=weights)
+    assert calls == [6]
+
+
+def test_a_parameter_that_is_never_reached_costs_no_further_call() -> None:
+    calls = []
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        calls.append(len(x))
+        m.unused(x)  # type: ignore[operator]
+        return m.a(x)  # type: ignore[operator,no-any-return]
+
+    model = Written(forward, a=nn.Linear(5, 4), unused=nn.Linear(5, 4)).double()
+    per_sample_gradient(model, [_x(6, 5)], _squares)
+    calls.clear()
+    result = per_sample_gradient(model, [_x(6, 5)], _squares)
+    assert calls == [6]
+    assert set(result.unreached) == {"unused.weight", "unused.bias"}
+
+
+def test_a_gradient_of_rounding_alone_is_no_failure() -> None:
+    def forward(m: nn.Module, x: Tensor, w: Tensor) -> Tensor:
+        h = m.a(x)  # type: ignore[operator]
+        return ((h - h.mean(1, keepdim=True)) * w).sum((1, 2))[:, None]  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Written(forward, a=nn.Linear(64, 64))
+    x = torch.randn(16, 1, 64).expand(16, 4, 64).contiguous()
+    inputs = {"x": x, "w": torch.randn(16, 4, 64)}
+    result = per_sample_gradient(model, [inputs], _squares, wrt=["a.weight"])
+    assert float(result.arrays["a.weight"].abs().max()) < 1e-2
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("samples", [8, 64])
+def test_batch_norm_is_seen_in_16_bits(precision: str, samples: int) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    inputs = {"0": torch.randn(samples, 5)}
+    with pytest.raises(CoupledSamples, match="'1'"):
+        per_sample_gradient(model, [inputs], _squares, mode="train", precision=precision)
+    narrow = copy.deepcopy(model).to(torch.bfloat16)
+    with pytest.raises(CoupledSamples, match="'1'"):
+        per_sample_gradient(narrow, [{"0": inputs["0"].bfloat16()}], _squares, mode="train")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_loss_gets_float32_at_least(precision: str) -> None:
+    torch.manual_seed(1)
+    model, inputs = nn.Linear(5, 1), {"0": torch.randn(4, 5)}
+    result = per_sample_gradient(model, [inputs], lambda z: z[:, 0] + 1000, precision=precision)
+    expected = model(inputs["0"])[:, 0].detach() + 1000
+    assert result.values is not None
+    assert result.values.dtype == torch.float32
+    assert float((result.values - expected).abs().max()) < 0.05
+
+
+def test_a_masked_output_hides_no_coupling() -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        z = m.a(x)  # type: ignore[operator]
+        return torch.cat([z - z.mean(0), torch.full_like(z[:, :1], -1e9)], 1)
+
+    with pytest.raises(CoupledSamples):
+        per_sample_gradient(Written(forward, a=nn.Linear(5, 3)), [{"0": torch.randn(64, 5)}], _sum)
+
+
+def _sum(z: Tensor) -> Tensor:
+    return z[:, :3].square().sum(1)
