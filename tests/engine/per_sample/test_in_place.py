@@ -47,3 +47,20 @@ def test_a_change_in_place_behind_a_linear_layer_keeps_its_rows(
     result = per_sample_gradient(model, [inputs], _squares, unchecked=unchecked)
     assert naive.difference(naive.flat(result.arrays, lead=1), expected) <= naive.TOLERANCE
     assert not result.loops
+
+
+def test_a_bias_needs_no_input_that_is_changed_in_place_later() -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = x * 2
+        h += m.a(h)  # type: ignore[operator]
+        return m.b(h)  # type: ignore[operator,no-any-return]
+
+    torch.manual_seed(1)
+    model = Written(forward, a=nn.Linear(5, 5), b=nn.Linear(5, 3)).double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    inputs = {"0": torch.randn(6, 5, dtype=torch.float64)}
+    biases = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    expected = naive.flat(naive.rows(_squares(naive.outputs(model, inputs))[:, None], biases))[:, 0]
+    result = per_sample_gradient(model, [inputs], _squares, wrt=["*bias"])
+    assert naive.difference(naive.flat(result.arrays, lead=1), expected) <= naive.TOLERANCE

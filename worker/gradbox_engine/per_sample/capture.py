@@ -214,6 +214,8 @@ class Scan(Watch):
     def __enter__(self) -> Scan:
         if not self._hooks:
             for name, module in self.model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # takes no such hooks
                 self._hooks.append(module.register_forward_pre_hook(self._entered(name)))
                 self._hooks.append(module.register_forward_hook(self._left, always_call=True))
         super().__enter__()  # type: ignore[no-untyped-call]

@@ -119,7 +119,10 @@ class RuleStep(Step):
             for term in self.rule.terms(layer, x, g, self.targets):
                 yield self._by_label[term.parameter], term
 
-        capture.record(out, terms, lambda: held._version == version)
+        if all(role == "bias" for role, _ in self.keys):
+            capture.record(out, terms)  # its gradient is the output's, whatever the input is now
+        else:
+            capture.record(out, terms, lambda: held._version == version)
 
     @cached_property
     def _by_label(self) -> dict[str, Key]:

@@ -93,6 +93,7 @@ class Session:
             exits.enter_context(arithmetic(self._precision))
             exits.enter_context(preserved(self.model))
             self.parameters = dict(select(self.model, self._wrt).parameters)
+            _refuse_complex(self.parameters)
             if self._weights:
                 lay_over(self.model, self._weights)
             if self._precision == "fp64":
@@ -339,3 +340,12 @@ class Session:
             self._mode, self._precision, self._method, self._output, self._readout,
             tuple(self.parameters), self.unchecked, sizes,
         )  # fmt: skip
+
+
+def _refuse_complex(parameters: Mapping[str, Tensor]) -> None:
+    names = [name for name, parameter in parameters.items() if parameter.is_complex()]
+    if names:
+        raise BadInputs(
+            f"wrt: expected real parameters, got the complex {names}: leave them out by wrt=, or "
+            "let the model hold them as real ones, by torch.view_as_real"
+        )

@@ -49,8 +49,7 @@ def plan_for(
     """
     before = _buffer_states(model)
     axes, first, second = _sized_runs(model, shard, index, samples)
-    more = _replaced(resized(shard, axes, samples + EXTRA), axes)
-    third = _scan(model, more, index)
+    third = _replaced_run(model, resized(shard, axes, samples + EXTRA), axes, index)
     stateful = before != _buffer_states(model)
     trials = Trials(first.sightings, second.sightings, third.sightings, samples, CHANGED)
     moved = samples_that_differ(second.z, third.z, BatchAxis(0))
@@ -120,17 +119,26 @@ def resized(shard: Mapping[str, Any], axes: Axes, samples: int) -> dict[str, Any
     return sized
 
 
-def _replaced(shard: dict[str, Any], axes: Axes) -> dict[str, Any]:
-    """Replace sample `CHANGED`: noise on numbers, another sample's integers."""
+def _replaced_run(model: WatchedModel, shard: dict[str, Any], axes: Axes, index: int) -> Scanned:
+    """Run on a shard in which sample `CHANGED` is replaced."""
+    try:
+        return _scan(model, _replaced(shard, axes), index)
+    except CALL_ERRORS:
+        # A column of floats may hold categories, which noise makes others than there are.
+        return _scan(model, _replaced(shard, axes, noise=False), index)
+
+
+def _replaced(shard: dict[str, Any], axes: Axes, *, noise: bool = True) -> dict[str, Any]:
+    """Replace sample `CHANGED`: noise on floats if `noise`, another sample's numbers elsewhere."""
     replaced = dict(shard)
     for name, dim in axes.items():
         x = shard[name].movedim(dim, 0).clone()
         mine = x[CHANGED]
-        if x.is_floating_point():
+        if x.is_floating_point() and noise:
             generator = torch.Generator().manual_seed(0)
-            noise = torch.randn(mine.shape, generator=generator, dtype=torch.float64)
+            drawn = torch.randn(mine.shape, generator=generator, dtype=torch.float64)
             scale = mine.std(unbiased=False).clamp_min(0.1) if mine.numel() > 1 else 0.1
-            x[CHANGED] = mine + noise.to(mine) * scale
+            x[CHANGED] = mine + drawn.to(mine) * scale
         else:
             others = [row for row in x if not torch.equal(row, mine)]
             x[CHANGED] = others[0] if others else mine.flip(-1) if mine.dim() else mine

@@ -1,0 +1,75 @@
+"""Models that a trial run, a hook or a vectorised backward pass does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine.errors import BadInputs
+from gradbox_engine.per_sample import jacobian
+from tests.engine.per_sample import naive
+from tests.engine.per_sample.zoo import Written
+
+
+class Watchful(torch.autograd.Function):
+    """2 x, whose backward pass looks at a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g if g.abs().max().item() > 1e30 else g * 2
+
+
+def _apart(model: nn.Module, inputs: dict[str, Tensor]) -> float:
+    expected = naive.flat(naive.jacobian(model, inputs))
+    return naive.difference(naive.flat(jacobian(model, [inputs]).arrays), expected)
+
+
+def _x() -> dict[str, Tensor]:
+    return {"0": torch.randn(6, 5, dtype=torch.float64)}
+
+
+def test_a_backward_pass_that_does_not_vectorise_runs_for_each_output() -> None:
+    torch.manual_seed(1)
+    model = Written(
+        lambda m, x: m.b(Watchful.apply(m.a(x)).tanh()).tanh(), a=nn.Linear(5, 4), b=nn.Linear(4, 3)
+    ).double()
+    assert _apart(model, _x()) <= naive.TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_categories_in_a_column_of_floats_stay_categories(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = Written(
+        lambda m, x: m.a(torch.cat([m.e(x[:, 0].long()), x[:, 1:]], 1)),
+        e=nn.Embedding(4, 3),
+        a=nn.Linear(5, 2),
+    ).double()
+    x = torch.cat([torch.randint(0, 4, (6, 1)), torch.randn(6, 2)], 1).double()
+    assert _apart(model, {"0": x}) <= naive.TOLERANCE
+
+
+def test_a_scripted_part() -> None:
+    torch.manual_seed(1)
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(5, 3)).double())
+    model = Written(lambda m, x: m.a(x).tanh(), a=scripted)
+    assert _apart(model, _x()) <= naive.TOLERANCE
+
+
+def test_a_complex_parameter_is_refused_by_name() -> None:
+    model = Written(
+        lambda m, x: torch.fft.irfft(torch.fft.rfft(m.a(x)) * m.w, n=5),
+        a=nn.Linear(5, 5),
+        w=nn.Parameter(torch.randn(3, dtype=torch.cfloat)),
+    )
+    inputs = {"0": torch.randn(6, 5)}
+    with pytest.raises(BadInputs, match=r"\['w'\].*view_as_real"):
+        jacobian(model, [inputs])
+    assert jacobian(model, [inputs], wrt=["a.*"]).arrays["a.bias"].shape == (6, 5, 5)
