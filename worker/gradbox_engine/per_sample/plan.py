@@ -69,7 +69,7 @@ class Plan:
     watched: bool = True  # whether uses are recorded; not where all parameters take the loop
     checked: bool = False  # whether a first use was compared with autograd
     verified: set[str] = field(default_factory=set)  # parameters whose rows were, and not zero
-    separate: bool = False  # whether replacing a sample moved its own output, and no other's
+    separate: bool = False  # whether replacing a sample told that it moves no other one
     zeros: tuple[str, ...] = ()  # parameters that were all zero, which may hide a coupling
     reorders: bool = False  # whether data may decide which samples go where
 

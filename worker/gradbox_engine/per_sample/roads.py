@@ -119,10 +119,15 @@ class RuleStep(Step):
             for term in self.rule.terms(layer, x, g, self.targets):
                 yield self._by_label[term.parameter], term
 
-        if all(role == "bias" for role, _ in self.keys):
-            capture.record(out, terms)  # its gradient is the output's, whatever the input is now
-        else:
+        if self._reads_input:
             capture.record(out, terms, lambda: held._version == version)
+        else:
+            capture.record(out, terms)
+
+    @cached_property
+    def _reads_input(self) -> bool:
+        """A bias's gradient is the output's, whatever has become of the input."""
+        return any(role != "bias" for role, _ in self.keys)
 
     @cached_property
     def _by_label(self) -> dict[str, Key]:

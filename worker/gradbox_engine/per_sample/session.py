@@ -28,6 +28,7 @@ from gradbox_engine.per_sample.factoring import Traced
 from gradbox_engine.per_sample.failures import NoBatchAxis
 from gradbox_engine.per_sample.plan import Plan
 from gradbox_engine.per_sample.trials import SAMPLES, plan_for
+from gradbox_engine.per_sample.watched_model import fresh
 from gradbox_engine.precision import AUTOCAST, accumulation_dtype, arithmetic, autocast
 from gradbox_engine.preservation import preserved
 from gradbox_engine.selection import select
@@ -38,6 +39,8 @@ MOST_COPIES = 64
 MOST_PLANS = 64  # of a model; a readout that a job brings makes a plan of its own
 WORTH_A_TRIAL_S = 2e-3
 TRIALS = 20
+
+_WIDER = {dtype: accumulation_dtype(dtype) for dtype in (torch.bfloat16, torch.float16)}
 
 _plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
 
@@ -82,9 +85,9 @@ class Session:
         self._method = method
         self._exits = ExitStack()
         self.parameters: dict[str, Tensor] = {}
+        # Once a job, for a plan does not depend on the loss.
         self._head_checked = "coupling" in self.unchecked
-        self._trusted: dict[int, Plan] = {}  # plans that hold for this session's weights
-        self._planned_on: set[int] = set()  # shards on which this session made a plan
+        self._trusted: dict[int, Plan] = {}  # plans made or looked at with these weights
         self.device = model_device(model)
         self.rounding = AUTOCAST.get(precision, torch.float64)
 
@@ -137,12 +140,9 @@ class Session:
     def call(self, arguments: dict[str, Any]) -> Tensor:
         """Return z of one shard, one row a sample, in float32 or wider.
 
-        The model gets copies: it may write to its arguments, and is called several times on them.
+        Args:
+            arguments: `fresh` ones, to which the model may write.
         """
-        arguments = {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in arguments.items()
-        }
         by_place, by_name = call_arguments(arguments)
         if self._precision in ("bf16", "fp16"):
             with autocast(self._precision, self.device):
@@ -161,7 +161,8 @@ class Session:
                 f"{'several' if value is None else 'a single number'}: use output= or readout="
             )
         found: Tensor = value
-        return found.to(accumulation_dtype(found.dtype))
+        wide = _WIDER.get(found.dtype)
+        return found if wide is None else found.to(wide)
 
     def trace(
         self,
@@ -192,7 +193,8 @@ class Session:
         except PlanStale:
             plan = self._compared(self._replanned(arguments, index), arguments, index, head)
             traced, pending = self._traced(plan, arguments, index, head), []
-        self._check_head(traced.z, head)
+        if not self._head_checked and not foldable:
+            self._head_checked = check_head(traced.z, traced.value.detach(), head)
         if pending and not plan.reorders and reaches(traced, pending):
             del traced  # one graph at a time
             # What had no gradient when the plan was made may have hidden a coupling as well.
@@ -215,16 +217,14 @@ class Session:
         except PlanStale:
             plan = self._replanned(arguments, index)
             traced = self._traced(plan, arguments, index, combined)
-        self._check_head(traced.z, head)
+        if not self._head_checked:
+            with torch.no_grad():
+                before = head(traced.z)
+            self._head_checked = check_head(traced.z, before, head)
         if check_rows(traced, plan):
             check_rows(self._traced(plan, arguments, index, combined), plan)
         plan.checked = True
         return plan
-
-    def _check_head(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> None:
-        """Look once a job whether the loss couples samples: plans do not depend on the loss."""
-        if not self._head_checked:
-            self._head_checked = check_head(z, head)
 
     def _pending(self, plan: Plan) -> list[str]:
         """Return the parameters whose rows no gradient has confirmed yet."""
@@ -269,11 +269,10 @@ class Session:
         plan = _plans.setdefault(self.model, {}).get(self._signature(arguments))
         if plan is None:
             return self._planned(arguments, index)
-        if id(plan) in self._trusted or index in self._planned_on:
-            return plan
-        if "coupling" not in self.unchecked and (not plan.separate or self._awoken(plan)):
-            return self._planned(arguments, index)
-        self._trusted[id(plan)] = plan
+        if id(plan) not in self._trusted:
+            if "coupling" not in self.unchecked and (not plan.separate or self._awoken(plan)):
+                return self._planned(arguments, index)
+            self._trusted[id(plan)] = plan
         return plan
 
     def _awoken(self, plan: Plan) -> bool:
@@ -291,7 +290,7 @@ class Session:
         plans[self._signature(arguments)] = plan
         while len(plans) > MOST_PLANS:
             del plans[next(iter(plans))]
-        self._planned_on.add(index)
+        self._trusted[id(plan)] = plan
         return plan
 
     def _replanned(self, arguments: dict[str, Any], index: int) -> Plan:
@@ -321,7 +320,7 @@ class Session:
             self.restore_buffers()
         stream = self.stream(index) if plan.random else nullcontext()
         with blaming("the model or the loss", f"shard {index}"), stream:
-            return Traced(self, plan, arguments, head, copies=copies)
+            return Traced(self, plan, fresh(arguments), head, copies=copies)
 
     def restore_buffers(self) -> None:
         """Give every buffer the value it had when the session began, and no graph."""

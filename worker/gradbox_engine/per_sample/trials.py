@@ -19,7 +19,7 @@ from gradbox_engine.per_sample.failures import CoupledSamples, NoBatchAxis
 from gradbox_engine.per_sample.plan import Plan, Trials, make_plan
 from gradbox_engine.per_sample.reentrant import plain_checkpoints
 from gradbox_engine.per_sample.selecting import Selection, may_reorder
-from gradbox_engine.per_sample.watched_model import CALL_ERRORS, WatchedModel
+from gradbox_engine.per_sample.watched_model import CALL_ERRORS, WatchedModel, fresh
 from gradbox_engine.streams import generator_fingerprint
 
 SAMPLES = 4
@@ -53,10 +53,11 @@ def plan_for(
     stateful = before != _buffer_states(model)
     trials = Trials(first.sightings, second.sightings, third.sightings, samples, CHANGED)
     moved = samples_that_differ(second.z, third.z, BatchAxis(0))
-    separate = bool(moved[CHANGED])
+    told = bool(moved[CHANGED])
     moved[CHANGED] = False
     if "coupling" not in model.unchecked and moved.any():
         _refuse_coupling(trials)
+    separate = told or (trials.alike and _first_coupling(trials) is None)
     plan = make_plan(trials, model.parameters)
     plan.separate = separate
     plan.reorders = may_reorder(first.selections, second.selections)
@@ -148,12 +149,13 @@ def _replaced(shard: dict[str, Any], axes: Axes, *, noise: bool = True) -> dict[
 
 def _scan(model: WatchedModel, shard: Mapping[str, Any], index: int) -> Scanned:
     model.restore_buffers()
+    arguments = fresh(shard)
     scan = Scan(model.model, model.parameters)
     try:
         with model.stream(index), torch.enable_grad(), plain_checkpoints():
             before = generator_fingerprint()
             with scan:
-                z = model.call(dict(shard))
+                z = model.call(arguments)
             random = generator_fingerprint() != before
     finally:
         scan.close()
@@ -161,7 +163,7 @@ def _scan(model: WatchedModel, shard: Mapping[str, Any], index: int) -> Scanned:
 
 
 def _refuse_coupling(trials: Trials) -> NoReturn:
-    where = _first_coupling(trials) if trials.alike else "the model"
+    where = (_first_coupling(trials) if trials.alike else None) or "the model"
     raise CoupledSamples(
         f"replacing one sample changed the output of others; first seen in {where}: a sample then "
         "has no gradient of its own. Batch norm in train mode does this: use mode='eval', or "
@@ -175,8 +177,8 @@ def _others_differ(second: Tensor, third: Tensor, axis: BatchAxis) -> bool:
     return bool(differs.any())
 
 
-def _first_coupling(trials: Trials) -> str:
-    """Name the first module in which other samples than the replaced one differ."""
+def _first_coupling(trials: Trials) -> str | None:
+    """Name the first module in which other samples than the replaced one differ, if any."""
     for one, two, three in zip(trials.first, trials.second, trials.third, strict=True):
         function = getattr(one.function, "__name__", str(one.function))
         for inputs, place in ((True, "what enters"), (False, "")):
@@ -187,4 +189,4 @@ def _first_coupling(trials: Trials) -> str:
                 axis = find(a, b, c, trials.samples, trials.changed)
                 if axis is not None and _others_differ(b.detach(), c.detach(), axis):
                     return f"{place} {one.module or 'the model'!r} ({function})".strip()
-    return "the model"
+    return None

@@ -21,6 +21,14 @@ CALL_ERRORS = (
 """What a model may raise when a guess at its batch dim was wrong."""
 
 
+def fresh(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies for one call: a model may write to its arguments, and is called again."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+
+
 class WatchedModel(Protocol):
     """A model in its mode, its wanted parameters, and how to call it."""
 
