@@ -171,3 +171,10 @@ def test_a_masked_output_hides_no_coupling() -> None:
 
 def _sum(z: Tensor) -> Tensor:
     return z[:, :3].square().sum(1)
+
+
+def test_gradients_that_overflow_are_no_defect_of_the_rules() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 64).half(), torch.randn(4, 64).half()
+    result = per_sample_gradient(model, [{"0": x}], lambda z: (z * 1e4).square().sum(1))
+    assert not result.arrays["weight"].isfinite().all()
