@@ -6,7 +6,6 @@ once, around all of them.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -26,6 +25,7 @@ from gradbox_engine.per_sample.capture import PlanStale
 from gradbox_engine.per_sample.checks import check_head, check_rows, mixed, reaches
 from gradbox_engine.per_sample.factoring import Traced
 from gradbox_engine.per_sample.failures import NoBatchAxis
+from gradbox_engine.per_sample.folding import quicker_copies
 from gradbox_engine.per_sample.plan import Plan
 from gradbox_engine.per_sample.trials import SAMPLES, plan_for
 from gradbox_engine.per_sample.watched_model import fresh
@@ -35,10 +35,7 @@ from gradbox_engine.selection import select
 from gradbox_engine.streams import shard_stream
 
 CHECKS = frozenset({"coupling", "self"})
-MOST_COPIES = 64
 MOST_PLANS = 64  # of a model; a readout that a job brings makes a plan of its own
-WORTH_A_TRIAL_S = 2e-3
-TRIALS = 20
 
 _WIDER = {dtype: accumulation_dtype(dtype) for dtype in (torch.bfloat16, torch.float16)}
 
@@ -201,7 +198,15 @@ class Session:
             plan = self._compared(self._planned(arguments, index), arguments, index, head)
             traced = self._traced(plan, arguments, index, head)
         if foldable and not plan.copies and not self._pending(plan):
-            plan.copies = self._quicker_copies(plan, arguments, index, head, traced.outputs)
+            doubtful = plan.random or plan.stateful or plan.loops or "coupling" in self.unchecked
+            plan.copies = (
+                1
+                if doubtful
+                else quicker_copies(
+                    traced.outputs,
+                    lambda copies: self._traced(plan, arguments, index, head, copies),
+                )
+            )
         return traced
 
     def _compared(
@@ -231,32 +236,6 @@ class Session:
         if len(plan.verified) == len(self.parameters) or "self" in self.unchecked:
             return []
         return [name for name in self.parameters if name not in plan.verified]
-
-    def _quicker_copies(
-        self,
-        plan: Plan,
-        arguments: dict[str, Any],
-        index: int,
-        head: Callable[[Tensor], Tensor],
-        outputs: int,
-    ) -> int:
-        """Return Y if Y copies of the batch take less time than Y cotangents at once, else 1.
-
-        Copies of a batch give the outputs' gradients only where samples are known not to see each
-        other and nothing is drawn at random.
-        """
-        doubtful = plan.random or plan.stateful or plan.loops or "coupling" in self.unchecked
-        if doubtful or not 1 < outputs <= MOST_COPIES:
-            return 1
-        least_s = {1: float("inf"), outputs: float("inf")}
-        for trial in range(TRIALS):
-            if trial > 2 and least_s[1] > WORTH_A_TRIAL_S:
-                return 1
-            for copies in least_s:
-                start = time.perf_counter()
-                self._traced(plan, arguments, index, head, copies).terms()
-                least_s[copies] = min(least_s[copies], time.perf_counter() - start)
-        return min(least_s, key=least_s.__getitem__)
 
     def count(self, arguments: dict[str, Any], index: int) -> int:
         """Return how many samples a shard has."""
