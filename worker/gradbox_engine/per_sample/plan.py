@@ -70,7 +70,7 @@ class Plan:
     checked: bool = False  # whether a first use was compared with autograd
     verified: set[str] = field(default_factory=set)  # parameters whose rows were, and not zero
     separate: bool = False  # whether replacing a sample told that it moves no other one
-    zeros: tuple[str, ...] = ()  # parameters that were all zero, which may hide a coupling
+    zeros: tuple[Tensor, ...] = ()  # parameters that were all zero, which may hide a coupling
     reorders: bool = False  # whether data may decide which samples go where
 
     def samples(self, arguments: Mapping[str, Any]) -> int | None:

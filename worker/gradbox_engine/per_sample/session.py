@@ -256,15 +256,13 @@ class Session:
 
     def _awoken(self, plan: Plan) -> bool:
         """Say whether a parameter that was zero, and may have gated a coupling, no longer is."""
-        zeros = [self.model.get_parameter(name) for name in plan.zeros]
-        return bool(zeros) and bool(torch.stack([zero.any() for zero in zeros]).any())
+        return any(bool(zero.any()) for zero in plan.zeros)
 
     def _planned(self, arguments: dict[str, Any], index: int, samples: int = SAMPLES) -> Plan:
         with blaming("the model", f"shard {index}"):
             plan = plan_for(self, arguments, index, samples=samples)
         self.restore_buffers()
-        parameters = self.model.named_parameters()
-        plan.zeros = tuple(name for name, parameter in parameters if not parameter.any())
+        plan.zeros = tuple(p for p in self.model.parameters() if not p.any())
         plans = _plans.setdefault(self.model, {})
         plans[self._signature(arguments)] = plan
         while len(plans) > MOST_PLANS:
