@@ -14,7 +14,7 @@ from torch import Tensor
 from gradbox_factors.block import Positions
 from gradbox_factors.hashing import Sketch
 from gradbox_factors.outer import Outer, gram_of_one_position
-from gradbox_factors.term import Term
+from gradbox_factors.term import Term, identity
 
 EVERYTHING = slice(None)
 
@@ -47,7 +47,7 @@ class Factored:
     def factor_bytes(self) -> int:
         """The size of the factors; a tensor that two terms share counts once."""
         sizes = {
-            (factor.data_ptr(), factor.shape): factor.nbytes
+            identity(factor): factor.nbytes
             for piece in self.pieces
             for term in piece.values()
             for factor in term.tensors().values()
@@ -208,7 +208,7 @@ def _biased(piece: Mapping[str, Term], other: Mapping[str, Term]) -> dict[str, s
     weight's for one addition.
     """
     weights = {
-        _identity(term.left): name
+        identity(term.left): name
         for name, term in piece.items()
         if isinstance(term, Outer) and not term.transposed
     }
@@ -216,7 +216,7 @@ def _biased(piece: Mapping[str, Term], other: Mapping[str, Term]) -> dict[str, s
     for name, term in piece.items():
         if not isinstance(term, Positions) or term.channels_first:
             continue
-        weight = weights.get(_identity(term.left))
+        weight = weights.get(identity(term.left))
         if weight is None:
             continue
         mine, theirs, bias = piece[weight], other[weight], other[name]
@@ -224,12 +224,8 @@ def _biased(piece: Mapping[str, Term], other: Mapping[str, Term]) -> dict[str, s
             isinstance(mine, Outer)
             and isinstance(theirs, Outer)
             and isinstance(bias, Positions)
-            and _identity(theirs.left) == _identity(bias.left)
+            and identity(theirs.left) == identity(bias.left)
             and mine.pairs_are_cheaper(theirs)
         ):
             found[weight] = name
     return found
-
-
-def _identity(factor: Tensor) -> tuple[int, torch.Size]:
-    return factor.data_ptr(), factor.shape

@@ -22,6 +22,8 @@ from gradbox_factors.hashing import Sketch
 
 SLAB_BYTES = 64 * 2**20
 
+Identity = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+
 
 class Term(ABC):
     """A (B, Y, *shape) array given by factors.
@@ -166,6 +168,15 @@ class Term(ABC):
             slab = self.rows(start, stop).flatten(2)
             total.index_add_(2, bucket.flatten(), slab * sign.flatten().to(slab.dtype))
         return total
+
+
+def identity(factor: Tensor) -> Identity:
+    """Return what tells one factor from another.
+
+    Views of one tensor begin at one address: transposed ones of a square tensor differ in strides
+    alone.
+    """
+    return factor.data_ptr(), factor.shape, factor.stride(), factor.dtype
 
 
 def _product(shape: tuple[int, ...]) -> int:

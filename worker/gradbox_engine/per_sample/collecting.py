@@ -17,6 +17,7 @@ from torch import Tensor
 from gradbox_engine.per_sample.arena import Arena, Sink
 from gradbox_engine.per_sample.dense import Pieces
 from gradbox_factors import Block, Factored, Positions, Sketch, Term, squared_norms
+from gradbox_factors.term import Identity, identity
 
 Terms = Mapping[str, Term]
 
@@ -190,14 +191,14 @@ class ClippedSum:
 def smaller_forms(terms: Terms) -> dict[str, Term]:
     """Return the terms, those as arrays whose array is smaller than their factors."""
     chosen: dict[str, Term] = {}
-    kept: set[int] = set()
+    kept: set[Identity] = set()
     for name, term in sorted(terms.items(), key=lambda item: isinstance(item[1], Positions)):
-        shared = isinstance(term, Positions) and term.left.data_ptr() in kept
+        shared = isinstance(term, Positions) and identity(term.left) in kept
         if not shared and term.dense_bytes <= term.factor_bytes and not isinstance(term, Block):
             chosen[name] = Block(name, term.shape, term.block())
         else:
             chosen[name] = term
-            kept.update(factor.data_ptr() for factor in term.tensors().values())
+            kept.update(identity(factor) for factor in term.tensors().values())
     return {name: chosen[name] for name in terms}
 
 
