@@ -18,6 +18,7 @@ NAMES = [
     "linear over positions",
     "dilated grouped convolution, 2d",
     "grouped transposed convolution, 2d",
+    "transposed convolution padded by more than a stride, 2d",
     "convolution, 3d",
     "embedding with padding",
     "embedding twice and tied",
