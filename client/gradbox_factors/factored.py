@@ -64,6 +64,10 @@ class Factored:
     def block(self, name: str, samples: slice = EVERYTHING, outputs: slice = EVERYTHING) -> Tensor:
         """Return one parameter's array for some samples and outputs, shape (b, y, *shape)."""
         start, stop, step = samples.indices(self.samples)
+        sizes = (len(range(start, stop, step)), len(range(*outputs.indices(self.outputs))))
+        if 0 in sizes:
+            term = self.pieces[0][name]
+            return _new(term, term.dtype, (*sizes, *term.shape))
         parts, seen = [], 0
         for piece in self.pieces:
             term = piece[name]
@@ -72,8 +76,6 @@ class Factored:
                 local = slice(inside.start - seen, inside.stop - seen)
                 parts.append(term.narrow(local, outputs).block())
             seen += term.samples
-        if not parts:
-            return self.pieces[0][name].narrow(slice(0, 0), outputs).block()
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[::step]
 
     def squared_norms(self) -> dict[str, Tensor]:
