@@ -1,0 +1,87 @@
+"""Rows under float16 autocast, whose losses may be far smaller than float16 reaches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine.per_sample import jacobian, per_sample_gradient
+from tests.engine.per_sample import naive
+
+TOLERANCE = 5e-3
+"""Largest relative difference of a row under float16 autocast."""
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-9, 1e-6, 1.0, 1e6])
+def test_rows_in_fp16_do_not_depend_on_the_size_of_the_loss(size: float) -> None:
+    net, x = model(), torch.randn(6, 5)
+
+    def loss(z: Tensor, weight: Tensor) -> Tensor:
+        return z.square().sum(1) * weight
+
+    # Samples of one batch may differ in size as well.
+    weight = size * torch.tensor([1.0, 1e-5, 1e3, 1.0, 0.0, 1.0])
+    found = per_sample_gradient(
+        net, [{"0": x[:4]}, {"0": x[4:]}], loss, loss_inputs={"weight": weight}, precision="fp16"
+    )
+    exact = model().double()
+    losses = loss(exact(x.double()), weight.double())
+    rows = naive.flat(naive.rows(losses[:, None], dict(exact.named_parameters())))[:, 0]
+    mine = naive.flat(found.arrays, 1).double()
+    for row, expected in zip(mine, rows, strict=True):
+        assert naive.difference(row, expected) < TOLERANCE
+    assert found.values is not None
+    torch.testing.assert_close(found.values.double(), losses.detach(), rtol=5e-3, atol=0)
+
+
+def test_reductions_of_a_small_loss_in_fp16_are_those_of_its_rows() -> None:
+    net, x = model(), torch.randn(6, 3, 5)
+
+    def loss(z: Tensor) -> Tensor:
+        return z.square().sum((1, 2)) * 1e-9
+
+    dense = per_sample_gradient(net, [{"0": x}], loss, precision="fp16")
+    rows = naive.flat(dense.arrays, 1)
+    gram = per_sample_gradient(net, [{"0": x}], loss, precision="fp16", reduce="gram")
+    assert naive.difference(gram.arrays["gram"], rows @ rows.T) < 1e-4
+    norms = per_sample_gradient(net, [{"0": x}], loss, precision="fp16", reduce="norm")
+    assert naive.difference(norms.arrays["norm"].float(), rows.norm(dim=1)) < 1e-4
+
+
+def test_a_convolution_and_an_embedding_have_rows_of_a_small_loss_in_fp16() -> None:
+    torch.manual_seed(0)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.e, self.c, self.n = nn.Embedding(7, 4), nn.Conv1d(4, 4, 3), nn.LayerNorm(4)
+            self.gain = nn.Parameter(torch.ones(()))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            h: Tensor = self.c(self.e(ids).mT).mT
+            return self.n(h.tanh()).tanh().mean(1) * self.gain
+
+    net, ids = Both(), torch.randint(0, 7, (5, 6))
+
+    def loss(z: Tensor) -> Tensor:
+        return z[:, 0] * 1e-9
+
+    found = per_sample_gradient(net, [{"0": ids}], loss, precision="fp16").arrays
+    expected = per_sample_gradient(net.double(), [{"0": ids}], loss).arrays
+    for name, rows in expected.items():
+        assert naive.difference(found[name].double(), rows) < 1e-2, name
+
+
+def test_cotangents_that_fp16_does_not_reach_are_pulled_back() -> None:
+    net, x = model(), torch.randn(6, 5)
+    u = torch.randn(6, 3) * 1e-9
+    found = jacobian(net, [{"0": x}], reduce="vjp", vectors=u, precision="fp16").arrays
+    expected = jacobian(net, [{"0": x}], reduce="vjp", vectors=u).arrays
+    for name, gradient in expected.items():
+        assert naive.difference(found[name], gradient) < TOLERANCE
