@@ -190,9 +190,8 @@ class Traced:
 
     def _merged(self, name: str, terms: list[Term], num_outputs: int) -> Term:
         if not terms:
-            parameter = self.session.parameters[name]
-            empty = parameter.new_empty(self.samples, num_outputs, 0, requires_grad=False)
-            return Zero(name, tuple(parameter.shape), empty)
+            empty = self.session.parameters[name].new_empty(self.samples, num_outputs, 0)
+            return Zero(name, tuple(self.session.parameters[name].shape), empty)
         return terms[0] if len(terms) == 1 else _joined(terms)
 
 
