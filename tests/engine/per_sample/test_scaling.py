@@ -85,3 +85,47 @@ def test_cotangents_that_fp16_does_not_reach_are_pulled_back() -> None:
     expected = jacobian(net, [{"0": x}], reduce="vjp", vectors=u).arrays
     for name, gradient in expected.items():
         assert naive.difference(found[name], gradient) < TOLERANCE
+
+
+def test_slopes_of_very_many_outputs_do_not_overflow_where_they_are_added() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 200_000)), torch.randn(2, 5)
+    with torch.no_grad():
+        net[1].weight.abs_().clamp_min_(0.5)
+
+    def loss(z: Tensor) -> Tensor:
+        return z.mean(1) * 1e-3
+
+    found = per_sample_gradient(net, [{"0": x}], loss, precision="fp16", wrt=["0.*"]).arrays
+    expected = per_sample_gradient(net, [{"0": x}], loss, wrt=["0.*"]).arrays
+    for name, rows in expected.items():
+        assert naive.difference(found[name], rows) < TOLERANCE
+
+
+class Amplifier(nn.Module):
+    """A model whose gradients grow more than float16 spans above 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.b(self.a(x).tanh() * 150) * 150
+        return z
+
+
+def test_samples_whose_gradients_overflow_run_again_with_smaller_scales() -> None:
+    torch.manual_seed(0)
+    net, x = Amplifier(), torch.randn(6, 5)
+    x[2] = float("nan")  # one that stays what it is
+
+    def loss(z: Tensor) -> Tensor:
+        return z.sum(1) * 1e-4
+
+    shards = [{"0": x[:4]}, {"0": x[4:]}]
+    found = per_sample_gradient(net, shards, loss, precision="fp16", unchecked=["coupling"])
+    expected = per_sample_gradient(net, shards, loss, unchecked=["coupling"]).arrays
+    sound = [0, 1, 3, 4, 5]
+    for name, rows in expected.items():
+        assert naive.difference(found.arrays[name][sound], rows[sound]) < TOLERANCE
+        assert name == "b.bias" or found.arrays[name][2].isnan().any()

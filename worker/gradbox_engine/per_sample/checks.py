@@ -89,12 +89,13 @@ def _same(
     scale = reference.square().sum().sqrt() + row.to(wide).square().sum().sqrt()
     apart = (found - reference).square().sum().sqrt()
     close = bool(apart <= near * scale + rounding)
-    return close or bool(reference.isnan().any())
+    return close or not bool(reference.isfinite().all())  # what overflows is not compared
 
 
 def _norm(gradients: Sequence[Tensor | None]) -> Tensor:
     present = [gradient for gradient in gradients if gradient is not None]
-    return torch.stack([g.detach().to(_wide(g)).square().sum() for g in present]).sum().sqrt()
+    squares = torch.stack([g.detach().to(_wide(g)).square().sum() for g in present])
+    return squares.nan_to_num(0.0, 0.0).sum().sqrt()  # what overflowed has no size to compare with
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -78,7 +78,11 @@ class Job:
             for chunk in self._chunks(traced, collector):
                 self._tell(done)
                 terms = traced.terms(chunk, last=chunk.stop == traced.outputs)
-                terms = head.unscaled(terms) if isinstance(head, Scaled) else terms
+                if isinstance(head, Scaled):
+                    while head.overflown(terms):
+                        traced = session.trace(arguments, index, _at(head, index))
+                        terms = traced.terms()
+                    terms = head.unscaled(terms)
                 unreached &= {name for name, term in terms.items() if term.rule == "zero"}
                 collector.take(terms, done, chunk)
                 del terms
