@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
+from gradbox_engine.per_sample.scaling import Scaled
 from tests.engine.per_sample import naive
 
 TOLERANCE = 5e-3
@@ -129,3 +130,12 @@ def test_samples_whose_gradients_overflow_run_again_with_smaller_scales() -> Non
     for name, rows in expected.items():
         assert naive.difference(found.arrays[name][sound], rows[sound]) < TOLERANCE
         assert name == "b.bias" or found.arrays[name][2].isnan().any()
+
+
+def test_losses_without_a_graph_have_the_scales_of_their_shard() -> None:
+    scaled = Scaled(lambda z, index: z.sum(1, keepdim=True) * 1e-9)
+    z = torch.randn(4, 3, requires_grad=True)
+    value = scaled(z, 0)
+    with torch.no_grad():
+        assert torch.equal(scaled(z, 0), value)
+        assert torch.equal(scaled(z, 1), z.sum(1, keepdim=True) * 1e-9)

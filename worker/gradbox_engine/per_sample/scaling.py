@@ -42,7 +42,8 @@ class Scaled:
         z = z.float()
         losses = self._loss(z, index)
         if not (torch.is_grad_enabled() and losses.requires_grad):
-            return losses
+            # Whoever compares losses of other z with those of the graph has them at its scales.
+            return losses * self._scales[:, None] if index == self._index else losses
         (slope,) = torch.autograd.grad(losses.sum(), z, retain_graph=True, allow_unused=True)
         if index != self._index:
             self._index, self._lowered = index, z.new_zeros(len(z))
