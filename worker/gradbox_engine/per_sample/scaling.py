@@ -41,10 +41,12 @@ class Scaled:
     def __call__(self, z: Tensor, index: int) -> Tensor:
         z = z.float()
         losses = self._loss(z, index)
-        if not (torch.is_grad_enabled() and losses.requires_grad):
+        if not torch.is_grad_enabled():
             # Whoever compares losses of other z with those of the graph has them at its scales.
             return losses * self._scales[:, None] if index == self._index else losses
-        (slope,) = torch.autograd.grad(losses.sum(), z, retain_graph=True, allow_unused=True)
+        slope = None
+        if losses.requires_grad and z.requires_grad:
+            (slope,) = torch.autograd.grad(losses.sum(), z, retain_graph=True, allow_unused=True)
         if index != self._index:
             self._index, self._lowered = index, z.new_zeros(len(z))
         scales = _scales(slope, len(z)).to(z.device)
