@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradbox_factors.hashing import Sketch
-from gradbox_factors.term import Term
+from gradbox_factors.term import Term, wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class Positions(Term):
     def squared_norm(self) -> Tensor:
         axis = 3 if self.channels_first else 2
         one = self.left.shape[axis] == 1
-        summed = self.left.select(axis, 0) if one else self.left.sum(axis)
+        summed = wide(self.left.select(axis, 0)) if one else wide(self.left).sum(axis)
         squared: Tensor = torch.linalg.vecdot(summed, summed).T.double()
         return squared
 

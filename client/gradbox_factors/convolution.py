@@ -19,7 +19,7 @@ changes rounding, never the result beyond it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar, Self
@@ -126,7 +126,9 @@ class Convolution(Term):
         right = self.right.reshape(B * M, g, -1, *self.right.shape[3:])
         if self.walk.transposed:
             image = left.reshape(B * M * g, -1, *left.shape[4:])
-            other = right.reshape(B * M * g, -1, *right.shape[3:])
+            other = _for_every_step(
+                right.reshape(B * M * g, -1, *right.shape[3:]), image, self.walk
+            )
             block = weight_gradient(image, other, self.walk)
             block = block.view(B, M, g, other.shape[1], Y, -1, *kernel)
             block = block.sum(1) if M > 1 else block.select(1, 0)
@@ -167,8 +169,33 @@ class Convolution(Term):
         left = torch.einsum("by,ybn->bn", cotangent, self.left.flatten(2))
         left = left.view(-1, *self.left.shape[3:])
         right = self.right.flatten(0, 1)
-        image, other = (left, right) if self.walk.transposed else (right, left)
+        image, other = right, left
+        if self.walk.transposed:
+            image, other = left, _for_every_step(right, left, self.walk)
         return _backward(image, other, self.walk, self.walk.groups, self.shape)
+
+
+def _for_every_step(other: Tensor, image: Tensor, walk: Geometry) -> Tensor:
+    """Return `other` with zeros for the steps of the walk that it has no numbers for.
+
+    An output padding of a stride or more, which a dilation allows, leaves room for further steps.
+    """
+    missing = [
+        steps - size
+        for steps, size in zip(_steps(image.shape[2:], walk), other.shape[2:], strict=True)
+    ]
+    if not any(missing):
+        return other
+    return F.pad(other, [side for size in reversed(missing) for side in (0, size)])
+
+
+def _steps(sizes: Sequence[int], walk: Geometry) -> list[int]:
+    """Return how many steps the kernel takes along each dim of an image of these sizes."""
+    dims = zip(sizes, walk.kernel, walk.stride, walk.padding, walk.dilation, strict=True)
+    return [
+        (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+        for size, kernel, stride, padding, dilation in dims
+    ]
 
 
 def _output_padding(
@@ -263,12 +290,7 @@ def _patches(image: Tensor, walk: Geometry) -> Tensor:
             lifted, (1, *kernel), (1, *walk.dilation), (0, *walk.padding), (1, *walk.stride)
         )
     padded = F.pad(image, [side for size in reversed(walk.padding) for side in (size, size)])
-    steps = [
-        (size - dilation * (k - 1) - 1) // stride + 1
-        for size, k, stride, dilation in zip(
-            padded.shape[2:], kernel, walk.stride, walk.dilation, strict=True
-        )
-    ]
+    steps = _steps(image.shape[2:], walk)
     moves = padded.stride()[2:]
     strides = [
         *padded.stride()[:2],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradbox_factors.hashing import Sketch
-from gradbox_factors.term import Term
+from gradbox_factors.term import Term, wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +64,16 @@ class Lookup(Term):
             out[:, output][sample, self.ids] = 0
 
     def squared_norm(self) -> Tensor:
-        same = (self.ids[:, :, None] == self.ids[:, None]).to(self.dtype)
-        pairs = torch.matmul(self.left, self.left.mT).mul_(same)
-        return pairs.flatten(2).sum(2).T.double()
+        left = wide(self.left)
+        same = (self.ids[:, :, None] == self.ids[:, None]).to(left.dtype)
+        # A row of J once for each position that names it: squares do not cancel as pairs may.
+        rows = torch.matmul(same, left)
+        squared: Tensor = (torch.linalg.vecdot(rows, rows) / same.sum(2)).sum(2).T.double()
+        return squared
+
+    def pair_bound(self, *, shift: float = 0.0) -> Tensor | None:
+        bound: Tensor = torch.linalg.vector_norm(wide(self.left), dim=3).sum(2).square()
+        return bound
 
     def add_gram(self, gram: Tensor, other: Term) -> None:
         if not isinstance(other, Lookup):

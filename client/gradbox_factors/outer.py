@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradbox_factors.hashing import Sketch
-from gradbox_factors.term import Term
+from gradbox_factors.term import Term, nearly_cancelled, wide
 
 _PAIR_BYTES = 64 * 2**20
 
@@ -106,16 +106,35 @@ class Outer(Term):
         Y, B, T, rows = self.left.shape
         columns = self.right.shape[2]
         if T == 1:
-            left, right = self.left.flatten(0, 2), self.right.select(1, 0)
+            left, right = wide(self.left.flatten(0, 2)), wide(self.right.select(1, 0))
             lefts = torch.linalg.vecdot(left, left).view(Y, B)
             product: Tensor = lefts * torch.linalg.vecdot(right, right)
             return product.T.double()
         if T * (columns + Y * rows) < columns * Y * rows:
-            pairs = torch.bmm(self.right, self.right.mT)
-            lefts = torch.matmul(self.left, self.left.mT)
-            squared: Tensor = lefts.mul_(pairs).flatten(2).sum(2).T.double()
-            return squared
+            return self._squared_norm_by_pairs()
         return super().squared_norm()
+
+    def _squared_norm_by_pairs(self) -> Tensor:
+        left, right = wide(self.left), wide(self.right)
+        products = torch.matmul(left, left.mT).mul_(torch.bmm(right, right.mT))
+        sums: Tensor = products.flatten(2).sum(2)
+        bound = products.diagonal(dim1=2, dim2=3).sum(2) * products.shape[2]  # Cauchy and Schwarz
+        lost = nearly_cancelled(sums, bound)
+        squared = sums.T.double()
+        if lost.any():
+            lost = lost.any(0)
+            some = replace(self, left=self.left[:, lost], right=self.right[lost])
+            squared[lost] = Term.squared_norm(some)
+        return squared
+
+    def pair_bound(self, *, shift: float = 0.0) -> Tensor | None:
+        if self.right.shape[1] == 1 or not self.pairs_are_cheaper(self):
+            return None
+        lefts = torch.linalg.vector_norm(wide(self.left), dim=3)
+        rights = torch.linalg.vector_norm(wide(self.right), dim=2)
+        rights = (rights.square() + shift).sqrt() if shift else rights
+        bound: Tensor = (lefts * rights).sum(2).square()
+        return bound
 
     def add_gram(self, gram: Tensor, other: Term) -> None:
         self.add_gram_with(gram, other, shift=0.0)

@@ -21,6 +21,10 @@ from torch import Tensor
 from gradbox_factors.hashing import Sketch
 
 SLAB_BYTES = 64 * 2**20
+CANCELLED = 2.0**10
+"""A sum over pairs is made anew from rows where more of its digits than these may be rounding."""
+
+Identity = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Term(ABC):
@@ -84,6 +88,19 @@ class Term(ABC):
     def rows(self, start: int, stop: int) -> Tensor:
         """Return J[:, :, start:stop], (B, Y, stop - start, *S[1:]), or (B, Y, 1) for S = ()."""
 
+    def to(self, dtype: torch.dtype) -> Term:
+        """Return the term with its factors in `dtype`, itself where it is of that dtype."""
+        if self.dtype == dtype:
+            return self
+        moved = {
+            name: x.to(dtype) if x.is_floating_point() else x for name, x in self.tensors().items()
+        }
+        return self.read(self.parameter, self.shape, self.geometry(), moved)
+
+    def widened(self) -> Term:
+        """Return the term in float32 or wider: sums of products of 16-bit numbers underflow."""
+        return self.to(torch.promote_types(self.dtype, torch.float32))
+
     def write(self, out: Tensor, *, accumulate: bool) -> None:
         """Write J into `out` (B, Y, *S), or add it there."""
         block = self.rows(0, self.num_rows).view(out.shape)
@@ -118,9 +135,17 @@ class Term(ABC):
         """Return Σ_p J[b, y, p]², shape (B, Y), float64 between slabs."""
         total = _zeros(self, self.samples, self.outputs)
         for start, stop in self.slabs():
-            slab = self.rows(start, stop).flatten(2)
+            slab = wide(self.rows(start, stop)).flatten(2)
             total += slab.square().sum(2)
         return total
+
+    def pair_bound(self, *, shift: float = 0.0) -> Tensor | None:
+        """Return what Σ_p J[b, y, p]² may be where nothing cancels, shape (Y, B).
+
+        None where `add_gram` sums no pairs of positions, and so keeps its digits. `shift` is that
+        of `Outer.add_gram_with`.
+        """
+        return None
 
     def add_gram(self, gram: Tensor, other: Term) -> None:
         """Add Σ_p J[b, y, p] J'[c, z, p] to `gram` (Y, B, Y', B'), outputs leading."""
@@ -166,6 +191,29 @@ class Term(ABC):
             slab = self.rows(start, stop).flatten(2)
             total.index_add_(2, bucket.flatten(), slab * sign.flatten().to(slab.dtype))
         return total
+
+
+def identity(factor: Tensor) -> Identity:
+    """Return what tells one factor from another.
+
+    Views of one tensor begin at one address: transposed ones of a square tensor differ in strides
+    alone.
+    """
+    return factor.data_ptr(), factor.shape, factor.stride(), factor.dtype
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return `x` in float32 where its dtype has 16 bits, whose squares underflow."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def nearly_cancelled(squared: Tensor, bound: Tensor) -> Tensor:
+    """Return where too little is left of a squared norm that was summed over pairs of positions.
+
+    Positions that nearly cancel leave rounding, of either sign, of the size of `bound`: the sum
+    without cancellation, or more.
+    """
+    return squared < CANCELLED * torch.finfo(squared.dtype).eps * bound
 
 
 def _product(shape: tuple[int, ...]) -> int:

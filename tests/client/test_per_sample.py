@@ -229,6 +229,24 @@ def test_minilm_agrees_with_one_backward_a_sample(real: TestBox) -> None:
     assert close(result.flat(), naive.flat(expected)[:, 0])
 
 
+def test_a_constant_of_the_loss_as_long_as_the_batch_is_not_cut(twin: TestBox) -> None:
+    """What docs/per_sample.md says to do with class weights, which `loss_inputs` would cut."""
+    problem = PROBLEMS["mlp"]
+    z, parameters = problem.z()
+    labels, weights = torch.arange(7) % z.shape[1], normal(7).abs()
+
+    def weighted(z: Tensor, labels: Tensor) -> Tensor:
+        entropies = torch.nn.functional.cross_entropy(z, labels, reduction="none")
+        return entropies * weights[labels]
+
+    job = PerSampleGradient(
+        **problem.given(), loss=weighted, loss_inputs={"labels": labels}, precision="fp64"
+    )
+    result = submitted(twin, job)
+    for name, rows in naive.rows(weighted(z, labels)[:, None], parameters).items():
+        assert close(result.grads[name][()], rows[:, 0])
+
+
 def test_the_receipt_says_which_roads_were_taken(box: TestBox) -> None:
     manifest = submitted(box, jacobian_of(PROBLEMS["convolutions"], reduce="norm")).manifest
     assert (manifest.samples, manifest.outputs, manifest.reduce) == (5, 3, "norm")

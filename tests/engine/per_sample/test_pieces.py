@@ -82,6 +82,26 @@ def test_an_arena_is_used_again_and_cleared_where_an_embedding_wrote() -> None:
     assert naive.difference(second, expected) <= naive.TOLERANCE
 
 
+def test_an_arena_forgets_what_another_cut_overwrites() -> None:
+    model, inputs = build("embedding with padding")
+    arena = Arena()
+    for shift, cuts in enumerate(([2, 3], [5], [2, 3], [1, 3, 1], [2, 3])):
+        ids = (inputs["0"] + 3 * shift) % 11
+        shards = [{"0": part} for part in ids.split(cuts)]
+        found = jacobian(model, shards, arena=arena).arrays["a.weight"]
+        expected = naive.jacobian(model, {"0": ids})["a.weight"]
+        assert naive.difference(found, expected) <= naive.TOLERANCE
+
+
+def test_an_arena_clears_what_the_holder_of_a_result_wrote() -> None:
+    model, inputs = build("embedding with padding")
+    arena = Arena()
+    jacobian(model, [inputs], arena=arena).arrays["a.weight"].add_(1)
+    found = jacobian(model, [inputs], arena=arena).arrays["a.weight"]
+    expected = naive.jacobian(model, inputs)["a.weight"]
+    assert naive.difference(found, expected) <= naive.TOLERANCE
+
+
 class Stop(BaseException):
     """What an observer raises to end a job."""
 

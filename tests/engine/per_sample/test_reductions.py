@@ -18,6 +18,7 @@ NAMES = [
     "linear over positions",
     "dilated grouped convolution, 2d",
     "grouped transposed convolution, 2d",
+    "transposed convolution padded by more than a stride, 2d",
     "convolution, 3d",
     "embedding with padding",
     "embedding twice and tied",
@@ -74,6 +75,9 @@ def test_factors_behave_like_the_dense_rows(case: Any) -> None:
             assert torch.allclose(factors.block(name), x, atol=1e-12)
             part = factors.block(name, slice(1, 4), slice(0, 1))
             assert torch.allclose(part, x[1:4, :1], atol=1e-12)
+            for b, y in ((slice(2, 2), slice(None)), (slice(1, 3), slice(1, 1))):
+                empty = factors.block(name, b, y)
+                assert (empty.shape, empty.dtype) == (x[b, y].shape, x.dtype)
         u = torch.randn(factors.samples, factors.outputs, dtype=torch.float64)
         mine, theirs = factors.vjp(u), dense.vjp(u)
         assert all(torch.allclose(mine[name], theirs[name], atol=1e-10) for name in rows)

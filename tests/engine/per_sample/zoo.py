@@ -151,6 +151,11 @@ CASES: dict[str, Callable[[], Case]] = {
                 _transposed,
                 {"kernel_size": 3, "stride": 2, "padding": 1, "groups": 2, "dilation": 2},
             ),
+            (
+                "transposed convolution padded by more than a stride",
+                _transposed,
+                {"kernel_size": 3, "padding": 2, "dilation": 3, "output_padding": 2},
+            ),
         )
     },
     "depthwise": lambda: (

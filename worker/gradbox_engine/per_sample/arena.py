@@ -22,6 +22,9 @@ from gradbox_factors import Lookup, Term
 ALIGNMENT = 64
 HUGE_PAGE = 2 * 2**20
 
+Region = tuple[int, int, int, int]
+"""First sample and the one behind the last, first output and the one behind the last."""
+
 
 class Sink(Protocol):
     """Takes a dense result in pieces, for instance into a file that is written in place."""
@@ -42,14 +45,16 @@ class Arena:
     """One buffer, kept and grown, that holds the arrays of all parameters one after another.
 
     A region that holds an embedding's gradient stays zero but for the rows it touched, so only
-    those are cleared for the next result.
+    those are cleared for the next result that is cut alike. What is known of a region is forgotten
+    when another cut, or someone who holds a result, writes there.
     """
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
         self._layout: tuple[Any, ...] = ()
         self._views: dict[str, Tensor] = {}
-        self._touched: dict[tuple[str, int, int], Lookup] = {}
+        self._touched: dict[str, dict[Region, Lookup]] = {}  # regions of one name lie apart
+        self._version = 0  # of the buffer after our last write
 
     def begin(
         self,
@@ -84,17 +89,37 @@ class Arena:
         out = self._views[term.parameter]
         if (samples.stop - samples.start, outputs.stop - outputs.start) != out.shape[:2]:
             out = out[samples, outputs]
-        key = (term.parameter, samples.start, outputs.start)
-        before = self._touched.pop(key, None)
+        region = (samples.start, samples.stop, outputs.start, outputs.stop)
+        before = self._forgotten(term.parameter, region)
         if not isinstance(term, Lookup):
             term.write(out, accumulate=False)
-            return
-        if before is not None and before.samples == term.samples and before.outputs == term.outputs:
-            before.clear(out)
         else:
-            out.zero_()
-        term.add_to(out)
-        self._touched[key] = term
+            if before is not None:
+                before.clear(out)
+            else:
+                out.zero_()
+            term.add_to(out)
+            self._touched.setdefault(term.parameter, {})[region] = term
+        self._version = out._version
+
+    def _forgotten(self, name: str, region: Region) -> Lookup | None:
+        """Forget what lies in a region that is about to be written; return what was exactly it."""
+        out = self._views[name]
+        if out._version != self._version:
+            self._touched.clear()
+        regions = self._touched.get(name)
+        if not regions:
+            return None
+        exactly = regions.pop(region, None)
+        if exactly is None:
+            for other in [other for other in regions if _overlap(other, region)]:
+                del regions[other]
+        return exactly
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    first, last, top, bottom = one
+    return first < other[1] and other[0] < last and top < other[3] and other[2] < bottom
 
 
 def _fresh(size: int, device: torch.device) -> Tensor:

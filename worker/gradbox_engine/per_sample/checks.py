@@ -165,7 +165,8 @@ def _same(
 
 def _norm(gradients: Sequence[Tensor | None]) -> Tensor:
     present = [gradient for gradient in gradients if gradient is not None]
-    return torch.stack([g.detach().to(_wide(g)).square().sum() for g in present]).sum().sqrt()
+    squares = torch.stack([g.detach().to(_wide(g)).square().sum() for g in present])
+    return squares.nan_to_num(0.0, 0.0).sum().sqrt()  # what overflowed has no size to compare with
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -17,6 +17,8 @@ from torch import Tensor
 from gradbox_engine.per_sample.arena import Arena, Sink
 from gradbox_engine.per_sample.dense import Pieces
 from gradbox_factors import Block, Factored, Positions, Sketch, Term, squared_norms
+from gradbox_factors.factored import common_dtype, summed_rows
+from gradbox_factors.term import Identity, identity
 
 Terms = Mapping[str, Term]
 
@@ -134,9 +136,10 @@ class Projected:
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
         for term in terms.values():
-            part = term.sketch(self._sketch)
+            part = term.widened().sketch(self._sketch)
             if self.total is None:
-                self.total = part.new_zeros(*self._sizes, self._sketch.dim)
+                sizes = (*self._sizes, self._sketch.dim)
+                self.total = part.new_zeros(sizes, dtype=common_dtype(terms))
             rows = slice(first_sample, first_sample + term.samples)
             self.total[rows, outputs.start : outputs.stop] += part
 
@@ -157,9 +160,10 @@ class Directional:
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
         for name, term in terms.items():
             if name in self._tangents:
-                part = term.jvp(self._tangents[name])
+                wider = term.widened()
+                part = wider.jvp(self._tangents[name].to(wider.dtype))
                 if self.total is None:
-                    self.total = part.new_zeros(self._sizes)
+                    self.total = part.new_zeros(self._sizes, dtype=common_dtype(terms))
                 rows = slice(first_sample, first_sample + term.samples)
                 self.total[rows, outputs.start : outputs.stop] += part
 
@@ -180,24 +184,24 @@ class ClippedSum:
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
         squared = torch.stack(list(squared_norms(terms).values())).sum(0)
         norms = squared.sqrt()
-        factors = (self._clip / norms.clamp_min(self._clip)).to(next(iter(terms.values())).dtype)
+        factors = self._clip / norms.clamp_min(self._clip)
         self.norms.append(norms)
         for name, term in terms.items():
-            part = term.vjp(factors)
+            part = summed_rows(term, factors)
             self.totals[name] = self.totals[name] + part if name in self.totals else part
 
 
 def smaller_forms(terms: Terms) -> dict[str, Term]:
     """Return the terms, those as arrays whose array is smaller than their factors."""
     chosen: dict[str, Term] = {}
-    kept: set[int] = set()
+    kept: set[Identity] = set()
     for name, term in sorted(terms.items(), key=lambda item: isinstance(item[1], Positions)):
-        shared = isinstance(term, Positions) and term.left.data_ptr() in kept
+        shared = isinstance(term, Positions) and identity(term.left) in kept
         if not shared and term.dense_bytes <= term.factor_bytes and not isinstance(term, Block):
             chosen[name] = Block(name, term.shape, term.block())
         else:
             chosen[name] = term
-            kept.update(factor.data_ptr() for factor in term.tensors().values())
+            kept.update(identity(factor) for factor in term.tensors().values())
     return {name: chosen[name] for name in terms}
 
 

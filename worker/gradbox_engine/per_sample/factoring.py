@@ -200,7 +200,7 @@ class Traced:
 
     def _merged(self, name: str, terms: list[Term], num_outputs: int) -> Term:
         if not terms:
-            empty = self.value.new_empty(self.samples, num_outputs, 0)
+            empty = self.session.parameters[name].new_empty(self.samples, num_outputs, 0)
             return Zero(name, tuple(self.session.parameters[name].shape), empty)
         for term in terms:
             if term.samples != self.samples:

@@ -28,6 +28,7 @@ from gradbox_engine.per_sample.factoring import Traced
 from gradbox_engine.per_sample.failures import BadReduction
 from gradbox_engine.per_sample.request import Request, SampleObserver, SampleResult
 from gradbox_engine.per_sample.sample_loss import rows_of
+from gradbox_engine.per_sample.scaling import Scaled, pulled_back
 from gradbox_engine.per_sample.session import Session
 from gradbox_factors import Sketch
 
@@ -60,6 +61,8 @@ class Job:
         values, unreached, outputs, done = [], set(session.parameters), 0, 0
         roads: dict[str, set[str]] = {}
         loops: dict[str, str] = {}
+        if head is not rows_of and session.rounding == torch.float16:
+            head = Scaled(head)
         for index, shard in self._steps():
             arguments = session.arguments(shard)
             whole = head is rows_of
@@ -75,13 +78,18 @@ class Job:
             for chunk in self._chunks(traced, collector):
                 self._tell(done)
                 terms = traced.terms(chunk, last=chunk.stop == traced.outputs)
+                if isinstance(head, Scaled):
+                    while head.overflown(terms):
+                        traced = session.trace(arguments, index, _at(head, index))
+                        terms = traced.terms()
+                    terms = head.unscaled(terms)
                 unreached &= {name for name, term in terms.items() if term.rule == "zero"}
                 collector.take(terms, done, chunk)
                 del terms
             for name, taken in traced.plan.roads.items():
                 roads.setdefault(name, set()).update(taken)
             loops.update(traced.plan.loops)
-            values.append(traced.value.detach()[:, 0] if head is not rows_of else traced.z)
+            values.append(_values(traced, head))
             done += traced.samples
             del traced
         return SampleResult(
@@ -112,13 +120,13 @@ class Job:
         values, done, outputs = [], 0, 1
         for index, shard in self._steps():
             traced = session.trace(session.arguments(shard), index, _at(rows_of, index))
-            part = vectors[done : done + traced.samples].to(traced.value)
+            part = vectors[done : done + traced.samples]
             if part.shape != traced.z.shape:
                 raise BadReduction(
                     f"vectors: expected shape {(sum(self._counts), *traced.z.shape[1:])}, got "
                     f"{tuple(vectors.shape)}"
                 )
-            for name, gradient in traced.pulled_back(part.reshape(traced.value.shape)).items():
+            for name, gradient in pulled_back(traced, part.reshape(traced.value.shape)).items():
                 totals[name] = totals[name] + gradient if name in totals else gradient
             values.append(traced.z)
             done, outputs = done + traced.samples, traced.outputs
@@ -188,6 +196,13 @@ class Job:
                 gram = gram[:, 0, :, 0]
             return {"arrays": {"gram": gram}}
         return {"arrays": {}, "factors": collector.factors if isinstance(collector, Keep) else None}
+
+
+def _values(traced: Traced, head: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Return a shard's losses, or its z."""
+    if isinstance(head, Scaled):
+        return head.losses
+    return traced.z if head is rows_of else traced.value.detach()[:, 0]
 
 
 def _at(head: Callable[[Tensor, int], Tensor], index: int) -> Callable[[Tensor], Tensor]:

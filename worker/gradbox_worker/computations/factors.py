@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 
-import torch
 from torch import Tensor
 
 from gradbox.factors import FACTORS
 from gradbox_factors import Factored, Term
-
-_Identity = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+from gradbox_factors.term import Identity, identity
 
 
 def described(factors: Factored) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors by their names in the file, each once, and the metadata."""
-    found: dict[_Identity, str] = {}
+    found: dict[Identity, str] = {}
     tensors: dict[str, Tensor] = {}
 
     def placed(term: Term, index: int) -> dict[str, str]:
@@ -26,7 +24,7 @@ def described(factors: Factored) -> tuple[dict[str, Tensor], dict[str, str]]:
         for name, factor in term.tensors().items():
             place = f"factors/{index}/{term.parameter}/{name}"
             # A layer's bias has the factor of its weight: one tensor of the file for both.
-            names[name] = found.setdefault(_identity(factor), place) if factor.numel() else place
+            names[name] = found.setdefault(identity(factor), place) if factor.numel() else place
             tensors.setdefault(names[name], factor)
         return names
 
@@ -44,7 +42,3 @@ def described(factors: Factored) -> tuple[dict[str, Tensor], dict[str, str]]:
         for index, piece in enumerate(factors.pieces)
     ]
     return tensors, {FACTORS: json.dumps({"pieces": pieces}, separators=(",", ":"))}
-
-
-def _identity(factor: Tensor) -> _Identity:
-    return factor.data_ptr(), factor.shape, factor.stride(), factor.dtype

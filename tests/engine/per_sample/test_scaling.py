@@ -1,0 +1,141 @@
+"""Rows under float16 autocast, whose losses may be far smaller than float16 reaches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine.per_sample import jacobian, per_sample_gradient
+from gradbox_engine.per_sample.scaling import Scaled
+from tests.engine.per_sample import naive
+
+TOLERANCE = 5e-3
+"""Largest relative difference of a row under float16 autocast."""
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-9, 1e-6, 1.0, 1e6])
+def test_rows_in_fp16_do_not_depend_on_the_size_of_the_loss(size: float) -> None:
+    net, x = model(), torch.randn(6, 5)
+
+    def loss(z: Tensor, weight: Tensor) -> Tensor:
+        return z.square().sum(1) * weight
+
+    # Samples of one batch may differ in size as well.
+    weight = size * torch.tensor([1.0, 1e-5, 1e3, 1.0, 0.0, 1.0])
+    found = per_sample_gradient(
+        net, [{"0": x[:4]}, {"0": x[4:]}], loss, loss_inputs={"weight": weight}, precision="fp16"
+    )
+    exact = model().double()
+    losses = loss(exact(x.double()), weight.double())
+    rows = naive.flat(naive.rows(losses[:, None], dict(exact.named_parameters())))[:, 0]
+    mine = naive.flat(found.arrays, 1).double()
+    for row, expected in zip(mine, rows, strict=True):
+        assert naive.difference(row, expected) < TOLERANCE
+    assert found.values is not None
+    torch.testing.assert_close(found.values.double(), losses.detach(), rtol=5e-3, atol=0)
+
+
+def test_reductions_of_a_small_loss_in_fp16_are_those_of_its_rows() -> None:
+    net, x = model(), torch.randn(6, 3, 5)
+
+    def loss(z: Tensor) -> Tensor:
+        return z.square().sum((1, 2)) * 1e-9
+
+    dense = per_sample_gradient(net, [{"0": x}], loss, precision="fp16")
+    rows = naive.flat(dense.arrays, 1)
+    gram = per_sample_gradient(net, [{"0": x}], loss, precision="fp16", reduce="gram")
+    assert naive.difference(gram.arrays["gram"], rows @ rows.T) < 1e-4
+    norms = per_sample_gradient(net, [{"0": x}], loss, precision="fp16", reduce="norm")
+    assert naive.difference(norms.arrays["norm"].float(), rows.norm(dim=1)) < 1e-4
+
+
+def test_a_convolution_and_an_embedding_have_rows_of_a_small_loss_in_fp16() -> None:
+    torch.manual_seed(0)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.e, self.c, self.n = nn.Embedding(7, 4), nn.Conv1d(4, 4, 3), nn.LayerNorm(4)
+            self.gain = nn.Parameter(torch.ones(()))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            h: Tensor = self.c(self.e(ids).mT).mT
+            return self.n(h.tanh()).tanh().mean(1) * self.gain
+
+    net, ids = Both(), torch.randint(0, 7, (5, 6))
+
+    def loss(z: Tensor) -> Tensor:
+        return z[:, 0] * 1e-9
+
+    found = per_sample_gradient(net, [{"0": ids}], loss, precision="fp16").arrays
+    expected = per_sample_gradient(net.double(), [{"0": ids}], loss).arrays
+    for name, rows in expected.items():
+        assert naive.difference(found[name].double(), rows) < 1e-2, name
+
+
+def test_cotangents_that_fp16_does_not_reach_are_pulled_back() -> None:
+    net, x = model(), torch.randn(6, 5)
+    u = torch.randn(6, 3) * 1e-9
+    found = jacobian(net, [{"0": x}], reduce="vjp", vectors=u, precision="fp16").arrays
+    expected = jacobian(net, [{"0": x}], reduce="vjp", vectors=u).arrays
+    for name, gradient in expected.items():
+        assert naive.difference(found[name], gradient) < TOLERANCE
+
+
+def test_slopes_of_very_many_outputs_do_not_overflow_where_they_are_added() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 200_000)), torch.randn(2, 5)
+    with torch.no_grad():
+        net[1].weight.abs_().clamp_min_(0.5)
+
+    def loss(z: Tensor) -> Tensor:
+        return z.mean(1) * 1e-3
+
+    found = per_sample_gradient(net, [{"0": x}], loss, precision="fp16", wrt=["0.*"]).arrays
+    expected = per_sample_gradient(net, [{"0": x}], loss, wrt=["0.*"]).arrays
+    for name, rows in expected.items():
+        assert naive.difference(found[name], rows) < TOLERANCE
+
+
+class Amplifier(nn.Module):
+    """A model whose gradients grow more than float16 spans above 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.b(self.a(x).tanh() * 150) * 150
+        return z
+
+
+def test_samples_whose_gradients_overflow_run_again_with_smaller_scales() -> None:
+    torch.manual_seed(0)
+    net, x = Amplifier(), torch.randn(6, 5)
+    x[2] = float("nan")  # one that stays what it is
+
+    def loss(z: Tensor) -> Tensor:
+        return z.sum(1) * 1e-4
+
+    shards = [{"0": x[:4]}, {"0": x[4:]}]
+    found = per_sample_gradient(net, shards, loss, precision="fp16", unchecked=["coupling"])
+    expected = per_sample_gradient(net, shards, loss, unchecked=["coupling"]).arrays
+    sound = [0, 1, 3, 4, 5]
+    for name, rows in expected.items():
+        assert naive.difference(found.arrays[name][sound], rows[sound]) < TOLERANCE
+        assert name == "b.bias" or found.arrays[name][2].isnan().any()
+
+
+def test_losses_without_a_graph_have_the_scales_of_their_shard() -> None:
+    scaled = Scaled(lambda z, index: z.sum(1, keepdim=True) * 1e-9)
+    z = torch.randn(4, 3, requires_grad=True)
+    value = scaled(z, 0)
+    with torch.no_grad():
+        assert torch.equal(scaled(z, 0), value)
+        assert torch.equal(scaled(z, 1), z.sum(1, keepdim=True) * 1e-9)
