@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import Group, Objective, set_gradient, shard_stream
-from gradbox_engine.buffers import Buffers, Snapshot
+from gradbox_engine.buffers import Buffers
+from gradbox_engine.snapshots import Snapshot
 from tests.oracle import TOLERANCE, difference
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import Tensor
 
-from gradbox_engine.buffers import Snapshot
 from gradbox_engine.calls import Passage
 from gradbox_engine.chunks import Chunks
 from gradbox_engine.comparison import same_bits
@@ -30,6 +29,7 @@ from gradbox_engine.outputs import Outputs
 from gradbox_engine.records import Prepared, ShardRecord, with_room
 from gradbox_engine.retention import Form, GraphBudget
 from gradbox_engine.saved_tensors import SavedTensors, needs_its_own_graph
+from gradbox_engine.snapshots import Snapshot
 from gradbox_engine.ungraphed import GraphMissed
 
 

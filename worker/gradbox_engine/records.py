@@ -9,12 +9,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradbox_engine.buffers import Buffers, Snapshot, Statistics
+from gradbox_engine.buffers import Buffers, Statistics
 from gradbox_engine.calls import ModelCalls, Passage
 from gradbox_engine.feed import Feed, Position
 from gradbox_engine.outputs import Outputs
 from gradbox_engine.preservation import Preserved
 from gradbox_engine.retention import Form
+from gradbox_engine.snapshots import Snapshot
 from gradbox_engine.ungraphed import Ungraphed
 
 T = TypeVar("T")

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.assembly import Assembly
-from gradbox_engine.buffers import Snapshot
 from gradbox_engine.comparison import ReplayComparison
 from gradbox_engine.errors import BadInputs, ModelCallFailed
 from gradbox_engine.feed import Position
@@ -23,6 +22,7 @@ from gradbox_engine.objective import SOLE_GROUP, differentiate
 from gradbox_engine.outputs import BARE, Outputs
 from gradbox_engine.precision import replay_tolerance
 from gradbox_engine.records import Prepared
+from gradbox_engine.snapshots import Snapshot
 
 SKETCH_ENTRIES = 4096
 """How many entries of v are kept of each shard and output, at equal distances, to compare with."""
