@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradbox_engine.errors import GraphInBuffer
 from gradbox_engine.flat import Layout, flattened
 from gradbox_engine.snapshots import Live, Packed, Slot, Snapshot
-from gradbox_engine.values import form, overlaps_itself, same_values, strided_parts
+from gradbox_engine.values import form, same_values, strided_parts, writable
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -182,10 +182,10 @@ class Buffers:
             registered = self._registered.get((module, name))
             if value is None:
                 slots[name] = None
-            elif registered is not None and not _writable(registered):
+            elif registered is not None and not writable(registered):
                 same = same_values(registered, value)
                 slots[name] = registered if same else _copy(value)
-            elif registered is not None and _same_form(registered, value):
+            elif registered is not None and form(registered) == form(value):
                 slots[name] = registered
                 targets.append(registered.data)  # no graph that is still there reads the old values
                 sources.append(value)
@@ -244,7 +244,7 @@ class Buffers:
                 and buffer.layout is torch.strided
             ):
                 together.setdefault((buffer.dtype, buffer.device), {})[slot] = buffer
-            elif before is None or not _same_form(buffer, before):
+            elif before is None or form(buffer) != form(before):
                 apart[slot] = _copy(buffer)
                 self._others_change |= previous is not None
             elif buffer.device.type != "cpu" and buffer.layout is torch.strided:
@@ -282,14 +282,6 @@ def _by_kind(tensors: Iterable[Tensor]) -> list[OfKind]:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-def _writable(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not overlaps_itself(tensor)
-
-
-def _same_form(a: Tensor, b: Tensor) -> bool:
-    return form(a) == form(b)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -44,8 +44,8 @@ def strided_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor.to_dense()]
 
 
-def overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether several entries share one place in memory, so that none can be written."""
-    return tensor.layout is torch.strided and any(
+def writable(tensor: Tensor) -> bool:
+    """Return whether numbers can be copied into it: it is dense, each entry in its own place."""
+    return tensor.layout is torch.strided and not any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
