@@ -18,8 +18,8 @@ from benchmarks.pairs import TOWERS
 from benchmarks.workloads import SEED, Workload, gradients
 from gradbox.losses import info_nce
 from gradbox_engine import Group, Objective, set_gradient, shard_stream
-from gradbox_engine.retention import HELD_FACTOR, Retain
-from gradbox_engine.saved_tensors import SavedTensors
+from gradbox_engine.replay.retention import HELD_FACTOR, Retain
+from gradbox_engine.replay.saved_tensors import SavedTensors
 
 Streams = Literal["whole batch", "in order", "second pass", "by shard"]
 

@@ -28,9 +28,9 @@ from benchmarks.measure import QUIET
 from benchmarks.per_sample_peers import peers, wrong_shape
 from benchmarks.per_sample_workloads import WORKLOADS, Workload
 from gradbox_engine.per_sample import Arena, Session
-from gradbox_engine.per_sample.collecting import Keep, Norms, ToArena
+from gradbox_engine.per_sample.reductions import Keep, Norms, ToArena
 from gradbox_worker.computations.factors import described
-from gradbox_worker.result_file import write_result
+from gradbox_worker.files.result_file import write_result
 
 REPEATS = 3  # calls in a row, so that one method does not pay for another's cache misses
 SLOW_S = 0.5  # a call that takes longer is measured in fewer rounds, one at a time

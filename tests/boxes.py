@@ -16,11 +16,11 @@ from typing import IO, Any
 import httpx
 
 from gradbox import GradClient
-from gradbox_service.app import create_app
 from gradbox_service.backing import Backing
-from gradbox_service.inprocess import InProcessTransport
+from gradbox_service.http.app import create_app
 from gradbox_service.settings import Settings
-from gradbox_worker.inline import InlineWorker
+from gradbox_service.testing.inprocess import InProcessTransport
+from gradbox_worker.turns.inline import InlineWorker
 
 ROOT = Path(__file__).resolve().parents[1]
 READY = "gradbox ready at "

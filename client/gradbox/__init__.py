@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from gradbox.computations import Jacobian as Jacobian
     from gradbox.computations import Penalty as Penalty
     from gradbox.computations import PerSampleGradient as PerSampleGradient
-    from gradbox.connection import Retry as Retry
-    from gradbox.events import JobEvent as JobEvent
+    from gradbox.http.connection import Retry as Retry
+    from gradbox.http.events import JobEvent as JobEvent
+    from gradbox.inputs.packing import Packed as Packed
+    from gradbox.inputs.packing import pack as pack
     from gradbox.job import Job as Job
-    from gradbox.packing import Packed as Packed
-    from gradbox.packing import pack as pack
     from gradbox.protocol import JobState as JobState
-    from gradbox.result import GradResult as GradResult
+    from gradbox.results.result import GradResult as GradResult
 
 from gradbox.errors import (
     BlobRejected,
@@ -63,18 +63,18 @@ _LAZY = {
     "Cotangents": "gradbox.computations",
     "Forward": "gradbox.computations",
     "GradClient": "gradbox.client",
-    "GradResult": "gradbox.result",
+    "GradResult": "gradbox.results.result",
     "Gradient": "gradbox.computations",
     "Jacobian": "gradbox.computations",
     "Job": "gradbox.job",
-    "JobEvent": "gradbox.events",
+    "JobEvent": "gradbox.http.events",
     "JobState": "gradbox.protocol",
     "MixedGradient": "gradbox.computations",
-    "Packed": "gradbox.packing",
+    "Packed": "gradbox.inputs.packing",
     "Penalty": "gradbox.computations",
     "PerSampleGradient": "gradbox.computations",
-    "Retry": "gradbox.connection",
-    "pack": "gradbox.packing",
+    "Retry": "gradbox.http.connection",
+    "pack": "gradbox.inputs.packing",
 }
 
 __all__ = [

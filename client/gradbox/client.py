@@ -15,12 +15,12 @@ import httpx
 from pydantic import BaseModel
 
 from gradbox.computations import Computation
-from gradbox.connection import Connection, Retry, parsed
 from gradbox.errors import MissingBlobs
+from gradbox.http.connection import Connection, Retry, parsed
 from gradbox.job import Job
 from gradbox.protocol import JobState, JobView, ModelView
 from gradbox.settings import ClientSettings, find_settings
-from gradbox.tensors import Blob, Tensor
+from gradbox.tensors.safetensors_bytes import Blob, Tensor
 
 if TYPE_CHECKING:
     from gradbox.remote.model import RemoteModel

@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gradbox.connection import Connection, parsed
-from gradbox.download import download
 from gradbox.errors import GradboxError, JobCancelled, JobFailed, ResultNotReady
-from gradbox.events import JobEvent, follow
+from gradbox.http.connection import Connection, parsed
+from gradbox.http.download import download
+from gradbox.http.events import JobEvent, follow
 from gradbox.progress import ProgressBar
 from gradbox.protocol import JobState, JobView
-from gradbox.result import GradResult
-from gradbox.result_files import RemoteFile
+from gradbox.results.result import GradResult
+from gradbox.results.result_files import RemoteFile
 
 
 class Job:

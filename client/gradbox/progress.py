@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from gradbox.events import JobEvent
+from gradbox.http.events import JobEvent
 from gradbox.protocol import JobState, JobView, ProgressView
 
 if TYPE_CHECKING:

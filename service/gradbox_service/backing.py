@@ -7,11 +7,11 @@ from pathlib import Path
 
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.fleet import Fleet, MemoryFleet, RedisFleet
-from gradbox_service.jobs.leadership import Leadership, RedisLeadership, SoleLeadership
 from gradbox_service.jobs.memory_records import MemoryRecords
 from gradbox_service.jobs.records import Records
 from gradbox_service.jobs.redis_records import RedisRecords
 from gradbox_service.jobs.turns import MemoryTurns, RqTurns, Turns
+from gradbox_service.queue.leadership import Leadership, RedisLeadership, SoleLeadership
 from gradbox_service.settings import BadSettings, Settings
 from gradbox_service.store import BlobStore, ResultStore, blob_store, result_store
 from gradbox_service.tokens import MemoryTokens, RedisTokens, Tokens

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import redis
 
-from gradbox_service.embedded_redis import url_in
 from gradbox_service.jobs.connection import connect
 from gradbox_service.settings import BadSettings, Settings
 from gradbox_service.tokens import BadTokenName, RedisTokens
+from gradbox_service.up.embedded_redis import url_in
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -59,7 +59,7 @@ def register_tokens(subparsers: Subparsers) -> None:
 
 def run_service(args: argparse.Namespace) -> int:
     """Serve until stopped."""
-    from gradbox_service.server import CannotListen, serve
+    from gradbox_service.http.server import CannotListen, serve
 
     logging.basicConfig(
         level=logging.INFO,

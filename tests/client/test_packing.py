@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradbox.errors import InvalidInputs
-from gradbox.packing import pack
+from gradbox.inputs.packing import pack
 
 LENGTHS = [3, 9, 1, 4, 4, 2, 9, 5]
 

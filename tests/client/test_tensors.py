@@ -12,7 +12,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from gradbox import InvalidInputs
-from gradbox.tensors import CHUNK_BYTES, DTYPES, Blob, tensor_bytes
+from gradbox.tensors.safetensors_bytes import CHUNK_BYTES, DTYPES, Blob, tensor_bytes
 
 
 def blob(**tensors: Any) -> Blob:

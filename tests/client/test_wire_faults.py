@@ -27,7 +27,7 @@ from gradbox import (
     ServiceUnavailable,
     Unauthorized,
 )
-from gradbox.download import part_of
+from gradbox.http.download import part_of
 from gradbox.progress import ProgressBar
 from gradbox.protocol import ResultView
 from tests.client.wires import QUICK, Broken, answer, client_of, job_view, problem

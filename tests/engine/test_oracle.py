@@ -9,7 +9,7 @@ import torch
 
 from gradbox_engine import shard_stream
 from tests.cases import CASES
-from tests.engine.running import answer
+from tests.engine.replay.running import answer
 from tests.oracle import TOLERANCE, difference, naive
 
 ALL_CASES = pytest.mark.parametrize("name", CASES)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import BadPenalty, Group, LossNotFinite, Objective, Penalty, set_gradient
-from gradbox_engine.streams import shard_stream
+from gradbox_engine.model.shard_rng import shard_stream
 from tests.cases import CASES, Case
 from tests.engine.memory import peak_bytes
-from tests.engine.running import answer
+from tests.engine.replay.running import answer
 from tests.oracle import TOLERANCE, difference
 
 

@@ -64,9 +64,8 @@ def _compare(before: Arrays, after: Arrays) -> None:
             apart[problem] = max(apart.get(problem, 0.0), float((a - b).norm()) / scale)
     for problem, difference in sorted(apart.items(), key=lambda item: -item[1]):
         print(f"{difference:.1e}  {problem}")
-    print(
-        f"{len(apart)} of {len(sizes)} problems differ, at most by {max(apart.values(), default=0):.1e}"
-    )
+    largest = max(apart.values(), default=0)
+    print(f"{len(apart)} of {len(sizes)} problems differ, at most by {largest:.1e}")
 
 
 if __name__ == "__main__":

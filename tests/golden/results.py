@@ -17,10 +17,10 @@ from torch import Tensor
 
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
 from tests.cases import CASES
-from tests.engine.halves import first_half
-from tests.engine.mixed_running import mixed_answer
+from tests.engine.mixed.running import mixed_answer
 from tests.engine.per_sample import zoo
-from tests.engine.running import answer
+from tests.engine.replay.halves import first_half
+from tests.engine.replay.running import answer
 from tests.mixed_cases import MIXED_CASES, OBSTACLES
 
 DIGESTS = Path(__file__).with_name("digests.json")

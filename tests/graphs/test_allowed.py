@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gradbox.graphs import allowed, targets
-from gradbox.graphs.places import PLACES
-from gradbox.graphs.trace import trace
+from gradbox.graphs import allow_list, targets
+from gradbox.graphs.argument_rules import PLACES
+from gradbox.tracing.trace import trace
 
 NEVER = """
     apply_ map_ map2_ backward data requires_grad_ register_hook retain_grad numpy tolist item
@@ -23,34 +23,34 @@ NEVER = """
 
 
 def test_every_function_exists_and_is_found_by_its_name() -> None:
-    assert list(targets.FUNCTIONS) == list(allowed.FUNCTIONS)
+    assert list(targets.FUNCTIONS) == list(allow_list.FUNCTIONS)
     for name, function in targets.FUNCTIONS.items():
         assert callable(function), name
         assert targets.name_of(function) == name
 
 
 def test_every_method_is_a_method_of_a_tensor() -> None:
-    assert all(callable(getattr(torch.Tensor, name)) for name in allowed.METHODS)
-    assert all(name.endswith("_") for name in allowed.IN_PLACE)
-    assert all(not name.startswith("_") for name in allowed.METHODS)
+    assert all(callable(getattr(torch.Tensor, name)) for name in allow_list.METHODS)
+    assert all(name.endswith("_") for name in allow_list.IN_PLACE)
+    assert all(not name.startswith("_") for name in allow_list.METHODS)
 
 
 def test_every_dtype_format_and_attribute_exists() -> None:
     tensor = torch.zeros(2, 2, dtype=torch.complex64)
-    assert all(isinstance(getattr(torch, name), torch.dtype) for name in allowed.DTYPES)
-    assert all(hasattr(torch, name) for name in allowed.MEMORY_FORMATS)
-    assert all(getattr(tensor, name) is not None for name in allowed.TENSOR_ATTRIBUTES)
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in allow_list.DTYPES)
+    assert all(hasattr(torch, name) for name in allow_list.MEMORY_FORMATS)
+    assert all(getattr(tensor, name) is not None for name in allow_list.TENSOR_ATTRIBUTES)
 
 
 def test_what_reaches_beyond_the_graph_is_not_on_the_list() -> None:
-    assert not allowed.METHODS & set(NEVER)
-    assert not allowed.ATTRIBUTES & set(NEVER)
-    assert not set(allowed.FUNCTIONS) & {f"torch.{name}" for name in NEVER}
+    assert not allow_list.METHODS & set(NEVER)
+    assert not allow_list.ATTRIBUTES & set(NEVER)
+    assert not set(allow_list.FUNCTIONS) & {f"torch.{name}" for name in NEVER}
 
 
 def test_nothing_random_is_on_the_list() -> None:
     words = ("rand", "dropout", "bernoulli", "multinomial", "gumbel", "normal_")
-    names = (*allowed.FUNCTIONS, *allowed.METHODS)
+    names = (*allow_list.FUNCTIONS, *allow_list.METHODS)
     assert [name for name in names if any(word in name for word in words)] == []
 
 
@@ -74,7 +74,7 @@ def test_every_argument_with_a_rule_is_known_by_its_place() -> None:
     for name, function in targets.FUNCTIONS.items():
         with contextlib.suppress(ValueError, TypeError):  # a builtin: by keyword only
             for place, parameter in enumerate(inspect.signature(function).parameters.values()):
-                ruled = parameter.name in {*allowed.FORBIDDEN_KEYWORDS, "inplace", "device"}
+                ruled = parameter.name in {*allow_list.FORBIDDEN_KEYWORDS, "inplace", "device"}
                 if ruled and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
                     found.setdefault(name, {})[parameter.name] = place
     assert found == PLACES
@@ -93,7 +93,7 @@ def test_operators_of_tensors_and_methods_with_underscores_are_written_as_operat
 
 def test_checking_a_graph_loads_no_torch() -> None:
     code = (
-        "import sys, gradbox.graphs.allowed, gradbox.graphs.schema, gradbox.graphs.check, "
-        "gradbox.signatures; sys.exit('torch' in sys.modules)"
+        "import sys, gradbox.graphs.allow_list, gradbox.graphs.schema, gradbox.graphs.check, "
+        "gradbox.builtin_losses.signatures; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradbox import losses
 from gradbox.errors import GraphRefused
-from gradbox.graphs.cost import Meter, metered
+from gradbox.interpreting.memory_meter import Meter, metered
 
 Z = torch.arange(24, dtype=torch.float64).reshape(6, 4)
 MASK = Z > 10

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradbox.errors import UntraceableLoss
-from gradbox.graphs.trace import trace
+from gradbox.tracing.trace import trace
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from gradbox.errors import GraphRefused, UntraceableLoss
-from gradbox.graphs import allowed
-from gradbox.graphs.build import build
-from gradbox.graphs.trace import trace
+from gradbox.graphs import allow_list
+from gradbox.interpreting.build import build
+from gradbox.tracing.trace import trace
 from tests.graphs.test_refused import NODE_Z, call, graph_of
 
 UNCHECKED = [
@@ -52,7 +52,7 @@ TRUSTING = {
 
 @pytest.mark.parametrize("name", UNCHECKED)
 def test_a_kernel_that_checks_nothing_is_not_on_the_list(name: str) -> None:
-    assert name not in allowed.FUNCTIONS
+    assert name not in allow_list.FUNCTIONS
 
 
 @pytest.mark.parametrize("attack", TRUSTING)

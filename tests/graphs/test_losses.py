@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradbox import losses
+from gradbox.builtin_losses.signatures import BUILTIN_SIGNATURES, check_builtin
 from gradbox.errors import InvalidInputs, InvalidJob
-from gradbox.signatures import BUILTIN_SIGNATURES, check_builtin
 
 N, D = 7, 3
 Z = torch.randn(N, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

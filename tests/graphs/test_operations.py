@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradbox.graphs import allowed, targets
-from gradbox.graphs.build import build
-from gradbox.graphs.trace import trace
+from gradbox.graphs import allow_list, targets
+from gradbox.interpreting.build import build
+from gradbox.tracing.trace import trace
 
 Z = torch.rand(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
 OTHERS: tuple[tuple[Any, ...], ...] = ((), (Z.T.clone(),), (1,), (1, 1), (Z, Z), (0, Z.long()))
@@ -19,9 +19,9 @@ OTHERS: tuple[tuple[Any, ...], ...] = ((), (Z.T.clone(),), (1,), (1, 1), (Z, Z),
 
 def operations() -> Iterator[tuple[str, Callable[..., Any]]]:
     for name, function in targets.FUNCTIONS.items():
-        if name.startswith(("torch.", "operator.")) and name != allowed.GRAD_MODE:
+        if name.startswith(("torch.", "operator.")) and name != allow_list.GRAD_MODE:
             yield name, function
-    for name in sorted(allowed.METHODS):
+    for name in sorted(allow_list.METHODS):
         yield f".{name}()", method(name)
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gradbox.errors import GraphRefused, InvalidInputs
-from gradbox.graphs import allowed, targets
-from gradbox.graphs.build import build
+from gradbox.graphs import allow_list, targets
 from gradbox.graphs.check import check_graph
-from gradbox.graphs.cost import metered
 from gradbox.graphs.schema import Graph
+from gradbox.interpreting.build import build
+from gradbox.interpreting.memory_meter import metered
 
 Z = {"op": "placeholder", "name": "z", "target": "z"}
 NODE_Z = {"node": "z"}
@@ -267,9 +267,9 @@ FORMS = st.recursive(
     max_leaves=6,
 )
 TARGETS = st.one_of(
-    st.sampled_from(sorted(allowed.FUNCTIONS)).map(lambda name: ("call_function", name)),
-    st.sampled_from(sorted(allowed.OPERATORS)).map(lambda name: ("call_function", name)),
-    st.sampled_from(sorted(allowed.METHODS)).map(lambda name: ("call_method", name)),
+    st.sampled_from(sorted(allow_list.FUNCTIONS)).map(lambda name: ("call_function", name)),
+    st.sampled_from(sorted(allow_list.OPERATORS)).map(lambda name: ("call_function", name)),
+    st.sampled_from(sorted(allow_list.METHODS)).map(lambda name: ("call_method", name)),
     st.sampled_from(["os.system", "torch.load"]).map(lambda name: ("call_function", name)),
 )
 CALLS = st.tuples(TARGETS, st.lists(FORMS, max_size=3), st.booleans())

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradbox.errors import GraphRefused, InvalidInputs, UntraceableLoss
-from gradbox.graphs.trace import trace
+from gradbox.tracing.trace import trace
 
 OUTER = nn.Parameter(torch.ones(3))
 OUTER_COMPUTED = OUTER.exp()

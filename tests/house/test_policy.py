@@ -33,9 +33,9 @@ def modules_loaded_by(statement: str) -> set[str]:
         "import gradbox",
         "import gradbox.protocol, gradbox.graphs.check",
         "import gradbox.cli",
-        "import gradbox_service.app",
-        "import gradbox_service.up",
-        "import gradbox_worker.rq_worker, gradbox_worker.turn",
+        "import gradbox_service.http.app",
+        "import gradbox_service.up.command",
+        "import gradbox_worker.turns.rq_worker, gradbox_worker.turns.turn",
     ],
 )
 def test_import_loads_no_torch(statement: str) -> None:

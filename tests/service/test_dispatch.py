@@ -9,10 +9,10 @@ import redis
 
 from gradbox.protocol import JobState
 from gradbox_service.backing import Backing
-from gradbox_service.dispatch import TICK_S, Dispatcher
 from gradbox_service.jobs import JobRecord, MemoryTurns, Records
-from gradbox_service.jobs.leadership import RedisLeadership
-from gradbox_service.order import fair_order
+from gradbox_service.queue.dispatch import TICK_S, Dispatcher
+from gradbox_service.queue.leadership import RedisLeadership
+from gradbox_service.queue.order import fair_order
 from tests.service.boxes import a_record, a_spec, announce, begin
 
 

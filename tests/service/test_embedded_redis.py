@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from gradbox_service import embedded_redis
-from gradbox_service.embedded_redis import EmbeddedRedis, NoRedis, server_binary, url_in
 from gradbox_service.jobs import connect
+from gradbox_service.up import embedded_redis
+from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis, server_binary, url_in
 
 
 def answers(folder: Path) -> bool:
@@ -82,7 +82,7 @@ def kill_supervisor_of(folder: Path, *, arranged: bool) -> int:
     code = f"""
 import sys
 from pathlib import Path
-from gradbox_service import embedded_redis
+from gradbox_service.up import embedded_redis
 if not {arranged}:
     embedded_redis.die_with_parent = lambda number: None
 print(embedded_redis.EmbeddedRedis.start(Path({str(folder)!r})).pid, flush=True)

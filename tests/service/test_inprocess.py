@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gradbox_service.inprocess import InProcessTransport
+from gradbox_service.testing.inprocess import InProcessTransport
 
 
 class App:

@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from gradbox.protocol import Problem
-from gradbox_service.app import create_app
 from gradbox_service.backing import Backing
-from gradbox_service.embedded_redis import EmbeddedRedis
-from gradbox_service.inprocess import InProcessTransport
+from gradbox_service.http.app import create_app
 from gradbox_service.settings import BadSettings, Settings
+from gradbox_service.testing.inprocess import InProcessTransport
+from gradbox_service.up.embedded_redis import EmbeddedRedis
 from tests.service.conftest import Box, client_with
 
 

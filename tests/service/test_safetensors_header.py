@@ -15,7 +15,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from gradbox.errors import BlobRejected
-from gradbox.safetensors_header import (
+from gradbox.tensors.safetensors_header import (
     MAX_HEADER_BYTES,
     SafetensorsHeader,
     TensorEntry,

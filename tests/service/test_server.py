@@ -102,8 +102,8 @@ def test_memory_stays_flat_while_a_large_blob_goes_in_and_out(redis_settings: Se
 def test_a_running_service_loads_no_torch(redis_settings: Settings) -> None:
     code = """
 import sys, httpx
-from gradbox_service.app import create_app
-from gradbox_service.inprocess import InProcessTransport
+from gradbox_service.http.app import create_app
+from gradbox_service.testing.inprocess import InProcessTransport
 from gradbox_service.settings import Settings
 with InProcessTransport(create_app(Settings.read())) as transport:
     client = httpx.Client(transport=transport, base_url="http://box")

@@ -11,8 +11,8 @@ import redis
 
 from gradbox_service.backing import Backing
 from gradbox_service.commands import register_tokens
-from gradbox_service.embedded_redis import EmbeddedRedis
 from gradbox_service.tokens import BadTokenName, RedisTokens
+from gradbox_service.up.embedded_redis import EmbeddedRedis
 from tests.service.conftest import Box
 
 

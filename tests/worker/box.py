@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from gradbox.graphs.trace import trace
 from gradbox.protocol import (
     GradientSpec,
     GraphLoss,
@@ -29,12 +28,13 @@ from gradbox.protocol import (
     TracedFunction,
     spec_digest,
 )
-from gradbox.safetensors_header import read_header
+from gradbox.tensors.safetensors_header import read_header
+from gradbox.tracing.trace import trace
 from gradbox_service.backing import Backing
-from gradbox_service.dispatch import TURN_GRACE_S, Dispatcher
-from gradbox_service.embedded_redis import EmbeddedRedis
 from gradbox_service.jobs import JobRecord
+from gradbox_service.queue.dispatch import TURN_GRACE_S, Dispatcher
 from gradbox_service.settings import Settings
+from gradbox_service.up.embedded_redis import EmbeddedRedis
 from tests.worker import zoo
 
 Shards = Sequence[Mapping[str, Tensor]]

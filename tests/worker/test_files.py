@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gradbox.errors import InvalidInputs, MissingBlobs
 from gradbox.protocol import ShardRef, TensorRef
-from gradbox.safetensors_header import read_header
+from gradbox.tensors.safetensors_header import read_header
 from gradbox_service.store import BlobStore, blob_store
-from gradbox_worker.blob_tensors import MAX_OPEN_FILES, BlobTensors
-from gradbox_worker.result_file import write_result
+from gradbox_worker.files.blob_tensors import MAX_OPEN_FILES, BlobTensors
+from gradbox_worker.files.result_file import write_result
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from gradbox.errors import LossNotFinite
 from gradbox.protocol import BuiltinLoss, JobState, TensorRef
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import MemoryTurns
-from gradbox_worker.inline import InlineWorker
+from gradbox_worker.turns.inline import InlineWorker
 from tests.worker.box import Box, dispatching, register_misbehaving, running, shards_of, traced
 
 
@@ -77,8 +77,8 @@ def test_a_loss_input_that_requires_grad_gets_its_gradient(box: Box) -> None:
     def weighted(z: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return (z * w).sum()
 
-    from gradbox.graphs.trace import trace
     from gradbox.protocol import GraphLoss, TracedFunction
+    from gradbox.tracing.trace import trace
 
     spec = box.spec(
         shards_of(1),

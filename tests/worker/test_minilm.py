@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradbox.graphs.trace import trace
 from gradbox.protocol import GradientSpec, GraphLoss, InputGroup, JobState, ShardRef, TracedFunction
+from gradbox.tracing.trace import trace
 from gradbox_engine import shard_stream
 from gradbox_worker.demo.task import model_folder
 from tests.worker.box import running_box, running_worker

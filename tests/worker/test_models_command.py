@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradbox_worker.models_command import register
+from gradbox_worker.models.command import register
 from tests.worker import zoo
 
 

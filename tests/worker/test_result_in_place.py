@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gradbox.errors import InvalidInputs, StorageFull
-from gradbox.safetensors_header import read_header
-from gradbox_worker.result_in_place import ResultOnDisk
+from gradbox.tensors.safetensors_header import read_header
+from gradbox_worker.files.result_in_place import ResultOnDisk
 
 WEIGHT, BIAS, SCALE = (5, 3, 4, 2), (5, 3, 4), (5, 3)
 EVERYTHING = slice(0, 5), slice(0, 3), slice(0, 4)

@@ -24,8 +24,8 @@ from gradbox_worker.device import (
     Supervision,
     Work,
 )
-from gradbox_worker.supervision import Patience
-from gradbox_worker.turn import TurnRunner
+from gradbox_worker.turns.supervision import Patience
+from gradbox_worker.turns.turn import TurnRunner
 from tests.worker.box import Box, shards_of
 
 QUICK = Patience(beat_s=0.0, progress_s=0.0, cancel_grace_s=7.0, timeout_grace_s=3.0)

@@ -14,7 +14,7 @@ import pytest
 
 from gradbox.protocol import JobState
 from gradbox_service.jobs import TASK
-from gradbox_worker.presence import NameLock
+from gradbox_worker.turns.presence import NameLock
 from tests.worker.box import (
     Box,
     WorkerProcess,
@@ -35,8 +35,9 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
 
 def test_the_workers_parent_never_imports_torch() -> None:
     code = (
-        "import sys, gradbox_worker.__main__, gradbox_worker.command, gradbox_worker.rq_worker, "
-        "gradbox_worker.models_command, gradbox_worker.device_main; "
+        "import sys, gradbox_worker.__main__, gradbox_worker.command, "
+        "gradbox_worker.turns.rq_worker, gradbox_worker.models.command, "
+        "gradbox_worker.device.main; "
         "sys.exit(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')) != [])"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -45,7 +46,7 @@ def test_the_workers_parent_never_imports_torch() -> None:
 def test_the_task_that_the_service_names_is_there() -> None:
     from rq.utils import import_attribute
 
-    from gradbox_worker.turn import run_turn
+    from gradbox_worker.turns.turn import run_turn
 
     assert import_attribute(TASK) is run_turn
 

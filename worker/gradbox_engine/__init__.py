@@ -1,6 +1,5 @@
 """The mathematics of gradbox: pure torch; no queue, no HTTP, no files."""
 
-from gradbox_engine.at_cotangents import CotangentGradient, FirstOutputs, gradient_at_cotangents
 from gradbox_engine.errors import (
     BadInputs,
     BadOutput,
@@ -16,12 +15,17 @@ from gradbox_engine.errors import (
     SampleStreamRefused,
     UnknownParameter,
 )
-from gradbox_engine.gradient import set_gradient
-from gradbox_engine.job import Group, MixedResult, Objective, Observer, Penalty, SetGradient
-from gradbox_engine.kept_pass import KeptPass
 from gradbox_engine.mixed import mixed_gradient
-from gradbox_engine.set_outputs import SetOutputs, set_outputs
-from gradbox_engine.streams import shard_stream
+from gradbox_engine.model.shard_rng import shard_stream
+from gradbox_engine.replay.gradient_at_cotangents import (
+    CotangentGradient,
+    FirstOutputs,
+    gradient_at_cotangents,
+)
+from gradbox_engine.replay.kept_graphs import KeptPass
+from gradbox_engine.replay.set_gradient import set_gradient
+from gradbox_engine.replay.set_outputs import SetOutputs, set_outputs
+from gradbox_engine.requests import Group, MixedResult, Objective, Observer, Penalty, SetGradient
 
 __all__ = [
     "BadInputs",

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from gradbox_service.settings import BadSettings
     from gradbox_worker.device import DeviceNotStarted
     from gradbox_worker.models import ModelsFileError
-    from gradbox_worker.presence import NameTaken
+    from gradbox_worker.turns.presence import NameTaken
 
     logging.basicConfig(
         level=logging.INFO,
@@ -112,7 +112,7 @@ def _settings(args: argparse.Namespace) -> tuple[Settings, str]:
 
 def _check(args: argparse.Namespace) -> int:
     from gradbox_service.jobs import RedisFleet, connect
-    from gradbox_worker.presence import default_name
+    from gradbox_worker.turns.presence import default_name
 
     name = args.name or default_name(args.device)
     _, redis_url = _settings(args)
@@ -127,9 +127,9 @@ def _work(args: argparse.Namespace) -> int:
     from gradbox_service.store import result_store
     from gradbox_worker.device import DeviceProcess, DeviceSettings
     from gradbox_worker.models import read_models_file
-    from gradbox_worker.presence import NameLock, default_name
-    from gradbox_worker.rq_worker import GradboxWorker
-    from gradbox_worker.supervision import Patience
+    from gradbox_worker.turns.presence import NameLock, default_name
+    from gradbox_worker.turns.rq_worker import GradboxWorker
+    from gradbox_worker.turns.supervision import Patience
 
     settings, redis_url = _settings(args)
     read_models_file(args.models)  # a mistake in it is best heard at once

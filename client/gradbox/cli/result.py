@@ -26,7 +26,7 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Wait for the job, write its result to the file and say what is in it."""
     from gradbox.client import GradClient
-    from gradbox.result import GradResult
+    from gradbox.results.result import GradResult
 
     if not args.output.parent.is_dir():  # heard now, and not when the job is done
         return _cannot_write(args.output, "there is no such folder")

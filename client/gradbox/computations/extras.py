@@ -9,7 +9,7 @@ import numpy as np
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol.parts import Scalar
-from gradbox.tensors import is_tensor
+from gradbox.tensors.safetensors_bytes import is_tensor
 
 
 def split_extras(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradbox.computations.shared import Differentiated, Prepared, checked, listed
+from gradbox.http.uploads import Uploads
 from gradbox.protocol import ForwardSpec
 from gradbox.protocol.spec import ForwardReturned
-from gradbox.uploads import Uploads
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

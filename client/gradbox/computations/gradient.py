@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from gradbox.builtin_losses.signatures import check_builtin
 from gradbox.computations.extras import split_extras
 from gradbox.computations.losses import Builtin, Cotangents
 from gradbox.computations.penalty import Penalty
 from gradbox.computations.shared import Differentiated, Prepared, checked, listed
 from gradbox.computations.tracing import traced
 from gradbox.errors import InvalidJob
+from gradbox.http.uploads import Uploads
 from gradbox.protocol import (
     BuiltinLoss,
     CotangentGradientSpec,
@@ -21,9 +23,7 @@ from gradbox.protocol import (
 )
 from gradbox.protocol.parts import Scalar
 from gradbox.protocol.spec import Returned
-from gradbox.signatures import check_builtin
-from gradbox.tensors import tensor_bytes
-from gradbox.uploads import Uploads
+from gradbox.tensors.safetensors_bytes import tensor_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from gradbox.http.uploads import Uploads
 from gradbox.protocol import CotangentsLoss
 from gradbox.protocol.parts import Scalar
-from gradbox.tensors import is_tensor, tensor_bytes
-from gradbox.uploads import Uploads
+from gradbox.tensors.safetensors_bytes import is_tensor, tensor_bytes
 
 if TYPE_CHECKING:
     from gradbox.job import Job
-    from gradbox.result import GradResult
+    from gradbox.results.result import GradResult
 
 SOLE_GROUP = "z"
 

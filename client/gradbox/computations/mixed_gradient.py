@@ -11,11 +11,11 @@ from gradbox.computations.extras import split_extras
 from gradbox.computations.shared import Computation, Prepared, checked, listed
 from gradbox.computations.tracing import traced
 from gradbox.errors import InvalidInputs
+from gradbox.http.uploads import Uploads
 from gradbox.protocol import MixedGradientSpec, TensorRef, TracedFunction
 from gradbox.protocol.parts import Scalar
 from gradbox.protocol.spec import MixedReturned
-from gradbox.tensors import TensorBytes, tensor_bytes
-from gradbox.uploads import Uploads
+from gradbox.tensors.safetensors_bytes import TensorBytes, tensor_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from gradbox.computations.shared import checked
 from gradbox.computations.tracing import traced
+from gradbox.http.uploads import Uploads
 from gradbox.protocol import PenaltySpec
-from gradbox.uploads import Uploads
 
 if TYPE_CHECKING:
     import torch

@@ -11,10 +11,10 @@ from gradbox.computations.losses import Builtin
 from gradbox.computations.shared import Computation, Prepared, checked, listed
 from gradbox.computations.tracing import traced
 from gradbox.errors import InvalidInputs, InvalidJob
+from gradbox.http.uploads import Uploads
 from gradbox.protocol import GraphLoss, JacobianSpec, PerSampleGradientSpec, TensorRef
 from gradbox.protocol.per_sample import Check, Form, GradientReduction, JacobianReduction
-from gradbox.tensors import Tensor, is_tensor, tensor_bytes
-from gradbox.uploads import Uploads
+from gradbox.tensors.safetensors_bytes import Tensor, is_tensor, tensor_bytes
 
 if TYPE_CHECKING:
     import torch

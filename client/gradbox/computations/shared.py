@@ -12,11 +12,11 @@ from pydantic import BaseModel, ValidationError
 
 from gradbox.computations.tracing import traced
 from gradbox.errors import InvalidInputs, InvalidJob
+from gradbox.http.uploads import Uploads
+from gradbox.inputs.shards import ShardGroup, read_groups
 from gradbox.protocol import CotangentGradientSpec, JobSpec, TracedFunction
 from gradbox.protocol.spec import describe_validation
-from gradbox.shards import ShardGroup, read_groups
-from gradbox.tensors import Blob, Tensor, tensor_bytes
-from gradbox.uploads import Uploads
+from gradbox.tensors.safetensors_bytes import Blob, Tensor, tensor_bytes
 
 Spec = TypeVar("Spec", bound=BaseModel)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from gradbox.errors import InvalidJob
+from gradbox.http.uploads import Uploads
 from gradbox.protocol import TracedFunction
-from gradbox.tensors import is_torch_importable, tensor_bytes
-from gradbox.uploads import Uploads
+from gradbox.tensors.safetensors_bytes import is_torch_importable, tensor_bytes
 
 
 def traced(
@@ -18,7 +18,7 @@ def traced(
     Args:
         what: what an error calls it.
         structured: its arguments may be dicts or a model's output, as a readout's are.
-        arguments: as `gradbox.graphs.trace.trace` takes them.
+        arguments: as `gradbox.tracing.trace.trace` takes them.
     """
     if not callable(function):
         raise InvalidJob(
@@ -30,7 +30,7 @@ def traced(
             f"{what}: a function can only be traced where torch is installed: "
             f"pip install 'gradbox[torch]', or use a Builtin"
         )
-    from gradbox.graphs.trace import trace
+    from gradbox.tracing.trace import trace
 
     found = trace(function, structured=structured, **arguments)
     tensors = {**found.constants, **found.parameters}

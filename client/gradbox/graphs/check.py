@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gradbox.errors import GraphRefused
-from gradbox.graphs import allowed
-from gradbox.graphs.places import PLACES, argument
+from gradbox.graphs import allow_list
+from gradbox.graphs.argument_rules import PLACES, argument
 from gradbox.graphs.schema import Graph, Node
 
 MAX_DEPTH: Final = 8  # of lists and tagged objects inside one argument
@@ -25,8 +25,8 @@ MAX_VALUES: Final = 100_000  # scalars, lists and objects in the arguments of th
 MAX_INTEGER: Final = 2**63 - 1
 MAX_NODES: Final = 5000  # the schema holds it too
 
-_FUNCTIONS = frozenset(allowed.FUNCTIONS)
-_TWO_ARGUMENTS = frozenset({allowed.ATTRIBUTE, allowed.FIELD})
+_FUNCTIONS = frozenset(allow_list.FUNCTIONS)
+_TWO_ARGUMENTS = frozenset({allow_list.ATTRIBUTE, allow_list.FIELD})
 
 
 def check_graph(
@@ -113,7 +113,7 @@ def _check_bare(node: Node, *, num_args: int) -> None:
 
 
 def _check_method(node: Node) -> None:
-    if node.target not in allowed.METHODS:
+    if node.target not in allow_list.METHODS:
         raise _refusal(node, "no such method on the allow-list of tensor methods")
     if not node.args or not _is_node(node.args[0]):
         raise _refusal(node, "the first argument of a method is the node it is called on")
@@ -128,7 +128,7 @@ def _check_function(node: Node) -> None:
     _check_keywords(node)
     if node.target in _TWO_ARGUMENTS:
         _check_attribute(node)
-    if node.target == allowed.GRAD_MODE and not (
+    if node.target == allow_list.GRAD_MODE and not (
         len(node.args) == 1 and isinstance(node.args[0], bool) and not node.kwargs
     ):
         raise _refusal(node, "it takes true or false and nothing else")
@@ -136,14 +136,14 @@ def _check_function(node: Node) -> None:
 
 def _check_keywords(node: Node) -> None:
     for name, value in node.kwargs.items():
-        if name in allowed.FORBIDDEN_KEYWORDS:
+        if name in allow_list.FORBIDDEN_KEYWORDS:
             raise _refusal(node, f"the argument {name!r} is not allowed")
         if name == "device" and not (value is None or _is_node(value) or value == _DEVICE):
             raise _refusal(
                 node, 'a device is written {"device": "job"}: a graph does not choose one'
             )
     for name in PLACES.get(node.target, {}):
-        if name in allowed.FORBIDDEN_KEYWORDS and (
+        if name in allow_list.FORBIDDEN_KEYWORDS and (
             argument(name, node.target, node.args, {}) is not None
         ):
             raise _refusal(node, f"the argument {name!r} is not allowed, by position either")
@@ -155,7 +155,7 @@ def _check_attribute(node: Node) -> None:
     name = node.args[1]
     if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
         raise _refusal(node, f"the attribute {name!r} is not a public name")
-    if node.target == allowed.ATTRIBUTE and name not in allowed.ATTRIBUTES:
+    if node.target == allow_list.ATTRIBUTE and name not in allow_list.ATTRIBUTES:
         raise _refusal(node, f"the attribute {name!r} is not on the allow-list")
 
 
@@ -275,9 +275,9 @@ def _check_scalar(value: Any, node: Node) -> None:
 
 def _check_literal(tag: Any, inner: Any, node: Node) -> None:
     known: dict[str, Collection[Any]] = {
-        "dtype": allowed.DTYPES,
+        "dtype": allow_list.DTYPES,
         "float": ("inf", "-inf", "nan"),
-        "memory_format": allowed.MEMORY_FORMATS,
+        "memory_format": allow_list.MEMORY_FORMATS,
         "device": ("job",),
     }
     if tag == "ellipsis" and inner is True:

@@ -18,7 +18,7 @@ import torch.linalg
 import torch.nn.functional
 import torch.special
 
-from gradbox.graphs import allowed
+from gradbox.graphs import allow_list
 
 _MODULES: Final[dict[str, Any]] = {
     "torch": torch,
@@ -53,7 +53,7 @@ def field(record: Any, name: str) -> Any:
 
 
 def _resolve(name: str) -> Callable[..., Any] | None:
-    if name == allowed.FIELD:
+    if name == allow_list.FIELD:
         return field
     module, _, attribute = name.rpartition(".")
     return getattr(_MODULES[module], attribute, None)
@@ -62,7 +62,7 @@ def _resolve(name: str) -> Callable[..., Any] | None:
 # Looked up at import: while a function is traced some of these names stand for something else.
 # A name that the installed torch lacks is left out.
 FUNCTIONS: Final = {
-    name: function for name in allowed.FUNCTIONS if (function := _resolve(name)) is not None
+    name: function for name in allow_list.FUNCTIONS if (function := _resolve(name)) is not None
 }
 _NAMES: Final = {id(function): name for name, function in reversed(FUNCTIONS.items())}
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from gradbox.computations import Cotangents, Forward, Gradient
 from gradbox.errors import GradboxError
+from gradbox.inputs.shards import ShardGroup
 from gradbox.remote.autograd import Committed, Recorded, Replayed
 from gradbox.remote.calls import Call
-from gradbox.result import GradResult
-from gradbox.shards import ShardGroup
+from gradbox.results.result import GradResult
 
 BARE = ""
 

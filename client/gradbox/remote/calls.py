@@ -11,9 +11,9 @@ from typing import Any, Final
 import torch
 
 from gradbox.errors import InvalidInputs
+from gradbox.inputs.shards import Shard, read_shard
 from gradbox.protocol import MethodView
-from gradbox.shards import Shard, read_shard
-from gradbox.tensors import is_tensor, tensor_bytes
+from gradbox.tensors.safetensors_bytes import is_tensor, tensor_bytes
 
 PACKAGE: Final = str(Path(__file__).resolve().parents[1])
 

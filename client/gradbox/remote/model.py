@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradbox.applying import add_gradients
 from gradbox.computations import Forward, Gradient
 from gradbox.computations.shared import listed
 from gradbox.errors import InvalidInputs
@@ -20,7 +19,8 @@ from gradbox.remote.autograd import Unfetched
 from gradbox.remote.batch import BARE, Batch
 from gradbox.remote.calls import read_call
 from gradbox.remote.output import RemoteOutput
-from gradbox.result import GradResult
+from gradbox.results.applying import add_gradients
+from gradbox.results.result import GradResult
 
 if TYPE_CHECKING:
     from gradbox.client import GradClient
@@ -248,7 +248,7 @@ def _output_names(readout: Callable[..., Any] | None) -> tuple[str, ...]:
     """Return the names of the outputs, (BARE,) for a single tensor."""
     if readout is None:
         return (BARE,)
-    from gradbox.graphs.trace import trace
+    from gradbox.tracing.trace import trace
 
     value = trace(readout, positional=2, structured=True).graph.nodes[-1].args[0]
     match value:

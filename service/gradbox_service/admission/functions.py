@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from gradbox.builtin_losses.signatures import check_builtin
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import check_graph
 from gradbox.protocol import BuiltinLoss, GradientSpec, GraphLoss, SharedSpec
-from gradbox.signatures import check_builtin
 
 # readout(output, inputs)
 READOUT_ARGUMENTS = 2

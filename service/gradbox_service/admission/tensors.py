@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from gradbox.errors import InvalidInputs, MissingBlobs
 from gradbox.protocol import ShardRef, TensorRef
-from gradbox.safetensors_header import SafetensorsHeader, TensorEntry
+from gradbox.tensors.safetensors_header import SafetensorsHeader, TensorEntry
 from gradbox_service.store import BlobStore
 
 # Opening a blob costs a file read here and a mapping in the worker.

@@ -17,7 +17,7 @@ import redis
 import rq
 from rq.registry import StartedJobRegistry
 
-TASK = "gradbox_worker.turn.run_turn"
+TASK = "gradbox_worker.turns.turn.run_turn"
 # One queue for every worker. A worker on two queues would lose a job between them (rq/rq#1716).
 QUEUE = "gradbox"
 SERIALIZER = "json"

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from gradbox.errors import BlobRejected
-from gradbox.safetensors_header import SafetensorsHeader, read_header
+from gradbox.tensors.safetensors_header import SafetensorsHeader, read_header
 from gradbox_service.store.files import make_folder, put_in_place
 
 # Headers kept in memory hold this many tensors together, about 250 MB.

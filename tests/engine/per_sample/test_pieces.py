@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradbox_engine.per_sample import Arena, dense, jacobian, per_sample_gradient
+from gradbox_engine.per_sample import Arena, jacobian, per_sample_gradient, pieces
 from tests.engine.per_sample import naive
 from tests.engine.per_sample.zoo import build
 
@@ -53,17 +53,17 @@ def test_pieces_make_up_the_dense_result_within_the_budget(name: str, budget_byt
 def test_running_out_of_cuda_memory_halves_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build("convolution, 2d")
     expected = naive.jacobian(model, inputs)
-    made = dense.Pieces._made
+    made = pieces.Pieces._made
     sizes: list[int] = []
 
-    def scarce(self: dense.Pieces, term: Any, *cut: slice) -> Tensor:
+    def scarce(self: pieces.Pieces, term: Any, *cut: slice) -> Tensor:
         piece = made(self, term, *cut)
         sizes.append(piece.nbytes)
         if piece.nbytes > 3000:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return piece
 
-    monkeypatch.setattr(dense.Pieces, "_made", scarce)
+    monkeypatch.setattr(pieces.Pieces, "_made", scarce)
     sink = Gathered()
     jacobian(model, [inputs], sink=sink, budget_bytes=2**20)
     assert max(sizes) > 3000 >= sizes[-1]

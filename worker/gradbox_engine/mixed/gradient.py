@@ -38,7 +38,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.job import (
+from gradbox_engine.mixed.inner import Inner
+from gradbox_engine.mixed.jacobian_products import ShardJacobians
+from gradbox_engine.mixed.phases import Equipment, differentiate_outer, first_pass, tangent_pass
+from gradbox_engine.mixed.sums import Sums
+from gradbox_engine.model.kernels import differentiable_kernels
+from gradbox_engine.model.prepared import Streams, Terms, prepared
+from gradbox_engine.model.wrt import Selection
+from gradbox_engine.replay.cotangents import trainable
+from gradbox_engine.requests import (
     Group,
     MixedResult,
     MixedReturned,
@@ -49,14 +57,6 @@ from gradbox_engine.job import (
     Precision,
     Silent,
 )
-from gradbox_engine.mixed.inner import Inner
-from gradbox_engine.mixed.kernels import differentiable_kernels
-from gradbox_engine.mixed.passes import Equipment, differentiate_outer, first_pass, tangent_pass
-from gradbox_engine.mixed.products import ShardJacobians
-from gradbox_engine.mixed.sums import Sums
-from gradbox_engine.objective import trainable
-from gradbox_engine.preparation import Streams, Terms, prepared
-from gradbox_engine.selection import Selection
 
 NOTHING = Selection({}, ())
 """No parameter of G is differentiated."""

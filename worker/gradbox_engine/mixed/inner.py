@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradbox_engine.failures import blaming
-from gradbox_engine.feed import Position
-from gradbox_engine.job import Objective
-from gradbox_engine.objective import moved, real_number
-from gradbox_engine.outputs import Outputs, as_z
-from gradbox_engine.precision import accumulation_dtype
-from gradbox_engine.streams import shard_stream
+from gradbox_engine.model.blame import blaming
+from gradbox_engine.model.outputs import Outputs, as_z
+from gradbox_engine.model.precision import accumulation_dtype
+from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.shard_rng import shard_stream
+from gradbox_engine.replay.cotangents import moved, real_number
+from gradbox_engine.requests import Objective
 
 STREAM = 2
 """The model's calls draw from stream group 0 and `outer` from 1. Both evaluations of `inner` on a

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gradbox_engine.precision import accumulation_dtype
+from gradbox_engine.model.precision import accumulation_dtype
 
 
 class Sums:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gradbox_engine.per_sample.factoring import Traced
+from gradbox_engine.per_sample.backward import Traced
 
 MOST_COPIES = 64
 WORTH_A_TRIAL_S = 2e-3

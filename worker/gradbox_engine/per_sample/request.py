@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from torch import Tensor
 
-from gradbox_engine.per_sample.failures import BadReduction
+from gradbox_engine.per_sample.errors import BadReduction
 from gradbox_factors import Factored
 
 GradientReduction = Literal["none", "norm", "gram", "clipped_sum", "projection"]

@@ -16,10 +16,10 @@ from torch import Tensor
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import CotangentsLoss, GradientSpec, Receipt
 from gradbox_engine import FirstOutputs, gradient_at_cotangents
-from gradbox_engine.outputs import BARE, Outputs
+from gradbox_engine.model.outputs import BARE, Outputs
+from gradbox_worker.computations.engine_inputs import differentiated
 from gradbox_worker.computations.job import Computed, Job
 from gradbox_worker.computations.sections import input_gradients, section
-from gradbox_worker.job_parts import differentiated
 
 OUTPUTS = "outputs/"
 

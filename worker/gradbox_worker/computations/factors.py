@@ -9,7 +9,7 @@ import json
 
 from torch import Tensor
 
-from gradbox.factors import FACTORS
+from gradbox.results.factor_metadata import FACTORS
 from gradbox_factors import Factored, Term
 from gradbox_factors.term import Identity, identity
 

@@ -9,9 +9,13 @@ from torch import Tensor
 from gradbox.protocol import CotangentsLoss, GradientSpec
 from gradbox_engine import SetGradient, set_gradient
 from gradbox_worker.computations import cotangents
+from gradbox_worker.computations.engine_inputs import (
+    differentiated,
+    loss_objective,
+    model_penalties,
+)
 from gradbox_worker.computations.job import Computed, Job
 from gradbox_worker.computations.sections import by_group, input_gradients, section
-from gradbox_worker.job_parts import differentiated, loss_objective, model_penalties
 
 
 def compute(job: Job, spec: GradientSpec) -> Computed:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from gradbox.protocol import MixedGradientSpec
 from gradbox_engine import mixed_gradient
+from gradbox_worker.computations.engine_inputs import mixed_objectives
 from gradbox_worker.computations.job import Computed, Job
 from gradbox_worker.computations.sections import section
-from gradbox_worker.job_parts import mixed_objectives
 
 
 def compute(job: Job, spec: MixedGradientSpec) -> Computed:

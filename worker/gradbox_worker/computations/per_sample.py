@@ -14,13 +14,13 @@ from torch import Tensor
 
 from gradbox.protocol import JacobianSpec, PerSampleGradientSpec, TensorRef
 from gradbox_engine import Observer
-from gradbox_engine.job import Phase
 from gradbox_engine.per_sample import SampleResult, jacobian, per_sample_gradient
+from gradbox_engine.requests import Phase
+from gradbox_worker.computations.engine_inputs import build_function
 from gradbox_worker.computations.factors import described
 from gradbox_worker.computations.job import Computed, Job
 from gradbox_worker.computations.sections import section
-from gradbox_worker.job_parts import build_function
-from gradbox_worker.result_in_place import ResultOnDisk
+from gradbox_worker.files.result_in_place import ResultOnDisk
 
 # The engine's budget is for pieces and, half as much, for the output gradients they are made of.
 ENGINE_SHARE = 0.5

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from gradbox_engine.input_gradients import InputGrads
-from gradbox_engine.job import Z
+from gradbox_engine.model.input_gradients import InputGrads
+from gradbox_engine.requests import Z
 
 
 def section(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Where jobs run: a warm process that keeps the models, or for tests this very process.
 
 `work` says what a device is asked and answers, `messages` how that travels over the pipe,
-`process` is the parent's side of it and `gradbox_worker.device_main` the child's; `inline` is the
+`process` is the parent's side of it and `gradbox_worker.device.main` the child's; `inline` is the
 twin that runs in the calling process. Only `inline` and `device_main` need torch.
 """
 

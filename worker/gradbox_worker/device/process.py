@@ -167,7 +167,7 @@ class DeviceProcess:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         settings = self._settings
-        command = [sys.executable, "-m", "gradbox_worker.device_main"]
+        command = [sys.executable, "-m", "gradbox_worker.device.main"]
         command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         command += ["--models", str(settings.models_file), "--data", str(settings.data)]
         command += ["--device", settings.device]

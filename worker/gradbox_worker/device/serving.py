@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from gradbox_service.store import blob_store
+from gradbox_worker.computations.execution import StopNow, attempt
+from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.device.messages import (
     ProgressMade,
     Ready,
@@ -20,9 +22,7 @@ from gradbox_worker.device.messages import (
 )
 from gradbox_worker.device.placement import choose_device, memory_bytes
 from gradbox_worker.device.work import Finished, Stopped, Work
-from gradbox_worker.execution import StopNow, attempt
 from gradbox_worker.failures import Caught, caught
-from gradbox_worker.kept_graphs import KeptGraphs
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.registry import Registry
 

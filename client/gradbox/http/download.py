@@ -1,0 +1,108 @@
+"""Fetching a result file: streamed to disk, resumed where a connection broke, and verified."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import httpx
+
+from gradbox.errors import ProtocolError
+from gradbox.http.connection import Connection, TransientFault
+from gradbox.protocol import ResultView
+
+CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/\d+")
+
+OnBytes = Callable[[int, int], None]
+
+
+def download(
+    connection: Connection,
+    url_path: str,
+    into: Path,
+    *,
+    expected: ResultView,
+    on_bytes: OnBytes | None = None,
+) -> None:
+    """Fetch the file that `expected` describes.
+
+    It is written beside `into`, under a name with its digest in it, and put in its place when it
+    is whole and has that digest; a part that an earlier call left of it is gone on with.
+
+    Args:
+        on_bytes: called with the bytes that are there and the bytes that there will be.
+
+    Raises:
+        ProtocolError: what came does not have the digest that was announced.
+        ServiceUnavailable: the box stayed out of reach for longer than the connection's patience.
+    """
+    part = part_of(into, expected)
+    descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "r+b") as file:
+        attempts = connection.attempts()
+        while (have := file.seek(0, os.SEEK_END)) != expected.size_bytes:
+            if have > expected.size_bytes:
+                file.truncate(0)
+                continue
+            try:
+                _append(connection, url_path, file, expected, on_bytes)
+            except TransientFault as fault:
+                if file.tell() > have:
+                    attempts.succeeded()
+                attempts.pause(fault)
+        file.seek(0)
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected.sha256:
+        part.unlink()
+        raise ProtocolError(
+            f"expected the result to have SHA-256 {expected.sha256}, got {found}; fetch it again, "
+            f"and if that fails too, ask the box's owner to check its disk"
+        )
+    os.replace(part, into)
+
+
+def part_of(into: Path, expected: ResultView) -> Path:
+    """Return where the file is while it is not whole: beside `into`, and of no other result."""
+    return into.with_name(f"{into.name}.{expected.sha256[:16]}.part")
+
+
+def _append(
+    connection: Connection,
+    url_path: str,
+    file: BinaryIO,
+    expected: ResultView,
+    on_bytes: OnBytes | None,
+) -> None:
+    """Ask for what is missing of `file` and write it as it comes."""
+    have = file.tell()
+    # The bytes as they are stored: a range counts them, and so does the digest.
+    headers = {"Accept-Encoding": "identity"}
+    if have:
+        # Should the file be another one by now, all of it comes, with status 200.
+        headers |= {"Range": f"bytes={have}-", "If-Range": f'"{expected.sha256}"'}
+    with connection.stream("GET", url_path, headers=headers) as answer:
+        if have and answer.status_code == httpx.codes.PARTIAL_CONTENT:
+            _check_range(answer, have)
+        else:
+            file.seek(0)
+            file.truncate()
+        for chunk in answer.iter_bytes():
+            file.write(chunk)
+            if on_bytes is not None:
+                on_bytes(file.tell(), expected.size_bytes)
+    if file.tell() != expected.size_bytes:
+        raise TransientFault(
+            f"expected {expected.size_bytes} bytes from {connection.url}{url_path}, "
+            f"got {file.tell()} before the connection ended"
+        )
+
+
+def _check_range(answer: httpx.Response, have: int) -> None:
+    given = answer.headers.get("content-range", "")
+    found = CONTENT_RANGE.fullmatch(given)
+    if found is None or int(found[1]) != have:
+        raise ProtocolError(f"expected the bytes from {have} on, got Content-Range {given!r}")

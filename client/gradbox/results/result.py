@@ -1,0 +1,184 @@
+"""A job's result: named gradients in a safetensors file, read when they are asked for."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from pydantic import ValidationError
+
+from gradbox.errors import InvalidJob, ProtocolError
+from gradbox.protocol import Receipt
+from gradbox.results.applying import add_gradients
+from gradbox.results.factor_metadata import FACTORS
+from gradbox.results.result_files import LocalFile, ResultFile
+from gradbox.results.sample_algebra import MultipliedOut, SampleAlgebra
+from gradbox.tensors.safetensors_bytes import is_torch_importable
+
+if TYPE_CHECKING:
+    import torch
+
+RECEIPT: Final = "gradbox"
+DFDZ: Final = "dfdz"
+
+
+class Tensors(Mapping[str, Any]):
+    """The tensors of one section of a result file, by name.
+
+    They are torch tensors where torch is installed, else NumPy arrays. Torch maps them from the
+    file, so that they take memory as they are read; what is written into one stays in this process.
+    Of a result that stays on its box they are `LazyTensor`s.
+    """
+
+    def __init__(self, file: ResultFile, section: str, names: tuple[str, ...]) -> None:
+        self._file = file
+        self._section = section
+        self._names = dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._file.tensor(f"{self._section}/{name}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tensors: {', '.join([*self][:3])}{', …' if len(self) > 3 else ''}>"
+
+
+class GradResult(SampleAlgebra):
+    """What a job computed: a safetensors file, read lazily.
+
+    Attributes:
+        manifest: the receipt: versions, seed, loss, shards, times and memory.
+        grads: name → gradient of the parameter's shape, in `named_parameters` order, then those of
+            the loss. Where the loss does not reach a parameter it is zeros, and
+            `manifest.unreached` has the name. Of a `PerSampleGradient` (B, *shape), of a `Jacobian`
+            (B, Y, *shape); where it came as factors, multiplied out as it is indexed.
+        buffers: name → the model's buffer after the job, if `returns` asked for buffers.
+        outputs: group → Z as the loss saw it, likewise; `GROUP/NAME` where the readout
+            gave several.
+        cotangents: group → ∂L/∂Z, of the same shape, likewise.
+        input_grads: `GROUP/SHARD/ARGUMENT` → ∂L/∂x, of the shard's argument's shape, if `wrt` or
+            `returns` asked for inputs.
+        dfdz: the shards' ∂inner/∂z of a `MixedGradient`, one after the other as `outer` saw them,
+            if `returns` asked for it; else None.
+    """
+
+    def __init__(self, file: ResultFile) -> None:
+        self._file = file
+        try:
+            self.manifest = Receipt.model_validate_json(file.metadata[RECEIPT])
+        except (KeyError, ValidationError) as error:
+            raise ProtocolError(
+                f"{file}: expected a result file of gradbox, got one that is not "
+                f"({type(error).__name__}: {error})"
+            ) from None
+        stored = file.names
+        self.grads: Mapping[str, Any] = (
+            MultipliedOut(self)
+            if FACTORS in file.metadata
+            else Tensors(file, "grads", _names(stored, "grads", self.manifest.names))
+        )
+        self.buffers = Tensors(file, "buffers", _names(stored, "buffers", ()))
+        self.outputs = Tensors(file, "outputs", _names(stored, "outputs", ()))
+        self.cotangents = Tensors(file, "cotangents", _names(stored, "cotangents", ()))
+        self._dfdz = Tensors(file, DFDZ, _names(stored, DFDZ, ()))
+        self.input_grads = Tensors(file, "input_grads", _names(stored, "input_grads", ()))
+
+    @property
+    def dfdz(self) -> Any:
+        return self._dfdz.get(DFDZ)
+
+    @classmethod
+    def load(cls, path: str | Path) -> GradResult:
+        """Open a result that `save` or `gradbox result` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ProtocolError: it is not a result of gradbox.
+        """
+        return cls(LocalFile(Path(path)))
+
+    @classmethod
+    def owning(cls, path: Path) -> GradResult:
+        """Open a result whose folder is removed when the result is no longer used."""
+        result = cls.load(path)
+        weakref.finalize(result, shutil.rmtree, path.parent, ignore_errors=True)
+        return result
+
+    def __repr__(self) -> str:
+        loss = "" if self.manifest.loss is None else f" loss {self.manifest.loss:g},"
+        return f"<GradResult of job {self.manifest.job}:{loss} {len(self.grads)} grads>"
+
+    @property
+    def loss(self) -> float:
+        """The value of the loss, exactly as it was given.
+
+        Raises:
+            InvalidJob: the computation has none.
+        """
+        if self.manifest.loss is None:
+            raise InvalidJob(
+                f"expected the result of a job with a loss, got that of a "
+                f"{self.manifest.computation}, which has none"
+            )
+        return self.manifest.loss
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the gradients, in the order in which `flat` lays them out."""
+        return tuple(self.grads)
+
+    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the gradients as NumPy arrays."""
+        return {name: np.asarray(gradient) for name, gradient in self.grads.items()}
+
+    def flat(self) -> Any:
+        """Return all gradients as one vector (P,), in the order of `names`.
+
+        Rows of samples come as a matrix: (B, P), or (B, Y, P) of a Jacobian.
+        """
+        lead = self._row_dims
+        pieces: list[Any] = [x.reshape(*x.shape[:lead], -1) for x in self.grads.values()]
+        if not is_torch_importable():
+            return np.concatenate(pieces, axis=-1)
+        import torch
+
+        return torch.cat(pieces, -1)
+
+    def save(self, path: str | Path) -> None:
+        """Write the result file to `path`, whole or not at all."""
+        self._file.copy_to(Path(path))
+
+    def apply_to(self, module: torch.nn.Module, *, strict: bool = True, prefix: str = "") -> None:
+        """Add the gradients into `.grad` of a module's parameters, as `backward` would.
+
+        Each is cast to its parameter's dtype and moved to its device. Parameters that do not
+        require grad are left alone, as are those without a gradient in this result.
+
+        Args:
+            strict: refuse gradients of parameters that the module does not have. Those of the loss
+                (`loss.…`, `loss_inputs.…`) are passed over either way.
+            prefix: take only the gradients whose names begin so, without it: "loss." for the
+                module that was the loss.
+
+        Raises:
+            InvalidInputs: an unknown name or another shape; nothing was changed.
+        """
+        add_gradients(module, self.grads, strict=strict, prefix=prefix)
+
+
+def _names(stored: Sequence[str], section: str, order: tuple[str, ...]) -> tuple[str, ...]:
+    prefix = f"{section}/"
+    found = [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
+    place = {name: index for index, name in enumerate(order)}
+    return tuple(sorted(found, key=lambda name: (place.get(name, len(place)), name)))

@@ -1,0 +1,221 @@
+"""Where a result's tensors are read from: a file on this machine, or one that stays on its box."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import httpx
+from safetensors import SafetensorError, safe_open
+
+from gradbox.errors import BlobRejected, ProtocolError
+from gradbox.http.connection import Connection
+from gradbox.http.download import download
+from gradbox.protocol import ResultView
+from gradbox.tensors.lazy_tensor import Box, LazyTensor, array_of
+from gradbox.tensors.safetensors_bytes import DTYPES, is_torch_importable
+from gradbox.tensors.safetensors_header import (
+    DTYPE_BYTES,
+    LENGTH_BYTES,
+    SafetensorsHeader,
+    TensorEntry,
+    header_length,
+    parse_header,
+)
+
+# One request brings most headers whole.
+FIRST_BYTES: Final = 64 * 2**10
+# Bytes between two wanted ranges that cost less than another request.
+GAP_BYTES: Final = 256 * 2**10
+# The most that one request asks for.
+SPAN_BYTES: Final = 64 * 2**20
+
+_NAMES: Final = {tag: name for name, (tag, _) in DTYPES.items()}
+
+
+class ResultFile(Protocol):
+    """A safetensors file of a result."""
+
+    metadata: Mapping[str, str]
+    names: tuple[str, ...]
+
+    def tensor(self, name: str) -> Any:
+        """Return a tensor, whose memory is read as it is used."""
+
+    def copy_to(self, path: Path) -> None:
+        """Write the file to `path`, whole or not at all."""
+
+
+class LocalFile:
+    """A result on this machine. Torch maps its tensors, so that they take memory as they are read.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ProtocolError: it is not a safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            file: Any = safe_open(path, framework="pt" if is_torch_importable() else "np")
+        except SafetensorError as error:
+            raise ProtocolError(
+                f"{path}: expected a result file of gradbox, got one that is not ({error})"
+            ) from None
+        self._file = file
+        self.metadata: Mapping[str, str] = file.metadata() or {}
+        self.names = tuple(file.keys())
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def tensor(self, name: str) -> Any:
+        return self._file.get_tensor(name)
+
+    def copy_to(self, path: Path) -> None:
+        with _beside(path) as beside:
+            shutil.copyfile(self._path, beside)
+
+
+class RemoteFile:
+    """A result that stays on its box; ranges of bytes are fetched as tensors are indexed.
+
+    Args:
+        connection: the box.
+        url_path: where the file is there.
+        expected: what the box said of it.
+    """
+
+    def __init__(self, connection: Connection, url_path: str, *, expected: ResultView) -> None:
+        self._connection = connection
+        self._url_path = url_path
+        self._expected = expected
+        self._header = self._read_header()
+        self.metadata = self._header.metadata
+        self.names = tuple(self._header.tensors)
+
+    def __str__(self) -> str:
+        return f"{self._connection.url}{self._url_path}"
+
+    def tensor(self, name: str) -> LazyTensor:
+        entry = self._header.tensors[name]
+
+        def dtype() -> Any:
+            return _dtype(entry)
+
+        return LazyTensor(entry.shape, lambda box: self._read(entry, box), dtype=dtype)
+
+    def copy_to(self, path: Path) -> None:
+        with _beside(path) as beside:
+            download(self._connection, self._url_path, beside, expected=self._expected)
+
+    def _read_header(self) -> SafetensorsHeader:
+        size_bytes = self._expected.size_bytes
+        try:
+            first = self._fetch(0, min(FIRST_BYTES, size_bytes))
+            length = header_length(bytes(first[:LENGTH_BYTES]), file_bytes=size_bytes)
+            if LENGTH_BYTES + length > len(first):
+                first += self._fetch(len(first), LENGTH_BYTES + length)
+            text = bytes(first[LENGTH_BYTES : LENGTH_BYTES + length])
+            return parse_header(text, file_bytes=size_bytes)
+        except BlobRejected as error:
+            raise ProtocolError(f"{self}: expected a result file of gradbox: {error}") from None
+
+    def _read(self, entry: TensorEntry, box: Box) -> Any:
+        """Fetch the part of a tensor that `box` bounds."""
+        shape = tuple(part.stop - part.start for part in box) + entry.shape[len(box) :]
+        data = bytearray(prod(shape) * DTYPE_BYTES[entry.dtype])
+        at = 0
+        for first, last, runs in _spans(entry, box):
+            span = self._fetch(self._header.data_start + first, self._header.data_start + last)
+            for begin, end in runs:
+                data[at : at + end - begin] = span[begin - first : end - first]
+                at += end - begin
+        return array_of(data, dtype=_named(entry), shape=shape)
+
+    def _fetch(self, first: int, last: int) -> bytearray:
+        """Return the file's bytes first:last."""
+        found = bytearray()
+        while first + len(found) < last:
+            begin = first + len(found)
+            found += self._fetch_once(begin, min(last, begin + SPAN_BYTES))
+        return found
+
+    def _fetch_once(self, first: int, last: int) -> bytes:
+        headers = {"Range": f"bytes={first}-{last - 1}", "Accept-Encoding": "identity"}
+        answer = self._connection.request("GET", self._url_path, headers=headers)
+        etag = answer.headers.get("etag", "")
+        partial = answer.status_code == httpx.codes.PARTIAL_CONTENT
+        if not partial or len(answer.content) != last - first:
+            raise ProtocolError(
+                f"{self}: expected the bytes {first} to {last}, got status {answer.status_code} "
+                f"with {len(answer.content)} bytes"
+            )
+        if etag != f'"{self._expected.sha256}"':
+            raise ProtocolError(
+                f"{self}: expected the result with SHA-256 {self._expected.sha256}, got another "
+                f"({etag or 'without an ETag'}); open the job's result again"
+            )
+        return answer.content
+
+
+def _spans(entry: TensorEntry, box: Box) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    """Yield what to fetch: (first byte, last byte, the wanted runs within), near runs together."""
+    first = last = 0
+    together: list[tuple[int, int]] = []
+    for begin, end in _runs(entry, box):
+        if together and (begin - last > GAP_BYTES or end - first > SPAN_BYTES):
+            yield first, last, together
+            together = []
+        if not together:
+            first = begin
+        together.append((begin, end))
+        last = end
+    if together:
+        yield first, last, together
+
+
+def _runs(entry: TensorEntry, box: Box) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of bytes behind the header that hold `box`, in order."""
+    shape = entry.shape
+    cut = [dim for dim, part in enumerate(box) if part.stop - part.start != shape[dim]]
+    dim = cut[-1] if cut else 0
+    part = box[dim] if box else slice(0, shape[0] if shape else 1)
+    inner_bytes = prod(shape[dim + 1 :]) * DTYPE_BYTES[entry.dtype]
+    strides = [prod(shape[outer + 1 :]) * DTYPE_BYTES[entry.dtype] for outer in range(dim)]
+    for index in product(*(range(outer.start, outer.stop) for outer in box[:dim])):
+        base = sum(i * stride for i, stride in zip(index, strides, strict=True))
+        begin = entry.begin + base + part.start * inner_bytes
+        end = begin + (part.stop - part.start) * inner_bytes
+        if end > begin:
+            yield begin, end
+
+
+def _named(entry: TensorEntry) -> str:
+    if entry.dtype not in _NAMES:
+        raise ProtocolError(f"expected tensors of {', '.join(_NAMES)}, got {entry.dtype}")
+    return _NAMES[entry.dtype]
+
+
+def _dtype(entry: TensorEntry) -> Any:
+    return array_of(bytearray(), dtype=_named(entry), shape=(0,)).dtype
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """Give a file beside `path`, and put it in its place when it is written."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(descriptor)
+    try:
+        yield Path(name)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

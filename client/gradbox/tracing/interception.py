@@ -1,0 +1,248 @@
+"""The world around a function while it is traced: what is intercepted, and put back afterwards."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import math
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import torch
+from torch.fx import Proxy
+
+from gradbox.graphs import allow_list
+from gradbox.tracing.recording import Recording
+from gradbox.tracing.refusals import instead_of
+from gradbox.tracing.source_location import is_user_code, untraceable
+
+Namespace = dict[str, Any]
+
+_LOCK: Final = threading.RLock()
+_ABSENT: Final = object()
+
+
+@contextmanager
+def surroundings(function: Callable[..., Any], recording: Recording) -> Iterator[None]:
+    """Let Python's own calls on symbols be recorded, and leave the function's module as it was.
+
+    `math` functions, `torch.finfo`, Python's and NumPy's random numbers and the like are replaced
+    for the duration by functions that behave as before for everybody without symbols and for every
+    other thread.
+    """
+    with _LOCK, ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        for module in _modules(function):
+            stack.enter_context(_restored(module))
+        stack.enter_context(_intercepted(function, recording))
+        yield
+
+
+def tensors_of(function: Callable[..., Any]) -> dict[int, str]:
+    """Return the names of the trainable parameters of the module behind a function."""
+    root = _root(function)
+    if root is None:
+        return {}
+    return {
+        id(parameter): name
+        for name, parameter in root.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def _root(function: Callable[..., Any]) -> torch.nn.Module | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def _modules(function: Callable[..., Any]) -> list[torch.nn.Module]:
+    root = _root(function)
+    return [] if root is None else list(root.modules())
+
+
+@contextmanager
+def _restored(module: torch.nn.Module) -> Iterator[None]:
+    """Put a module's attributes back, one level into its containers."""
+    state = vars(module)
+    before = dict(state)
+    contents = {
+        name: value.copy() for name, value in state.items() if isinstance(value, dict | list | set)
+    }
+    try:
+        yield
+    finally:
+        state.clear()
+        state.update(before)
+        for name, copy in contents.items():
+            kept = state[name]
+            kept.clear()
+            kept.extend(copy) if isinstance(kept, list) else kept.update(copy)
+
+
+@contextmanager
+def _intercepted(function: Callable[..., Any], recording: Recording) -> Iterator[None]:
+    instead = _replacements(recording)
+    with ExitStack() as stack:
+        for module in (builtins, math, torch, *_generators()):
+            stack.enter_context(_changed(vars(module), _changes(vars(module), instead)))
+        for namespace in _globals(function):
+            stack.enter_context(_changed(namespace, _changes(namespace, instead)))
+        stack.enter_context(_no_own_generators())
+        custom: Any = torch.autograd.Function
+        apply = vars(custom)["apply"]
+        stack.callback(setattr, custom, "apply", apply)
+        custom.apply = classmethod(_refuse_custom(apply))
+        yield
+
+
+def _changes(namespace: Namespace, instead: dict[int, Callable[..., Any]]) -> Namespace:
+    return {name: instead[id(value)] for name, value in namespace.items() if id(value) in instead}
+
+
+@contextmanager
+def _changed(namespace: Namespace, changes: Namespace) -> Iterator[None]:
+    before = {name: namespace.get(name, _ABSENT) for name in changes}
+    namespace.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _ABSENT:
+                del namespace[name]
+            else:
+                namespace[name] = value
+
+
+def _globals(function: Callable[..., Any]) -> list[Namespace]:
+    """Return the namespaces in which the function's code may have imported names."""
+    code_owners = [*_wrapped(function), *(type(module).forward for module in _modules(function))]
+    found = {
+        id(names): names
+        for owner in code_owners
+        if (names := getattr(owner, "__globals__", None)) is not None
+    }
+    return list(found.values())
+
+
+def _wrapped(function: Any) -> Iterator[Any]:
+    """Yield a function and those that it stands for: under partial, a decorator or a class."""
+    seen: set[int] = set()
+    while id(function) not in seen:
+        seen.add(id(function))
+        yield function
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        elif not hasattr(function, "__globals__") and not isinstance(function, torch.nn.Module):
+            function = type(function).__call__
+
+
+def _generators() -> list[Any]:
+    """Return the modules whose functions draw from a generator of the whole process."""
+    numpy = sys.modules.get("numpy")
+    return [random, *([numpy.random] if numpy else [])]
+
+
+def _replacements(recording: Recording) -> dict[int, Callable[..., Any]]:
+    """Return, by the identity of what it replaces, a function that records calls on symbols."""
+    originals = [getattr(math, name.removeprefix("math.")) for name in sorted(allow_list.MATH)]
+    originals += [torch.finfo, torch.iinfo]
+    found = {id(original): _recorded(original, recording) for original in originals}
+    for test in (isinstance, torch.is_tensor):
+        found[id(test)] = _refuse_type_tests(test)
+    for factory in (torch.zeros, torch.ones):
+        found[id(factory)] = _sized(factory)
+    for module in _generators():
+        shared = module.random.__self__
+        for draw in vars(module).values():
+            if getattr(draw, "__self__", None) is shared:
+                found[id(draw)] = _refuse_drawing(draw)
+        if hasattr(module, "default_rng"):
+            found[id(module.default_rng)] = _refuse_drawing(module.default_rng)
+    return found
+
+
+@contextmanager
+def _no_own_generators() -> Iterator[None]:
+    """Refuse what a `random.Random` of the function's own draws; NumPy's are refused when made."""
+    own: Any = random.Random
+    draws = {name: getattr(own, name) for name in ("random", "getrandbits")}
+    for name, draw in draws.items():
+        setattr(own, name, _refuse_drawing(draw))
+    try:
+        yield
+    finally:
+        for name in draws:  # inherited, as before
+            delattr(own, name)
+
+
+def _recorded(original: Callable[..., Any], recording: Recording) -> Callable[..., Any]:
+    def record_or_call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
+            return recording.create_proxy("call_function", original, args, kwargs)
+        return original(*args, **kwargs)
+
+    return record_or_call
+
+
+def _sized(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch.zeros(n, d) take symbols for n and d as it takes them in a tuple."""
+
+    def call(*size: Any, **kwargs: Any) -> Any:
+        if len(size) > 1 and any(isinstance(value, Proxy) for value in size):
+            return factory(size, **kwargs)
+        return factory(*size, **kwargs)
+
+    return call
+
+
+def _refuse_drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a random number to this thread, which would freeze it into the graph."""
+    tracing = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == tracing:
+            raise untraceable(
+                f"{draw.__name__}() draws random numbers, which would be frozen into the graph",
+                instead_of("rand"),
+            )
+        return draw(*args, **kwargs)
+
+    return call
+
+
+def _refuse_type_tests(known: Callable[..., bool]) -> Callable[..., bool]:
+    """Stand for `isinstance`, which would say False of a symbol whatever it stands for.
+
+    Torch's own code asks it of symbols as well, and is answered.
+    """
+
+    def test(value: Any, *kinds: Any) -> bool:
+        if issubclass(type(value), Proxy) and is_user_code(sys._getframe(1).f_code.co_filename):
+            raise untraceable(
+                f"{known.__name__}() asks for the type of a value that is not known yet",
+                "decide outside the function, or by an argument with a Python value",
+            )
+        return known(value, *kinds)
+
+    return test
+
+
+def _refuse_custom(apply: Any) -> Callable[..., Any]:
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
+            raise untraceable(
+                f"the custom autograd function {cls.__name__} would lose its backward",
+                "write the formula so that autograd differentiates it, with .detach() where the "
+                "gradient must not flow",
+            )
+        return apply.__get__(None, cls)(*args, **kwargs)
+
+    return refuse

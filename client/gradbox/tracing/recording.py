@@ -1,0 +1,298 @@
+"""The graph while it is recorded: which nodes may enter it, and what becomes of real tensors."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph as FxGraph
+from torch.fx import Node, Proxy
+from torch.fx.proxy import GraphAppendingTracer
+from torch.overrides import TorchFunctionMode
+
+from gradbox.graphs import allow_list, targets
+from gradbox.graphs.argument_rules import argument, writes_in_place
+from gradbox.graphs.check import MAX_NODES
+from gradbox.tracing.default_dtype import check_default_dtype
+from gradbox.tracing.refusals import instead_of
+from gradbox.tracing.source_location import untraceable
+from gradbox.tracing.symbols import Symbol
+
+
+class Recording(GraphAppendingTracer):
+    """A torch.fx tracer that admits allowed operations only and gives real tensors a name.
+
+    Args:
+        graph: where the nodes go.
+        parameters: the names of the tensors whose gradients are wanted, by their identity.
+        structured: any public attribute of a symbol may be a field.
+    """
+
+    def __init__(self, graph: FxGraph, parameters: Mapping[int, str], *, structured: bool) -> None:
+        super().__init__(graph)
+        self.constants: dict[str, torch.Tensor] = {}
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.writes = False
+        self._names = parameters
+        self._nodes: dict[int, Node] = {}
+        self._structured = structured
+        self._grad_enabled = True
+        self._autocast = _autocast_state()
+
+    def argument(self, name: str) -> Symbol:
+        """Add an argument of the function."""
+        return self.proxy(self.graph.placeholder(name))
+
+    def output(self, result: Any) -> None:
+        """End the graph."""
+        self.graph.output(self.create_arg(result))
+
+    def proxy(self, node: Node) -> Symbol:
+        return Symbol(node, self)
+
+    def create_node(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+    ) -> Node:
+        if len(self.graph.nodes) >= MAX_NODES:
+            raise untraceable(
+                f"the function makes more than {MAX_NODES} operations",
+                "a Python loop was unrolled: write it with batched operations",
+            )
+        if kind == "call_method":
+            target, args, kwargs = _plain_method(target, args, kwargs)
+            kind = "call_method" if isinstance(target, str) else "call_function"
+        kwargs = {
+            name: value
+            for name, value in kwargs.items()
+            if value or name not in allow_list.FORBIDDEN_KEYWORDS
+        }
+        self._admit(kind, target, args, kwargs)
+        self._record_grad_mode()
+        self.writes = self.writes or _writes(kind, target, args, kwargs)
+        return self.graph.create_node(kind, target, args, kwargs, name, type_expr)
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return self._tensor(a)
+        if type(a).__module__ == "numpy":
+            return self.create_arg(_number(a))
+        if isinstance(a, range):
+            return list(a)
+        return super().create_arg(a)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a real tensor is already part of the graph."""
+        return id(tensor) in self._nodes
+
+    def _admit(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        if kind == "call_method":
+            if target not in allow_list.METHODS:
+                raise untraceable(f"the method .{target}() is not allowed", instead_of(target))
+        elif targets.name_of(target) is None:
+            name = getattr(target, "__name__", repr(target))
+            raise untraceable(f"the function {name} is not allowed", instead_of(name))
+        elif target is getattr and args[1] not in allow_list.ATTRIBUTES and not self._structured:
+            raise untraceable(f"the attribute .{args[1]} is not allowed", instead_of(args[1]))
+        for name in allow_list.FORBIDDEN_KEYWORDS:
+            if name in kwargs or argument(name, targets.name_of(target), args, {}) is not None:
+                raise untraceable(f"the argument {name}= is not allowed", "leave it out")
+
+    def _record_grad_mode(self) -> None:
+        """Record what torch.no_grad() did since the last node; other modes are refused."""
+        if torch.is_inference_mode_enabled() or _autocast_state() != self._autocast:
+            raise untraceable(
+                "autocast or inference mode is switched inside the function",
+                "convert with .float() or .to(dtype), and use torch.no_grad()",
+            )
+        if torch.is_grad_enabled() != self._grad_enabled:
+            self._grad_enabled = not self._grad_enabled
+            self.graph.call_function(torch.set_grad_enabled, (self._grad_enabled,))
+
+    def _tensor(self, tensor: torch.Tensor) -> Node:
+        node = self._nodes.get(id(tensor))
+        if node is None:
+            name = self._name(tensor)
+            node = self._nodes[id(tensor)] = self.graph.create_node("get_attr", name, (), {})
+        return node
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise untraceable("a tensor of the function is not dense", "use .to_dense()")
+        known = self._names.get(id(tensor))
+        if tensor.requires_grad:
+            if known is None:
+                raise untraceable(_foreign(tensor), _GIVE)
+            self.parameters[known] = tensor
+            return known
+        taken = {*self.constants, *self._names.values()}
+        name = next(
+            name
+            for index in count(len(self.constants))
+            if (name := f"constant_{index}") not in taken
+        )
+        self.constants[name] = tensor
+        return name
+
+
+_GIVE: Final = (
+    "its gradient would be lost: pass it in loss_inputs, or make the loss an nn.Module that holds "
+    "it as a parameter or submodule, or detach it"
+)
+
+# Not operations: what torch.no_grad() calls, and a value that `encode` writes down.
+_SURROUNDINGS: Final = (torch._C._set_grad_enabled, torch.device)
+
+# Answered for real tensors; symbols have nodes for them.
+_METADATA: Final = frozenset(
+    """
+    __dir__ __format__ __hash__ __len__ __repr__ dim element_size get_device is_complex
+    is_contiguous is_floating_point is_tensor ndimension nelement numel size stride
+    """.split()
+)
+_READS: Final = frozenset(
+    "__array__ __bool__ __contains__ __float__ __index__ __int__ __iter__ item numpy tolist".split()
+)
+_MAKES: Final = frozenset("as_tensor asarray from_numpy tensor".split())
+_VIEWS: Final = frozenset("H T imag mH mT real".split())
+_DROPOUTS: Final[tuple[Callable[..., Any], ...]] = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+)
+
+
+class Recorder(TorchFunctionMode):
+    """While it is active every call into torch becomes a node."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if func in _SURROUNDINGS:
+            return func(*args, **kwargs)
+        if name in ("__get__", "__set__"):
+            return self._property(func, name, args)
+        if func in _DROPOUTS and not _drops(func, args, kwargs):
+            return args[0] if args else kwargs["input"]
+        if not _has_symbol((args, kwargs)):
+            if name in _METADATA:
+                return func(*args, **kwargs)
+            if name in _READS or name in _MAKES:
+                return self._read(func, name, args, kwargs)
+        if name in _MAKES and not _has_symbol(args):
+            return self._constant(func, args, kwargs)
+        check_default_dtype(name, args, kwargs)
+        if torch.overrides.is_tensor_method_or_property(func):
+            return self._recording.create_proxy("call_method", name, args, kwargs)
+        return self._recording.create_proxy("call_function", func, args, kwargs)
+
+    def _property(self, func: Any, kind: str, args: tuple[Any, ...]) -> Any:
+        name = func.__self__.__name__
+        if kind == "__get__" and name in _VIEWS:
+            return self._recording.create_proxy("call_function", getattr, (args[0], name), {})
+        if kind == "__set__" or name in ("data", "grad"):
+            raise untraceable(f"the attribute .{name} is not recorded", instead_of("data"))
+        return func(*args)
+
+    def _constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
+        """Make a constant whose dtype or device is that of another tensor of the graph."""
+        later = {name: value for name, value in kwargs.items() if isinstance(value, Proxy)}
+        now = {name: value for name, value in kwargs.items() if name not in later}
+        value = func(*args, **now)
+        if "dtype" in later and value.is_floating_point():
+            value = func(*args, **now, dtype=torch.float64)  # rounded once, to the dtype it gets
+        return self._recording.create_proxy("call_method", "to", (value,), later)
+
+    def _read(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Read the value of a tensor that is known now: a closure tensor or a buffer."""
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor) and (
+                tensor.requires_grad or (self._recording.writes and self._recording.holds(tensor))
+            ):
+                raise untraceable(
+                    f"{name} reads a tensor that has a gradient or was written to",
+                    instead_of("item"),
+                )
+        return func(*args, **kwargs)
+
+
+def _plain_method(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Write a method call in the one form that it has in a graph."""
+    if name in ("cpu", "cuda"):
+        return "to", (args[0], torch.device("cpu")), {}
+    if not name.startswith("__"):
+        return name, args, kwargs
+    name = name.replace("div__", "truediv__") if name in _OLD_DIVISIONS else name
+    function = getattr(operator, name, None)
+    if function is not None:
+        return function, args, kwargs
+    reflected = getattr(operator, f"__{name.removeprefix('__r')}", None)
+    if name.startswith("__r") and reflected is not None:
+        return reflected, args[::-1], kwargs
+    return name, args, kwargs
+
+
+_OLD_DIVISIONS: Final = frozenset({"__div__", "__rdiv__", "__idiv__"})
+
+
+def _writes(kind: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if kind == "call_method":
+        return target in allow_list.IN_PLACE
+    name = targets.name_of(target)
+    return name in allow_list.WRITING_FUNCTIONS or writes_in_place(name, args, kwargs)
+
+
+def _foreign(tensor: torch.Tensor) -> str:
+    shape = tuple(tensor.shape)
+    if tensor.grad_fn is not None:
+        return f"a tensor of shape {shape} was computed from trainable tensors outside the function"
+    return f"a tensor of shape {shape} that requires grad is not a parameter of the loss"
+
+
+def _number(value: Any) -> Any:
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    raise untraceable(
+        "a NumPy array meets a tensor", "convert it outside the function with torch.from_numpy"
+    )
+
+
+def _autocast_state() -> tuple[bool, ...]:
+    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+
+
+def _drops(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bool(bound.arguments["training"]) and bound.arguments["p"] != 0
+
+
+def _has_symbol(value: Any) -> bool:
+    if isinstance(value, Proxy):
+        return True
+    if isinstance(value, list | tuple):
+        return any(_has_symbol(item) for item in value)
+    if isinstance(value, dict):
+        return any(_has_symbol(item) for item in value.values())
+    return isinstance(value, slice) and _has_symbol((value.start, value.stop, value.step))

@@ -1,0 +1,57 @@
+"""What to write instead of something that a traced function may not do."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_VALUE = (
+    "keep it a tensor: the function runs once on symbols, before any value is known, and the box "
+    "does the arithmetic"
+)
+_RANDOM = (
+    "a loss must be a function of its arguments: draw the numbers outside and pass them in "
+    "loss_inputs"
+)
+_GRADIENT = "a loss is differentiated by the box; write the formula of the derivative instead"
+_DETACH = "use .detach()"
+_DTYPE = "use .to(torch.float32) or another dtype"
+_FILLED = "memory without values has somebody else's in it; use torch.zeros or new_zeros"
+_UNCHECKED = (
+    "torch does not check the values that it is given, and it would read the box's memory; compute "
+    "this part on your side, see docs/remote_autograd.md"
+)
+_SOLVE = "use torch.linalg.solve or solve_triangular"
+_STACK = "use torch.stack for tensors and torch.full((), n) for a size, which also keep gradients"
+
+INSTEAD: Final[dict[str, str]] = {
+    **dict.fromkeys("item tolist numpy __array__ __float__ __int__ __index__".split(), _VALUE),
+    **dict.fromkeys(
+        """
+        rand rand_like randn randn_like randint randint_like randperm bernoulli bernoulli_
+        multinomial normal normal_ uniform_ random_ exponential_ cauchy_ geometric_ log_normal_
+        poisson dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_dropout
+        feature_alpha_dropout gumbel_softmax rrelu manual_seed kaiming_uniform_ xavier_uniform_
+        trunc_normal_ kaiming_normal_ xavier_normal_
+        """.split(),
+        _RANDOM,
+    ),
+    **dict.fromkeys("grad backward requires_grad_ retain_grad register_hook".split(), _GRADIENT),
+    **dict.fromkeys("data __set__".split(), _DETACH),
+    **dict.fromkeys("empty empty_like new_empty empty_strided new".split(), _FILLED),
+    **dict.fromkeys("tensor as_tensor asarray from_numpy new_tensor".split(), _STACK),
+    **dict.fromkeys("ctc_loss grid_sample grid_sampler".split(), _UNCHECKED),
+    **dict.fromkeys("linalg_lu_solve linalg_ldl_solve".split(), _SOLVE),
+    "type": _DTYPE,
+    "multi_head_attention_forward": "write the attention with matmul and softmax",
+    "scaled_dot_product_attention": "write the attention with matmul and softmax",
+}
+
+GENERAL: Final = (
+    "write it with the functions that docs/graphs.md lists, or ask for this one to be added to "
+    "gradbox.graphs.allow_list"
+)
+
+
+def instead_of(name: str) -> str:
+    """Return what to do instead of calling the torch function or method of that name."""
+    return INSTEAD.get(name, GENERAL)

@@ -1,0 +1,166 @@
+"""What a function sees in place of its tensors while it is traced.
+
+A `Symbol` is a torch.fx Proxy that also records item assignment, in-place operators and
+assertions, and that answers every attempt to look at a value with an error that says what to write
+instead.
+"""
+
+from __future__ import annotations
+
+import dis
+import operator
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch.fx import Node, Proxy
+
+from gradbox.tracing.source_location import is_user_code, untraceable
+
+_CONTROL_FLOW = (
+    "write it with torch.where, a mask or torch.clamp; a choice that does not depend on tensors "
+    "can be an argument with a Python value"
+)
+
+_KNOWN = "decide outside the function, or by an argument with a Python value"
+_MATCH_CLASS = dis.opmap["MATCH_CLASS"]
+
+
+class Symbol(Proxy):
+    """A tensor, size or number that has no value yet."""
+
+    # NumPy hands an operation with a symbol back to the symbol.
+    __array_ufunc__ = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return SymbolAttribute(self, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The type, but not for `case torch.Tensor():`, which would pass over a symbol."""
+        frame = sys._getframe(1)
+        if frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _MATCH_CLASS:
+            raise untraceable("`match` asks for the type of a value that is not known yet", _KNOWN)
+        return type(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("tracer", "node", "root", "attr", "_node"):
+            super().__setattr__(name, value)
+            return
+        raise untraceable(f"setting .{name} is not recorded", "use a method such as copy_ instead")
+
+    def __bool__(self) -> bool:
+        caller = sys._getframe(1)
+        if _is_assertion(caller):
+            message = f"an assertion of the loss does not hold (line {caller.f_lineno})"
+            self.tracer.create_proxy("call_function", torch._assert, (self, message), {})
+            return True
+        raise untraceable("Python control flow depends on a value", _CONTROL_FLOW)
+
+    def __iter__(self) -> Iterator[Proxy]:
+        num_targets = _unpacked(sys._getframe(1))
+        if num_targets is None:
+            raise untraceable(
+                "a loop runs over a tensor",
+                "write it with batched operations, or unpack into as many names as there are "
+                "entries",
+            )
+        self._check_length(num_targets, sys._getframe(1).f_lineno)
+        return iter([operator.getitem(self, index) for index in range(num_targets)])
+
+    def _check_length(self, length: int, line: int) -> None:
+        """Record that the value has that many entries, as Python makes sure of when it unpacks."""
+        found = self.tracer.create_proxy("call_function", len, (self,), {})
+        message = f"{length} names were expected to take all entries of a value (line {line})"
+        equal = self.tracer.create_proxy("call_function", operator.eq, (found, length), {})
+        self.tracer.create_proxy("call_function", torch._assert, (equal, message), {})
+
+    def __len__(self) -> int:
+        raise untraceable("len() of a tensor is not known yet", "use z.shape[0]")
+
+    def __contains__(self, item: Any) -> bool:
+        raise untraceable("`in` looks at the values of a tensor", "use torch.isin")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    def __hash__(self) -> int:
+        if is_user_code(sys._getframe(1).f_code.co_filename):
+            raise untraceable("a set or a dict looks up a value that is not known yet", _KNOWN)
+        return id(self)
+
+    def __str__(self) -> str:
+        if is_user_code(sys._getframe(1).f_code.co_filename):
+            raise untraceable("the text of a value is asked for that is not known yet", _KNOWN)
+        return repr(self)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise untraceable("a tensor becomes a NumPy array", "use the torch function instead")
+
+
+class SymbolAttribute(Symbol):
+    """An attribute that was read: a node of its own when used, a method call when called."""
+
+    def __init__(self, root: Symbol, attr: str) -> None:
+        self.root = root
+        self.attr = attr
+        self.tracer = root.tracer
+        self._node: Node | None = None
+
+    @property
+    def node(self) -> Node:  # type: ignore[override]
+        if self._node is None:
+            proxy = self.tracer.create_proxy("call_function", getattr, (self.root, self.attr), {})
+            self._node = proxy.node
+        return self._node
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Proxy:
+        return self.tracer.create_proxy("call_method", self.attr, (self.root, *args), kwargs)
+
+
+def _define_in_place(name: str) -> None:
+    target = getattr(operator, name)
+
+    def record(self: Symbol, other: Any) -> Proxy:
+        return self.tracer.create_proxy("call_function", target, (self, other), {})
+
+    record.__name__ = f"__{name}__"
+    setattr(Symbol, record.__name__, record)
+
+
+for _name in "iadd iand ifloordiv imatmul imod imul ior ipow isub itruediv ixor".split():
+    _define_in_place(_name)
+
+
+def _following(frame: FrameType) -> Iterator[dis.Instruction]:
+    """Yield the instruction that a frame is at and those after it, without padding."""
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset >= frame.f_lasti and instruction.opname not in _PADDING:
+            yield instruction
+
+
+_PADDING = frozenset({"CACHE", "NOP", "TO_BOOL", "NOT_TAKEN", "EXTENDED_ARG"})
+
+
+def _is_assertion(frame: FrameType) -> bool:
+    """Tell whether the frame asks for a truth value in `assert value`."""
+    following = _following(frame)
+    jump = next(following, None)
+    if jump is not None and jump.opname == "COMPARE_OP":  # from 3.13 on it asks by itself
+        jump = next(following, None)
+    if jump is None or not (jump.opname.startswith("POP_JUMP") and jump.opname.endswith("IF_TRUE")):
+        return False
+    after = next(following, None)
+    return after is not None and (
+        after.opname == "LOAD_ASSERTION_ERROR" or after.argval is AssertionError
+    )
+
+
+def _unpacked(frame: FrameType) -> int | None:
+    """Return n where the frame runs `a_1, .., a_n = value`, None where it iterates otherwise."""
+    at = next(_following(frame), None)
+    return at.argval if at is not None and at.opname == "UNPACK_SEQUENCE" else None

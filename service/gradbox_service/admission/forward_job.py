@@ -1,0 +1,107 @@
+"""Cotangents and the forward job that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from gradbox.errors import BlobRejected, InvalidInputs
+from gradbox.protocol import (
+    CotangentGradientSpec,
+    CotangentsLoss,
+    ForwardSpec,
+    GradientSpec,
+    JobState,
+    SharedSpec,
+)
+from gradbox.tensors.safetensors_header import TensorEntry, read_header
+from gradbox_service.admission.tensors import Tensors
+from gradbox_service.backing import Backing
+from gradbox_service.jobs import JobRecord
+from gradbox_service.store import BlobStore
+
+OUTPUTS: Final = "outputs/"
+FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
+# What a job says for itself, whatever job it continues.
+OWN: Final = frozenset({"protocol", "priority", "timeout_s", "name"})
+
+
+@dataclass(frozen=True)
+class ForwardJob:
+    """A forward job that is done: its record, its spec and the form of its outputs by name."""
+
+    record: JobRecord
+    spec: ForwardSpec
+    outputs: Mapping[str, TensorEntry]
+
+    def complete(self, posted: CotangentGradientSpec) -> GradientSpec:
+        """Return the whole spec: all that decided the outputs is this job's."""
+        settled = {field: getattr(self.spec, field) for field in set(SharedSpec.model_fields) - OWN}
+        own = {field: getattr(posted, field) for field in CotangentGradientSpec.model_fields}
+        model = f"{self.record.model}@{self.record.model_version}"
+        return GradientSpec(**(settled | own | {"model": model}))
+
+    def check(self, loss: CotangentsLoss, *, blobs: BlobStore) -> None:
+        """Check the cotangents against the outputs.
+
+        Raises:
+            InvalidInputs: one is of no output, is not floating-point or has another shape.
+            MissingBlobs: the box does not have them.
+        """
+        tensors = Tensors.load({ref.blob for ref in loss.tensors.values()}, blobs=blobs)
+        for name, reference in loss.tensors.items():
+            entry = tensors.entry(reference, where=f"loss.tensors.{name}")
+            output = self.outputs.get(name)
+            if output is None:
+                raise InvalidInputs(
+                    f"loss.tensors: expected cotangents of the outputs {sorted(self.outputs)[:8]} "
+                    f"of job {self.record.id}, got one of {name!r}"
+                )
+            if entry.dtype not in FLOATING or entry.shape != output.shape:
+                raise InvalidInputs(
+                    f"loss.tensors.{name}: expected floating-point cotangents of the shape that "
+                    f"the output has, {list(output.shape)}, got {entry.dtype} "
+                    f"{list(entry.shape)}; they are dL/dZ at the outputs of job {self.record.id}"
+                )
+
+
+def forward_job(job_id: str, *, owner: str, box: Backing) -> ForwardJob:
+    """Return the owner's forward job.
+
+    Raises:
+        InvalidInputs: there is none of that id, it is not done, or its outputs are not there.
+    """
+    record = box.records.get(job_id)
+    spec = box.records.spec(job_id)
+    if record is None or spec is None or record.owner != owner:
+        raise InvalidInputs(
+            f"loss.forward: no job {job_id!r} of yours is on this box; post the forward job first"
+        )
+    if not isinstance(spec, ForwardSpec):
+        raise InvalidInputs(
+            f"loss.forward: expected a forward job, got job {job_id}, which is a "
+            f"{record.computation}; cotangents belong to the outputs of a forward job"
+        )
+    if record.state is not JobState.DONE:
+        raise InvalidInputs(
+            f"loss.forward: expected job {job_id} to be done, it is {record.state.value}"
+        )
+    try:
+        header = read_header(box.results.path(job_id, attempt=record.attempt))
+    except (OSError, BlobRejected):
+        raise InvalidInputs(
+            f"loss.forward: the result of job {job_id} is not on this box any more; run the "
+            f"forward job again"
+        ) from None
+    outputs = {
+        name.removeprefix(OUTPUTS): entry
+        for name, entry in header.tensors.items()
+        if name.startswith(OUTPUTS)
+    }
+    if not outputs:
+        raise InvalidInputs(
+            f"loss.forward: expected job {job_id} to have returned outputs, it returned "
+            f"{spec.returns}; the replay is compared with them"
+        )
+    return ForwardJob(record, spec, outputs)

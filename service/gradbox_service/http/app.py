@@ -1,0 +1,74 @@
+"""The HTTP app, put together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from importlib import metadata
+
+import anyio.to_thread
+import redis
+from fastapi import FastAPI
+
+from gradbox_service.backing import Backing
+from gradbox_service.http import openapi, problems
+from gradbox_service.http.event_hub import Hub
+from gradbox_service.http.request_ids import RequestIds
+from gradbox_service.http.routes import blobs, events, jobs, models, probes, results
+from gradbox_service.queue.dispatch import Dispatcher
+from gradbox_service.settings import Settings
+from gradbox_service.store.files import make_folder
+
+DESCRIPTION = "Exact gradients of large pretrained PyTorch models, computed on this box."
+
+
+def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI:
+    """Return the service. Nothing connects before the app's lifespan begins.
+
+    Args:
+        backing: what the service stands on; the Redis and the folder of `settings` if None.
+
+    Raises:
+        BadSettings: no backing was given and the settings name no usable Redis.
+    """
+    app = FastAPI(
+        title="gradbox",
+        version=metadata.version("gradbox"),
+        description=DESCRIPTION,
+        lifespan=_lifespan,
+        redirect_slashes=False,
+        responses=openapi.PROBLEM,
+    )
+    box = backing or Backing.on_redis(settings)
+    app.state.settings = settings
+    app.state.backing = box
+    app.state.hub = Hub(box.records)
+    app.state.dispatcher = Dispatcher(box.records, box.turns, box.fleet, box.leadership)
+    app.add_middleware(RequestIds)
+    problems.install(app)
+    for module in (blobs, jobs, events, results, models, probes):
+        app.include_router(module.router)
+    app.openapi = partial(openapi.describe, app)  # type: ignore[method-assign]
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    box: Backing = app.state.backing
+    hub: Hub = app.state.hub
+    settings: Settings = app.state.settings
+    make_folder(settings.data)
+    box.blobs.sweep()
+    dispatcher: Dispatcher = app.state.dispatcher
+    hub.start()
+    dispatcher.start()
+    try:
+        yield
+    finally:
+        hub.close()
+        dispatcher.close()
+        with suppress(redis.RedisError):  # without it both end at their next look
+            await anyio.to_thread.run_sync(box.records.wake)
+        await anyio.to_thread.run_sync(hub.join)
+        await anyio.to_thread.run_sync(dispatcher.join)

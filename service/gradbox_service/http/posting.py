@@ -1,0 +1,66 @@
+"""How a posted body becomes a queued job."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from gradbox.protocol import (
+    CotangentGradientSpec,
+    JobSpec,
+    parse_posted,
+    spec_digest,
+)
+from gradbox_service.admission import admit
+from gradbox_service.admission.forward_job import ForwardJob, forward_job
+from gradbox_service.backing import Backing
+from gradbox_service.jobs import JobRecord
+
+
+def post(
+    body: bytes, *, owner: str, idempotency_key: str | None, box: Backing, max_attempts: int
+) -> JobRecord:
+    """Check the body and queue its job, or return the job that it made before.
+
+    A repeated post is answered before the box is looked at, so that it gives the same job even if
+    the model or a blob has gone since. Only cotangents need the job that they continue.
+
+    Raises:
+        InvalidJob: the body is no job, or the box cannot run it (see `admit`).
+        IdempotencyConflict: the key came before with another job.
+        ServiceUnavailable: no worker has said yet which models there are.
+    """
+    posted = parse_posted(body)
+    spec, forward = _completed(posted, owner=owner, box=box)
+    digest = spec_digest(spec)
+    if idempotency_key is not None:
+        earlier = box.records.posted(owner, idempotency_key=idempotency_key, spec_digest=digest)
+        if earlier is not None:
+            return earlier
+    model = admit(spec, fleet=box.fleet, blobs=box.blobs)
+    if forward is not None and isinstance(posted, CotangentGradientSpec):
+        forward.check(posted.loss, blobs=box.blobs)
+    record = JobRecord(
+        id=uuid.uuid4().hex,
+        owner=owner,
+        computation=spec.computation,
+        model=model.name,
+        model_version=model.version,
+        spec_digest=digest,
+        created_s=time.time(),
+        name=spec.name,
+        priority=spec.priority,
+        timeout_s=spec.timeout_s,
+        max_attempts=max_attempts,
+    )
+    return box.records.create(record, spec=spec, idempotency_key=idempotency_key)
+
+
+def _completed(
+    posted: JobSpec | CotangentGradientSpec, *, owner: str, box: Backing
+) -> tuple[JobSpec, ForwardJob | None]:
+    """Return the whole spec, and the forward job that it continues if it continues one."""
+    if not isinstance(posted, CotangentGradientSpec):
+        return posted, None
+    forward = forward_job(posted.loss.forward, owner=owner, box=box)
+    return forward.complete(posted), forward

@@ -1,0 +1,111 @@
+"""Every error that leaves the service, as problem+json. No traceback ever does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import cast
+
+import redis
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from gradbox.errors import Category, GradboxError, MissingBlobs, ServiceUnavailable
+from gradbox.protocol import Problem
+from gradbox.protocol.problem import URN
+from gradbox_service.http.request_ids import HEADER, request_id_of
+
+log = logging.getLogger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+RETRY_AFTER_S = 2
+
+
+def install(app: FastAPI) -> None:
+    """Let every exception of the app become a problem."""
+    app.add_exception_handler(GradboxError, _known)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(ClientDisconnect, _disconnected)
+    for silent in (redis.ConnectionError, redis.TimeoutError, redis.OutOfMemoryError):
+        app.add_exception_handler(silent, _no_redis)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+def problem_response(
+    problem: Problem, request: Request, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return the response that says `problem`."""
+    found = problem.model_copy(update={"request_id": request_id_of(request)})
+    extra = {HEADER: request_id_of(request), **(headers or {})}
+    if problem.category == "transient":
+        extra.setdefault("Retry-After", str(RETRY_AFTER_S))
+    if problem.status == HTTPStatus.UNAUTHORIZED:
+        extra.setdefault("WWW-Authenticate", 'Bearer realm="gradbox"')
+    return Response(
+        found.model_dump_json(exclude_none=True),
+        status_code=problem.status,
+        headers=extra,
+        media_type=MEDIA_TYPE,
+    )
+
+
+def plain_problem(status: int, code: str, detail: str, *, category: Category = "user") -> Problem:
+    """Return a problem that has no exception class of its own."""
+    return Problem(
+        type=URN + code,
+        title=HTTPStatus(status).phrase,
+        status=status,
+        detail=detail,
+        category=category,
+    )
+
+
+async def _known(request: Request, error: Exception) -> Response:
+    extra = {"missing": list(error.missing)} if isinstance(error, MissingBlobs) else {}
+    return problem_response(Problem.of(cast(GradboxError, error), **extra), request)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    refusal = cast(HTTPException, error)
+    phrase = HTTPStatus(refusal.status_code).phrase
+    detail = str(refusal.detail)
+    if detail == phrase:
+        call = f"{request.method} {request.url.path}"
+        detail = f"{call}: {phrase.lower()}; /openapi.json lists the calls that there are"
+    code = phrase.lower().replace(" ", "-")
+    category: Category = "user" if refusal.status_code < 500 else "server"
+    problem = plain_problem(refusal.status_code, code, detail, category=category)
+    return problem_response(problem, request, refusal.headers)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    lines = []
+    for item in cast(RequestValidationError, error).errors()[:5]:
+        where = ".".join(str(part) for part in item["loc"])
+        lines.append(f"{where}: {item['msg']} (got {repr(item.get('input'))[:120]})")
+    return problem_response(plain_problem(422, "invalid-request", "; ".join(lines)), request)
+
+
+async def _disconnected(request: Request, _: Exception) -> Response:
+    problem = plain_problem(400, "incomplete-body", "the connection closed before the body ended")
+    return problem_response(problem, request)
+
+
+async def _no_redis(request: Request, error: Exception) -> Response:
+    log.warning("request %s: Redis does not answer: %s", request_id_of(request), error)
+    problem = Problem.of(
+        ServiceUnavailable("the box's Redis does not answer; try again in a few seconds")
+    )
+    return problem_response(problem, request)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    number = request_id_of(request)
+    log.error("request %s: %s %s failed", number, request.method, request.url.path, exc_info=error)
+    detail = f"the service failed on this request; tell the box's owner the request id {number}"
+    return problem_response(plain_problem(500, "error", detail, category="server"), request)

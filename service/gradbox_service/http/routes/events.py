@@ -1,0 +1,27 @@
+"""A job's events as they happen, as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Request
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+
+from gradbox_service.http.auth import OwnJob
+from gradbox_service.http.event_hub import Hub
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+
+@router.get("/{job_id}/events", response_class=EventSourceResponse)
+async def job_events(
+    request: Request, record: OwnJob, last_event_id: Annotated[str | None, Header()] = None
+) -> AsyncIterable[ServerSentEvent]:
+    """`state` events (data: the job) and `progress` events; ends after the final state.
+
+    `Last-Event-ID` resumes behind that event; without it the stream begins with the first one kept.
+    """
+    hub: Hub = request.app.state.hub
+    async for event in hub.listen(record.id, after=last_event_id):
+        yield ServerSentEvent(raw_data=event.data, event=event.kind, id=event.id)

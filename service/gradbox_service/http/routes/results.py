@@ -1,0 +1,91 @@
+"""Result files: whole, or a range of bytes, so that a client can read one tensor of many."""
+
+from __future__ import annotations
+
+import re
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import FileResponse
+
+from gradbox.errors import ResultNotReady
+from gradbox.protocol import JobState
+from gradbox_service.http.auth import Box, OwnJob
+from gradbox_service.http.problems import plain_problem, problem_response
+from gradbox_service.jobs import JobRecord
+from gradbox_service.settings import MIB
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+_RANGE = re.compile(r"\s*(?:(\d{1,18})\s*-\s*(\d{0,18})|-\s*(\d{1,18}))\s*")
+
+
+class ResultFile(FileResponse):
+    chunk_size = MIB
+
+
+@router.head("/{job_id}/result", response_class=FileResponse, include_in_schema=False)
+@router.get("/{job_id}/result", response_class=FileResponse)
+def job_result(request: Request, record: OwnJob, box: Box) -> Response:
+    """The safetensors file of a job that is done; `Range`, `If-Range` and `If-None-Match` work."""
+    if record.result is None:
+        raise ResultNotReady(_why_not(record))
+    etag = f'"{record.result.sha256}"'
+    headers = {"ETag": etag, "Cache-Control": "private, immutable, max-age=31536000"}
+    if _matches(request.headers.get("if-none-match", ""), etag):
+        return Response(status_code=304, headers=headers)
+    path = box.results.path(record.id, attempt=record.attempt)
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise ResultNotReady(
+            f"the result of job {record.id} is no longer on the box; submit the job again"
+        ) from None
+    refused = _refused_range(request, size_bytes=found.st_size)
+    if refused is not None:
+        return refused
+    return ResultFile(
+        path,
+        headers=headers,
+        media_type="application/octet-stream",
+        filename=f"{record.id}.safetensors",
+        stat_result=found,
+    )
+
+
+def _why_not(record: JobRecord) -> str:
+    if record.state is JobState.FAILED and record.error is not None:
+        return f"job {record.id} failed and has no result: {record.error.detail}"
+    if record.state is JobState.CANCELLED:
+        return f"job {record.id} was cancelled and has no result"
+    return f"job {record.id} is {record.state}; its result is there once it is done"
+
+
+def _matches(if_none_match: str, etag: str) -> bool:
+    tags = [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]
+    return etag in tags or tags == ["*"]
+
+
+def _refused_range(request: Request, *, size_bytes: int) -> Response | None:
+    """Return the refusal of a Range that cannot be served, so that it too is problem+json."""
+    wanted = request.headers.get("range")
+    if wanted is None or "if-range" in request.headers:
+        return None
+    unit, _, spans = wanted.partition("=")
+    found = [_RANGE.fullmatch(span) for span in spans.split(",")]
+    if unit.strip().lower() != "bytes" or None in found:
+        detail = f"expected a Range like bytes=0-99, bytes=100- or bytes=-100, got {wanted[:80]!r}"
+        return problem_response(plain_problem(400, "bad-range", detail), request)
+    bounds = [_bounds(span, size_bytes) for span in found if span is not None]
+    if all(0 <= begin < size_bytes and begin <= end for begin, end in bounds):
+        return None
+    problem = plain_problem(
+        416, "bad-range", f"the result has {size_bytes} bytes, got the Range {wanted[:80]!r}"
+    )
+    return problem_response(problem, request, {"Content-Range": f"bytes */{size_bytes}"})
+
+
+def _bounds(span: re.Match[str], size_bytes: int) -> tuple[int, int]:
+    begin, end, suffix = span.groups()
+    if suffix is not None:
+        return (max(0, size_bytes - int(suffix)) if int(suffix) else size_bytes, size_bytes)
+    return (int(begin), int(end) if end else size_bytes)

@@ -1,0 +1,229 @@
+"""A whole box on one machine: Redis, service and workers, started, supervised and stopped."""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from gradbox.errors import GradboxError
+from gradbox.settings import FILE, ClientSettings, read_settings, write_settings
+from gradbox_service.http.server import bind, url_of
+from gradbox_service.jobs.connection import connect
+from gradbox_service.settings import Settings
+from gradbox_service.tokens import RedisTokens
+from gradbox_service.up.embedded_redis import EmbeddedRedis
+from gradbox_service.up.part import Part, ended
+
+READY: Final = "gradbox ready at"
+LOOK_S: Final = 0.1
+# A worker stops within a shard; what takes longer is killed, and its job is queued again.
+WORKER_STOP_S: Final = 45.0
+SERVICE_STOP_S: Final = 15.0
+
+
+class DataInUse(GradboxError):
+    """Another `gradbox up` keeps its data in this folder."""
+
+    code = "data-in-use"
+    title = "The data folder is in use"
+
+
+class PartFailed(GradboxError):
+    """A part ended before jobs could run.
+
+    Attributes:
+        exit_code: what `gradbox up` ends with: 2 if the part said wrong usage, else 1.
+    """
+
+    code = "part-failed"
+    title = "A part of the box did not start"
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Box:
+    """One box.
+
+    Args:
+        devices: the device of each worker.
+    """
+
+    def __init__(self, settings: Settings, *, models_file: Path, devices: Sequence[str]) -> None:
+        self._settings = settings
+        self._data = settings.data.resolve()
+        self._models_file = models_file
+        self._devices = devices
+        self._stop = threading.Event()
+        self._num_signals = 0
+        self._redis: EmbeddedRedis | None = None
+
+    def run(self) -> int:
+        """Start everything, keep it running, and stop it in order when told to.
+
+        Raises:
+            DataInUse, CannotListen, NoRedis: it cannot start here; nothing was left running.
+            PartFailed: a part ended before jobs could run; the rest was stopped.
+        """
+        self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            stack.callback(os.close, lock_folder(self._data))
+            self._data.chmod(0o700)
+            bound = stack.enter_context(bind(self._settings.host, self._settings.port))
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            # `nohup` has SIGHUP ignored, and means it.
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                numbers.append(signal.SIGHUP)
+            for number in numbers:
+                stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
+            self._redis = EmbeddedRedis.start(self._data / "redis")
+            stack.callback(self._stop_redis)
+            url = url_of(bound)
+            self._keep_credentials(url, self._redis.url)
+            service = self._service(bound, self._redis.url)
+            workers = self._workers(self._redis.url)
+            _say(f"starting a service and {len(workers)} worker(s); logs in {service.log.parent}")
+            stack.callback(self._stop_parts, [service], within_s=SERVICE_STOP_S)
+            stack.callback(self._stop_parts, workers, within_s=WORKER_STOP_S)
+            for part in (service, *workers):
+                part.start()
+            if self._until_ready(url, [service, *workers]):
+                print(f"{READY} {url}", flush=True)
+                _say(f"GradClient() finds address and token with GRADBOX_DATA={self._data}")
+                self._supervise([service, *workers])
+            _say("stopping")
+        return 0
+
+    def _service(self, bound: socket.socket, redis_url: str) -> Part:
+        arguments = ["--fd", str(bound.fileno()), "--data", str(self._data)]
+        arguments += ["--redis-url", redis_url]
+        return Part(
+            "service",
+            "gradbox_service",
+            arguments,
+            log=self._data / "logs" / "service.log",
+            pass_fds=[bound.fileno()],
+        )
+
+    def _workers(self, redis_url: str) -> list[Part]:
+        found = []
+        for index, device in enumerate(self._devices):
+            name = f"worker-{index}-{device.replace(':', '-')}"
+            arguments = ["--models", str(self._models_file), "--device", device, "--name", name]
+            arguments += ["--data", str(self._data), "--redis-url", redis_url]
+            log = self._data / "logs" / f"{name}.log"
+            found.append(Part(name, "gradbox_worker", arguments, log=log))
+        return found
+
+    def _keep_credentials(self, url: str, redis_url: str) -> None:
+        """Write client.toml, with the token of an earlier run where the box still knows it."""
+        path = self._data / FILE
+        earlier = read_settings(path)
+        connection = connect(redis_url)
+        try:
+            tokens = RedisTokens(connection)
+            if earlier is not None and tokens.owner(earlier.token) is not None:
+                token = earlier.token
+            else:
+                token = tokens.create(getpass.getuser().replace(" ", "-"))
+        finally:
+            connection.close()
+        write_settings(path, ClientSettings(url=url, token=token))
+
+    def _until_ready(self, url: str, parts: Sequence[Part]) -> bool:
+        """Wait until jobs can run; False if told to stop before."""
+        while not self._stop.wait(LOOK_S):
+            for part in parts:
+                code = part.exit_code()
+                if code is not None:
+                    raise PartFailed(
+                        f"{part.name} {ended(code)} before the box was ready. Its last lines "
+                        f"(all of them: {part.log}):\n{part.tail()}",
+                        exit_code=2 if code == 2 else 1,
+                    )
+            if _is_ready(url):
+                return True
+        return False
+
+    def _supervise(self, parts: Sequence[Part]) -> None:
+        while not self._stop.wait(LOOK_S):
+            self._keep_redis()
+            for part in parts:
+                said = part.keep_running()
+                if said:
+                    _say(said)
+
+    def _keep_redis(self) -> None:
+        if self._redis is None or self._redis.alive():
+            return
+        _say("Redis ended; starting it again on the same data")
+        self._redis.stop()
+        self._redis = EmbeddedRedis.start(self._data / "redis")
+
+    def _stop_redis(self) -> None:
+        if self._redis is not None:
+            self._redis.stop()
+
+    def _stop_parts(self, parts: Sequence[Part], *, within_s: float) -> None:
+        """End parts by SIGTERM; by SIGKILL when time is up or a second signal comes."""
+        for part in parts:
+            part.signal(signal.SIGTERM)
+        deadline = time.monotonic() + within_s
+        while any(part.running for part in parts):
+            if time.monotonic() > deadline or self._num_signals > 1:
+                for part in parts:
+                    part.signal(signal.SIGKILL)
+            time.sleep(LOOK_S / 4)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._num_signals += 1
+        self._stop.set()
+
+
+def lock_folder(data: Path) -> int:
+    """Take the lock of a data folder, which the kernel gives back when this process ends.
+
+    Raises:
+        DataInUse: another process holds it; the message names the process.
+    """
+    descriptor = os.open(data / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 20).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise DataInUse(
+            f"another `gradbox up` (process {holder}) keeps its data in {data}: stop that one, or "
+            f"give this one another folder with --data"
+        ) from None
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        # Not by a proxy that the environment names: this is the same machine.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{url}/readyz", timeout=5) as answer:
+            return int(answer.status) == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _say(text: str) -> None:
+    print(f"gradbox up: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,104 @@
+"""`gradbox up`: one box, nothing else to install.
+
+It holds the data folder's lock, the listening socket and an embedded Redis, and keeps a service and
+one worker for every device running as children. The socket outlives the service: while that is
+started again, connections wait instead of being refused. Children end with it, also when it is
+killed; a job that was running then is taken up by the next `up` on the same folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from gradbox_service.settings import BadSettings, Settings
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+MODELS_FILE: Final = "models.toml"
+EXAMPLE: Final = """\
+  [models.minilm]
+  builder = "hf"
+  source = "sentence-transformers/all-MiniLM-L6-v2\""""
+
+
+def register(subparsers: Subparsers) -> None:
+    """Join the `gradbox` command."""
+    parser = subparsers.add_parser(
+        "up", help="run a whole box on this machine: Redis, service, a worker for every device"
+    )
+    parser.add_argument("--host", help="address to listen on (GRADBOX_HOST, 127.0.0.1)")
+    parser.add_argument("--port", help="port to listen on, 0 for a free one (GRADBOX_PORT, 8642)")
+    parser.add_argument(
+        "--data", type=Path, help="folder of all that the box keeps (GRADBOX_DATA, gradbox-data)"
+    )
+    parser.add_argument(
+        "--models", type=Path, help="the models file (DATA/models.toml, else ./models.toml)"
+    )
+    parser.add_argument(
+        "--workers", type=_count, metavar="N", help="how many workers (one for every device)"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="auto, cpu, or a list such as cuda:0,cuda:1 (auto)"
+    )
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the box until Ctrl-C or SIGTERM.
+
+    Returns:
+        0 if it was told to stop, 1 if a part did not start, 2 if what was given cannot be used.
+    """
+    from gradbox_service.http.server import CannotListen
+    from gradbox_service.up.box import Box, DataInUse, PartFailed
+    from gradbox_service.up.devices import spread
+    from gradbox_service.up.embedded_redis import NoRedis
+
+    try:
+        settings = Settings.read(host=args.host, port=args.port, data=args.data)
+        # Read for the service alone: a Redis of somebody else's would not be ours to stop.
+        if os.environ.get("GRADBOX_REDIS_URL"):
+            print("gradbox up: GRADBOX_REDIS_URL is not used, up runs its own", file=sys.stderr)
+        box = Box(
+            settings,
+            models_file=models_file(args.models, data=settings.data),
+            devices=spread(args.device, num_workers=args.workers),
+        )
+        return box.run()
+    except (BadSettings, CannotListen, DataInUse) as error:
+        print(f"gradbox up: {error}", file=sys.stderr)
+        return 2
+    except NoRedis as error:
+        print(f"gradbox up: {error}", file=sys.stderr)
+        return 1
+    except PartFailed as error:
+        print(f"gradbox up: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def models_file(given: Path | None, *, data: Path) -> Path:
+    """Return the models file to use.
+
+    Raises:
+        BadSettings: there is none.
+    """
+    places = [given] if given is not None else [data / MODELS_FILE, Path(MODELS_FILE)]
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    raise BadSettings(
+        f"expected a models file at {' or '.join(str(place) for place in places)}, found none; "
+        f"name one with --models, or write one such as\n\n{EXAMPLE}\n"
+    )
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least one worker, got {number}")
+    return number

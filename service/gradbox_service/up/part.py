@@ -1,0 +1,124 @@
+"""One process of a box, kept running by `gradbox up`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from gradbox_service.up.lifeline import die_with_parent
+
+FIRST_PAUSE_S: Final = 0.5
+LONGEST_PAUSE_S: Final = 30.0
+# A process that lived this long had started well: its next restart is quick again.
+SETTLED_S: Final = 60.0
+TAIL_LINES: Final = 12
+# A longer log is put aside when the process is started.
+LONGEST_LOG_BYTES: Final = 16 * 2**20
+
+
+class Part:
+    """A child process with its log, started again when it ends.
+
+    It runs in a session of its own, so that Ctrl-C reaches the supervisor alone, and is killed when
+    the supervisor dies.
+
+    Attributes:
+        name: what messages call it.
+        log: where its output goes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        log: Path,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Describe the process `python -m module arguments`; `start` starts it."""
+        self.name = name
+        self.log = log
+        self._command = [sys.executable, "-m", module, *arguments]
+        self._pass_fds = tuple(pass_fds)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0
+        self._log_start = 0
+        self._num_failures = 0
+        self._restart_s = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Start the process."""
+        self.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.log.exists() and self.log.stat().st_size > LONGEST_LOG_BYTES:
+            self.log.replace(self.log.with_suffix(".log.1"))
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            self._log_start = os.lseek(descriptor, 0, os.SEEK_END)
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=descriptor,
+                pass_fds=self._pass_fds,
+                start_new_session=True,
+                preexec_fn=die_with_parent(signal.SIGKILL),
+            )
+        finally:
+            os.close(descriptor)
+        self._started_s = time.monotonic()
+
+    def exit_code(self) -> int | None:
+        """Return how the process ended (below zero: by that signal), or None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def keep_running(self) -> str | None:
+        """Start the process again, some time after it ended; returns a sentence when it ended."""
+        code = self.exit_code()
+        if code is None:
+            return None
+        now = time.monotonic()
+        if self._restart_s:
+            if now >= self._restart_s:
+                self._restart_s = 0.0
+                self.start()
+            return None
+        if now - self._started_s > SETTLED_S:
+            self._num_failures = 0
+        pause_s = min(FIRST_PAUSE_S * 2**self._num_failures, LONGEST_PAUSE_S)
+        self._num_failures += 1
+        self._restart_s = now + pause_s
+        return f"{self.name} {ended(code)}; starting it again in {pause_s:.1f} s (log: {self.log})"
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, if the process runs."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def tail(self) -> str:
+        """Return the last lines that the process wrote since it was started."""
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            lines = file.read().decode(errors="replace").splitlines()
+        return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
+
+
+def ended(code: int) -> str:
+    """Say how a process ended."""
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

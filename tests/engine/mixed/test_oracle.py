@@ -1,0 +1,81 @@
+"""Mixed gradients against double backward on the whole table, and the comparison against itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradbox_engine import NoTangent
+from tests import mixed_models as models
+from tests.engine.mixed.running import mixed_answer
+from tests.mixed_cases import MIXED_CASES, OBSTACLES, TOLERANCE, bilinear, double_backward
+from tests.oracle import difference
+
+ALL = MIXED_CASES | OBSTACLES
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_gradient_is_that_of_double_backward(name):
+    expected = double_backward(ALL[name]())
+    result = mixed_answer(ALL[name]())
+    assert difference(result.grads, expected.grads) <= TOLERANCE
+    assert result.value == pytest.approx(expected.value, rel=TOLERANCE)
+    torch.testing.assert_close(result.dfdz, expected.dfdz, rtol=TOLERANCE, atol=TOLERANCE)
+    assert result.replay_difference <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", MIXED_CASES)
+def test_forward_mode_passes_every_operation(name):
+    assert mixed_answer(MIXED_CASES[name]()).fallbacks == {}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_what_forward_mode_cannot_pass_is_named_and_gone_round(obstacle):
+    result = mixed_answer(OBSTACLES[obstacle]())
+    assert result.fallbacks == {obstacle: result.shards["z"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (models.distances, "_cdist_backward"),
+        # autograd itself returns zeros here, without a word.
+        (models.once_differentiable, "once_differentiable"),
+    ],
+)
+def test_an_operation_without_any_second_derivative_is_refused(model, reason):
+    case = replace(OBSTACLES["a custom autograd.Function"](), model=model)
+    with pytest.raises(NoTangent, match=rf"(?s){reason}.*give the custom autograd.Function a jvp"):
+        mixed_answer(case)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_reentrant_checkpoints_change_nothing(mode):
+    case = replace(MIXED_CASES["checkpoints"](), mode=mode)
+    reentrant = replace(case, model=lambda: models.checkpointed(reentrant=True))
+    result = mixed_answer(reentrant)
+    assert result.fallbacks == {}
+    assert difference(result.grads, double_backward(case).grads) <= TOLERANCE
+
+
+def test_leaves_that_nothing_reaches_are_named_and_zero():
+    result = mixed_answer(MIXED_CASES["generator under a critic"]())
+    # The bias shifts inner by a constant: dfdz does not depend on it.
+    assert set(result.unreached) == {"inner.unused", "inner.head.bias"}
+    assert not result.grads["inner.unused"].any()
+    assert result.grads["inner.conv.weight"].any()
+
+
+@pytest.mark.parametrize("wrong", ["scaled", "a shard less", "another mask", "another inner"])
+def test_the_comparison_sees_a_wrong_answer(wrong):
+    case = MIXED_CASES["mlp, cubic"]()
+    expected = double_backward(case).grads
+    grads = {
+        "scaled": lambda: {n: g * 1.001 for n, g in expected.items()},
+        "a shard less": lambda: mixed_answer(replace(case, shards=case.shards[:-1])).grads,
+        "another mask": lambda: mixed_answer(replace(case, seed=case.seed + 1)).grads,
+        "another inner": lambda: mixed_answer(replace(case, inner=bilinear)).grads,
+    }[wrong]()
+    assert difference(grads, expected) > 1e3 * TOLERANCE

@@ -1,0 +1,97 @@
+"""The phases one by one, over any range of shards: what a crash, or a second worker, resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from gradbox_engine.model.prepared import Terms, prepared
+from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.wrt import select
+from gradbox_engine.replay.comparison import ReplayComparison
+from gradbox_engine.replay.cotangents import differentiate
+from gradbox_engine.replay.first_pass import forward
+from gradbox_engine.replay.gradient_sums import GradientSums
+from gradbox_engine.replay.replay import replay
+from gradbox_engine.replay.retention import GraphBudget
+from gradbox_engine.replay.shard_record import ShardRecord
+from gradbox_engine.replay.z import Assembly
+from gradbox_engine.requests import Group, Objective, Silent
+from tests.cases import CASES, Case
+from tests.oracle import TOLERANCE, difference, naive
+
+
+def _resumed(case: Case, ranges: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+    """Run each phase range by range, every replay on a model that has not seen the first pass."""
+    groups = [Group("z", case.groups["z"])]
+    terms = Terms(seed=case.seed, mode=case.mode, output=case.output, readout=case.readout)
+    positions = [[Position(0, shard) for shard in shards] for shards in ranges]
+    model = case.model()
+    records: list[list[ShardRecord]] = []
+    with prepared(model, groups, select(model, case.wrt), terms) as ready:
+        state = ready.buffers.first
+        for part in positions:
+            first = forward(ready, part, before=state, budget=GraphBudget(0), observer=Silent())
+            records.append(first.records)
+            state = first.after
+    outputs = {record.position: record.outputs for part in records for record in part}
+    assembly = Assembly(groups, outputs)
+    loss = differentiate(
+        Objective(case.loss, case.loss_inputs),
+        assembly.groups,
+        groups,
+        device=torch.device("cpu"),
+        seed=case.seed,
+        widened=False,
+    )
+    partial = []
+    for part in records:
+        fresh = case.model()
+        selection = select(fresh, case.wrt)
+        sums = GradientSums(selection.parameters)
+        with prepared(fresh, groups, selection, terms) as ready:
+            for record in part:
+                record.drop()
+            replay(
+                ready,
+                part,
+                {r.position: assembly.part(r.position, loss.cotangents) for r in part},
+                sums,
+                comparison=ReplayComparison("fp32"),
+                observer=Silent(),
+            )
+        partial.append(sums.named())
+    return {name: sum(named[name] for named in partial) for name in partial[0]}
+
+
+@pytest.mark.parametrize("ranges", [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1, 2], [3]]])
+@pytest.mark.parametrize(
+    "name", ["mlp", "cnn in train", "average rebound", "spectral norm", "layer drop by random"]
+)
+def test_partial_gradients_of_any_ranges_add_up(name, ranges):
+    assert difference(_resumed(CASES[name](), ranges), naive(CASES[name]()).grads) <= TOLERANCE
+
+
+def test_a_first_pass_can_go_on_elsewhere():
+    case = CASES["cnn in train"]()
+    groups = [Group("z", case.groups["z"])]
+    terms = Terms(seed=case.seed, mode="train")
+    halves = [[Position(0, 0), Position(0, 1)], [Position(0, 2), Position(0, 3)]]
+
+    def run(state, positions):
+        model = case.model()
+        with prepared(model, groups, select(model, None), terms) as ready:
+            before = state or ready.buffers.first
+            return forward(
+                ready, positions, before=before, budget=GraphBudget(0), observer=Silent()
+            )
+
+    whole = run(None, [*halves[0], *halves[1]])
+    first = run(None, halves[0])
+    second = run(first.after, halves[1])
+    for a, b in zip(whole.records, [*first.records, *second.records], strict=True):
+        assert torch.equal(a.outputs[""], b.outputs[""])
+    for slot, value in whole.after.values.items():
+        assert torch.equal(value, second.after.values[slot])

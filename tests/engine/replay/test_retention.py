@@ -1,0 +1,285 @@
+"""Keeping graphs changes the time and the memory, and not one bit of the result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine import Group, Objective, set_gradient
+from gradbox_engine.replay import retention
+from gradbox_engine.replay.retention import AMPLE, HELD_FACTOR, GraphBudget, graph_budget
+from gradbox_engine.replay.saved_tensors import SavedTensors
+from tests.cases import CASES
+from tests.engine.replay.running import answer
+from tests.oracle import TOLERANCE, difference
+
+PLENTY = 10**9
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("retain", [5000, 20000, PLENTY, "auto"])
+def test_what_is_kept_does_not_show(name, retain):
+    none, some = answer(CASES[name](), retain=0), answer(CASES[name](), retain=retain)
+    assert some.loss == none.loss
+    assert all(torch.equal(some.grads[n], none.grads[n]) for n in none.grads)
+    assert all(torch.equal(some.buffers[n], none.buffers[n]) for n in none.buffers)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with_room_for_all_nothing_is_replayed(name):
+    result = answer(CASES[name](), retain=PLENTY)
+    assert (result.retained, result.replayed) == (sum(result.shards.values()), 0)
+
+
+def _bytes_of(module: nn.Module, x: Tensor, **buffers: Tensor) -> int:
+    saved = SavedTensors(
+        limit_bytes=PLENTY,
+        parameters={p.untyped_storage().data_ptr() for p in module.parameters()},
+        buffers={b.untyped_storage().data_ptr() for b in buffers.values()},
+    )
+    with saved.saving():
+        out = module(x)
+    assert out.grad_fn is not None
+    return saved.num_bytes
+
+
+def test_saved_bytes_are_counted_by_storage_without_parameters():
+    x = torch.zeros(10, 100)
+    two = nn.Sequential(nn.Linear(100, 50), nn.Tanh(), nn.Linear(50, 50))
+    # The input of each linear layer; tanh saves its output, which is the second one's input.
+    assert _bytes_of(two, x) == x.nbytes + 10 * 50 * 4
+
+
+def test_a_graph_over_the_limit_is_not_kept():
+    saved = SavedTensors(limit_bytes=1000, parameters=(), buffers=())
+    with saved.saving():
+        out = (torch.zeros(100, requires_grad=True).exp() + 1).exp().exp()
+    assert not saved.kept
+    with pytest.raises(RuntimeError, match="not kept"):
+        out.sum().backward()
+
+
+def test_a_budget_keeps_as_many_as_fit():
+    def kept(retain: int) -> int:
+        model = nn.Sequential(nn.Linear(8, 100), nn.Tanh(), nn.Linear(100, 1))
+        shards = [{"0": torch.ones(10, 8)}] * 10
+        result = set_gradient(model, [Group("z", shards)], Objective(torch.sum), retain=retain)
+        assert result.retained + result.replayed == 10
+        return result.retained
+
+    one_shard_bytes = 10 * (8 + 100) * 4 * 1.3
+    assert [kept(round(n * one_shard_bytes) + 50) for n in (0, 1, 4, 9, 20)] == [1, 2, 5, 10, 10]
+
+
+def test_headroom_leaves_space_for_the_replay_beside():
+    budget = GraphBudget(4 * 1.3 * 100, with_headroom=True)
+    kept = 0
+    for _ in range(6):
+        saved = SavedTensors(limit_bytes=budget.room_bytes(), parameters=(), buffers=())
+        saved.num_bytes = 100
+        if saved.kept:
+            budget.count(saved)
+            kept += 1
+    assert kept == 3
+
+
+def test_what_is_like_a_measured_shard_is_not_measured_where_there_is_room_for_much_more():
+    def budget(total_bytes: float) -> GraphBudget:
+        found = GraphBudget(total_bytes * HELD_FACTOR)
+        saved = SavedTensors(limit_bytes=found.room_bytes(), parameters=(), buffers=())
+        saved.num_bytes = 100
+        found.count(saved, ("a",))
+        return found
+
+    enough = budget(100 + AMPLE * 5 * 100 + 1)
+    assert enough.is_ample(("a",), 5)
+    assert not enough.is_ample(("a",), 6)
+    assert not enough.is_ample(("b",), 1)
+    assert not enough.is_ample(None, 1)
+    assert enough.count_like(("a",)) == 100
+    assert not enough.is_ample(("a",), 5)
+    assert enough.is_ample(("a",), 4)
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[SavedTensors]:
+    """Return a list to which every graph that is measured is added."""
+    found: list[SavedTensors] = []
+    saving = SavedTensors.saving
+
+    def noted(saved: SavedTensors):
+        found.append(saved)
+        return saving(saved)
+
+    monkeypatch.setattr(SavedTensors, "saving", noted)
+    return found
+
+
+def test_a_form_is_measured_once_for_a_model(measured):
+    case = CASES["cnn in train"]()
+    model = case.model()
+    results = []
+    for _ in range(3):
+        results.append(answer(case, model, retain=PLENTY))
+        assert len(measured) == 1
+    assert all(result.retained == 4 for result in results)
+    for later in results[1:]:
+        assert all(torch.equal(later.grads[n], g) for n, g in results[0].grads.items())
+        assert all(torch.equal(later.buffers[n], b) for n, b in results[0].buffers.items())
+    answer(case, model, retain=PLENTY, wrt=["*.bias"])  # another graph
+    assert len(measured) == 2
+    answer(case, case.model(), retain=PLENTY)
+    assert len(measured) == 3
+
+
+def test_what_is_known_does_not_fill_a_budget_that_is_not_ample(measured):
+    case = CASES["mlp"]()
+    model = case.model()
+    answer(case, model, retain=PLENTY)
+    num_bytes = measured[0].num_bytes
+    measured.clear()
+    result = answer(case, model, retain=round(2.1 * num_bytes * HELD_FACTOR))
+    assert (result.retained, result.replayed) == (3, 1)  # and the last one's
+    assert len(measured) > 1
+
+
+def test_graphs_with_a_readout_are_measured_in_every_job(measured):
+    case = CASES["mlp"]()
+    model = case.model()
+    for job in (1, 2):
+        answer(case, model, retain=PLENTY, readout=lambda out, inputs: out.sin())
+        assert len(measured) == job
+
+
+def test_graphs_that_buffers_spoil_are_measured_in_every_job(measured):
+    case = CASES["average rebound"]()
+    model = case.model()
+    for job in (1, 2):
+        answer(case, model, retain=PLENTY)
+        assert len(measured) == job * 4
+
+
+class _LateScale(nn.Module):
+    """Multiplies by a buffer that changes from some call on, unseen by version counters."""
+
+    scale: Tensor
+    calls: Tensor
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3).double()
+        self.norm = nn.BatchNorm1d(3).double()
+        self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if int(self.norm.num_batches_tracked) >= self.first:
+            self.scale.data.mul_(0.5)
+        return self.norm(self.linear(x)) * self.scale
+
+
+@pytest.mark.parametrize("first", [0, 1, 3, 5])
+def test_graphs_that_read_a_buffer_which_changed_are_not_used(first):
+    generator = torch.Generator().manual_seed(3)
+    shards = [torch.randn(5, 4, generator=generator, dtype=torch.float64) for _ in range(6)]
+    naive = _LateScale(first)
+    for x in shards:  # each graph used at once, before the buffer changes
+        naive(x).pow(3).sum().backward()
+    results = [
+        set_gradient(
+            _LateScale(first),
+            [Group("z", [{"0": x} for x in shards])],
+            Objective(lambda z: z.pow(3).sum()),
+            mode="train",
+            retain=retain,
+        )
+        for retain in (0, PLENTY)
+    ]
+    expected = {name: p.grad for name, p in naive.named_parameters()}
+    for result in results:
+        assert difference(result.grads, expected) <= TOLERANCE
+    assert all(torch.equal(results[0].grads[n], results[1].grads[n]) for n in expected)
+
+
+class _Overflowing(torch.autograd.Function):
+    """Runs out of memory, once, in the pass that the test chooses."""
+
+    armed = ""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        if _Overflowing.armed == "forward" and x.flatten()[0] == 3:
+            _Overflowing.armed = ""
+            raise torch.OutOfMemoryError("no room")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        if _Overflowing.armed == "backward":
+            _Overflowing.armed = ""
+            raise torch.OutOfMemoryError("no room")
+        return gradient
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.below = nn.Linear(4, 4).double()
+        self.above = nn.Linear(4, 4).double()
+        self.norm = nn.BatchNorm1d(4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.dropout(self.norm(self.below(x)), 0.5, True)
+        return self.above(_Overflowing.apply(hidden + _Overflowing.apply(x)))
+
+
+@pytest.mark.parametrize("armed", ["forward", "backward"])
+def test_where_memory_runs_out_the_graphs_go_and_the_result_is_the_same(armed):
+    shards = [{"0": torch.full((3, 4), float(i)).double() + torch.eye(3, 4)} for i in range(6)]
+    shards[3] = {"0": torch.full((3, 4), 3.0, dtype=torch.float64)}
+    terms = {"mode": "train", "returns": ("buffers",)}
+    objective = Objective(lambda z: z.sin().sum() ** 2)
+    expected = set_gradient(_Layers(), [Group("z", shards)], objective, **terms)
+    _Overflowing.armed = armed
+    result = set_gradient(_Layers(), [Group("z", shards)], objective, retain=PLENTY, **terms)
+    assert _Overflowing.armed == ""
+    assert result.replayed > 0
+    assert all(torch.equal(result.grads[n], expected.grads[n]) for n in expected.grads)
+    assert all(torch.equal(result.buffers[n], expected.buffers[n]) for n in expected.buffers)
+
+
+def test_a_loss_that_needs_the_memory_of_the_graphs_gets_it():
+    calls = []
+
+    def loss(z: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return z.var()
+
+    case = CASES["mlp"]()
+    group = Group("z", case.groups["z"])
+    result = set_gradient(case.model(), [group], Objective(loss), retain=PLENTY)
+    assert (result.retained, result.replayed) == (0, 4)
+    expected = set_gradient(case.model(), [group], Objective(torch.var))
+    assert all(torch.equal(result.grads[n], expected.grads[n]) for n in expected.grads)
+
+
+def test_auto_stays_within_the_control_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(retention, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 600000\ninactive_file 100000\n")
+    budget = graph_budget("auto", torch.device("cpu"), sums_bytes=50_000)
+    assert budget.room_bytes() == pytest.approx((400_000 * 0.5 - 50_000) / 1.3)
+
+
+def test_one_shard_too_large_is_the_callers_to_know():
+    _Overflowing.armed = "forward"
+    shards = [{"0": torch.full((3, 4), 3.0, dtype=torch.float64)}]
+    with pytest.raises(torch.OutOfMemoryError):
+        set_gradient(_Layers(), [Group("z", shards)], Objective(torch.sum))
+    assert _Overflowing.armed == ""

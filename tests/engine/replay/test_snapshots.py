@@ -1,0 +1,207 @@
+"""Buffers at a shard's beginning: kept where a model may read them, left out where it cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine import Group, Objective, SetGradient, set_gradient
+from gradbox_engine.model.prepared import Terms, prepared
+from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.wrt import select
+from gradbox_engine.replay.first_pass import forward
+from gradbox_engine.replay.retention import GraphBudget
+from gradbox_engine.replay.shard_record import ShardRecord
+from gradbox_engine.requests import Penalty, Silent
+from tests.oracle import TOLERANCE, difference
+
+NUM_SHARDS = 6
+
+
+def _shards() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    return [
+        {"0": torch.randn(3, 5, generator=generator, dtype=torch.float64)}
+        for _ in range(NUM_SHARDS)
+    ]
+
+
+class _Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(5, 4).double()
+        self.norm = nn.BatchNorm1d(4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+class _Reading(_Norm):
+    """Reads the statistics of its batch norm by a way of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = self.norm.running_mean.clone()
+        return super().forward(x) * (1 + shift)
+
+
+class _ReadingUnseen(_Norm):
+    """Reads them in a factor of its graph, which later shards overwrite, and which z hides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = super().forward(x)
+        hidden = self.linear(x) * self.norm.running_mean
+        return z + (hidden - hidden.detach())
+
+
+class _ReadingEarly(_Norm):
+    """Reads them before its batch norm overwrites them, as autograd does not notice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x) * self.norm.running_var
+        return z + super().forward(x)
+
+
+class _ReadingBeside(_Norm):
+    """Reads them for something that z does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = nn.Linear(5, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.beside(x * self.norm.running_var.mean())
+        return super().forward(x)
+
+
+class _Average(_Norm):
+    """Has a buffer of another kind besides."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = super().forward(x)
+        self.average.mul_(0.9).add_(0.1 * z.detach().mean(0))
+        return z + self.average
+
+
+class _AverageUnseen(_ReadingUnseen, _Average):
+    """Both."""
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, whose gradient is scaled."""
+
+    @staticmethod
+    def forward(ctx, z: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale.clone())
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return gradient * scale, None
+
+
+class _LateScale(_Norm):
+    """Has a buffer that changes from the fourth call on, and shows in gradients alone."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = super().forward(x)
+        if self.norm.num_batches_tracked > 3:
+            self.scale.mul_(0.5)
+        return _Scaled.apply(z, self.scale)
+
+
+def _records(
+    model: nn.Module, mode: str = "train", penalties: tuple[Penalty, ...] = ()
+) -> list[ShardRecord]:
+    groups = [Group("z", _shards())]
+    terms = Terms(mode=mode, penalties=penalties)
+    positions = [Position(0, shard) for shard in range(NUM_SHARDS)]
+    with prepared(model, groups, select(model, None), terms) as ready:
+        before, budget = ready.buffers.first, GraphBudget(0)
+        return forward(ready, positions, before=before, budget=budget, observer=Silent()).records
+
+
+def test_statistics_of_batch_norms_alone_are_not_kept():
+    assert [record.before is None for record in _records(_Norm())] == [False] + [True] * 5
+
+
+def test_what_does_not_change_is_kept_once():
+    assert len({id(record.before) for record in _records(_Norm(), mode="eval")}) == 1
+
+
+@pytest.mark.parametrize("penalties", [(), (Penalty("beside", torch.sum),)])
+def test_what_else_changes_is_kept_for_every_shard(penalties):
+    model = _ReadingBeside() if penalties else _Average()
+    assert len({id(record.before) for record in _records(model, penalties=penalties)}) == 6
+
+
+def test_once_more_changes_late_every_shard_has_its_own():
+    assert all(record.before is not None for record in _records(_LateScale()))
+
+
+def _early_samples_alone(z: Tensor) -> Tensor:
+    """Leave some shards in the middle without a cotangent."""
+    return (z[:6].sin().sum() * z[-6:].cos().sum()).tanh() + z[9:12].pow(3).mean()
+
+
+def _naive(model: nn.Module, loss) -> dict[str, Tensor]:
+    """Carry back shard by shard: a graph of all would read statistics of later ones."""
+    with torch.no_grad():
+        z = torch.cat([model(shard["0"]) for shard in _shards()]).requires_grad_()
+    loss(z).backward()
+    again = type(model)()
+    for shard, cotangent in zip(_shards(), z.grad.split(3), strict=True):
+        again(shard["0"]).backward(cotangent)
+    return {name: p.grad for name, p in again.named_parameters()}
+
+
+@pytest.mark.parametrize("loss", [torch.var, _early_samples_alone])
+@pytest.mark.parametrize("retain", [0, 1500, 10**9])
+@pytest.mark.parametrize(
+    "kind", [_AverageUnseen, _Norm, _Reading, _ReadingUnseen, _ReadingEarly, _Average, _LateScale]
+)
+def test_the_gradient_is_that_of_naive_code(kind, retain, loss):
+    model = kind()
+    expected = _naive(model, loss)
+    terms = {"mode": "train", "returns": ("grads", "buffers")}
+    groups = [Group("z", _shards())]
+    result: SetGradient = set_gradient(kind(), groups, Objective(loss), retain=retain, **terms)
+    assert difference(result.grads, expected) <= TOLERANCE
+    assert result.replay_difference == 0
+    for name, buffer in model.named_buffers():
+        assert torch.equal(result.buffers[name], buffer)
+    nothing = set_gradient(kind(), groups, Objective(loss), retain=0, **terms)
+    assert all(torch.equal(result.grads[n], nothing.grads[n]) for n in expected)
+
+
+def test_a_penalty_on_what_z_does_not_show_sees_its_own_statistics():
+    def penalty(tap: Tensor) -> Tensor:
+        return tap.square().mean()
+
+    model, taps = _ReadingBeside(), []
+    model.beside.register_forward_hook(lambda _module, _inputs, output: taps.append(output))
+    z = torch.cat([model(shard["0"]) for shard in _shards()])
+    (z.sin().sum() + sum(map(penalty, taps))).backward()
+    result = set_gradient(
+        _ReadingBeside(),
+        [Group("z", _shards())],
+        Objective(lambda z: z.sin().sum()),
+        mode="train",
+        penalties=[Penalty("beside", penalty)],
+    )
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    assert difference(result.grads, expected) <= TOLERANCE

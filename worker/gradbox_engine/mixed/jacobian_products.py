@@ -1,0 +1,214 @@
+"""Products with J = ∂v/∂z of one shard: aᵀJ by reverse mode, and Ju in two ways.
+
+By forward mode a call of the model carries the tangent along: no graph, two forwards' work. Where
+an operation has no forward-mode rule, Ju is the derivative of the linear map p ↦ (pᵀJ)u at any p:
+a forward and a backward with a graph, that of the backward too, and one backward through it.
+
+Both can be wrong without an error. Forward mode goes through a model's own `torch.no_grad()`, where
+reverse mode stops: the caller compares ⟨a, Ju⟩ with ⟨aᵀJ, u⟩. And autograd silently leaves out a
+backward marked `once_differentiable`: its mark in the graph is looked for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from gradbox_engine.errors import BadInputs, BadOutput, ModelCallFailed, NoTangent
+from gradbox_engine.mixed.dual import dual, parts
+from gradbox_engine.mixed.forward_rules import LeanRules
+from gradbox_engine.model.blame import blaming
+from gradbox_engine.model.calls import Passage
+from gradbox_engine.model.kernels import checkpoints_inlined
+from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.precision import accumulation_dtype
+from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.replay.shard_record import Prepared
+
+WITHOUT_RULE = re.compile(r"Trying to use forward AD with (\S+) that does not support it")
+WITHOUT_JVP = "You must implement the jvp function for custom autograd.Function"
+
+
+@dataclass(frozen=True)
+class Linearised:
+    """v of a shard and a product with its Jacobian, without a graph. Ju has the names of v."""
+
+    outputs: Outputs
+    tangents: Outputs
+
+
+class ShardJacobians:
+    """Products with the Jacobians of shards, each by calls of the model under its own stream."""
+
+    def __init__(self, ready: Prepared, *, argument: str | None, scaled: bool) -> None:
+        """Choose z.
+
+        Args:
+            argument: the shards' argument that is z; None takes the first floating-point one.
+            scaled: whether what is multiplied with J is first brought to a largest entry of 1,
+                so that it passes through float16.
+        """
+        self._calls = ready.calls
+        self._feed = ready.feed
+        self._argument = argument
+        self._scaled = scaled
+
+    def transposed(
+        self, position: Position, cotangents: Callable[[Outputs], Outputs]
+    ) -> tuple[Outputs, Tensor]:
+        """Return v and aᵀJ, of the shape of z: one forward and one backward.
+
+        Args:
+            cotangents: a, given v.
+
+        Raises:
+            BadInputs: the shard has no floating-point argument to be z.
+            BadOutput: v does not depend on z.
+        """
+        arguments, name, z = self._take(position)
+        leaf = z.requires_grad_()
+        with torch.enable_grad():
+            # A copy, for the model may write to its argument, and a leaf must not be written to.
+            passage = self._calls(position, {**arguments, name: leaf.clone()})
+        flowing = {n: v for n, v in passage.outputs.items() if v.requires_grad}
+        if not flowing:
+            raise BadOutput(
+                f"{self._calls.where(position)}: expected an output that depends on the argument "
+                f"{name!r}, got one that does not; name the argument to differentiate by z="
+            )
+        a = {n: cotangent for n, cotangent in cotangents(passage.outputs).items() if n in flowing}
+        scale = self._scale(list(a.values()))
+        with blaming("the backward pass", self._calls.where(position)), self._calls.backward():
+            if a:
+                torch.autograd.backward(
+                    [flowing[n] for n in a],
+                    [(cotangent * scale).to(flowing[n].dtype) for n, cotangent in a.items()],
+                )
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        outputs = {n: v.detach() for n, v in passage.outputs.items()}
+        return outputs, gradient if scale == 1.0 else gradient / scale
+
+    def forward_mode(self, position: Position, u: Tensor) -> Linearised:
+        """Return v and Ju: one call that keeps no graph.
+
+        Raises:
+            ModelCallFailed: most likely an operation has no rule; see `missing_rule`.
+        """
+        arguments, name, z = self._take(position)
+        scale = self._scale([u])
+        with forward_ad.dual_level(), checkpoints_inlined(), LeanRules():
+            moving = dual(z, (u * scale).to(z.dtype).view_as(z))
+            passage = self._calls(position, {**arguments, name: moving})
+            found = {n: parts(v) for n, v in passage.outputs.items()}
+        return _linearised(found, scale)
+
+    def double_transposed(self, position: Position, u: Tensor) -> Linearised:
+        """Return v and Ju as the derivative of p ↦ (pᵀJ)u: a graph of the model, and twice.
+
+        Raises:
+            NoTangent: an operation cannot be differentiated twice.
+        """
+        arguments, name, z = self._take(position)
+        scale = self._scale([u])
+        leaf = z.requires_grad_()
+        with torch.enable_grad(), checkpoints_inlined():
+            passage = self._calls(position, {**arguments, name: leaf.clone()})
+            tangents = self._twice(position, passage, leaf, (u * scale).to(z.dtype).view_as(z))
+        return _linearised({n: (v, tangents.get(n)) for n, v in passage.outputs.items()}, scale)
+
+    def _no_tangent(self, position: Position, found: str) -> NoTangent:
+        """Return the error that neither way gives Ju, because of what was found."""
+        return NoTangent(
+            f"{self._calls.where(position)}: expected every operation to have a forward-mode rule "
+            f"or a backward that can be differentiated again, got {found}; give the custom "
+            f"autograd.Function a jvp, or a backward made of differentiable operations"
+        )
+
+    def _twice(
+        self, position: Position, passage: Passage, leaf: Tensor, u: Tensor
+    ) -> dict[str, Tensor | None]:
+        flowing = {n: v for n, v in passage.outputs.items() if v.requires_grad}
+        probes = {n: torch.zeros_like(v, requires_grad=True) for n, v in flowing.items()}
+        try:
+            with self._calls.backward():
+                (product,) = torch.autograd.grad(
+                    list(flowing.values()), leaf, list(probes.values()), create_graph=True
+                )
+                if _has_dead_end(product):
+                    raise self._no_tangent(position, "a backward marked once_differentiable")
+                found = torch.autograd.grad(product, list(probes.values()), u, allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise self._no_tangent(position, str(error)) from error
+        return dict(zip(probes, found, strict=True))
+
+    def _take(self, position: Position) -> tuple[dict[str, Any], str, Tensor]:
+        arguments = self._feed.take(position)
+        real = [n for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point()]
+        if self._argument is None:
+            self._argument = next(iter(real), None)
+        if self._argument not in real:
+            raise BadInputs(
+                f"{self._calls.where(position)}: expected a floating-point argument for z, one of "
+                f"{real}, got z={self._argument!r} of {sorted(arguments)}; an integer argument has "
+                f"no derivative"
+            )
+        return arguments, self._argument, arguments[self._argument]
+
+    def _scale(self, tensors: list[Tensor]) -> float:
+        if not self._scaled:
+            return 1.0
+        largest = max((float(t.abs().amax()) for t in tensors if t.numel()), default=0.0)
+        if not 0 < largest < math.inf:
+            return 1.0
+        return 2.0 ** -round(math.log2(largest))
+
+
+def missing_rule(error: ModelCallFailed) -> str:
+    """Name the operation that forward mode could not pass."""
+    message = str(error.__cause__)
+    found = WITHOUT_RULE.search(message)
+    if found is not None:
+        return found.group(1).removeprefix("aten::")
+    if message.startswith(WITHOUT_JVP):
+        return "a custom autograd.Function"
+    return f"{type(error.__cause__).__name__}: {message.splitlines()[0] if message else ''}"
+
+
+def _has_dead_end(tensor: Tensor) -> bool:
+    """Return whether the graph behind a tensor holds a node that only raises.
+
+    autograd does not run such a node where it has nothing to hand on to: the derivative would be
+    zero without an error.
+    """
+    pending, seen = [tensor.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::Error":
+            return True
+        pending.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def _linearised(found: dict[str, tuple[Tensor, Tensor | None]], scale: float) -> Linearised:
+    outputs, tangents = {}, {}
+    for name, (value, tangent) in found.items():
+        outputs[name] = value.detach()
+        wide = accumulation_dtype(value.dtype)
+        tangents[name] = (
+            torch.zeros_like(outputs[name], dtype=wide)
+            if tangent is None
+            else tangent.detach().to(wide) / scale
+        )
+    return Linearised(outputs, tangents)

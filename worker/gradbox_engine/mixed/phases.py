@@ -1,0 +1,248 @@
+"""The three phases of a mixed gradient, over the shards of one group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from gradbox_engine.errors import BadInputs, ModelCallFailed
+from gradbox_engine.mixed.inner import Contraction, Inner, norm
+from gradbox_engine.mixed.jacobian_products import Linearised, ShardJacobians, missing_rule
+from gradbox_engine.mixed.sums import Sums
+from gradbox_engine.model.outputs import BARE, Outputs
+from gradbox_engine.model.precision import replay_tolerance
+from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.snapshots import Snapshot
+from gradbox_engine.replay.comparison import ReplayComparison
+from gradbox_engine.replay.cotangents import SOLE_GROUP, differentiate
+from gradbox_engine.replay.shard_record import Prepared
+from gradbox_engine.replay.z import Assembly
+from gradbox_engine.requests import Objective, Observer, Precision
+
+SKETCH_ENTRIES = 4096
+"""How many entries of v are kept of each shard and output, at equal distances, to compare with."""
+
+DISAGREES = "forward mode that disagrees with reverse mode"
+
+
+@dataclass(frozen=True)
+class Equipment:
+    """A model made ready for one job, and everything that puts shards through it."""
+
+    ready: Prepared
+    jacobians: ShardJacobians
+    inner: Inner
+    precision: Precision
+    observer: Observer
+
+
+@dataclass
+class ShardRecord:
+    """What the first pass leaves of a shard."""
+
+    position: Position
+    before: Snapshot  # the buffers at its beginning
+    sketch: Outputs  # some entries of v
+    dfdz: Tensor  # of the shape of z
+
+
+@dataclass(frozen=True)
+class OuterDifferentiated:
+    """t, and what flows back from it: to y directly, and u by shard where it is not zero."""
+
+    value: float
+    direct: dict[str, Tensor]  # without what outer itself does not reach
+    directions: dict[Position, Tensor]
+    dfdz: Tensor
+
+
+@dataclass
+class TangentPass:
+    """How the tangent pass went."""
+
+    num_shards: int
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    difference: float = 0.0
+
+
+def first_pass(equipment: Equipment) -> list[ShardRecord]:
+    """Take v, a and dfdz of every shard, in order, each through its own graph."""
+    observer, num_shards = equipment.observer, len(equipment.ready.calls.groups[0].shards)
+    buffers = equipment.ready.buffers
+    before = buffers.first
+    records: list[ShardRecord] = []
+    for shard, following in pairwise([*range(num_shards), None]):
+        assert shard is not None
+        observer.step("forward", shard, num_shards)
+        position = Position(0, shard)
+        cotangents = partial(equipment.inner.cotangents, position)
+        outputs, dfdz = equipment.jacobians.transposed(position, cotangents)
+        records.append(ShardRecord(position, before, _sketch(outputs), dfdz))
+        _check_alike(equipment, records[0], records[-1])
+        before = buffers.advance(before)
+        equipment.ready.feed.prefetch(None if following is None else Position(0, following))
+    observer.step("forward", num_shards, num_shards)
+    return records
+
+
+def differentiate_outer(
+    equipment: Equipment,
+    outer: Objective,
+    records: Sequence[ShardRecord],
+    *,
+    seed: int,
+    widened: bool,
+) -> OuterDifferentiated:
+    """Evaluate t at dfdz and differentiate it there."""
+    equipment.observer.step("cotangents", 0, 1)
+    group = replace(equipment.ready.calls.groups[0], name=SOLE_GROUP)
+    assembly = Assembly([group], {record.position: {BARE: record.dfdz} for record in records})
+    for record in records:  # views of the whole, which is thus held once
+        record.dfdz = assembly.part(record.position, assembly.groups)[BARE]
+    found = differentiate(
+        outer,
+        assembly.groups,
+        [group],
+        device=equipment.ready.device,
+        seed=seed,
+        widened=widened,
+        called="outer",
+    )
+    dfdz = found.seen[SOLE_GROUP]
+    assert isinstance(dfdz, Tensor)
+    parts = {r.position: assembly.part(r.position, found.cotangents) for r in records}
+    equipment.observer.step("cotangents", 1, 1)
+    return OuterDifferentiated(
+        value=found.loss,
+        direct={n: g for n, g in found.parameters.items() if n not in found.unreached},
+        directions=_flowing({p: part[BARE] for p, part in parts.items() if part}),
+        dfdz=dfdz,
+    )
+
+
+def tangent_pass(
+    equipment: Equipment,
+    records: Sequence[ShardRecord],
+    directions: Mapping[Position, Tensor],
+    sums: Sums,
+) -> TangentPass:
+    """Add ∂⟨a_i(y, v_i), J_i u_i⟩/∂y for every shard that u is not zero for.
+
+    Raises:
+        ReplayMismatch: a shard's v differs from that of the first pass.
+    """
+    active = [record for record in records if record.position in directions]
+    scales = [norm([record.dfdz]) * norm([directions[record.position]]) for record in active]
+    largest = torch.stack(scales).amax() if scales else torch.zeros(())
+    tangents = _Tangents(equipment, TangentPass(len(active)), largest)
+    for index, record in enumerate(active):
+        equipment.observer.step("replay", index, len(active))
+        contraction = tangents.take(record, directions[record.position])
+        sums.add(contraction.gradients())
+        following = active[index + 1].position if index + 1 < len(active) else None
+        equipment.ready.feed.prefetch(following)
+    tangents.went.difference = tangents.comparison.finish()
+    equipment.observer.step("replay", len(active), len(active))
+    return tangents.went
+
+
+class _Tangents:
+    """Takes J u of one shard after the other, by forward mode for as long as that works."""
+
+    def __init__(self, equipment: Equipment, went: TangentPass, largest: Tensor) -> None:
+        """Begin.
+
+        Args:
+            largest: the largest ‖dfdz_i‖‖u_i‖, to which a shard's disagreement is compared.
+        """
+        self.went = went
+        self._largest = largest
+        self.comparison = ReplayComparison(equipment.precision)
+        self._equipment = equipment
+        self._obstacle: str | None = None
+
+    def take(self, record: ShardRecord, u: Tensor) -> Contraction:
+        """Return J u of a shard, contracted with a.
+
+        Raises:
+            ReplayMismatch: v differs from that of the first pass.
+            NoTangent: an operation stands in the way of both ways to J u.
+        """
+        if self._obstacle is None:
+            try:
+                contraction = self._by_forward_mode(record, u)
+            except ModelCallFailed as error:  # the same call went through in the first pass
+                self._obstacle = missing_rule(error)
+            else:
+                if contraction is not None:
+                    return contraction
+                self._obstacle = DISAGREES
+        # What stops one shard stops the next: the model is the same.
+        fallbacks = self.went.fallbacks
+        fallbacks[self._obstacle] = fallbacks.get(self._obstacle, 0) + 1
+        return self._by_double_backward(record, u)
+
+    def _by_forward_mode(self, record: ShardRecord, u: Tensor) -> Contraction | None:
+        self._equipment.ready.buffers.restore(record.before)
+        linearised = self._equipment.jacobians.forward_mode(record.position, u)
+        contraction = self._contract(record, linearised)
+        if not self._agrees(record, u, contraction):
+            return None
+        self._compare(record, linearised)
+        return contraction
+
+    def _by_double_backward(self, record: ShardRecord, u: Tensor) -> Contraction:
+        self._equipment.ready.buffers.restore(record.before)
+        linearised = self._equipment.jacobians.double_transposed(record.position, u)
+        self._compare(record, linearised)
+        return self._contract(record, linearised)
+
+    def _contract(self, record: ShardRecord, linearised: Linearised) -> Contraction:
+        return self._equipment.inner.contract(
+            record.position, linearised.outputs, linearised.tangents
+        )
+
+    def _compare(self, record: ShardRecord, linearised: Linearised) -> None:
+        where = self._equipment.ready.calls.where(record.position)
+        self.comparison.compare(where, _sketch(linearised.outputs), record.sketch)
+
+    def _agrees(self, record: ShardRecord, u: Tensor, contraction: Contraction) -> bool:
+        """Return whether ⟨a, J u⟩ = ⟨dfdz, u⟩ within rounding; waits for the device."""
+        expected = (record.dfdz.to(u.dtype) * u).sum()
+        error = (contraction.product.detach() - expected).abs()
+        scale = torch.maximum(contraction.scale, self._largest)
+        tolerance = replay_tolerance(self._equipment.precision, record.dfdz.dtype)
+        return bool(error <= tolerance * scale)
+
+
+def _sketch(outputs: Outputs) -> Outputs:
+    """Return copies of some entries of each output: v may be much larger than z."""
+    sketched = {}
+    for name, value in outputs.items():
+        flat = value.detach().flatten()
+        sketched[name] = flat[:: max(1, flat.numel() // SKETCH_ENTRIES)].clone()
+    return sketched
+
+
+def _check_alike(equipment: Equipment, first: ShardRecord, record: ShardRecord) -> None:
+    if first.dfdz.shape[1:] != record.dfdz.shape[1:] or first.dfdz.dtype != record.dfdz.dtype:
+        raise BadInputs(
+            f"{equipment.ready.calls.where(record.position)}: expected the z of all shards to have "
+            f"one dtype and to differ in dim 0 alone, got {record.dfdz.dtype} "
+            f"{tuple(record.dfdz.shape)} after {first.dfdz.dtype} {tuple(first.dfdz.shape)}; pad "
+            f"them to one shape"
+        )
+
+
+def _flowing(directions: Mapping[Position, Tensor]) -> dict[Position, Tensor]:
+    """Return the directions that are not zero, or one that is, by which to tell what t reaches."""
+    if not directions:
+        return {}
+    flags = torch.stack([(u != 0).any() for u in directions.values()]).tolist()
+    flowing = {p: u for (p, u), flag in zip(directions.items(), flags, strict=True) if flag}
+    return flowing or dict(list(directions.items())[-1:])

@@ -1,0 +1,231 @@
+"""Eager penalties: L + Σᵢ weight · loss(tapᵢ), without the memory that adding them to L would take.
+
+The first pass takes a penalty's value where its tap is, and keeps no graph of it. On the way back,
+when the cotangent of a tap is complete, the penalty is evaluated once more on the tap's values,
+differentiated there and then, and its gradient joins the cotangent:
+
+    ∂L/∂tap = (what comes back from z) + s_b · weight · ∂loss/∂tap
+
+Its graph is gone before the next layer's backward pass, so the peak is that of the largest penalty,
+not of their sum. s_b = per_sample_scale(zᵢ)_b multiplies the rows of sample b; it is a constant in
+the differentiation, and no part of the value.
+
+A tap that the model overwrites in place (a normalisation before `ReLU(inplace=True)`) has to be
+copied to be there on the way back. That shows at the end of a call, by the tensor's version: the
+call's graph is then not used, and from there on the penalty's taps are copied.
+
+Cost: two forwards and one backward of each penalty for every shard; the memory of a tap that the
+model does not itself keep for its backward pass, such as the input of a ReLU. Not supported:
+parameters of the penalty's own, which are held constant. Not noticed: a tap overwritten through
+`.data`, which leaves no trace in its version.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from gradbox_engine.errors import BadOutput, BadPenalty
+from gradbox_engine.model.blame import blaming
+from gradbox_engine.model.outputs import Outputs, as_z, choose, describe
+from gradbox_engine.model.precision import accumulation_dtype
+from gradbox_engine.requests import Penalty
+
+AT = re.compile(r"(?P<module>[^\[\]]*)(\[(?P<element>[^\[\]]+)\])?")
+
+
+class Tap:
+    """One activation of one shard under a penalty, from the forward pass to its way back."""
+
+    def __init__(self, index: int, penalty: Penalty, activation: Tensor, *, copied: bool) -> None:
+        self.index = index
+        self._penalty = penalty
+        held = activation.detach()
+        self._held = held.clone() if copied else held
+        self._version = self._held._version
+        self._z: Outputs = {}
+        self._factor = 1.0
+        if activation.requires_grad:
+            activation.register_hook(self._join)  # type: ignore[no-untyped-call]
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether the model has changed the activation in place."""
+        return self._held._version != self._version
+
+    def value(self) -> Tensor:
+        """Return weight · loss(tap), 0-dim, by the kernels that a graph would use, without one."""
+        with saved_tensors_hooks(lambda _tensor: None, lambda saved: saved):
+            return _evaluate(self._penalty, _leaf(self._held)).detach()
+
+    def start(self, z: Outputs, factor: float) -> Tensor:
+        """Make ready for the way back; return the zeros with which it starts at this tap.
+
+        They make it pass by here also where no path leads from z.
+
+        Args:
+            z: the shard's outputs.
+            factor: what the cotangents are scaled by.
+        """
+        self._z = {n: t.detach().to(accumulation_dtype(t.dtype)) for n, t in z.items()}
+        self._factor = factor
+        return self._held.new_zeros(()).expand(self._held.shape)
+
+    def _join(self, cotangent: Tensor) -> Tensor:
+        with blaming("its loss", f"penalty at {self._penalty.at!r}"):
+            leaf = _leaf(self._held)
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                value = _evaluate(self._penalty, leaf)
+            if not value.requires_grad:
+                return cotangent
+            (gradient,) = torch.autograd.grad(value, leaf, allow_unused=True)
+            if gradient is None:
+                return cotangent
+            return cotangent + (self._scaled(gradient) * self._factor).to(cotangent.dtype)
+
+    def _scaled(self, gradient: Tensor) -> Tensor:
+        if self._penalty.per_sample_scale is None:
+            return gradient
+        with torch.no_grad():
+            scale_b = self._penalty.per_sample_scale(as_z(self._z))
+        num_samples = gradient.shape[0] if gradient.ndim else 0
+        if not isinstance(scale_b, Tensor) or scale_b.shape != (num_samples,):
+            raise BadPenalty(
+                f"penalty at {self._penalty.at!r}: expected a per-sample scale of shape "
+                f"({num_samples},), the tap's dim 0, got {describe(scale_b)}"
+            )
+        return gradient * scale_b.view(-1, *[1] * (gradient.ndim - 1))
+
+
+class Tapped:
+    """The taps of one call in the order of the call, and their values where they are wanted.
+
+    An edge is the tap's place in the graph, None where nothing below requires grad. The graph holds
+    the taps, so these do not hold the edges: such a cycle would never be freed.
+    """
+
+    def __init__(self, *, with_values: bool) -> None:
+        self.with_values = with_values
+        self.taps: list[tuple[Tap, GradientEdge | None]] = []
+        self.values: list[Tensor] = []
+
+
+class Taps:
+    """Hooks on the submodules whose outputs are penalised."""
+
+    def __init__(self, model: nn.Module, penalties: Sequence[Penalty]) -> None:
+        """Find the submodules.
+
+        Raises:
+            BadPenalty: there is no submodule of that name.
+        """
+        self.penalties = penalties
+        self._sites = [_site(model, penalty) for penalty in penalties]
+        self._copied: set[int] = set()
+
+    def listening(self, *, with_values: bool) -> AbstractContextManager[Tapped]:
+        """Collect what is tapped, and if wanted evaluated, while this lasts."""
+        tapped = Tapped(with_values=with_values)
+        return self._hung_up(tapped) if self._sites else nullcontext(tapped)
+
+    @contextmanager
+    def _hung_up(self, tapped: Tapped) -> Iterator[Tapped]:
+        handles = [
+            module.register_forward_hook(partial(self._hook, index, element, tapped))
+            for index, (module, element) in enumerate(self._sites)
+        ]
+        try:
+            yield tapped
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def all_intact(self, tapped: Tapped) -> bool:
+        """Return whether the taps of a finished call still have their values.
+
+        Those that do not are copied from now on.
+        """
+        overwritten = {tap.index for tap, _ in tapped.taps if tap.overwritten}
+        self._copied |= overwritten
+        return not overwritten
+
+    def _hook(
+        self,
+        index: int,
+        element: str | int | None,
+        tapped: Tapped,
+        _module: nn.Module,
+        _inputs: Any,
+        output: Any,
+    ) -> Any:
+        """Tap one call of a submodule; return its output, or what is to stand in its place."""
+        penalty = self.penalties[index]
+        if not torch.is_grad_enabled():
+            raise BadPenalty(
+                f"penalty at {penalty.at!r}: expected the submodule to run with gradients enabled, "
+                f"got a call under torch.no_grad(), where the penalty would have a value and no "
+                f"gradient; if a checkpoint does that, give it use_reentrant=False"
+            )
+        try:
+            activation = choose(output, element)
+        except BadOutput as error:
+            raise BadPenalty(f"penalty at {penalty.at!r}: {error}") from None
+        if not isinstance(activation, Tensor) or not activation.is_floating_point():
+            raise BadPenalty(
+                f"penalty at {penalty.at!r}: expected a floating-point tensor, got "
+                f'{describe(activation)}; name an element of it, as in "{penalty.at}[0]"'
+            )
+        if activation.is_leaf and activation.requires_grad:
+            # Shared by all calls: what is hung on it for one shard would act in every other.
+            if activation is not output:
+                raise BadPenalty(
+                    f"penalty at {penalty.at!r}: expected an activation, got a parameter or an "
+                    f"input inside of {describe(output)}; tap a submodule that returns it alone"
+                )
+            output = activation = activation.view_as(activation)
+        tap = Tap(index, penalty, activation, copied=index in self._copied)
+        edge = get_gradient_edge(activation) if activation.requires_grad else None
+        tapped.taps.append((tap, edge))
+        if tapped.with_values:
+            tapped.values.append(tap.value())
+        return output
+
+
+def _evaluate(penalty: Penalty, leaf: Tensor) -> Tensor:
+    with (
+        blaming("its loss", f"penalty at {penalty.at!r}"),
+        torch.enable_grad(),
+        torch.autocast(leaf.device.type, enabled=False),
+    ):
+        value = penalty.loss(leaf)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise BadPenalty(
+                f"penalty at {penalty.at!r}: expected its loss to return one number, got "
+                f"{describe(value)}"
+            )
+        return value.sum() * penalty.weight
+
+
+def _leaf(held: Tensor) -> Tensor:
+    return held.detach().to(accumulation_dtype(held.dtype)).requires_grad_()
+
+
+def _site(model: nn.Module, penalty: Penalty) -> tuple[nn.Module, str | int | None]:
+    parsed = AT.fullmatch(penalty.at)
+    name = penalty.at if parsed is None else parsed["module"]
+    modules = dict(model.named_modules())
+    if parsed is None or name not in modules:
+        raise BadPenalty(
+            f"penalty at {penalty.at!r}: expected the name of a submodule, or NAME[ELEMENT], got "
+            f"{name!r}; there are {', '.join(map(repr, list(modules)[1:5]))}, …"
+        )
+    element = parsed["element"]
+    is_index = element is not None and element.lstrip("-").isdigit()
+    return modules[name], int(element) if is_index else element

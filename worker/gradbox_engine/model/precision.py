@@ -1,0 +1,77 @@
+"""In which arithmetic a job runs, and how far a replay may then drift.
+
+`fp32` is the weights' own dtype with TensorFloat-32 off, `tf32` the same with it on, `fp64` widens
+weights, buffers and inputs for the job, `bf16` and `fp16` run the model under autocast. The loss
+always gets Z in float32 or wider, and gradients are summed in float32 or wider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from gradbox_engine.requests import Precision
+
+AUTOCAST: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+REPLAY_TOLERANCE: dict[torch.dtype | Precision, float] = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.bfloat16: 3e-2,
+    torch.float16: 4e-3,
+    "tf32": 1e-3,
+    "bf16": 3e-2,
+    "fp16": 4e-3,
+}
+"""Largest |z' − z| / max |z| of a shard. Both passes run the same kernels on the same numbers, so
+on a CPU the difference is zero; on CUDA some kernels add in no fixed order. About 1000 units in the
+last place for float32, 8 for the 16-bit dtypes; another dropout mask moves z by 0.1 to 1."""
+
+_SWITCHES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+
+
+def replay_tolerance(precision: Precision, dtype: torch.dtype) -> float:
+    """Return how far z of `dtype` may differ in a replay at `precision`."""
+    return max(REPLAY_TOLERANCE.get(precision, 0.0), REPLAY_TOLERANCE[dtype])
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of `dtype` are summed: float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@contextmanager
+def arithmetic(precision: Precision) -> Iterator[None]:
+    """Set the global switches that decide which kernels run, and put them back.
+
+    TensorFloat-32 is used with `tf32` alone. torch's fused inference path for attention is off,
+    for it gives other roundings than the path with a graph.
+    """
+    matmul = "tf32" if precision == "tf32" else "ieee"
+    before = {name: _switch(name).fp32_precision for name in _SWITCHES}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    try:
+        for name in _SWITCHES:
+            _switch(name).fp32_precision = "ieee" if name.startswith("mkldnn") else matmul
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield
+    finally:
+        for name, value in before.items():
+            _switch(name).fp32_precision = value
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """Return the autocast state of one call of the model: the same in both passes."""
+    dtype = AUTOCAST.get(precision)
+    if dtype is None and not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def _switch(name: str) -> torch.backends.cuda.cuBLASModule:
+    library, operation = name.split(".")
+    switch: torch.backends.cuda.cuBLASModule = getattr(getattr(torch.backends, library), operation)
+    return switch

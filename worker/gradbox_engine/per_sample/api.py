@@ -1,0 +1,123 @@
+"""Per-sample gradients and Jacobians of a list of shards: the two entry points.
+
+    g_b   = dℓ_b/dθ,      ℓ = loss(z, **loss_inputs) of shape (B,), entry b of sample b alone
+    J_by  = dz_by/dθ,     z of shape (B, ...), its further dims flattened to Y
+
+No 1/B anywhere. Shard i runs under its own random stream, so masks are those of the batched pass.
+Cost: one forward and one backward without weight gradients for each shard (Y cotangents at once for
+a Jacobian, in chunks within the budget), then the products.
+
+Shapes: B samples over all shards, Y outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradbox_engine.errors import BadInputs
+from gradbox_engine.per_sample.arena import Arena, Sink
+from gradbox_engine.per_sample.job import Job, Shard
+from gradbox_engine.per_sample.planning.model import Session
+from gradbox_engine.per_sample.request import (
+    Form,
+    GradientReduction,
+    JacobianReduction,
+    Request,
+    SampleObserver,
+    SampleResult,
+)
+from gradbox_engine.per_sample.sample_loss import SampleLoss, rows_of
+
+BUDGET_BYTES = 2**30
+
+
+def per_sample_gradient(
+    model: nn.Module,
+    inputs: Sequence[Shard],
+    loss: Callable[..., Tensor],
+    *,
+    loss_inputs: Mapping[str, Any] | None = None,
+    reduce: GradientReduction = "none",
+    form: Form = "dense",
+    clip: float | None = None,
+    dim: int | None = None,
+    seed: int = 0,
+    projection_seed: int = 0,
+    observer: SampleObserver | None = None,
+    budget_bytes: int = BUDGET_BYTES,
+    sink: Sink | None = None,
+    arena: Arena | None = None,
+    **session: Any,
+) -> SampleResult:
+    """Compute dℓ_b/dθ for every sample b.
+
+    Args:
+        inputs: shards, each {argument name: value}; whole numbers are positions.
+        loss: (z, **loss_inputs) → (B,).
+        loss_inputs: tensors with one row a sample over all shards are cut with the shards; what
+            else there is goes whole.
+        clip: the largest norm that `clipped_sum` lets through.
+        dim: the length of a `projection`, which `projection_seed` names.
+        budget_bytes: memory for pieces of a dense result on their way to `sink`.
+        sink: takes a dense result in pieces; without it arrays are returned.
+        arena: memory to write a dense result into; the arrays are its views until its next use.
+        session: mode, wrt, precision, output, readout, weights, method, unchecked: see `Session`.
+
+    Raises:
+        BadReduction: the arguments do not fit together.
+        BadSampleLoss: the loss does not have shape (B,), or couples samples.
+        CoupledSamples: the model lets one sample see another.
+    """
+    request = Request(reduce, form, clip, dim, projection_seed)
+    request.check(GradientReduction)
+    with Session(model, seed=seed, **session) as prepared:
+        counts = _samples_of(inputs, prepared)
+        job = Job(request, inputs, counts, observer, budget_bytes, sink, arena)
+        return job.run(prepared, SampleLoss(loss, loss_inputs or {}, counts))
+
+
+def jacobian(
+    model: nn.Module,
+    inputs: Sequence[Shard],
+    *,
+    reduce: JacobianReduction = "none",
+    form: Form = "dense",
+    vectors: Any = None,
+    dim: int | None = None,
+    seed: int = 0,
+    projection_seed: int = 0,
+    observer: SampleObserver | None = None,
+    budget_bytes: int = BUDGET_BYTES,
+    sink: Sink | None = None,
+    arena: Arena | None = None,
+    **session: Any,
+) -> SampleResult:
+    """Compute dz_by/dθ for every sample b and output y.
+
+    Args:
+        vectors: for `vjp` cotangents shaped like z over all shards; for `jvp` a tangent by
+            parameter name, 0 for names left out.
+        session: and the others: see `per_sample_gradient`.
+
+    Raises:
+        BadReduction: the arguments do not fit together, or `vectors` does not fit z or θ.
+        CoupledSamples: the model lets one sample see another.
+    """
+    request = Request(reduce, form, None, dim, projection_seed, vectors)
+    request.check(JacobianReduction)
+    with Session(model, seed=seed, **session) as prepared:
+        counts = _samples_of(inputs, prepared)
+        job = Job(request, inputs, counts, observer, budget_bytes, sink, arena)
+        if reduce == "vjp":
+            return job.pulled_back(prepared)
+        return job.run(prepared, rows_of)
+
+
+def _samples_of(inputs: Sequence[Shard], session: Session) -> list[int]:
+    """Return how many samples each shard has."""
+    if not len(inputs):
+        raise BadInputs("inputs: expected one shard or more, got none")
+    return [session.count(session.arguments(shard), index) for index, shard in enumerate(inputs)]

@@ -1,0 +1,71 @@
+"""From the terms of a derived tensor q = h(θ) to the terms of the parameters it is made of.
+
+A transposed weight and an embedding of indices that no sample changes keep their factors; whatever
+else h is, the array of q is pulled back through it, all samples and outputs in one backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradbox_engine.per_sample.rules.layers import Target, lookup
+from gradbox_factors import Block, Outer, Term, Total
+
+_TRANSPOSED = ("TBackward0", "TransposeBackward0")
+
+
+def pulled_back(
+    q: Tensor, terms: Sequence[Term], parameters: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Term]]:
+    """Yield (parameter, term) pairs that stand for what `terms` are for q."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    leaf = _leaf(q.grad_fn)
+    name = names.get(id(leaf))
+    kind = q.grad_fn.name() if q.grad_fn is not None else ""
+    if name is not None and leaf is not None and kind in _TRANSPOSED and q.dim() == 2:
+        yield from ((name, _turned(term, name, leaf)) for term in terms)
+        return
+    block = terms[0].block() if len(terms) == 1 else Total(tuple(terms)).block()
+    if name is not None and leaf is not None and kind == "EmbeddingBackward0":
+        yield name, _looked_up(q.grad_fn, block, Target(name, tuple(leaf.shape), leaf.dtype))
+        return
+    gradients = torch.autograd.grad(
+        q,
+        list(parameters.values()),
+        block.flatten(0, 1),
+        retain_graph=True,
+        allow_unused=True,
+        is_grads_batched=True,
+    )
+    for name, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            array = gradient.view(*block.shape[:2], *gradient.shape[1:])
+            yield name, Block(name, tuple(array.shape[2:]), array)
+
+
+def _turned(term: Term, name: str, leaf: Tensor) -> Term:
+    shape = tuple(leaf.shape)
+    if isinstance(term, Outer):
+        return replace(term, parameter=name, shape=shape, transposed=not term.transposed)
+    return Block(name, shape, term.block().mT)
+
+
+def _looked_up(node: Any, block: Tensor, weight: Target) -> Term:
+    ids = node._saved_indices.reshape(1, -1).expand(block.shape[0], -1)
+    padding_idx = node._saved_padding_idx
+    # The node keeps "no padding" as -1, unsigned.
+    inside = padding_idx if 0 <= padding_idx < weight.shape[0] else None
+    return lookup(ids, block.transpose(0, 1), weight, inside)
+
+
+def _leaf(node: Any) -> Tensor | None:
+    following = [] if node is None else [edge[0] for edge in node.next_functions if edge[0]]
+    if len(following) != 1:
+        return None
+    leaf: Tensor | None = getattr(following[0], "variable", None)
+    return leaf

@@ -1,0 +1,270 @@
+"""How each use of a parameter is to be treated, worked out once per (model, signature).
+
+Three trial runs on a few of the shard's samples: `SAMPLES`, `SAMPLES + EXTRA`, and the latter with
+one sample replaced. The first two show where the samples lie in every tensor, the third how a
+merged dim is ordered and whether any sample sees another. Cost: three forwards of `SAMPLES + EXTRA`
+samples at most, with their graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from gradbox_engine.per_sample.errors import CoupledSamples
+from gradbox_engine.per_sample.planning import batch_axis
+from gradbox_engine.per_sample.planning.batch_axis import BatchAxis, changed_dim
+from gradbox_engine.per_sample.recording.function_calls import Key, Sighting
+from gradbox_engine.per_sample.recording.pointwise import EXPANDING, POINTWISE
+from gradbox_engine.per_sample.recording.steps import (
+    BirthStep,
+    CopiesStep,
+    DerivedStep,
+    RuleStep,
+    Step,
+    VmapStep,
+)
+from gradbox_engine.per_sample.rules import normalisation
+from gradbox_engine.per_sample.rules.layers import RULES, Layer
+
+__all__ = ["Plan", "Trials", "make_plan", "normalisation"]
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The sightings of the three trial runs and the sample that the third one replaced."""
+
+    first: Sequence[Sighting]
+    second: Sequence[Sighting]
+    third: Sequence[Sighting]
+    samples: int
+    changed: int
+
+    @property
+    def alike(self) -> bool:
+        """Whether all three runs called the same functions."""
+        names = [[s.function for s in run] for run in (self.first, self.second, self.third)]
+        return names[0] == names[1] == names[2]
+
+
+@dataclass
+class Plan:
+    """What a run does at each use, and which parameters take one backward pass a sample.
+
+    `roads` says for every parameter which roads its uses take; `loops` says why one is there.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    roads: dict[str, set[str]] = field(default_factory=dict)
+    loops: dict[str, str] = field(default_factory=dict)
+    axes: dict[str, int] = field(default_factory=dict)  # argument → dim that counts samples
+    random: bool = True  # whether the model draws random numbers
+    stateful: bool = True  # whether the model changes its buffers
+    copies: int = 0  # of the batch in a folded Jacobian; 1 where that is slower, 0 until tried
+    batched_backward: bool | None = None  # whether all outputs' backward run as one; None: untried
+    watched: bool = True  # whether uses are recorded; not where all parameters take the loop
+    checked: bool = False  # whether a first use was compared with autograd
+    verified: set[str] = field(default_factory=set)  # parameters whose rows were, and not zero
+    separate: bool = False  # whether replacing a sample told that it moves no other one
+    zeros: tuple[Tensor, ...] = ()  # parameters that were all zero, which may hide a coupling
+    reorders: bool = False  # whether data may decide which samples go where
+
+    def samples(self, arguments: Mapping[str, Any]) -> int | None:
+        """Return how many samples these arguments hold, None where no argument holds any."""
+        for name, dim in self.axes.items():
+            size: int = arguments[name].shape[dim]
+            return size
+        return None
+
+    def loop(self, names: Iterable[str], why: str) -> None:
+        """Send parameters down the loop road."""
+        for name in names:
+            self.loops.setdefault(name, why)
+
+
+def make_plan(trials: Trials, parameters: Mapping[str, Tensor]) -> Plan:
+    """Decide on a road for every use of a parameter."""
+    plan = Plan()
+    if not trials.alike:
+        plan.watched = False
+        plan.loop(parameters, "the model's calls depend on how many samples it is given")
+        return plan
+    parents: dict[Key, frozenset[str]] = {name: frozenset([name]) for name in parameters}
+    for number in range(len(trials.first)):
+        use = _Use(trials, number, parents)
+        if not use.real:
+            continue
+        step = use.step()
+        names = frozenset().union(*(parents[key] for key in use.real))
+        if isinstance(step, DerivedStep):
+            for position in range(len(use.first.outputs)):
+                parents[number, position] = names
+        elif step.road == "loop":
+            plan.loop(names, f"{use.title} has no rule and does not vectorise")
+        for name in names:
+            plan.roads.setdefault(name, set()).add(step.road)
+        plan.steps.append(step)
+    return plan
+
+
+class _Use:
+    """One use as the three trials saw it."""
+
+    def __init__(self, trials: Trials, number: int, parents: Mapping[Key, Any]) -> None:
+        self.trials, self.number = trials, number
+        self.first, self.second, self.third = (
+            run[number] for run in (trials.first, trials.second, trials.third)
+        )
+        self.real = tuple(key for key in self.first.keys if key is not None and key in parents)
+
+    @property
+    def title(self) -> str:
+        """The function and where it is called, for people."""
+        name = getattr(self.first.function, "__name__", str(self.first.function))
+        return f"{name} in {self.first.module or 'the model'}"
+
+    def axis(self, tensors: Callable[[Sighting], Sequence[Tensor]], index: int) -> BatchAxis | None:
+        """Return where the samples lie in one of the use's tensors."""
+        found = [tensors(run)[index] for run in (self.first, self.second, self.third)]
+        return batch_axis.find(
+            found[0], found[1], found[2], self.trials.samples, self.trials.changed
+        )
+
+    def step(self) -> Step:
+        """Choose the road."""
+        function = self.first.function
+        runs = (self.first, self.second, self.third)
+        if len({(len(run.inputs), len(run.outputs)) for run in runs}) > 1:
+            return Step(function, self.number, "loop")  # `torch.cat([q] * B)`: a tensor a sample
+        if not any(dim is not None for dim in self._changes()):
+            shapes = tuple(x.shape for x in (*self.first.inputs, *self.first.outputs))
+            return DerivedStep(function, self.number, "derived", shapes)
+        for choose in (self._rule, self._birth, self._copies, self._vmap):
+            step = choose()
+            if step is not None:
+                return step
+        return Step(function, self.number, "loop")
+
+    def _changes(self) -> list[int | None]:
+        pairs = zip(
+            (*self.first.inputs, *self.first.outputs),
+            (*self.second.inputs, *self.second.outputs),
+            strict=True,
+        )
+        return [changed_dim(one.shape, two.shape) for one, two in pairs]
+
+    def _output_axis(self) -> BatchAxis | None:
+        if len(self.first.outputs) != 1:
+            return None
+        return self.axis(lambda run: run.outputs, 0)
+
+    def _rule(self) -> Step | None:
+        rule = RULES.get(self.first.function)
+        if rule is None:
+            return None
+        try:
+            layer = rule.bind(*self.first.args, **self.first.kwargs)
+        except CoupledSamples as error:
+            raise CoupledSamples(f"module {self.first.module!r}: {error}") from None
+        output_axis = self._output_axis()
+        if layer is None or output_axis is None:
+            return None
+        roles = self._roles(layer)
+        index = next(i for i, x in enumerate(self.first.inputs) if x is layer.input)
+        input_axis = self.axis(lambda run: run.inputs, index)
+        if roles is None or input_axis is None or input_axis.dim >= layer.first_dims:
+            return None
+        if (input_axis.before, input_axis.after) != (output_axis.before, output_axis.after):
+            return None
+        return RuleStep(
+            self.first.function, self.number, rule.name, rule, input_axis, output_axis, roles
+        )
+
+    def _roles(self, layer: Layer) -> tuple[tuple[str, Key], ...] | None:
+        """Match the tracked tensors with the layer's parameters; None unless all are matched."""
+        known = {
+            id(tensor): key
+            for tensor, key in zip(self.first.inputs, self.first.keys, strict=True)
+            if key in self.real
+        }
+        roles = tuple(
+            (role, known[id(tensor)])
+            for role, tensor in layer.parameters.items()
+            if tensor is not None and id(tensor) in known
+        )
+        used = [tensor for tensor in self.first.inputs if id(tensor) in known]
+        return roles if len(roles) == len(used) and roles else None
+
+    def _birth(self) -> Step | None:
+        axis = self._output_axis()
+        if self.first.function not in EXPANDING or axis is None or axis.after != 1:
+            return None
+        q, out = self.first.inputs[0], self.first.outputs[0]
+        if len(self.first.inputs) > 1 and self.first.keys[1] in self.real:
+            return None
+        sizes = [1] * (out.dim() - q.dim()) + list(q.shape)
+        if any(size not in (1, out.shape[dim]) for dim, size in enumerate(sizes)):
+            return None
+        if sizes[axis.dim] != 1:
+            return None
+        return BirthStep(self.first.function, self.number, "birth", axis)
+
+    def _copies(self) -> Step | None:
+        axis = self._output_axis()
+        if self.first.function not in POINTWISE or axis is None or self.first.checkpointed:
+            return None
+        out = self.first.outputs[0]
+        if out is self.first.inputs[0] and self.first.keys[0] in self.real:
+            return None
+        for tensor, key in zip(self.first.inputs, self.first.keys, strict=True):
+            if key in self.real:
+                sizes = [1] * (out.dim() - tensor.dim()) + list(tensor.shape)
+                if sizes[axis.dim] != 1:
+                    return None
+        return CopiesStep(self.first.function, self.number, "copies", axis)
+
+    def _vmap(self) -> Step | None:
+        """Accept vectorisation only where a trial of it gives the same numbers."""
+        changes = self._changes()[: len(self.first.inputs)]
+        axes = [
+            None if change is None else self.axis(lambda run: run.inputs, index)
+            for index, change in enumerate(changes)
+        ]
+        output_axis = self._output_axis()
+        unclear = any(
+            change is not None and (axis is None or axis.merged)
+            for change, axis in zip(changes, axes, strict=True)
+        )
+        if unclear or output_axis is None or output_axis.merged or self.first.checkpointed:
+            return None
+        if self._plain_arguments(self.first) != self._plain_arguments(self.second):
+            return None
+        if any(out is one for out in self.first.outputs for one in self.first.inputs):
+            return None
+        step = VmapStep(self.first.function, self.number, "vmap", tuple(axes), output_axis)
+        return step if self._reproduced(step) else None
+
+    def _plain_arguments(self, sighting: Sighting) -> str:
+        leaves, tree = tree_flatten((sighting.args, sighting.kwargs))
+        plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        return f"{plain}{tree}"
+
+    def _reproduced(self, step: VmapStep) -> bool:
+        tracked = {
+            id(tensor): key
+            for tensor, key in zip(self.first.inputs, self.first.keys, strict=True)
+            if key in self.real
+        }
+        try:
+            out = step.vectorised(tracked, self.first.args, self.first.kwargs, lambda *_: None)
+        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+            return False
+        expected = self.first.outputs[0]
+        return out.shape == expected.shape and torch.allclose(
+            out, expected, rtol=1e-3, atol=1e-5, equal_nan=True
+        )

@@ -1,0 +1,81 @@
+"""Whether a replay reproduced the first pass: the assumption that the whole method rests on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradbox_engine.errors import ReplayMismatch
+from gradbox_engine.model.host_copy import Arrival
+from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.precision import replay_tolerance
+from gradbox_engine.requests import Precision
+
+
+def relative_difference(again: Tensor, first: Tensor) -> Tensor:
+    """Return max |again − first| / max |first| as a 0-dim tensor on the device.
+
+    Entries that are both NaN, or the same infinity, are equal; only one of them NaN is an infinite
+    difference, and so is any difference from zeros.
+    """
+    if first.numel() == 0 or again.shape != first.shape:
+        same = again.shape == first.shape
+        return torch.full((), 0.0 if same else torch.inf, device=first.device)
+    equal = (again == first) | (again.isnan() & first.isnan())
+    differences = (again - first).abs().masked_fill_(equal, 0.0)
+    largest = differences.nan_to_num_(nan=torch.inf).amax()
+    size = first.abs().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).amax()
+    return torch.where(largest == 0, 0.0, largest / size).float()
+
+
+def same_bits(again: Outputs, first: Outputs) -> bool:
+    """Return whether two outputs are equal in every entry; NaN is not. Waits for the device."""
+    return again.keys() == first.keys() and all(
+        again[name].dtype == z.dtype and torch.equal(again[name], z) for name, z in first.items()
+    )
+
+
+class ReplayComparison:
+    """Compares each replayed shard with its first pass, without waiting for the device."""
+
+    def __init__(self, precision: Precision) -> None:
+        self.largest = 0.0
+        self._precision = precision
+        self._pending: list[tuple[str, float, Arrival]] = []
+
+    def compare(self, where: str, again: Outputs, first: Outputs) -> None:
+        """Compare one shard, and look at those compared before that have arrived."""
+        if all(z.device.type == "cpu" for z in first.values()) and same_bits(again, first):
+            return  # as on a CPU, where the look costs no wait
+        for name, tensor in first.items():
+            tolerance = replay_tolerance(self._precision, tensor.dtype)
+            if name not in again:
+                raise ReplayMismatch(
+                    f"{where}: the replay returned no {name!r}, the first pass did"
+                )
+            with torch.no_grad():
+                difference = Arrival(relative_difference(again[name].detach(), tensor))
+            self._pending.append((where, tolerance, difference))
+        while self._pending and self._pending[0][2].here:
+            self._look(*self._pending.pop(0))
+
+    def finish(self) -> float:
+        """Wait for all comparisons and return the largest difference.
+
+        Raises:
+            ReplayMismatch: a shard differs by more than its dtype's tolerance.
+        """
+        while self._pending:
+            self._look(*self._pending.pop(0))
+        return self.largest
+
+    def _look(self, where: str, tolerance: float, arrival: Arrival) -> None:
+        difference = arrival.value().item()
+        self.largest = max(self.largest, difference)
+        if difference > tolerance:
+            raise ReplayMismatch(
+                f"{where}: expected the replay to repeat the first pass within {tolerance:.0e} of "
+                f"max |z|, got {difference:.1e}; the model keeps state that is neither a buffer "
+                f"nor a global random generator (a call counter, a generator of its own, a "
+                f"cache): move it into a buffer, or switch it off"
+            )

@@ -1,0 +1,202 @@
+"""L = g(Z, extras) and its cotangents ∂L/∂Z: the only step that sees all shards at once.
+
+Cost: one forward and one backward of g. Memory: Z, ∂L/∂Z and the graph of g.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradbox_engine.errors import LossNotFinite, LossNotScalar
+from gradbox_engine.model.blame import blaming
+from gradbox_engine.model.outputs import Outputs, as_z, describe
+from gradbox_engine.model.precision import accumulation_dtype
+from gradbox_engine.model.shard_rng import begin_stream
+from gradbox_engine.model.weights import wide_dtype
+from gradbox_engine.replay.z import permutation
+from gradbox_engine.requests import Group, Objective, Z
+
+SOLE_GROUP = "z"
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """The loss and what flows back from it.
+
+    `cotangents` have the shards' order, `seen` and `seen_cotangents` that in which g saw Z. A
+    cotangent is None where no path leads from the loss; a parameter's gradient is zero then, and
+    its name in `unreached`.
+    """
+
+    loss: float
+    cotangents: dict[str, dict[str, Tensor | None]]
+    parameters: dict[str, Tensor]
+    unreached: tuple[str, ...]
+    seen: dict[str, Z]
+    seen_cotangents: dict[str, Z]
+
+
+def differentiate(
+    objective: Objective,
+    outputs: Mapping[str, Outputs],
+    groups: Sequence[Group],
+    *,
+    device: torch.device,
+    seed: int,
+    widened: bool,
+    penalty: float = 0.0,
+    called: str = "loss",
+) -> Differentiated:
+    """Evaluate g at Z and differentiate it there.
+
+    The global generators are left where g leaves them, see `preparation`.
+
+    Args:
+        outputs: by group, Z in the shards' order; g gets it in float32 or wider.
+        penalty: what the shards' penalties add to L.
+        widened: whether floating-point extras and parameters become float64 too.
+        called: what messages call g.
+
+    Raises:
+        ModelCallFailed: g raised.
+        LossNotScalar: g returned anything but one real floating-point number.
+        LossNotFinite: that number is NaN or infinite.
+    """
+    leaves = {group: _leaves(named) for group, named in outputs.items()}
+    orders = _orders(groups, outputs)
+    # Not a shard's stream: a loss that draws numbers gets the same ones in every run.
+    begin_stream(seed, len(groups), 0)
+    with (
+        trainable(objective.parameters, widened=widened),
+        blaming(f"the {called}", "objective"),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        seen = {group: _ordered(named, orders.get(group)) for group, named in leaves.items()}
+        inputs = {name: moved(v, device, widened=widened) for name, v in objective.inputs.items()}
+        loss = _evaluate(objective, {group: as_z(named) for group, named in seen.items()}, inputs)
+        value = finite_number(loss, penalty, called=called)
+        flat = [z for named in leaves.values() for z in named.values()]
+        flowing = iter(_gradients(loss, [*flat, *objective.parameters.values()]))
+    cotangents = {g: {name: next(flowing) for name in named} for g, named in leaves.items()}
+    parameters = dict(zip(objective.parameters, flowing, strict=True))
+    return Differentiated(
+        loss=value,
+        cotangents=cotangents,
+        parameters={
+            name: _wide(torch.zeros_like(objective.parameters[name]) if g is None else g)
+            for name, g in parameters.items()
+        },
+        unreached=tuple(name for name, gradient in parameters.items() if gradient is None),
+        seen={g: as_z({n: z.detach() for n, z in named.items()}) for g, named in seen.items()},
+        seen_cotangents={
+            group: as_z(_ordered(_filled(named, leaves[group]), orders.get(group)))
+            for group, named in cotangents.items()
+        },
+    )
+
+
+def _leaves(named: Outputs) -> Outputs:
+    return {
+        name: z.detach().to(accumulation_dtype(z.dtype)).requires_grad_()
+        for name, z in named.items()
+    }
+
+
+def _orders(groups: Sequence[Group], outputs: Mapping[str, Outputs]) -> dict[str, Tensor]:
+    return {
+        group.name: permutation(group.order, _num_rows(outputs[group.name]), group=group.name)
+        for group in groups
+        if group.order is not None
+    }
+
+
+def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    if not loss.requires_grad:
+        return [None] * len(leaves)
+    return torch.autograd.grad(loss, leaves, allow_unused=True)
+
+
+def _evaluate(objective: Objective, seen: dict[str, Z], inputs: dict[str, Any]) -> Any:
+    if len(seen) == 1:
+        return objective.function(*seen.values(), **inputs)
+    return objective.function(**seen, **inputs)
+
+
+def finite_number(value: Any, penalty: float = 0.0, *, called: str) -> float:
+    """Return a function's value on the host, with what penalties add to it.
+
+    Raises:
+        LossNotScalar: it is not one real floating-point number.
+        LossNotFinite: the sum is NaN or infinite.
+    """
+    number = float(real_number(value, called=called).detach())
+    if not math.isfinite(number + penalty):
+        of_penalties = f" and {penalty} from the penalties" if penalty else ""
+        raise LossNotFinite(
+            f"{called}: expected a finite number, got {number}{of_penalties}; look for a logarithm "
+            f"or a division at zero, or for outputs of the model that are not finite"
+        )
+    return number + penalty
+
+
+def real_number(value: Any, *, called: str) -> Tensor:
+    """Return a function's value as it is, having looked at its form alone.
+
+    Raises:
+        LossNotScalar: it is not one real floating-point number.
+    """
+    if isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1:
+        return value
+    raise LossNotScalar(
+        f"{called}: expected a tensor with one real floating-point entry, got {describe(value)}; "
+        f"reduce it, by .mean() or .sum()"
+    )
+
+
+def _ordered(named: Outputs, order_N: Tensor | None) -> Outputs:
+    if order_N is None:
+        return named
+    return {name: z.index_select(0, order_N.to(z.device)) for name, z in named.items()}
+
+
+def _filled(named: Mapping[str, Tensor | None], like: Outputs) -> Outputs:
+    return {n: torch.zeros_like(like[n]) if c is None else c for n, c in named.items()}
+
+
+def moved(value: Any, device: torch.device, *, widened: bool) -> Any:
+    """Return an extra on the device, in float64 if asked and if it is floating-point."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, wide_dtype(value.dtype) if widened else value.dtype)
+
+
+def _wide(gradient: Tensor) -> Tensor:
+    return gradient.to(accumulation_dtype(gradient.dtype))
+
+
+def _num_rows(named: Outputs) -> int:
+    return next(iter(named.values())).shape[0]
+
+
+@contextmanager
+def trainable(parameters: Mapping[str, Tensor], *, widened: bool) -> Iterator[None]:
+    """Let the loss's own leaves require grad, and be float64 if asked, until this ends."""
+    before = [(leaf, leaf.detach(), leaf.requires_grad) for leaf in parameters.values()]
+    try:
+        for leaf in parameters.values():
+            leaf.requires_grad_()
+            if widened:
+                leaf.data = leaf.detach().to(wide_dtype(leaf.dtype))
+        yield
+    finally:
+        for leaf, data, requires_grad in before:
+            leaf.data = data
+            leaf.requires_grad_(requires_grad)

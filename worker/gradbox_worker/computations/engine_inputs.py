@@ -1,0 +1,191 @@
+"""What the engine takes, made from what a spec names: input groups, the loss, traced functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from gradbox.errors import InvalidInputs
+from gradbox.graphs.check import arguments_of
+from gradbox.interpreting.build import build
+from gradbox.interpreting.memory_meter import metered
+from gradbox.losses import BUILTIN
+from gradbox.protocol import (
+    BuiltinLoss,
+    CotangentsLoss,
+    GradientSpec,
+    MixedGradientSpec,
+    SharedSpec,
+    TensorRef,
+    TracedFunction,
+)
+from gradbox_engine import Group, Objective, Penalty
+from gradbox_worker.device.placement import memory_bytes
+from gradbox_worker.files.blob_tensors import BlobTensors
+from gradbox_worker.models.registry import Loaded
+
+# What one call of a traced function may allocate, as a share of the device's memory.
+SHARE_FOR_FUNCTIONS: Final = 0.5
+
+
+@dataclass(frozen=True)
+class BuiltFunction:
+    """A traced function that can be called, and the leaves of it that want gradients, by name."""
+
+    function: Callable[..., Any]
+    leaves: Mapping[str, Tensor]
+
+
+def input_groups(spec: SharedSpec, loaded: Loaded, tensors: BlobTensors) -> list[Group]:
+    """Return the groups, whose shards are read when the engine comes to them.
+
+    Raises:
+        InvalidInputs: the registry does not allow a group's method.
+    """
+    for group in spec.inputs:
+        if group.method not in loaded.methods:
+            raise InvalidInputs(
+                f"inputs.{group.name}: expected one of the model's entry points "
+                f"({', '.join(loaded.methods)}), got {group.method!r}; use one of them, or have "
+                f"the box's owner add it to the model's methods"
+            )
+    return [
+        Group(
+            name=group.name,
+            shards=tensors.shards(group.shards),
+            method=group.method,
+            order=None if group.order is None else tensors.tensor(group.order),
+            streams=[shard.stream or (index, place) for place, shard in enumerate(group.shards)],
+        )
+        for index, group in enumerate(spec.inputs)
+    ]
+
+
+def model_penalties(
+    spec: GradientSpec, tensors: BlobTensors, *, device: torch.device
+) -> list[Penalty]:
+    """Return the penalties with their functions built.
+
+    Raises:
+        GraphRefused: a graph is not allowed.
+    """
+
+    def built(traced: TracedFunction) -> Callable[..., Any]:
+        return build_function(traced, tensors, device=device).function
+
+    return [
+        Penalty(
+            at=penalty.at,
+            loss=built(penalty.loss),
+            weight=penalty.weight,
+            per_sample_scale=(
+                None if penalty.per_sample_scale is None else built(penalty.per_sample_scale)
+            ),
+        )
+        for penalty in spec.penalties
+    ]
+
+
+def differentiated(spec: GradientSpec) -> list[str] | None:
+    """Return what the engine is to differentiate: `wrt`, and the inputs if they are asked for."""
+    wants_inputs = "input_grads" in spec.returns
+    if not wants_inputs or any(glob.startswith("inputs.") for glob in spec.wrt or ()):
+        return spec.wrt
+    return [*(spec.wrt or ["*"]), "inputs.*"]
+
+
+def loss_objective(spec: GradientSpec, tensors: BlobTensors, *, device: torch.device) -> Objective:
+    """Return the loss with its inputs, and the leaves of both that want gradients.
+
+    Raises:
+        GraphRefused: the loss's graph is not allowed.
+        InvalidInputs: there is no builtin loss of that name, or a leaf is not floating-point.
+    """
+    refs = {name: value for name, value in spec.loss_inputs.items() if isinstance(value, TensorRef)}
+    read = _read(refs, tensors)
+    parameters = {
+        f"loss_inputs.{name}": read[name] for name, ref in refs.items() if ref.requires_grad
+    }
+    function: Callable[..., Any]
+    if isinstance(spec.loss, BuiltinLoss):
+        if spec.loss.name not in BUILTIN:
+            raise InvalidInputs(
+                f"expected a builtin loss ({', '.join(BUILTIN)}), got {spec.loss.name!r}"
+            )
+        function = _within_budget(partial(BUILTIN[spec.loss.name], **spec.loss.options), device)
+    elif isinstance(spec.loss, CotangentsLoss):
+        raise InvalidInputs("expected a loss to evaluate, got cotangents")
+    else:
+        built = build_function(spec.loss.function, tensors, device=device)
+        parameters |= {f"loss.{name}": leaf for name, leaf in built.leaves.items()}
+        function = built.function
+    return Objective(
+        function=function,
+        inputs={**spec.loss_inputs, **read},
+        parameters=parameters,
+    )
+
+
+def mixed_objectives(
+    spec: MixedGradientSpec, tensors: BlobTensors, *, device: torch.device
+) -> tuple[Objective, Objective]:
+    """Return `inner` and `outer`, which share the members of y that both read.
+
+    Raises:
+        GraphRefused: a graph is not allowed.
+        InvalidInputs: a leaf is not floating-point.
+    """
+    y, x = _read(spec.y, tensors), _read(spec.x, tensors)
+    leaves = {f"y.{name}": y[name] for name, ref in spec.y.items() if ref.requires_grad}
+    inner = build_function(spec.inner, tensors, device=device)
+    outer = build_function(spec.outer, tensors, device=device)
+    (v_name,) = (name for name in arguments_of(spec.inner.graph) if name not in y)
+    read = set(arguments_of(spec.outer.graph)[1:])
+    return (
+        Objective(
+            function=lambda v, **inputs: inner.function(**{v_name: v}, **inputs),
+            inputs=y,
+            parameters=leaves | {f"inner.{name}": leaf for name, leaf in inner.leaves.items()},
+        ),
+        Objective(
+            function=outer.function,
+            inputs=x | {name: value for name, value in y.items() if name in read},
+            parameters={n: leaf for n, leaf in leaves.items() if n.removeprefix("y.") in read}
+            | {f"outer.{name}": leaf for name, leaf in outer.leaves.items()},
+        ),
+    )
+
+
+def build_function(
+    traced: TracedFunction, tensors: BlobTensors, *, device: torch.device
+) -> BuiltFunction:
+    """Build a traced function with the tensors it reads.
+
+    Raises:
+        GraphRefused: its graph is not allowed.
+    """
+    read = _read(traced.tensors, tensors)
+    leaves = {name: read[name] for name, ref in traced.tensors.items() if ref.requires_grad}
+    function = _within_budget(build(traced.graph, read, device=device), device)
+    return BuiltFunction(function=function, leaves=leaves)
+
+
+def _read(refs: Mapping[str, TensorRef], tensors: BlobTensors) -> dict[str, Tensor]:
+    read = {name: tensors.tensor(ref) for name, ref in refs.items()}
+    for name, ref in refs.items():
+        if ref.requires_grad and not read[name].is_floating_point():
+            raise InvalidInputs(
+                f"{name}: expected a floating-point tensor, since its gradient is asked for, got "
+                f"{read[name].dtype}; convert it, or do not let it require grad"
+            )
+        read[name].requires_grad_(ref.requires_grad)
+    return read
+
+
+def _within_budget(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    return metered(function, budget_bytes=int(memory_bytes(device) * SHARE_FOR_FUNCTIONS))

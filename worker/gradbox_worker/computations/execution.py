@@ -1,0 +1,172 @@
+"""One job, from its spec to its result file: reads the inputs, calls the engine, writes the answer.
+
+Used by the device process and by its in-process twin. Knows torch and files; no queue, no Redis.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import time
+from functools import partial
+
+import torch
+
+from gradbox.protocol import PROTOCOL, Receipt, Seconds, spec_digest
+from gradbox_engine import Observer
+from gradbox_worker.computations import COMPUTATIONS, Computed, Job
+from gradbox_worker.computations.engine_inputs import build_function, input_groups
+from gradbox_worker.computations.kept_graphs import KeptGraphs
+from gradbox_worker.device.memory import PeakMemory, default_result_memory_bytes
+from gradbox_worker.device.work import Finished, Stopped, Work
+from gradbox_worker.failures import Caught, caught, is_out_of_memory
+from gradbox_worker.files.blob_tensors import Blobs, BlobTensors
+from gradbox_worker.files.result_in_place import ResultOnDisk
+from gradbox_worker.models.registry import Registry
+
+log = logging.getLogger(__name__)
+
+
+class StopNow(BaseException):
+    """Raised by an observer: the job is to stop before its next shard."""
+
+
+def attempt(
+    work: Work,
+    *,
+    registry: Registry,
+    blobs: Blobs,
+    kept: KeptGraphs,
+    observer: Observer,
+    result_memory_bytes: int | None = None,
+) -> Finished | Stopped | Caught:
+    """Run a job; whatever its model or its loss raises comes back as a problem."""
+    answer: Finished | Stopped | Caught
+    try:
+        answer = caught(
+            lambda: execute(
+                work,
+                registry=registry,
+                blobs=blobs,
+                kept=kept,
+                observer=observer,
+                result_memory_bytes=result_memory_bytes,
+            ),
+            doing=f"job {work.job_id}",
+            let_through=StopNow,
+        )
+    except StopNow:
+        answer = Stopped()
+    if not isinstance(answer, Finished):
+        kept.drop()
+    kept.rest()
+    return answer
+
+
+def execute(
+    work: Work,
+    *,
+    registry: Registry,
+    blobs: Blobs,
+    kept: KeptGraphs,
+    observer: Observer,
+    result_memory_bytes: int | None = None,
+) -> Finished:
+    """Run a job and write its result file.
+
+    Args:
+        kept: graphs of earlier jobs; without them a job that runs out of memory is begun again.
+        result_memory_bytes: what may be in memory of a result on its way into its file; None is
+            `default_result_memory_bytes`.
+
+    Raises:
+        GradboxError: the job's parts do not fit the model or each other.
+        gradbox_engine.EngineError: the computation cannot be done.
+        StopNow: the observer said so; nothing is left behind and the models stay loaded.
+    """
+    kept.begin(work, loaded=registry.holds(work.model))
+    run = partial(_run, work, registry, blobs, kept, observer, result_memory_bytes)
+    crowded = kept.num_bytes > 0
+    try:
+        return run()
+    except Exception as error:
+        if not (crowded and is_out_of_memory(error)):
+            raise
+    # Outside the handler, for its traceback holds on to the failed attempt's tensors.
+    log.info("job %s runs out of memory beside the graphs of other jobs", work.job_id)
+    kept.drop()
+    if registry.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return run()
+
+
+def _run(
+    work: Work,
+    registry: Registry,
+    blobs: Blobs,
+    kept: KeptGraphs,
+    observer: Observer,
+    result_memory_bytes: int | None,
+) -> Finished:
+    spec = work.spec
+    began = time.perf_counter()
+    loaded = registry.get(work.model, work.model_version)
+    result_file = ResultOnDisk(work.result_path)
+    with BlobTensors(blobs, device=registry.device) as tensors, result_file:
+        peak = PeakMemory(registry.device)
+        readout = None
+        if spec.readout is not None:
+            readout = build_function(spec.readout, tensors, device=registry.device).function
+        job = Job(
+            work=work,
+            loaded=loaded,
+            groups=input_groups(spec, loaded, tensors),
+            readout=readout,
+            weights={name: tensors.tensor(ref) for name, ref in spec.weights.items()},
+            tensors=tensors,
+            device=registry.device,
+            observer=observer,
+            result=result_file,
+            result_memory_bytes=result_memory_bytes or default_result_memory_bytes(registry.device),
+            kept=kept,
+        )
+        load_s = time.perf_counter() - began
+        computed = COMPUTATIONS[spec.computation](job, spec)
+        receipt = _receipt(job, computed, peak=peak, load_s=load_s)
+        metadata = {"format": "pt", "gradbox": receipt.model_dump_json(), **computed.metadata}
+        result = result_file.commit(computed.tensors, metadata=metadata)
+    kept.keep(work, computed.kept)
+    return Finished(receipt=receipt, result=result)
+
+
+def _receipt(job: Job, computed: Computed, *, peak: PeakMemory, load_s: float) -> Receipt:
+    work, spec = job.work, job.work.spec
+    peak_bytes, before_bytes = peak.measure()
+    return Receipt(
+        protocol=PROTOCOL,
+        job=work.job_id,
+        spec_digest=spec_digest(spec),
+        computation=spec.computation,
+        model=job.loaded.view.name,
+        model_version=job.loaded.view.version,
+        seed=spec.seed,
+        mode=spec.mode,
+        precision=spec.precision,
+        device=_device_name(job.device),
+        torch=torch.__version__,
+        gradbox=importlib.metadata.version("gradbox"),
+        shards={group.name: len(group.shards) for group in spec.inputs},
+        seconds=Seconds.model_validate(
+            {"queued": work.queued_s, "load": load_s, **computed.seconds}
+        ),
+        peak_memory_bytes=peak_bytes,
+        memory_before_bytes=before_bytes,
+        attempts=work.attempt,
+        **computed.facts,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)

@@ -1,0 +1,145 @@
+"""Graphs of forward jobs that wait on the device for the gradient jobs that may name them.
+
+A cache: a gradient job replays what is not here, and the result is the same. So graphs go
+
+    when …                                                    which
+    ────────────────────────────────────────────────────────  ──────────────────────────────────────
+    a newer forward job needs their part of its `retain`      the oldest, one after the other
+    a job begins that is neither half of remote autograd      all
+    a job begins on their model in another precision          those, see the engine's `kept_graphs`
+    a model has to be loaded                                  all
+    a job fails, is stopped, or runs out of memory            all
+    nothing has run for `IDLE_S`                              all
+    their cotangents have come                                those
+
+Steps of several models, or of several forward jobs, thus keep what they need, in whatever order the
+cotangents come. A plain `Forward` has `retain` 0 and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, JobSpec, SharedSpec
+from gradbox_engine import KeptPass
+from gradbox_worker.device.work import Work
+
+IDLE_S: Final = 60.0
+
+# What a gradient job says for itself; all else is its forward job's.
+OWN: Final = frozenset({"protocol", "model", "priority", "timeout_s", "name"})
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One forward job's graphs, and all that they depend on.
+
+    `result_path` tells the job, and the attempt at it, whose outputs the cotangents belong to.
+    """
+
+    result_path: Path
+    model: str
+    model_version: str
+    terms: dict[str, Any]
+    kept: KeptPass
+
+
+class KeptGraphs:
+    """The graphs kept in one device process, oldest first."""
+
+    def __init__(
+        self, *, idle_s: float = IDLE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Hold nothing.
+
+        Args:
+            clock: returns seconds.
+        """
+        self._entries: list[_Entry] = []
+        self._idle_s = idle_s
+        self._clock = clock
+        self._resting_since = clock()
+
+    @property
+    def num_bytes(self) -> float:
+        """What they take, about; 0 once there are none."""
+        return sum(entry.kept.num_bytes for entry in self._entries)
+
+    @property
+    def newest_bytes(self) -> int:
+        """Saved tensors of the shard that was kept last."""
+        return self._entries[-1].kept.newest_bytes if self._entries else 0
+
+    def begin(self, work: Work, *, loaded: bool) -> None:
+        """Make way for a job.
+
+        Args:
+            loaded: whether its model is on the device already.
+        """
+        if not (loaded and _is_half(work.spec)):
+            self.drop()
+        self._entries = [
+            entry
+            for entry in self._entries
+            if entry.model != work.model or entry.terms["precision"] == work.spec.precision
+        ]
+
+    def keep(self, work: Work, kept: KeptPass | None) -> None:
+        """Keep what a forward job that is done left, if anything."""
+        if kept is not None:
+            entry = _Entry(
+                work.result_path, work.model, work.model_version, _terms(work.spec), kept
+            )
+            self._entries.append(entry)
+
+    def of(self, work: Work) -> KeptPass | None:
+        """Return what the forward job that a job's cotangents belong to left, if it is here."""
+        for entry in self._entries:
+            same = (
+                entry.result_path == work.forward_result
+                and (entry.model, entry.model_version) == (work.model, work.model_version)
+                and entry.terms == _terms(work.spec)
+            )
+            if same:
+                return entry.kept
+        return None
+
+    def drop_oldest(self) -> None:
+        """Let go of one shard's graph, if there is any."""
+        self._forget_empty()
+        if self._entries:
+            self._entries[0].kept.drop_one()
+            self._forget_empty()
+
+    def drop(self) -> None:
+        """Let go of all."""
+        self._entries.clear()
+
+    def rest(self) -> None:
+        """Note that a job has ended and its graphs may have been used."""
+        self._forget_empty()
+        self._resting_since = self._clock()
+
+    def idle_left_s(self) -> float | None:
+        """Return how long they may still lie here without a job; None if there are none."""
+        if not self._entries:
+            return None
+        return max(0.0, self._resting_since + self._idle_s - self._clock())
+
+    def _forget_empty(self) -> None:
+        self._entries = [entry for entry in self._entries if entry.kept.num_kept]
+
+
+def _is_half(spec: JobSpec) -> bool:
+    """Tell whether a job is one of the two halves of remote autograd."""
+    if isinstance(spec, GradientSpec):
+        return isinstance(spec.loss, CotangentsLoss)
+    return isinstance(spec, ForwardSpec)
+
+
+def _terms(spec: JobSpec) -> dict[str, Any]:
+    return {field: getattr(spec, field) for field in set(SharedSpec.model_fields) - OWN}

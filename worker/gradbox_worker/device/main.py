@@ -1,0 +1,109 @@
+"""The device process: loads the models once, then runs the jobs that the worker sends.
+
+Started by `gradbox_worker.device.process` as `python -m gradbox_worker.device.main`. It never
+talks to Redis and never outlives its worker. A second thread reads the pipe, so that a request to
+stop is heard while a job runs; it only sets a flag, which the engine's observer looks at before
+each shard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final
+
+from gradbox_worker.device.messages import Run, Stop, receive_order
+
+PR_SET_PDEATHSIG: Final = 1
+
+
+class Inbox:
+    """What the worker sends, read by a thread of its own; the process ends when the worker does."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._runs: queue.SimpleQueue[Run] = queue.SimpleQueue()
+        self._stopped: tuple[str, int] | None = None
+        threading.Thread(target=self._read, name="inbox", daemon=True).start()
+
+    def next_run(self, within_s: float | None) -> Run | None:
+        """Wait for the next job, not longer than `within_s`; None if none has come by then."""
+        try:
+            return self._runs.get(timeout=within_s)
+        except queue.Empty:
+            return None
+
+    def stop_requested(self, job_id: str, attempt: int) -> bool:
+        """Tell whether this attempt is to stop."""
+        return self._stopped == (job_id, attempt)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                order = receive_order(self._connection)
+            except (EOFError, OSError):
+                os._exit(0)
+            match order:
+                case Run():
+                    self._runs.put(order)
+                case Stop():
+                    self._stopped = (order.job_id, order.attempt)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve jobs until the worker closes the pipe."""
+    options = _parser().parse_args(arguments)
+    _bind_to_parent(options.parent)
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s device[%(process)d] %(name)s: %(message)s",
+    )
+    connection = Connection(options.fd)
+    inbox = Inbox(connection)
+    # Only now: torch takes seconds to import, and the worker may be gone by then.
+    from gradbox_worker.device.serving import serve
+
+    serve(
+        connection,
+        inbox,
+        models_file=options.models,
+        data=options.data,
+        device_name=options.device,
+        budget_bytes=options.model_memory_bytes,
+        result_memory_bytes=options.result_memory_bytes,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gradbox_worker.device.main")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--model-memory-bytes", type=int)
+    parser.add_argument("--result-memory-bytes", type=int)
+    return parser
+
+
+def _bind_to_parent(parent_pid: int) -> None:
+    """End with the worker, and only with it: a Ctrl-C or a SIGTERM is the worker's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit("the worker that started this device process is gone")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

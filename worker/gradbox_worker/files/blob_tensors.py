@@ -1,0 +1,166 @@
+"""Reading single tensors out of uploaded safetensors blobs, a shard at a time.
+
+Tensors are read at their offset into memory of their own. `safetensors.safe_open` maps the file
+instead, and its tensors alias the mapping: a model that changes its input in place would change
+what the replay reads, and every shard ever read would count towards the process's resident set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Protocol, overload
+
+import torch
+from torch import Tensor
+
+from gradbox.errors import BlobRejected, InvalidInputs, MissingBlobs
+from gradbox.protocol import ShardRef, TensorRef
+from gradbox.tensors.safetensors_header import SafetensorsHeader, TensorEntry
+from gradbox_worker.files.safetensors_types import TORCH_DTYPES
+
+MAX_OPEN_FILES: Final = 64
+
+
+class Blobs(Protocol):
+    """Where uploaded blobs lie: `gradbox_service.store.BlobStore`."""
+
+    def path(self, digest: str) -> Path: ...
+    def header(self, digest: str) -> SafetensorsHeader | None: ...
+
+
+class _OpenBlob:
+    def __init__(self, path: Path, header: SafetensorsHeader) -> None:
+        self.entries = header.tensors
+        self.names_under = header.names_under
+        self._data_start = header.data_start
+        self._fd = os.open(path, os.O_RDONLY)
+
+    def read(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        dtype = TORCH_DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise BlobRejected(
+                f"expected tensors of {', '.join(TORCH_DTYPES)}, got {name!r} of {entry.dtype}; "
+                f"convert it"
+            )
+        tensor = torch.empty(entry.shape, dtype=dtype)
+        if entry.begin == entry.end:
+            return tensor
+        memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        done = 0
+        while done < len(memory):
+            got = os.preadv(self._fd, [memory[done:]], self._data_start + entry.begin + done)
+            if got == 0:
+                raise BlobRejected(
+                    "expected a whole blob, got one that ends early; upload it again"
+                )
+            done += got
+        return tensor
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class BlobTensors:
+    """The tensors of stored blobs; the blobs used last stay open. Close it, or use `with`."""
+
+    def __init__(self, blobs: Blobs, *, device: torch.device) -> None:
+        self._blobs = blobs
+        self._device = device
+        self._open: OrderedDict[str, _OpenBlob] = OrderedDict()
+
+    def __enter__(self) -> BlobTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def tensor(self, ref: TensorRef) -> Tensor:
+        """Read one tensor to the device.
+
+        Raises:
+            MissingBlobs: the blob is not stored.
+            BlobRejected: it ends early, or has a dtype that torch lacks.
+            InvalidInputs: it has no tensor of that name.
+        """
+        blob = self._blob(ref.blob)
+        if ref.tensor not in blob.entries:
+            raise InvalidInputs(
+                f"expected a tensor {ref.tensor!r} in blob {ref.blob[:12]}…, which has "
+                f"{_listed(blob.entries)}; check the names in the job"
+            )
+        return blob.read(ref.tensor).to(self._device)
+
+    def shard(self, ref: ShardRef) -> dict[str, Tensor]:
+        """Read one shard to the device: argument name → tensor.
+
+        Raises:
+            MissingBlobs: the blob is not stored.
+            BlobRejected: it ends early, or has a dtype that torch lacks.
+            InvalidInputs: it has no tensor whose name begins with the prefix.
+        """
+        blob = self._blob(ref.blob)
+        names = blob.names_under(ref.prefix)
+        if not names:
+            raise InvalidInputs(
+                f"expected tensors {ref.prefix!r}… in blob {ref.blob[:12]}…, which has "
+                f"{_listed(blob.entries)}; check the prefix in the job"
+            )
+        return {name.removeprefix(ref.prefix): blob.read(name).to(self._device) for name in names}
+
+    def shards(self, refs: Sequence[ShardRef]) -> LazyShards:
+        """Return the shards as a sequence that reads each one when it is asked for."""
+        return LazyShards(self, refs)
+
+    def _blob(self, digest: str) -> _OpenBlob:
+        blob = self._open.get(digest)
+        if blob is None:
+            blob = self._open[digest] = self._opened(digest)
+            while len(self._open) > MAX_OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
+        self._open.move_to_end(digest)
+        return blob
+
+    def _opened(self, digest: str) -> _OpenBlob:
+        header = self._blobs.header(digest)
+        if header is not None:
+            # It may be removed between the look at its header and this.
+            with suppress(FileNotFoundError):
+                return _OpenBlob(self._blobs.path(digest), header)
+        raise MissingBlobs(
+            f"expected blob {digest} to be stored, but it is gone; submit the job again, "
+            f"which uploads it again",
+            missing=(digest,),
+        )
+
+
+class LazyShards(Sequence[Mapping[str, Tensor]]):
+    """Shards that are read when they are used, and again for their replay."""
+
+    def __init__(self, tensors: BlobTensors, refs: Sequence[ShardRef]) -> None:
+        self._tensors = tensors
+        self._refs = refs
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    @overload
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Mapping[str, Tensor]]: ...
+    def __getitem__(
+        self, index: int | slice
+    ) -> Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]:
+        if isinstance(index, slice):
+            return LazyShards(self._tensors, self._refs[index])
+        return self._tensors.shard(self._refs[index])
+
+
+def _listed(entries: Mapping[str, TensorEntry]) -> str:
+    names = sorted(entries)
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if names[5:] else "")

@@ -1,0 +1,145 @@
+"""Writing a result: a safetensors file, streamed to disk and hashed on the way.
+
+`safetensors.torch.save_file` would need a second pass for the digest, and all tensors on the CPU at
+once; here one tensor at a time leaves the device.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from gradbox.errors import InvalidInputs, StorageFull
+from gradbox.protocol import ResultView
+from gradbox_service.store.files import make_folder, put_in_place
+from gradbox_worker.files.safetensors_types import SAFETENSORS_NAMES
+
+ALIGNMENT_BYTES: Final = 8
+LENGTH_BYTES: Final = 8
+
+
+def write_result(
+    path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str]
+) -> ResultView:
+    """Write `path` so that it is there whole or not at all, and return its size and digest.
+
+    Raises:
+        InvalidInputs: a tensor's dtype has no place in a safetensors file.
+        StorageFull: the disk does not hold it.
+    """
+    for name, tensor in tensors.items():
+        check_storable(name, tensor.dtype)
+    # Widest dtype first, so that every tensor begins at a multiple of its item size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    entries = laid_out({name: (tensors[name].shape, tensors[name].dtype) for name in names})
+    beside = path.with_suffix(".partial")  # as ResultStore names it, which discards it
+    digest = hashlib.sha256()
+    make_folder(path.parent)
+    try:
+        with (
+            beside.open("wb") as file,
+            noticing_a_full_disk(path.parent),
+            ThreadPoolExecutor(1, "digest") as beside_writing,
+        ):
+            for piece in _pieces(entries, tensors, metadata):
+                hashed = beside_writing.submit(digest.update, piece)
+                file.write(piece)
+                hashed.result()
+            size_bytes = file.tell()
+            file.flush()
+            os.fsync(file.fileno())
+        put_in_place(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    return ResultView(size_bytes=size_bytes, sha256=digest.hexdigest())
+
+
+def check_storable(name: str, dtype: torch.dtype) -> None:
+    """Check that safetensors has a name for a tensor's dtype.
+
+    Raises:
+        InvalidInputs: it has none.
+    """
+    if dtype not in SAFETENSORS_NAMES:
+        raise InvalidInputs(
+            f"expected results that safetensors can hold, got {name!r} of {dtype}; leave it out "
+            f"with wrt, or register the model with another dtype"
+        )
+
+
+def laid_out(
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, at: int = 0
+) -> dict[str, dict[str, Any]]:
+    """Return the header's entries of tensors that lie one after the other.
+
+    Args:
+        tensors: name → shape and dtype.
+        at: where the first one begins, in bytes behind the header.
+    """
+    entries = {}
+    for name, (shape, dtype) in tensors.items():
+        start, at = at, at + torch.Size(shape).numel() * dtype.itemsize
+        entries[name] = {
+            "dtype": SAFETENSORS_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, at],
+        }
+    return entries
+
+
+def header_bytes(
+    entries: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, str], *, room: int = 0
+) -> bytes:
+    """Return the file's beginning: the header's length, the header, and spaces.
+
+    Args:
+        room: how many bytes the header is to take at least.
+    """
+    document = {"__metadata__": dict(metadata), **entries}
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text = text.ljust(max(room, -(-len(text) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES))
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes in row-major order, as they stand in the file."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    view: memoryview = flat.view(torch.uint8).numpy().data
+    return view
+
+
+@contextmanager
+def noticing_a_full_disk(folder: Path) -> Iterator[None]:
+    """Turn the system's word for a full disk into ours."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(folder).free
+        raise StorageFull(
+            f"expected room for the result on the box's disk, which has {free / 2**30:.1f} GiB "
+            f"left; ask for less (wrt, reduce, form='factored'), or have the box's owner make room"
+        ) from error
+
+
+def _pieces(
+    entries: Mapping[str, Mapping[str, Any]],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+) -> Iterator[bytes | memoryview]:
+    yield header_bytes(entries, metadata)
+    for name in entries:
+        yield tensor_bytes(tensors[name])

@@ -1,0 +1,202 @@
+"""A result that never lies in memory whole: its file is laid out first and filled piece by piece.
+
+The header comes first in a safetensors file, but the receipt in it is known last. So the header is
+given room, padded with spaces as the format allows, and written when all else is there. Pieces may
+come in any order, so the digest is taken by reading the file once more.
+
+Shapes: B samples, Y outputs, R rows of a parameter's dim 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from gradbox.protocol import ResultView
+from gradbox_service.store.files import make_folder, put_in_place
+from gradbox_worker.files.result_file import (
+    ALIGNMENT_BYTES,
+    LENGTH_BYTES,
+    check_storable,
+    header_bytes,
+    laid_out,
+    noticing_a_full_disk,
+    tensor_bytes,
+    write_result,
+)
+
+# The receipt names a parameter at most four times, quoted twice, with its roads.
+ROOM_BYTES: Final = 64 * 2**10
+ROOM_A_TENSOR_BYTES: Final = 512
+FILLER: Final = "filler"
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a tensor (B, Y, R, ...) lies in the file, in bytes."""
+
+    start: int
+    outputs: int
+    rows: int
+    row_bytes: int
+
+    def offset(self, sample: int, output: int, row: int) -> int:
+        """Return where row `row` of a sample's output begins."""
+        return self.start + ((sample * self.outputs + output) * self.rows + row) * self.row_bytes
+
+
+class ResultOnDisk:
+    """A result file while it is made. Leaving the context without `commit` leaves nothing."""
+
+    def __init__(self, path: Path) -> None:
+        """Write nothing yet."""
+        self._path = path
+        self._beside = path.with_suffix(".partial")  # as ResultStore names it, which discards it
+        self._descriptor: int | None = None
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._regions: dict[str, Region] = {}
+        self._room = self._end = 0
+
+    def __enter__(self) -> ResultOnDisk:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._beside.unlink(missing_ok=True)
+
+    def lay_out(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, torch.dtype],
+        *,
+        squeezed: bool,
+    ) -> None:
+        """Make room on disk for tensors that `write` fills.
+
+        Args:
+            shapes: name → (B, Y, *shape).
+            squeezed: whether dim Y, of size 1, is left out of the shapes that the header states.
+
+        Raises:
+            InvalidInputs: a dtype has no place in a safetensors file.
+            StorageFull: the disk does not hold it.
+        """
+        for name, dtype in dtypes.items():
+            check_storable(name, dtype)
+        names = sorted(shapes, key=lambda name: -dtypes[name].itemsize)
+        stated = {
+            name: ((shapes[name][0], *shapes[name][2:]) if squeezed else shapes[name], dtypes[name])
+            for name in names
+        }
+        self._entries = laid_out(stated)
+        self._room = len(header_bytes(self._entries, {})) - LENGTH_BYTES + ROOM_BYTES
+        self._room += sum(ROOM_A_TENSOR_BYTES + 8 * len(json.dumps(name)) for name in names)
+        self._room = -(-self._room // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        for name, entry in self._entries.items():
+            _, outputs, *rest = shapes[name]
+            rows = rest[0] if rest else 1
+            row_bytes = torch.Size(rest[1:]).numel() * dtypes[name].itemsize
+            start, self._end = entry["data_offsets"]
+            self._regions[name] = Region(self._data_start + start, outputs, rows, row_bytes)
+        make_folder(self._path.parent)
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        self._descriptor = os.open(self._beside, flags, 0o600)
+        with noticing_a_full_disk(self._path.parent):
+            _reserve(self._descriptor, self._data_start + self._end)
+
+    def write(self, name: str, at: tuple[slice, slice, slice], piece: Tensor) -> None:
+        """Write the piece (b, y, r, ...) at these samples, outputs and rows.
+
+        Raises:
+            StorageFull: the disk does not hold it.
+        """
+        region, (samples, outputs, rows) = self._regions[name], at
+        data = tensor_bytes(piece)
+        every_row = rows.stop - rows.start == region.rows
+        every_output = outputs.stop - outputs.start == region.outputs
+        # What lies side by side in the file is written at once.
+        steps = (
+            samples.stop - samples.start if every_row and every_output else 1,
+            outputs.stop - outputs.start if every_row else 1,
+        )
+        length = steps[0] * steps[1] * (rows.stop - rows.start) * region.row_bytes
+        done = 0
+        for sample in range(samples.start, samples.stop, max(1, steps[0])):
+            for output in range(outputs.start, outputs.stop, max(1, steps[1])):
+                offset = region.offset(sample, output, rows.start)
+                self._put(data[done : done + length], offset)
+                done += length
+
+    def commit(self, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> ResultView:
+        """Add the tensors that are in memory and put the file in its place.
+
+        Raises:
+            InvalidInputs: a dtype has no place in a safetensors file.
+            StorageFull: the disk does not hold it.
+        """
+        if self._descriptor is None:
+            return write_result(self._path, tensors, metadata=metadata)
+        for name, tensor in tensors.items():
+            check_storable(name, tensor.dtype)
+        filler = torch.zeros(-self._end % ALIGNMENT_BYTES, dtype=torch.uint8)
+        names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+        added = {FILLER: filler} if filler.numel() and tensors else {}
+        added |= {name: tensors[name] for name in names}
+        stated = {name: (tuple(x.shape), x.dtype) for name, x in added.items()}
+        self._entries |= laid_out(stated, at=self._end)
+        for name, tensor in added.items():
+            start = self._entries[name]["data_offsets"][0]
+            self._put(tensor_bytes(tensor), self._data_start + start)
+        header = header_bytes(self._entries, metadata, room=self._room)
+        if len(header) != self._data_start:
+            raise RuntimeError(
+                f"expected a header of at most {self._room} bytes, got {len(header)}: the receipt "
+                f"outgrew the room that was left for it"
+            )
+        self._put(memoryview(header), 0)
+        return self._put_in_place()
+
+    @property
+    def _data_start(self) -> int:
+        return LENGTH_BYTES + self._room
+
+    def _put_in_place(self) -> ResultView:
+        assert self._descriptor is not None
+        os.fsync(self._descriptor)
+        size_bytes = os.fstat(self._descriptor).st_size
+        with self._beside.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        put_in_place(self._beside, self._path)
+        os.close(self._descriptor)
+        self._descriptor = None
+        return ResultView(size_bytes=size_bytes, sha256=digest)
+
+    def _put(self, data: memoryview, offset: int) -> None:
+        assert self._descriptor is not None
+        with noticing_a_full_disk(self._path.parent):
+            while len(data):
+                written = os.pwrite(self._descriptor, data, offset)
+                data, offset = data[written:], offset + written
+
+
+def _reserve(descriptor: int, size_bytes: int) -> None:
+    """Take the room now where the system can, so that a full disk is noticed before the work."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    else:
+        os.ftruncate(descriptor, size_bytes)

@@ -1,0 +1,129 @@
+"""The in-process twin of the worker: same turns, same engine, no Redis and no second process.
+
+For tests, and for a box inside one process. What needs a process of its own, such as surviving a
+crash or ending code that will not stop, it does not do.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+
+from gradbox.protocol import ModelView
+from gradbox_service.jobs import Fleet, MemoryTurns, Records
+from gradbox_service.store import BlobStore, ResultStore
+from gradbox_worker.computations.execution import StopNow, attempt
+from gradbox_worker.computations.kept_graphs import KeptGraphs
+from gradbox_worker.device import Failed, Outcome, Supervision, Work
+from gradbox_worker.failures import Caught
+from gradbox_worker.models import read_models_file
+from gradbox_worker.models.registry import Registry
+from gradbox_worker.turns.presence import Announcer
+from gradbox_worker.turns.supervision import Patience
+from gradbox_worker.turns.turn import TurnRunner
+
+
+class InlineDevice:
+    """Implements `Device` in the calling thread."""
+
+    def __init__(
+        self, registry: Registry, *, blobs: BlobStore, result_memory_bytes: int | None = None
+    ) -> None:
+        self.models: list[ModelView] = registry.describe()
+        self._registry = registry
+        self._blobs = blobs
+        self._kept = KeptGraphs()
+        self._result_memory_bytes = result_memory_bytes
+
+    def run(self, work: Work, supervision: Supervision) -> Outcome:
+        """Run a job to its end; an order to stop is obeyed before the next shard."""
+        answer = attempt(
+            work,
+            registry=self._registry,
+            blobs=self._blobs,
+            kept=self._kept,
+            observer=_Relay(supervision),
+            result_memory_bytes=self._result_memory_bytes,
+        )
+        return Failed(answer.problem) if isinstance(answer, Caught) else answer
+
+    def rest(self) -> None:
+        """Let go of what was kept for jobs that do not come; called between jobs."""
+        if self._kept.idle_left_s() == 0:
+            self._kept.drop()
+
+
+class _Relay:
+    """The engine's observer that asks the supervision itself."""
+
+    def __init__(self, supervision: Supervision) -> None:
+        self._supervision = supervision
+
+    def step(self, phase: str, done: int, total: int) -> None:
+        if self._supervision.poll() is not None:
+            raise StopNow
+        self._supervision.progress(phase, done, total)
+
+
+class InlineWorker:
+    """A worker in a thread: takes turns from memory and runs them one after the other.
+
+    with InlineWorker(models_file, records=…, turns=…, fleet=…, blobs=…, results=…):
+        …
+    """
+
+    def __init__(
+        self,
+        models_file: Path,
+        *,
+        records: Records,
+        turns: MemoryTurns,
+        fleet: Fleet,
+        blobs: BlobStore,
+        results: ResultStore,
+        name: str = "inline",
+        patience: Patience | None = None,
+        result_memory_bytes: int | None = None,
+    ) -> None:
+        """Load the models; no thread runs yet.
+
+        Raises:
+            ModelsFileError: the models file, or a model of it, is not usable.
+        """
+        self._turns = turns
+        self._stop = threading.Event()
+        self._announcer = Announcer(fleet, name=name)
+        registry = Registry(read_models_file(models_file), device=torch.device("cpu"))
+        self._device = InlineDevice(registry, blobs=blobs, result_memory_bytes=result_memory_bytes)
+        self._announcer.offer(self._device.models, device="cpu")
+        self._runner = TurnRunner(
+            records=records,
+            results=results,
+            device=self._device,
+            worker=name,
+            patience=patience or Patience(),
+            leaving=self._stop.is_set,
+            fleet=fleet,
+        )
+        self._thread = threading.Thread(target=self._work, name=f"gradbox-{name}", daemon=True)
+
+    def __enter__(self) -> InlineWorker:
+        self._announcer.announce("idle")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._announcer.retire()
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            self._announcer.announce("idle")
+            turn = self._turns.take(wait_s=0.05)
+            self._device.rest()
+            if turn is not None:
+                self._announcer.announce("busy", job=turn.job_id)
+                self._runner.run(turn.job_id)

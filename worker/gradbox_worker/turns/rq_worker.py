@@ -1,0 +1,153 @@
+"""The RQ worker: takes turns off the queue and runs each on the warm device process.
+
+RQ's own `Worker` forks for every job, which no CUDA context survives, and its `SimpleWorker` runs
+the job in the worker itself, where a crash would take it along. This is a `SimpleWorker` whose
+task, `run_turn`, only watches the device process. RQ does the queue's bookkeeping; the job's
+record, its lease and its time limit are ours, so RQ's own timeouts are switched off.
+
+This process never imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Final
+
+import redis
+from rq import SimpleWorker
+from rq.job import Job
+from rq.queue import Queue
+from rq.timeouts import BaseDeathPenalty
+from rq.worker.base import WorkerStatus
+
+from gradbox_service.jobs import QUEUE, SERIALIZER, RedisFleet, RedisRecords
+from gradbox_service.store import ResultStore
+from gradbox_worker.device import DeviceNotStarted, DeviceProcess
+from gradbox_worker.turns.presence import Announcer
+from gradbox_worker.turns.supervision import Patience
+from gradbox_worker.turns.turn import CURRENT, TurnRunner
+
+log = logging.getLogger(__name__)
+
+# RQ waits for a turn 15 s less than this, and forgets a silent worker 60 s later.
+WORKER_TTL_S: Final = 20
+HEARTBEAT_TTL_S: Final = 20
+HEARTBEAT_S: Final = 5.0
+MAINTENANCE_S: Final = 5
+
+
+class NoDeathPenalty(BaseDeathPenalty):
+    """RQ's alarm would raise in the middle of the worker's own work; the turn keeps the time."""
+
+    def setup_death_penalty(self) -> None: ...
+    def cancel_death_penalty(self) -> None: ...
+
+
+class GradboxWorker(SimpleWorker):
+    """One worker: one queue, one device process, one job at a time."""
+
+    death_penalty_class = NoDeathPenalty
+
+    def __init__(
+        self,
+        connection: redis.Redis,
+        *,
+        name: str,
+        device: DeviceProcess,
+        results: ResultStore,
+        patience: Patience,
+    ) -> None:
+        """Hold what a worker needs; nothing starts before `work`.
+
+        The caller holds the lock on `name`, so what Redis says under it is of a dead predecessor.
+
+        Raises:
+            redis.ConnectionError: Redis does not answer.
+        """
+        super().__init__(
+            [QUEUE],
+            name=name,
+            connection=connection,
+            serializer=SERIALIZER,
+            worker_ttl=WORKER_TTL_S,
+            maintenance_interval=MAINTENANCE_S,
+            log_job_description=False,
+        )
+        self.failure: DeviceNotStarted | None = None  # why the worker ended by itself
+        self._device = device
+        fleet = RedisFleet(connection)
+        self._announcer = Announcer(fleet, name=name)
+        self._runner = TurnRunner(
+            records=RedisRecords(connection),
+            results=results,
+            device=device,
+            worker=name,
+            patience=patience,
+            leaving=lambda: self.leaving,
+            alive=self._alive,
+            fleet=fleet,
+        )
+        self._turn: Job | None = None
+        self._next_heartbeat = 0.0
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the worker was asked to end."""
+        return self._shutdown_requested_date is not None
+
+    def bootstrap(self, *args: Any, **kwargs: Any) -> None:
+        """Take back what a killed predecessor held, load the models, and only then take turns."""
+        self._runner.recover()
+        self.connection.delete(self.key)
+        super().bootstrap(*args, **kwargs)
+        self._have_device()
+
+    def teardown(self) -> None:
+        self._device.close()
+        self._announcer.retire()
+        super().teardown()  # type: ignore[no-untyped-call]
+
+    def execute_job(self, job: Job, queue: Queue) -> None:
+        self._turn, self._next_heartbeat = job, 0.0
+        token = CURRENT.set(self._runner)
+        try:
+            super().execute_job(job, queue)
+        finally:
+            CURRENT.reset(token)
+            self._turn = None
+        self._announcer.announce("idle")
+
+    def heartbeat(self, *args: Any, **kwargs: Any) -> None:
+        """Say that the worker lives; between jobs, also start the device anew if it died."""
+        super().heartbeat(*args, **kwargs)
+        if self.get_state() == WorkerStatus.IDLE:
+            self._have_device()
+            self._announcer.announce("idle")
+
+    def get_heartbeat_ttl(self, job: Job) -> int:
+        return HEARTBEAT_TTL_S
+
+    def kill_horse(self, *_: Any) -> None:
+        """End the device process: RQ asks for this when it is told twice to stop."""
+        self._device.kill()
+
+    def _alive(self) -> None:
+        """Keep the worker known while a job runs: to RQ, and in the fleet."""
+        if self._turn is None:
+            return
+        self._announcer.announce("busy", job=str(self._turn.args[0]))
+        now = time.monotonic()
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + HEARTBEAT_S
+            self.maintain_heartbeats(self._turn)
+
+    def _have_device(self) -> None:
+        if self._device.pid is not None:
+            return
+        try:
+            self._device.ensure(while_waiting=lambda: self._announcer.announce("starting"))
+        except DeviceNotStarted as error:
+            self.failure = error
+            raise
+        self._announcer.offer(self._device.models, device=self._device.placement)

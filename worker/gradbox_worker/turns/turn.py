@@ -1,0 +1,243 @@
+"""One turn: a job's record goes from queued to running and on, while a device does the work.
+
+Nothing here knows which queue brought the turn: RQ calls `run_turn` by its name, and the in-process
+worker calls `TurnRunner.run`. What happens when:
+
+    the device …                              the record …
+    ────────────────────────────────────────  ──────────────────────────────────────────────
+    finished                                  done
+    failed (the job's own fault)              failed, never tried again
+    stopped because of a cancellation         cancelled
+    stopped because the time was up           failed with JobTimedOut
+    stopped because the worker leaves         queued again, no attempt used up
+    died                                      queued again, or WorkerLost after the last attempt
+    cannot be started                         queued again; the worker ends
+    lacks the model, and another has it       stays queued; the dispatcher feeds it again
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from gradbox.errors import GradboxError, JobFailed, JobTimedOut
+from gradbox.protocol import CotangentsLoss, GradientSpec, JobSpec, JobState, Problem
+from gradbox_service.jobs import Fleet, JobRecord, Records, Transition
+from gradbox_service.jobs.fleet import may_be_run
+from gradbox_service.store import ResultStore
+from gradbox_worker.device import (
+    Device,
+    DeviceNotStarted,
+    Died,
+    Failed,
+    Finished,
+    Outcome,
+    Work,
+)
+from gradbox_worker.turns.supervision import STORE_AWAY, Patience, StopReason, Watch
+
+log = logging.getLogger(__name__)
+
+STORE_RETRY_S: Final = 0.5
+
+
+def run_turn(job_id: str) -> str:
+    """Run a job in the worker whose process this is; the task that RQ's turns name.
+
+    Returns:
+        The state that the job is left in, or "skipped".
+    """
+    return CURRENT.get().run(job_id)
+
+
+@dataclass(frozen=True)
+class TurnRunner:
+    """Runs jobs on one device, on behalf of one worker."""
+
+    records: Records
+    results: ResultStore
+    device: Device
+    worker: str  # the worker's name, for the records
+    patience: Patience = field(default_factory=Patience)
+    leaving: Callable[[], bool] = lambda: False  # whether the worker was asked to end
+    alive: Callable[[], None] = lambda: None  # called with every beat
+    fleet: Fleet | None = None  # who else there is to run what this device has no model for
+
+    def run(self, job_id: str) -> str:
+        """Run the job if it is still queued; leave its record in the state that is due.
+
+        Returns:
+            The state that the job is left in, or "skipped".
+
+        Raises:
+            DeviceNotStarted: the job is queued again, but the worker had better end.
+        """
+        if self._is_for_others(job_id):
+            return "skipped"
+        record = self.records.update(
+            job_id,
+            lambda record: record.begin(worker=self.worker, now_s=time.time()),
+            lease_s=self.patience.lease_s,
+        )
+        if record is None:
+            log.info("job %s is not queued any more", job_id)
+            return "skipped"
+        log.info("job %s: attempt %d begins", job_id, record.attempt)
+        watch = Watch(
+            self.records,
+            job_id,
+            attempt=record.attempt,
+            timeout_s=record.timeout_s,
+            patience=self.patience,
+            leaving=self.leaving,
+            alive=self.alive,
+        )
+        try:
+            outcome = self._compute(record, watch)
+        except DeviceNotStarted:
+            self._end(record, _release(record.attempt))
+            raise
+        return self._end(record, _transition(record, outcome, watch.stop_reason))
+
+    def recover(self) -> None:
+        """Take back the jobs that a worker of this name held when it was killed.
+
+        Only for a worker that is sure to be the only one of its name.
+        """
+        for record in self.records.active():
+            if record.state is JobState.RUNNING and record.worker == self.worker:
+                log.warning("job %s was held when a worker of this name was killed", record.id)
+                self._end(record, _requeue(record.attempt, "the worker itself was killed"))
+
+    def _is_for_others(self, job_id: str) -> bool:
+        """Tell whether this device lacks the job's model while another worker may have it.
+
+        Where nobody has it, the job is begun all the same, to fail with what there is instead.
+        """
+        record = self.records.get(job_id)
+        if record is None or self.fleet is None:
+            return False
+        wanted = (record.model, record.model_version)
+        if wanted in [(model.name, model.version) for model in self.device.models]:
+            return False
+        others = [worker for worker in self.fleet.workers() if worker.name != self.worker]
+        if not may_be_run(*wanted, by=others):
+            return False
+        log.info("job %s is left to a worker that has %s", job_id, record.model)
+        return True
+
+    def _compute(self, record: JobRecord, watch: Watch) -> Outcome:
+        try:
+            spec = self.records.spec(record.id)
+        except GradboxError as error:  # another version of gradbox accepted it
+            return Failed(Problem.of(error))
+        if spec is None:
+            return Failed(
+                Problem.of(
+                    JobFailed("expected the job's spec in the store, found none: submit it again")
+                )
+            )
+        work = Work(
+            job_id=record.id,
+            attempt=record.attempt,
+            model=record.model,
+            model_version=record.model_version,
+            spec=spec,
+            result_path=self.results.path(record.id, attempt=record.attempt),
+            forward_result=self._forward_result(spec),
+            queued_s=max(0.0, (record.started_s or record.created_s) - record.created_s),
+        )
+        return self.device.run(work, watch)
+
+    def _forward_result(self, spec: JobSpec) -> Path | None:
+        """Return where the outputs are that a job's cotangents belong to."""
+        if not isinstance(spec, GradientSpec) or not isinstance(spec.loss, CotangentsLoss):
+            return None
+        forward = self.records.get(spec.loss.forward)
+        if forward is None:
+            return None
+        return self.results.path(forward.id, attempt=forward.attempt)
+
+    def _end(self, record: JobRecord, transition: Transition | None) -> str:
+        """Change the record, waiting for a store that is away, and keep a result only if it counts.
+
+        Raises:
+            redis.ConnectionError, redis.TimeoutError: it stayed away longer than the lease lives.
+        """
+        after = None if transition is None else self._update(record, transition)
+        if after is None:
+            log.warning("job %s: attempt %d does not count any more", record.id, record.attempt)
+        if after is None or after.state is not JobState.DONE:
+            self.results.discard(record.id, attempt=record.attempt)
+        if after is None:
+            return "skipped"
+        log.info("job %s: attempt %d left it %s", record.id, record.attempt, after.state)
+        return str(after.state)
+
+    def _update(self, held: JobRecord, transition: Transition) -> JobRecord | None:
+        give_up_at = time.monotonic() + self.patience.lease_s
+        while True:
+            try:
+                return self.records.update(held.id, transition) or self._done_before(held)
+            except STORE_AWAY:
+                if time.monotonic() >= give_up_at:
+                    raise
+                time.sleep(STORE_RETRY_S)
+
+    def _done_before(self, held: JobRecord) -> JobRecord | None:
+        """Return the record if this attempt is done already.
+
+        A change whose answer was lost is made, and does not apply again. Only the attempt's own
+        worker can have made this one.
+        """
+        record = self.records.get(held.id)
+        if record is None or (record.state, record.attempt) != (JobState.DONE, held.attempt):
+            return None
+        return record
+
+
+# The runner that `run_turn` speaks to: RQ hands a task nothing but its arguments.
+CURRENT: contextvars.ContextVar[TurnRunner] = contextvars.ContextVar("gradbox turn runner")
+
+
+def _transition(
+    record: JobRecord, outcome: Outcome, stop_reason: StopReason | None
+) -> Transition | None:
+    """Return how the record is to change; None if the job is not ours any more."""
+    attempt = record.attempt
+    match outcome, stop_reason:
+        case Finished(result=result), _:
+            return lambda r: r.finish(attempt=attempt, result=result, now_s=time.time())
+        case Failed(problem=problem), _:
+            return lambda r: r.fail(attempt=attempt, error=problem, now_s=time.time())
+        case _, StopReason.CANCELLED:
+            return lambda r: r.cancelled(attempt=attempt, now_s=time.time())
+        case _, StopReason.OUT_OF_TIME:
+            problem = Problem.of(_out_of_time(record))
+            return lambda r: r.fail(attempt=attempt, error=problem, now_s=time.time())
+        case _, StopReason.LEAVING:
+            return _release(attempt)
+        case Died(reason=reason), None:
+            return _requeue(attempt, f"its device process ended: {reason}")
+        case _:
+            return None
+
+
+def _out_of_time(record: JobRecord) -> JobTimedOut:
+    return JobTimedOut(
+        f"expected the job to end within its timeout_s of {record.timeout_s:g} s, but it still "
+        f"ran; submit it with a larger timeout_s, or with fewer or shorter shards"
+    )
+
+
+def _release(attempt: int) -> Transition:
+    return lambda record: record.release(attempt=attempt, now_s=time.time())
+
+
+def _requeue(attempt: int, reason: str) -> Transition:
+    return lambda record: record.requeue(attempt=attempt, reason=reason, now_s=time.time())
