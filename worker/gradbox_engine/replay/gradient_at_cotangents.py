@@ -101,20 +101,20 @@ def gradient_at_cotangents(
     sums = GradientSums(selection.parameters)
     with prepared(model, groups, selection, told) as ready:
         clock = PhaseClock(ready.device)
-        given = _parts(groups, cotangents, first.rows)
-        if not any(given.values()):
+        parts = _parts(groups, cotangents, first.rows)
+        given = {position: part for position, part in parts.items() if part}
+        if not given:
             raise BadInputs("cotangents: expected one for a group of the job, got none")
         needed = nonzero(given)
         with clock.timed("replay"):
             if isinstance(first, KeptPass):
-                records = first.usable(
-                    parameters=frozenset(selection.parameters), inputs=ready.inputs
-                )
+                parameters = frozenset(selection.parameters)
+                records = first.usable_for(given, parameters=parameters, inputs=ready.inputs)
             elif first.stateful:
                 records = _repeated_first_pass(ready, first, observer)
             else:
                 records = _records_of(ready, _parts(groups, first.outputs, first.rows))
-            free_graphs(records, {p for p, part in given.items() if part} - needed.keys())
+            free_graphs(records, given.keys() - needed.keys())
             once = partial(replay, ready, records, needed, sums, observer=observer)
             if told.precision == "fp16":
                 replayed = repeated_until_finite(once, needed, sums)

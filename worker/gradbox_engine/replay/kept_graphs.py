@@ -11,9 +11,10 @@ float64 is kept, none of the same model in another precision may begin, nor the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
+from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.replay.retention import HELD_FACTOR
 from gradbox_engine.replay.shard_record import ShardRecord
 
@@ -58,10 +59,14 @@ class KeptPass:
         for record in self.records:
             record.free_graph()
 
-    def usable(
-        self, *, parameters: frozenset[str], inputs: Mapping[str, Sequence[str]]
+    def usable_for(
+        self,
+        positions: Container[Position],
+        *,
+        parameters: frozenset[str],
+        inputs: Mapping[str, Sequence[str]],
     ) -> list[ShardRecord]:
-        """Return the records, having freed the graphs that differentiate anything else.
+        """Return the records, having freed graphs at positions that differentiate anything else.
 
         A graph that differentiates more would do, but not to the last bit: kernels may depend on
         what is wanted.
@@ -71,6 +76,8 @@ class KeptPass:
         """
         wanted = list(inputs.items())
         for record in self.records:
+            if record.position not in positions:
+                continue
             group, names = wanted[record.position.group]
             if parameters != self.parameters or set(names) != set(self.inputs[group]):
                 record.free_graph()
