@@ -134,7 +134,7 @@ class CallOptions:
 
 @dataclass(frozen=True)
 class SetGradient:
-    """dL/dθ and what is known of how it came about.
+    """dL/dθ and how it was computed.
 
     `unreached` names gradients that are zeros because no path leads from the loss to the parameter.
     `buffers` are the model's buffers advanced once per shard. `replay_difference` is the largest
@@ -158,7 +158,7 @@ class SetGradient:
 
 @dataclass(frozen=True)
 class MixedResult:
-    """dt/dy and what is known of how it came about.
+    """dt/dy and how it was computed.
 
     `grads` are in float32 or wider, under the names that the objectives gave their parameters;
     `unreached` names those that are zeros because no path leads to them. `fallbacks` counts, by

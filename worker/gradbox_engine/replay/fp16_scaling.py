@@ -2,7 +2,7 @@
 
 float16 ends at 6e-8 below and 65504 above. A replay in fp16 multiplies all cotangents by one power
 of two that lifts the largest entry to about 256, and divides the sums by it; where a gradient
-overflows on its way all the same, the replay is repeated at a 64th of the scale.
+overflows all the same, the replay is repeated at a 64th of the scale.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 """
