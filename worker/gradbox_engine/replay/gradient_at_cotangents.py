@@ -9,8 +9,8 @@ are compared with the outputs that the cotangents belong to. The sum runs in the
 case, so on a CPU the result has the same bits, and those of `set_gradient`.
 
 Cost, with F and B one shard's forward and backward, n shards, k of them kept: nB + (n − k)F; from
-outputs alone n(B + F), and up to nF more for a model whose buffers change. A shard whose cotangent is
-zero needs no backward pass. Memory beyond the model: one graph and those kept, Z, ∂L/∂Z, and one
+outputs alone n(B + F), and up to nF more for a model whose buffers change. A shard whose cotangent
+is zero needs no backward pass. Memory beyond the model: one graph and those kept, Z, ∂L/∂Z, and one
 sum of gradients.
 """
 
