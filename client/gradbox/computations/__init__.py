@@ -6,11 +6,11 @@ functions, cuts its tensors into blobs and names both in a spec. Nothing here ta
 
 from gradbox.computations.forward import Forward
 from gradbox.computations.gradient import Gradient
-from gradbox.computations.losses import Builtin, Cotangents
+from gradbox.computations.loss_kinds import Builtin, Cotangents
 from gradbox.computations.mixed_gradient import MixedGradient
 from gradbox.computations.penalty import Penalty
 from gradbox.computations.per_sample import Jacobian, PerSampleGradient
-from gradbox.computations.shared import Computation, Prepared
+from gradbox.computations.computation import Computation, Prepared
 
 __all__ = [
     "Builtin",

@@ -5,7 +5,7 @@ answers, `receipt` is what a result file says of its own making. `docs/wire.md` 
 prose.
 """
 
-from gradbox.protocol.parts import (
+from gradbox.protocol.spec_fields import (
     PROTOCOL,
     BuiltinLoss,
     CotangentsLoss,

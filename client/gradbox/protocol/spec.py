@@ -13,7 +13,7 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, mod
 from pydantic_core import from_json
 
 from gradbox.errors import InvalidJob
-from gradbox.protocol.parts import (
+from gradbox.protocol.spec_fields import (
     PROTOCOL,
     CotangentsLoss,
     DifferentiatedSpec,

@@ -13,11 +13,11 @@ from pydantic import ValidationError
 
 from gradbox.errors import InvalidJob, ProtocolError
 from gradbox.protocol import Receipt
-from gradbox.results.applying import add_gradients
+from gradbox.results.grad_accumulation import add_gradients
 from gradbox.results.factor_metadata import FACTORS
 from gradbox.results.result_files import LocalFile, ResultFile
-from gradbox.results.sample_algebra import MultipliedOut, SampleAlgebra
-from gradbox.tensors.safetensors_bytes import is_torch_importable
+from gradbox.results.row_reductions import FactoredRows, RowReductions
+from gradbox.tensors.tensor_bytes import is_torch_importable
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class Tensors(Mapping[str, Any]):
         return f"<{len(self)} tensors: {', '.join([*self][:3])}{', …' if len(self) > 3 else ''}>"
 
 
-class GradResult(SampleAlgebra):
+class GradResult(RowReductions):
     """What a job computed: a safetensors file, read lazily.
 
     Attributes:
@@ -84,7 +84,7 @@ class GradResult(SampleAlgebra):
             ) from None
         stored = file.names
         self.grads: Mapping[str, Any] = (
-            MultipliedOut(self)
+            FactoredRows(self)
             if FACTORS in file.metadata
             else Tensors(file, "grads", _names(stored, "grads", self.manifest.names))
         )
