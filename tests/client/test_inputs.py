@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gradbox import Builtin, Gradient, InvalidInputs, InvalidJob
-from gradbox.inputs.uploads import LONE_BYTES, PACK_BYTES, Uploads
 from gradbox.inputs.shards import read_groups
+from gradbox.inputs.uploads import LONE_BYTES, PACK_BYTES, Uploads
 from gradbox.protocol import GraphLoss
 from gradbox.tensors.tensor_bytes import tensor_bytes
 

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidInputs, InvalidJob
-from gradbox.inputs.uploads import Uploads
 from gradbox.inputs.shards import ShardGroup, read_groups
+from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import CotangentGradientSpec, JobSpec, TracedFunction
 from gradbox.protocol.spec import describe_validation
 from gradbox.tensors.blob import Blob

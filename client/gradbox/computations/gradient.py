@@ -7,10 +7,10 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from gradbox.builtin_losses.signatures import check_builtin
+from gradbox.computations.computation import Differentiated, Prepared, checked, listed
 from gradbox.computations.function_inputs import split_tensors_and_scalars
 from gradbox.computations.loss_kinds import Builtin, Cotangents
 from gradbox.computations.penalty import Penalty
-from gradbox.computations.computation import Differentiated, Prepared, checked, listed
 from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidJob
 from gradbox.inputs.uploads import Uploads
@@ -21,8 +21,8 @@ from gradbox.protocol import (
     GraphLoss,
     TracedFunction,
 )
-from gradbox.protocol.spec_fields import Scalar
 from gradbox.protocol.spec import Returned
+from gradbox.protocol.spec_fields import Scalar
 from gradbox.tensors.tensor_bytes import tensor_bytes
 
 if TYPE_CHECKING:

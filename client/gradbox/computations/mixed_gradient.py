@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradbox.computations.function_inputs import split_tensors_and_scalars
 from gradbox.computations.computation import Computation, Prepared, checked, listed
+from gradbox.computations.function_inputs import split_tensors_and_scalars
 from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidInputs
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import MixedGradientSpec, TensorRef, TracedFunction
-from gradbox.protocol.spec_fields import Scalar
 from gradbox.protocol.spec import MixedReturned
+from gradbox.protocol.spec_fields import Scalar
 from gradbox.tensors.tensor_bytes import TensorBytes, tensor_bytes
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gradbox.computations.computation import Computation, Prepared, checked, listed
 from gradbox.computations.function_inputs import split_tensors_and_scalars
 from gradbox.computations.loss_kinds import Builtin
-from gradbox.computations.computation import Computation, Prepared, checked, listed
 from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.uploads import Uploads

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gradbox.computations import Computation, Forward, Gradient
 from gradbox.computations.computation import listed
 from gradbox.errors import InvalidInputs
+from gradbox.printable import printable
 from gradbox.protocol import ModelView
 from gradbox.remote.autograd import Unfetched
 from gradbox.remote.batch import BARE, Batch
@@ -95,7 +96,7 @@ class RemoteModel:
         self._grads: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
-        return f"<RemoteModel {self._view.name} at {self._client.url}, {self._mode}>"
+        return f"<RemoteModel {printable(self._view.name)} at {self._client.url}, {self._mode}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; a single dict or tuple is the arguments of a shard.

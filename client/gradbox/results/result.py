@@ -12,9 +12,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from gradbox.errors import InvalidJob, ProtocolError
+from gradbox.printable import printable
 from gradbox.protocol import Receipt
-from gradbox.results.grad_accumulation import add_gradients
 from gradbox.results.factor_metadata import FACTORS
+from gradbox.results.grad_accumulation import add_gradients
 from gradbox.results.result_files import LocalFile, ResultFile
 from gradbox.results.row_reductions import FactoredRows, RowReductions
 from gradbox.tensors.tensor_bytes import is_torch_importable
@@ -117,7 +118,7 @@ class GradResult(RowReductions):
 
     def __repr__(self) -> str:
         loss = "" if self.manifest.loss is None else f" loss {self.manifest.loss:g},"
-        return f"<GradResult of job {self.manifest.job}:{loss} {len(self.grads)} grads>"
+        return f"<GradResult of job {printable(self.manifest.job)}:{loss} {len(self.grads)} grads>"
 
     @property
     def loss(self) -> float:

@@ -20,7 +20,6 @@ from gradbox.http.connection import Connection
 from gradbox.http.download import download
 from gradbox.protocol import ResultView
 from gradbox.tensors.lazy_tensor import LazyTensor, Region, array_of
-from gradbox.tensors.tensor_bytes import DTYPES, is_torch_importable
 from gradbox.tensors.safetensors_header import (
     DTYPE_BYTES,
     LENGTH_BYTES,
@@ -29,6 +28,7 @@ from gradbox.tensors.safetensors_header import (
     header_length,
     parse_header,
 )
+from gradbox.tensors.tensor_bytes import DTYPES, is_torch_importable
 
 # One request brings most headers whole.
 FIRST_BYTES: Final = 64 * 2**10
