@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+
 from gradbox.errors import GradboxError, JobCancelled, JobFailed, ResultNotReady
 from gradbox.http.connection import Connection, parsed
 from gradbox.http.download import download
@@ -157,13 +159,13 @@ class Job:
     def delete(self) -> None:
         """Delete what the box keeps of a job that is over: its result, and its record's details.
 
-        Afterwards `result`, `open` and `fetch` raise ResultGone.
+        Afterwards `result`, `open` and `fetch` raise ResultGone. Nothing happens if it is gone.
 
         Raises:
-            ResultNotReady: it is not over: cancel it first.
-            ResultGone: that has been done, or the result has expired.
+            ResultNotReady: the job is not over: cancel it first.
         """
-        self._connection.request("DELETE", self._result_path)
+        gone = httpx.codes.GONE
+        self._connection.request("DELETE", self._result_path, accept=(gone,))
 
     @property
     def _result_path(self) -> str:
