@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from gradbox.errors import InvalidJob
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec
 from gradbox.protocol.spec_fields import (
+    NUMBER,
     PROTOCOL,
     CotangentsLoss,
     DifferentiatedSpec,
@@ -55,7 +56,7 @@ class ForwardSpec(DifferentiatedSpec):
     """
 
     computation: Literal["forward"]
-    retain: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
+    retain: Literal["auto"] | Annotated[int, NUMBER, Field(ge=0)] = 0
     returns: Annotated[list[ForwardReturned], Field(min_length=1)] = ["outputs"]
 
 
@@ -83,7 +84,7 @@ class CotangentGradientSpec(Wire):
     loss names, so they cannot be given.
     """
 
-    protocol: Literal[1] = PROTOCOL
+    protocol: Annotated[Literal[1], NUMBER] = PROTOCOL
     computation: Literal["gradient"]
     loss: CotangentsLoss
     wrt: Annotated[list[str], Field(min_length=1)] | None = None
