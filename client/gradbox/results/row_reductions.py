@@ -1,4 +1,4 @@
-"""What the rows of a per-sample result are reduced to: on the box, or here from what came.
+"""What the rows of a per-sample result are reduced to: on the box, or here from its rows.
 
 Here it is done by `gradbox_factors`, which also the box uses, so both give the same. Rows that came
 as factors are never multiplied out for it.
@@ -184,7 +184,7 @@ class RowReductions:
 
     @property
     def _row_dims(self) -> int:
-        """How many dims stand before a parameter's own in `grads`."""
+        """The number of dims before a parameter's own in `grads`."""
         if self.manifest.computation not in PER_SAMPLE or self.manifest.reduce != "none":
             return 0
         return 1 if self._squeezed else 2
@@ -214,7 +214,7 @@ class RowReductions:
         if not is_torch_importable():
             raise InvalidJob(
                 f"{wanted}: expected torch on this machine to reduce rows with, found none: "
-                f"pip install 'gradregion[torch]', or have the box reduce them"
+                f"pip install 'gradbox[torch]', or have the box reduce them"
             )
         return self._factored
 
@@ -222,7 +222,14 @@ class RowReductions:
     def _factored(self) -> Factored:
         """The rows as terms: those that came, or the arrays themselves."""
         if FACTORS in self._file.metadata:
-            return read_factors(self._file.metadata[FACTORS], self._factor)
+            return read_factors(
+                self._file.metadata[FACTORS],
+                self._factor,
+                stored=self._file.stored,
+                names=self.manifest.names,
+                samples=self.manifest.samples,
+                outputs=self.manifest.outputs,
+            )
         from gradbox_factors import Block, Factored
 
         piece = {}
