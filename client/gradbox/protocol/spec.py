@@ -138,7 +138,7 @@ def parse_spec(body: bytes | str | dict[str, Any]) -> JobSpec:
 
     Raises:
         InvalidJob: it is not JSON, or not a job; the message names the field, what was expected
-            and what came.
+            and what was given.
     """
     try:
         if isinstance(body, dict):

@@ -1,6 +1,6 @@
 """What the specs of all computations are made of.
 
-Tensors never stand in a spec: it names blobs by digest and tensors inside them by name.
+A spec holds no tensors: it names blobs by digest and tensors inside them by name.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class GraphLoss(Wire):
 
 
 class BuiltinLoss(Wire):
-    """A loss that gradbox carries, by name: see `gradbox.losses`."""
+    """A loss that is part of gradbox, by name: see `gradbox.losses`."""
 
     kind: Literal["builtin"] = "builtin"
     name: Identifier
@@ -111,7 +111,7 @@ class CotangentsLoss(Wire):
     """A loss that ran elsewhere: ∂L/∂Z at the outputs of the job `forward`.
 
     `tensors` go by GROUP, or by GROUP/NAME where the readout gave several, as that job's outputs
-    do, and have their shapes. What is missing is zero.
+    do, and have their shapes. Missing ones are zero.
     """
 
     kind: Literal["cotangents"] = "cotangents"
