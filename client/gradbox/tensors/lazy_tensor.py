@@ -16,8 +16,9 @@ Region = tuple[slice, ...]
 class LazyTensor:
     """Behaves like a tensor, and reads no more of it than is indexed.
 
-    `x[3:5]`, `x[0, 2]` and the like read that part alone. All else that a tensor can do (`x.norm()`,
-    `x * 2`, `torch.equal(x, y)`) reads it whole, each time again: keep `x[:]` to do more with it.
+    `x[3:5]`, `x[0, 2]` and the like read that part alone. All else that a tensor can do
+    (`x.norm()`, `x * 2`, `torch.equal(x, y)`) reads it whole, each time again: keep `x[:]` to do
+    more with it.
     """
 
     def __init__(
