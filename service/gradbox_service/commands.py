@@ -56,7 +56,8 @@ def register_tokens(subparsers: Subparsers) -> None:
 
 def run_service(args: argparse.Namespace) -> int:
     """Serve until stopped."""
-    from gradbox_service.http.server import CannotListen, serve
+    from gradbox_service.http.listening import CannotListen
+    from gradbox_service.http.server import serve
 
     logging.basicConfig(
         level=logging.INFO,

@@ -20,7 +20,7 @@ from typing import Final
 
 from gradbox.errors import GradboxError
 from gradbox.settings import FILE, ClientSettings, read_settings, write_settings
-from gradbox_service.http.server import bind, url_of
+from gradbox_service.http.listening import bind, check_exposure, url_of
 from gradbox_service.jobs.connection import connect
 from gradbox_service.settings import Settings, arguments_of
 from gradbox_service.tokens import RedisTokens
