@@ -12,6 +12,7 @@ from gradbox.errors import GradboxError
 
 GIB = 2**30
 MIB = 2**20
+DAY_S = 24 * 3600.0
 
 
 class BadSettings(GradboxError, ValueError):
@@ -39,6 +40,20 @@ class Settings:
     max_attempts: int = 3
     # How long the service waits for open requests when it stops.
     drain_s: float = 10.0
+    # What stays free on the disk; None is the larger of 1 GiB and 5 % of the disk.
+    disk_reserve_bytes: int | None = None
+    # What one owner's blobs and results may take together; None is no limit.
+    owner_quota_bytes: int | None = None
+    # What all blobs and results may take of the room that the box has: theirs and what is free.
+    storage_share: float = 0.8
+    # A result or a blob goes when nobody used it for so long, a record so long after its job ended.
+    result_age_s: float = 7 * DAY_S
+    blob_age_s: float = 30 * DAY_S
+    record_age_s: float = 90 * DAY_S
+    # How often all of this is looked at.
+    clean_every_s: float = 60.0
+    # How much memory the embedded Redis may take; new jobs are refused before it is reached.
+    redis_memory_bytes: int = 2 * GIB
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None, **given: Any) -> Settings:

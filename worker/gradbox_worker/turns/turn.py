@@ -151,6 +151,7 @@ class TurnRunner:
             result_path=self.results.path(record.id, attempt=record.attempt),
             forward_result=self._forward_result(spec),
             queued_s=max(0.0, (record.started_s or record.created_s) - record.created_s),
+            disk_reserve_bytes=self.results.room.reserve_bytes,
         )
         return self.device.run(work, watch)
 
