@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import redis
 
 from gradbox_service.jobs.connection import connect
-from gradbox_service.settings import BadSettings, Settings
+from gradbox_service.settings import EMBEDDED, BadSettings, Settings, add_arguments, given_in
 from gradbox_service.tokens import BadTokenName, RedisTokens
 from gradbox_service.up.embedded_redis import url_in
 
@@ -29,10 +29,7 @@ DONE, WRONG_USAGE, UNREACHABLE = 0, 2, 3
 def register_service(subparsers: Subparsers) -> None:
     """Add `gradbox service`."""
     parser = subparsers.add_parser("service", help="run the HTTP service alone")
-    parser.add_argument("--host", help="address to listen on (GRADBOX_HOST, 127.0.0.1)")
-    parser.add_argument("--port", help="port to listen on, 0 for a free one (GRADBOX_PORT, 8642)")
-    parser.add_argument("--data", type=Path, help="folder of blobs and results (GRADBOX_DATA)")
-    parser.add_argument("--redis-url", help="address of Redis (GRADBOX_REDIS_URL)")
+    add_arguments(parser, leave_out=EMBEDDED)
     parser.add_argument("--fd", type=int, help="a listening socket to use, by its number")
     parser.set_defaults(func=run_service)
 
@@ -67,9 +64,7 @@ def run_service(args: argparse.Namespace) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     try:
-        settings = Settings.read(
-            host=args.host, port=args.port, data=args.data, redis_url=args.redis_url
-        )
+        settings = Settings.read(**given_in(args))
         serve(
             settings,
             listening=lambda url: print(f"gradbox service at {url}", flush=True),

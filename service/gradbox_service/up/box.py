@@ -22,7 +22,7 @@ from gradbox.errors import GradboxError
 from gradbox.settings import FILE, ClientSettings, read_settings, write_settings
 from gradbox_service.http.server import bind, url_of
 from gradbox_service.jobs.connection import connect
-from gradbox_service.settings import Settings
+from gradbox_service.settings import EMBEDDED, Settings, arguments_of
 from gradbox_service.tokens import RedisTokens
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from gradbox_service.up.part import Part, ended
@@ -109,8 +109,8 @@ class Box:
         return 0
 
     def _service(self, bound: socket.socket, redis_url: str) -> Part:
-        arguments = ["--fd", str(bound.fileno()), "--data", str(self._data)]
-        arguments += ["--redis-url", redis_url]
+        settings = self._settings.model_copy(update={"data": self._data, "redis_url": redis_url})
+        arguments = ["--fd", str(bound.fileno()), *arguments_of(settings, leave_out=EMBEDDED)]
         return Part(
             "service",
             "gradbox_service",
