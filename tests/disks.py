@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,3 +27,14 @@ def small_disk(folder: Path, *, size_bytes: int) -> Iterator[Path]:
     finally:
         # Lazily: a process of a failed test may still have a file open.
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def largest_file(size_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond a size: what does meets EFBIG."""
+    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))

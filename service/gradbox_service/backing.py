@@ -57,21 +57,22 @@ class Backing:
             fleet=RedisFleet(connection),
             tokens=RedisTokens(connection),
             leadership=RedisLeadership(connection),
-            blobs=blob_store(settings.data),
-            results=result_store(settings.data),
+            blobs=blob_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
+            results=result_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
             owners=RedisBlobOwners(connection),
         )
 
     @classmethod
-    def in_memory(cls, data: Path) -> Backing:
+    def in_memory(cls, data: Path, *, settings: Settings | None = None) -> Backing:
         """Return the backing of a box inside one process; files are under `data`."""
+        reserve_bytes = None if settings is None else settings.disk_reserve_bytes
         return cls(
             records=MemoryRecords(),
             turns=MemoryTurns(),
             fleet=MemoryFleet(),
             tokens=MemoryTokens(),
             leadership=SoleLeadership(),
-            blobs=blob_store(data),
-            results=result_store(data),
+            blobs=blob_store(data, reserve_bytes=reserve_bytes),
+            results=result_store(data, reserve_bytes=reserve_bytes),
             owners=MemoryBlobOwners(),
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import redis
 
 from gradbox_service.jobs.connection import connect
-from gradbox_service.settings import BadSettings, Settings, add_arguments, given_in
+from gradbox_service.settings import EMBEDDED, BadSettings, Settings, add_arguments, given_in
 from gradbox_service.tokens import BadTokenName, RedisTokens
 from gradbox_service.up.embedded_redis import url_in
 
@@ -29,7 +29,7 @@ DONE, WRONG_USAGE, UNREACHABLE = 0, 2, 3
 def register_service(subparsers: Subparsers) -> None:
     """Add `gradbox service`."""
     parser = subparsers.add_parser("service", help="run the HTTP service alone")
-    add_arguments(parser)
+    add_arguments(parser, leave_out=EMBEDDED)
     parser.add_argument("--fd", type=int, help="a listening socket to use, by its number")
     parser.set_defaults(func=run_service)
 
@@ -40,6 +40,9 @@ def register_tokens(subparsers: Subparsers) -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     create = actions.add_parser("create", help="make a token; it is shown this once")
     create.add_argument("name", help="whose jobs these will be")
+    create.add_argument(
+        "--admin", action="store_true", help="for the box's owner: everybody's jobs, and priority"
+    )
     listing = actions.add_parser("list", help="list the tokens")
     revoke = actions.add_parser("revoke", help="make a token worthless")
     revoke.add_argument("name", help="the token's id, or the name that all of its tokens have")
@@ -106,9 +109,9 @@ def _redis_url(args: argparse.Namespace) -> str:
 
 def create_token(tokens: RedisTokens, args: argparse.Namespace) -> int:
     """Make a token and print it."""
-    token = tokens.create(args.name)
+    token = tokens.create(args.name, admin=args.admin)
     if args.json:
-        print(json.dumps({"name": args.name, "token": token}))
+        print(json.dumps({"name": args.name, "admin": args.admin, "token": token}))
     else:
         print(token)
         print("It is not stored and cannot be shown again.", file=sys.stderr)
@@ -123,7 +126,7 @@ def list_tokens(tokens: RedisTokens, args: argparse.Namespace) -> int:
         return DONE
     for info in found:
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(info.created_s))
-        print(f"{info.id}  {made}  {info.name}")
+        print(f"{info.id}  {made}  {'admin' if info.admin else 'user':5}  {info.name}")
     return DONE
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from argparse import BooleanOptionalAction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -19,11 +19,15 @@ from gradbox.errors import GradboxError
 
 GIB = 2**30
 MIB = 2**20
+DAY_S = 24 * 3600.0
 KIB = 2**10
 
 Bytes = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+# Settings of the Redis that `gradbox up` brings; a service alone has none.
+EMBEDDED = ("fsync", "redis_memory_bytes")
 
 
 class BadSettings(GradboxError, ValueError):
@@ -84,6 +88,26 @@ class Settings(BaseSettings):
     drain_s: Seconds = 10.0
     """how long open requests may take when the service stops"""
 
+    disk_reserve_bytes: Bytes | None = None
+    """what stays free on the disk; the larger of 1 GiB and 5 % of the disk if not given"""
+    owner_quota_bytes: Bytes | None = None
+    """what one owner's blobs and results may take together; without it there is no limit"""
+    storage_share: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """what all blobs and results may take of the room there is: theirs and what is free"""
+    result_age_s: Seconds = 7 * DAY_S
+    """when a result goes that nobody has read for so long"""
+    blob_age_s: Seconds = 30 * DAY_S
+    """when a blob goes that nobody has used for so long"""
+    record_age_s: Seconds = 90 * DAY_S
+    """when the record of a job goes, after the job's end"""
+    clean_every_s: Seconds = 60.0
+    """how often expired results, blobs and records are looked for"""
+
+    fsync: Literal["everysec", "always"] = "everysec"
+    """when the embedded Redis flushes to disk; everysec may lose a second in a power cut"""
+    redis_memory_bytes: Bytes = 2 * GIB
+    """what the embedded Redis may take; new jobs are refused before it is reached"""
+
     @classmethod
     def read(cls, **given: Any) -> Settings:
         """Return what the environment says; of `given`, what is not None wins.
@@ -123,14 +147,13 @@ def given_in(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name, None) for name in Settings.model_fields}
 
 
-def arguments_of(settings: Settings) -> list[str]:
+def arguments_of(settings: Settings, *, leave_out: tuple[str, ...] = ()) -> list[str]:
     """Return the command line that gives these settings, without those left at their defaults."""
     arguments = []
     for name, value in settings:
-        if value is True:
-            arguments += [_flag(name)]
-        elif value != Settings.model_fields[name].default:
-            arguments += [_flag(name), str(value)]
+        if name in leave_out or value == Settings.model_fields[name].default:
+            continue
+        arguments += [_flag(name)] if value is True else [_flag(name), str(value)]
     return arguments
 
 

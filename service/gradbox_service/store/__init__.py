@@ -4,6 +4,7 @@ from gradbox_service.store.blobs import BlobStore, Upload
 from gradbox_service.store.layout import blob_store, result_store
 from gradbox_service.store.owners import BlobOwners, MemoryBlobOwners, RedisBlobOwners
 from gradbox_service.store.results import ResultStore
+from gradbox_service.store.room import Room
 
 __all__ = [
     "BlobOwners",
@@ -11,6 +12,7 @@ __all__ = [
     "MemoryBlobOwners",
     "RedisBlobOwners",
     "ResultStore",
+    "Room",
     "Upload",
     "blob_store",
     "result_store",

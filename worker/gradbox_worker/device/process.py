@@ -133,6 +133,7 @@ class DeviceProcess:
             result_path=work.result_path,
             forward_result=work.forward_result,
             queued_s=work.queued_s,
+            disk_reserve_bytes=work.disk_reserve_bytes,
         )
         assert self._connection is not None  # since ensure
         try:
