@@ -17,7 +17,7 @@ lease change together or not at all.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import redis
@@ -44,7 +44,7 @@ PAGE = 200
 
 
 class RedisRecords:
-    """Implements `Records` on a Redis of version 6.2 or newer, or a Valkey."""
+    """Implements `Records` on a Redis of version 7.0 or newer, or a Valkey."""
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
@@ -103,6 +103,13 @@ class RedisRecords:
             records = self._many(cast("list[bytes]", ids))
             found += [record for record in records if state in (None, record.state)]
         return found[:limit]
+
+    def owners(self) -> Sequence[str]:
+        keys = cast("Iterable[bytes]", self._redis.scan_iter(match="gradbox:owner:*", count=1000))
+        return sorted({key.decode().removeprefix("gradbox:owner:") for key in keys})
+
+    def num_active(self, owner: str) -> int:
+        return self._redis.zintercard(2, ["gradbox:active", f"gradbox:owner:{owner}"])
 
     def active(self) -> Sequence[JobRecord]:
         ids = cast("list[bytes]", self._redis.zrange(ACTIVE, 0, -1))
