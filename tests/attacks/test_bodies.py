@@ -116,7 +116,8 @@ def test_many_large_bodies_at_once_take_the_memory_of_few(service: Service) -> N
 def test_many_slow_large_bodies_keep_no_other_waiting(service: Service) -> None:
     """A body that is still on its way holds neither memory nor the turn of another."""
     head = (
-        f"POST /v1/jobs HTTP/1.1\r\nHost: box\r\nAuthorization: Bearer {service.token_of('eve')}\r\n"
+        "POST /v1/jobs HTTP/1.1\r\nHost: box\r\n"
+        f"Authorization: Bearer {service.token_of('eve')}\r\n"
         f"Content-Length: {LIMIT_BYTES}\r\n\r\n"
     ).encode()
     before = service.peak_bytes()

@@ -146,7 +146,8 @@ def test_a_second_request_that_is_never_finished_is_given_up(service: Service) -
 
 def post_head(service: Service, *, length: int) -> bytes:
     return (
-        f"POST /v1/jobs HTTP/1.1\r\nHost: box\r\nAuthorization: Bearer {service.token_of('eve')}\r\n"
+        "POST /v1/jobs HTTP/1.1\r\nHost: box\r\n"
+        f"Authorization: Bearer {service.token_of('eve')}\r\n"
         f"Content-Length: {length}\r\n\r\n"
     ).encode()
 
