@@ -13,6 +13,7 @@
     ├── JobNotFound                     no such job, or somebody else's
     ├── IdempotencyConflict             one key, two different jobs
     ├── ResultNotReady                  the job has no result: it still runs, or it did not end well
+    ├── ResultGone                      the result was deleted: by its owner, by age, for room
     ├── JobFailed                       the job ended in `failed`
     │   ├── ReplayMismatch              a replay did not reproduce the first pass
     │   ├── LossNotFinite               the loss is NaN or infinite
@@ -24,6 +25,7 @@
     ├── JobCancelled                    the job ended in `cancelled`
     ├── ServiceUnavailable              the box cannot be reached, or asks to come back later
     │   └── StorageFull                 the box's disk is full
+    │       └── QuotaExceeded           the owner's share of it is
     └── ProtocolError                   the other side speaks something else
 
 On the wire an error is an RFC 9457 problem whose `type` is `urn:gradbox:problem:CODE`; each class
@@ -154,6 +156,15 @@ class ResultNotReady(GradboxError):
     status = 409
 
 
+class ResultGone(GradboxError):
+    """The job had a result, which has been deleted; the same job can be submitted again."""
+
+    code = "result-gone"
+    title = "The result was deleted"
+    category = "user"
+    status = 410
+
+
 class JobFailed(GradboxError):
     """The job ended in `failed`."""
 
@@ -249,6 +260,13 @@ class StorageFull(ServiceUnavailable):
     code = "storage-full"
     title = "The disk is full"
     status = 507
+
+
+class QuotaExceeded(StorageFull):
+    """What the owner's blobs and results take reaches the box's limit for one owner."""
+
+    code = "quota-exceeded"
+    title = "Your share of the disk is full"
 
 
 class ProtocolError(GradboxError):
