@@ -112,4 +112,4 @@ def _turn(rq_id: str) -> Turn | None:
     return None if found is None else Turn(found[1], int(found[2]))
 
 
-_RQ_ID = re.compile(r"(.+)-(\d{1,9})-[0-9a-f]{8}")
+_RQ_ID = re.compile(r"(.+)-(\d{1,9})-[0-9a-f]+")
