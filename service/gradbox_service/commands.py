@@ -41,6 +41,9 @@ def register_tokens(subparsers: Subparsers) -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     create = actions.add_parser("create", help="make a token; it is shown this once")
     create.add_argument("name", help="whose jobs these will be")
+    create.add_argument(
+        "--admin", action="store_true", help="for the box's owner: everybody's jobs, and priority"
+    )
     listing = actions.add_parser("list", help="list the tokens")
     revoke = actions.add_parser("revoke", help="make a token worthless")
     revoke.add_argument("name", help="the token's id, or the name that all of its tokens have")
@@ -57,7 +60,8 @@ def register_tokens(subparsers: Subparsers) -> None:
 
 def run_service(args: argparse.Namespace) -> int:
     """Serve until stopped."""
-    from gradbox_service.http.server import CannotListen, serve
+    from gradbox_service.http.listening import CannotListen
+    from gradbox_service.http.server import serve
 
     logging.basicConfig(
         level=logging.INFO,
@@ -112,9 +116,9 @@ def _redis_url(args: argparse.Namespace) -> str:
 
 def create_token(tokens: RedisTokens, args: argparse.Namespace) -> int:
     """Make a token and print it."""
-    token = tokens.create(args.name)
+    token = tokens.create(args.name, admin=args.admin)
     if args.json:
-        print(json.dumps({"name": args.name, "token": token}))
+        print(json.dumps({"name": args.name, "admin": args.admin, "token": token}))
     else:
         print(token)
         print("It is not stored and cannot be shown again.", file=sys.stderr)
@@ -129,7 +133,7 @@ def list_tokens(tokens: RedisTokens, args: argparse.Namespace) -> int:
         return DONE
     for info in found:
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(info.created_s))
-        print(f"{info.id}  {made}  {info.name}")
+        print(f"{info.id}  {made}  {'admin' if info.admin else 'user':5}  {info.name}")
     return DONE
 
 

@@ -8,6 +8,7 @@ the environment.
 from __future__ import annotations
 
 import argparse
+from argparse import BooleanOptionalAction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -55,11 +56,32 @@ class Settings(BaseSettings):
     """address to listen on"""
     port: Annotated[int, Field(ge=0, le=65535)] = 8642
     """port to listen on, 0 for a free one"""
+    tls_cert: Path | None = None
+    """certificate chain in PEM; with it the service speaks TLS"""
+    tls_key: Path | None = None
+    """private key of the certificate, in PEM"""
+    insecure: bool = False
+    """listen without TLS on an address that others reach"""
 
     max_blob_bytes: Bytes = 64 * GIB
     """largest blob that is taken"""
     max_spec_bytes: Bytes = 8 * MIB
     """largest posted job that is taken"""
+    max_spec_values: Count = 250_000
+    """most values in a posted job: its commas and opening brackets together"""
+    max_head_bytes: Bytes = 64 * KIB
+    """largest request line and headers together"""
+    head_timeout_s: Seconds = 30.0
+    """how long a request's headers may take"""
+    body_timeout_s: Seconds = 60.0
+    """how long a request's body may be silent"""
+
+    requests_per_s: Count = 300
+    """requests a second that one token may send; four times as many at once"""
+    max_queued_jobs: Count = 1000
+    """jobs of one user that may wait"""
+    max_timeout_s: Seconds = 24 * 3600.0
+    """longest `timeout_s` that a job may ask for"""
 
     max_attempts: Count = 3
     """how often a job is begun before a lost worker ends it"""
@@ -109,12 +131,15 @@ def add_arguments(parser: argparse.ArgumentParser, *, leave_out: tuple[str, ...]
     """Add a flag for every setting; `given_in` reads them back."""
     for name, field in Settings.model_fields.items():
         if name not in leave_out:
-            default = "" if field.default is None else f", {field.default}"
-            parser.add_argument(
-                _flag(name),
-                metavar=name.rpartition("_")[2].upper(),
-                help=f"{field.description} (GRADBOX_{name.upper()}{default})",
-            )
+            default = "" if field.default in (None, False) else f", {field.default}"
+            described = f"{field.description} (GRADBOX_{name.upper()}{default})"
+            if field.annotation is bool:
+                parser.add_argument(
+                    _flag(name), action=BooleanOptionalAction, default=None, help=described
+                )
+            else:
+                metavar = name.rpartition("_")[2].upper()
+                parser.add_argument(_flag(name), metavar=metavar, help=described)
 
 
 def given_in(args: argparse.Namespace) -> dict[str, Any]:
@@ -126,8 +151,9 @@ def arguments_of(settings: Settings, *, leave_out: tuple[str, ...] = ()) -> list
     """Return the command line that gives these settings, without those left at their defaults."""
     arguments = []
     for name, value in settings:
-        if name not in leave_out and value != Settings.model_fields[name].default:
-            arguments += [_flag(name), str(value)]
+        if name in leave_out or value == Settings.model_fields[name].default:
+            continue
+        arguments += [_flag(name)] if value is True else [_flag(name), str(value)]
     return arguments
 
 

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0 if it was told to stop, 1 if a part did not start, 2 if what was given cannot be used.
     """
-    from gradbox_service.http.server import CannotListen
+    from gradbox_service.http.listening import CannotListen
     from gradbox_service.up.box import Box, DataInUse, PartFailed
     from gradbox_service.up.devices import spread
     from gradbox_service.up.embedded_redis import NoRedis
