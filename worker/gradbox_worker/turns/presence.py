@@ -12,13 +12,10 @@ from typing import Final, Literal
 
 from gradbox.protocol import ModelView
 from gradbox_service.jobs import Fleet, WorkerPresence
+from gradbox_worker.errors import NameTaken
 
 PRESENCE_TTL_S: Final = 20.0
 ANNOUNCE_S: Final = 5.0
-
-
-class NameTaken(RuntimeError):
-    """Another living process holds the worker's name."""
 
 
 class NameLock:

@@ -23,15 +23,17 @@ from rq.worker.base import WorkerStatus
 
 from gradbox_service.jobs import QUEUE, SERIALIZER, RedisFleet, RedisRecords
 from gradbox_service.store import ResultStore
-from gradbox_worker.device import DeviceNotStarted, DeviceProcess
+from gradbox_worker.device import DeviceProcess
+from gradbox_worker.errors import DeviceNotStarted
 from gradbox_worker.turns.presence import Announcer
 from gradbox_worker.turns.supervision import Patience
 from gradbox_worker.turns.turn import CURRENT, TurnRunner
 
 log = logging.getLogger(__name__)
 
-# RQ waits for a turn 15 s less than this, and forgets a silent worker 60 s later.
+# RQ forgets a worker that was silent for 60 s longer than this.
 WORKER_TTL_S: Final = 20
+DEQUEUE_S: Final = 1
 HEARTBEAT_TTL_S: Final = 20
 HEARTBEAT_S: Final = 5.0
 MAINTENANCE_S: Final = 5
@@ -125,6 +127,11 @@ class GradboxWorker(SimpleWorker):
             self._have_device()
             self._announcer.announce("idle")
 
+    @property
+    def dequeue_timeout(self) -> int:
+        """How long to wait for a turn before looking after the device again, in seconds."""
+        return DEQUEUE_S
+
     def get_heartbeat_ttl(self, job: Job) -> int:
         return HEARTBEAT_TTL_S
 
@@ -143,7 +150,7 @@ class GradboxWorker(SimpleWorker):
             self.maintain_heartbeats(self._turn)
 
     def _have_device(self) -> None:
-        if self._device.pid is not None:
+        if self._device.ready:
             return
         try:
             self._device.ensure(while_waiting=lambda: self._announcer.announce("starting"))
