@@ -76,9 +76,7 @@ def run(args: argparse.Namespace) -> int:
     import redis
 
     from gradbox_service.settings import BadSettings
-    from gradbox_worker.device import DeviceNotStarted
-    from gradbox_worker.models import ModelsFileError
-    from gradbox_worker.turns.presence import NameTaken
+    from gradbox_worker.errors import WorkerError
 
     logging.basicConfig(
         level=logging.INFO,
@@ -87,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     )
     try:
         return _check(args) if args.check else _work(args)
-    except (BadSettings, DeviceNotStarted, ModelsFileError, NameTaken) as error:
+    except (BadSettings, WorkerError) as error:
         print(f"gradbox worker: {error}", file=sys.stderr)
         return 2
     except redis.ConnectionError as error:

@@ -53,6 +53,9 @@ class JobRecord:
     # How many attempts ended with the worker lost; the last allowed one is `max_attempts`.
     losses: int = 0
     max_attempts: int = MAX_ATTEMPTS
+    # What the job's own code ran into when the last attempt was lost, and where; None if the
+    # worker was ended from outside.
+    last_fault: str | None = None
     # When the last attempt began, and when the job ended.
     started_s: float | None = None
     finished_s: float | None = None
@@ -122,15 +125,18 @@ class JobRecord:
             self, state=JobState.CANCELLED, cancel_requested=True, finished_s=now_s, progress=None
         )
 
-    def requeue(self, *, attempt: int, reason: str, now_s: float) -> JobRecord | None:
+    def requeue(
+        self, *, attempt: int, reason: str, now_s: float, fault: str | None = None
+    ) -> JobRecord | None:
         """Count the attempt as lost: queue the job again, or end it if no attempt is left.
 
         Args:
             reason: what happened to the worker, a clause without a full stop.
+            fault: what the job's own code ran into, and where.
         """
         if not self.held_by(attempt):
             return None
-        lost = replace(self, losses=self.losses + 1, progress=None)
+        lost = replace(self, losses=self.losses + 1, progress=None, last_fault=fault)
         if self.cancel_requested:
             return replace(lost, state=JobState.CANCELLED, finished_s=now_s)
         if lost.losses < self.max_attempts:

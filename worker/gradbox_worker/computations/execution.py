@@ -8,24 +8,35 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import time
+from collections.abc import Mapping
 from functools import partial
+from typing import Final
 
 import torch
 
 from gradbox.protocol import PROTOCOL, Receipt, Seconds, spec_digest
 from gradbox_engine import Observer
 from gradbox_service.store import Room
-from gradbox_worker.computations import COMPUTATIONS, Computed, Job
+from gradbox_worker.computations import forward, gradient, mixed_gradient, per_sample
 from gradbox_worker.computations.engine_inputs import build_function, input_groups
+from gradbox_worker.computations.job import Compute, Computed, Job
 from gradbox_worker.computations.kept_graphs import KeptGraphs
-from gradbox_worker.device.memory import PeakMemory, default_result_memory_bytes
-from gradbox_worker.device.work import Finished, Stopped, Work
-from gradbox_worker.failures import Caught, caught, is_out_of_memory
+from gradbox_worker.computations.memory import PeakMemory, default_result_memory_bytes
+from gradbox_worker.exceptions_to_problems import Caught, caught, is_out_of_memory
 from gradbox_worker.files.blob_tensors import Blobs, BlobTensors
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.models.registry import Registry
+from gradbox_worker.work import Finished, Stopped, Work
 
 log = logging.getLogger(__name__)
+
+COMPUTATIONS: Final[Mapping[str, Compute]] = {
+    "gradient": gradient.compute,
+    "forward": forward.compute,
+    "per_sample_gradient": per_sample.compute_gradient,
+    "jacobian": per_sample.compute_jacobian,
+    "mixed_gradient": mixed_gradient.compute,
+}
 
 
 class StopNow(BaseException):

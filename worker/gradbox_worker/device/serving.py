@@ -10,7 +10,9 @@ from typing import Final, Protocol
 from gradbox_service.store import blob_store
 from gradbox_worker.computations.execution import StopNow, attempt
 from gradbox_worker.computations.kept_graphs import KeptGraphs
+from gradbox_worker.computations.placement import choose_device, memory_bytes
 from gradbox_worker.device.messages import (
+    Begin,
     ProgressMade,
     Ready,
     Run,
@@ -20,11 +22,10 @@ from gradbox_worker.device.messages import (
     Unready,
     send,
 )
-from gradbox_worker.device.placement import choose_device, memory_bytes
-from gradbox_worker.device.work import Finished, Stopped, Work
-from gradbox_worker.failures import Caught, caught
+from gradbox_worker.exceptions_to_problems import Caught, caught
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.registry import Registry
+from gradbox_worker.work import Finished, Stopped, Work
 
 REPORT_S: Final = 0.1
 
@@ -32,6 +33,7 @@ REPORT_S: Final = 0.1
 class Orders(Protocol):
     """What the worker asks for."""
 
+    def begin(self) -> Begin: ...
     def next_run(self, within_s: float | None) -> Run | None: ...
     def stop_requested(self, job_id: str, attempt: int) -> bool: ...
 
@@ -46,16 +48,24 @@ def serve(
     budget_bytes: int | None,
     result_memory_bytes: int | None,
 ) -> None:
-    """Load the models, then run jobs until one spoils the device's state.
+    """Load the models unless the worker knows them, then run jobs until one spoils the device.
 
     The process ends elsewhere, when the worker closes the pipe.
     """
 
+    known = orders.begin().known
+
     def load() -> Registry:
         device = choose_device(device_name)
         budget = memory_bytes(device) // 2 if budget_bytes is None else budget_bytes
-        registry = Registry(read_models_file(models_file), device=device, budget_bytes=budget)
-        send(connection, Ready(models=registry.describe(), placement=str(device)))
+        registry = Registry(
+            read_models_file(models_file),
+            device=device,
+            budget_bytes=budget,
+            versions=known,
+        )
+        described = [] if known else registry.describe()
+        send(connection, Ready(models=described, placement=str(device)))
         return registry
 
     registry = caught(load, doing="the device process's start", let_through=OSError)
