@@ -13,12 +13,19 @@ from gradbox.protocol import (
 )
 from gradbox_service.admission import admit
 from gradbox_service.admission.forward_job import ForwardJob, forward_job
+from gradbox_service.admission.shares import check_memory, check_quota
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
 
 
 def post(
-    body: bytes, *, owner: str, idempotency_key: str | None, box: Backing, max_attempts: int
+    body: bytes,
+    *,
+    owner: str,
+    idempotency_key: str | None,
+    box: Backing,
+    max_attempts: int,
+    quota_bytes: int | None = None,
 ) -> JobRecord:
     """Check the body and queue its job, or return the job that it made before.
 
@@ -28,7 +35,8 @@ def post(
     Raises:
         InvalidJob: the body is no job, or the box cannot run it (see `admit`).
         IdempotencyConflict: the key came before with another job.
-        ServiceUnavailable: no worker has said yet which models there are.
+        ServiceUnavailable: no worker has said yet which models there are, or Redis is full.
+        StorageFull: the owner's quota is reached.
     """
     posted = parse_posted(body)
     spec, forward = _completed(posted, owner=owner, box=box)
@@ -37,6 +45,10 @@ def post(
         earlier = box.records.posted(owner, idempotency_key=idempotency_key, spec_digest=digest)
         if earlier is not None:
             return earlier
+    check_memory(box.records)
+    check_quota(
+        owner, more_bytes=0, quota_bytes=quota_bytes, records=box.records, owners=box.owners
+    )
     model = admit(spec, fleet=box.fleet, blobs=box.blobs)
     if forward is not None and isinstance(posted, CotangentGradientSpec):
         forward.check(posted.loss, blobs=box.blobs)

@@ -45,6 +45,7 @@ async def post_job(
             idempotency_key=idempotency_key,
             box=box,
             max_attempts=settings.max_attempts,
+            quota_bytes=settings.owner_quota_bytes,
         )
     )
     return record.view()
