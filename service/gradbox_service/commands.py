@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import socket
 import sys
 import time
@@ -61,13 +60,10 @@ def register_tokens(subparsers: Subparsers) -> None:
 def run_service(args: argparse.Namespace) -> int:
     """Serve until stopped."""
     from gradbox_service.http.listening import CannotListen
+    from gradbox_service.http.logs import log_to_stderr
     from gradbox_service.http.server import serve
 
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    log_to_stderr()
     try:
         settings = Settings.read(**given_in(args))
         serve(

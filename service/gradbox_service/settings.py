@@ -79,7 +79,7 @@ class Settings(BaseSettings):
     requests_per_s: Count = 300
     """requests a second that one token may send; four times as many at once"""
     max_queued_jobs: Count = 1000
-    """jobs of one user that may wait"""
+    """jobs of one user that may wait or run"""
     max_timeout_s: Seconds = 24 * 3600.0
     """longest `timeout_s` that a job may ask for"""
 

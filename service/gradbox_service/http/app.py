@@ -14,7 +14,9 @@ from fastapi import FastAPI
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.http import openapi, problems
+from gradbox_service.http.bodies import Bodies
 from gradbox_service.http.event_hub import Hub
+from gradbox_service.http.rates import Allowance, RateLimit
 from gradbox_service.http.request_ids import RequestIds
 from gradbox_service.http.routes import blobs, events, jobs, models, probes, results
 from gradbox_service.queue.dispatch import Dispatcher
@@ -54,7 +56,13 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         owners=box.owners,
         leadership=box.leadership,
     )
-    app.add_middleware(RequestIds)
+    app.state.bodies = Bodies(folder=settings.data, limit_bytes=settings.max_spec_bytes)
+    app.add_middleware(
+        RateLimit,
+        allowance=Allowance(settings.requests_per_s),
+        requests_per_s=settings.requests_per_s,
+    )
+    app.add_middleware(RequestIds)  # the outermost: it gives refusals an id too
     problems.install(app)
     for module in (blobs, jobs, events, results, models, probes):
         app.include_router(module.router)

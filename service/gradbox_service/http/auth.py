@@ -48,14 +48,6 @@ def caller_of(
 Caller = Annotated[TokenInfo, Depends(caller_of)]
 
 
-def owner_of(caller: Caller) -> str:
-    """Return the owner that the request's token belongs to."""
-    return caller.name
-
-
-Owner = Annotated[str, Depends(owner_of)]
-
-
 def visible_job(job_id: str, box: Box, caller: Caller) -> JobRecord:
     """Return the job of that id if it is the caller's own, or the caller is the box's owner.
 
