@@ -153,7 +153,7 @@ def _work(args: argparse.Namespace) -> int:
             connect(redis_url),
             name=name,
             device=device,
-            results=result_store(settings.data),
+            results=result_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
             patience=Patience(lease_s=args.lease_s, cancel_grace_s=args.cancel_grace_s),
         )
         worker.work(logging_level="WARNING")

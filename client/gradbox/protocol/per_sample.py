@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from gradbox.protocol.parts import (
+from gradbox.protocol.spec_fields import (
     GraphLoss,
     Identifier,
     InputGroup,

@@ -13,7 +13,8 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, mod
 from pydantic_core import from_json
 
 from gradbox.errors import InvalidJob
-from gradbox.protocol.parts import (
+from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec
+from gradbox.protocol.spec_fields import (
     PROTOCOL,
     CotangentsLoss,
     DifferentiatedSpec,
@@ -30,7 +31,6 @@ from gradbox.protocol.parts import (
     TracedFunction,
     Wire,
 )
-from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec
 
 Returned = Literal["grads", "input_grads", "outputs", "cotangents", "buffers"]
 CotangentReturned = Literal["grads", "input_grads"]

@@ -21,6 +21,7 @@ from gradbox.errors import WorkerLost
 from gradbox.protocol import JobState, JobView, Problem, ProgressView, ResultView
 
 MAX_ATTEMPTS = 3
+VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,27 @@ class JobRecord:
     progress: ProgressView | None = None
     error: Problem | None = None
     result: ResultView | None = None
+    # When the result's file was deleted.
+    result_gone_s: float | None = None
+    # Of this class; a record of a later one is not read.
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ValueError: a later version of gradbox wrote the record.
+        """
+        if self.version > VERSION:
+            raise ValueError(
+                f"expected a record of version {VERSION} or earlier, got {self.version}: a later "
+                f"gradbox wrote it"
+            )
+
+    @property
+    def result_bytes(self) -> int:
+        """What the job's result takes on disk; 0 if there is none."""
+        if self.result is None or self.result_gone_s is not None:
+            return 0
+        return self.result.size_bytes
 
     def begin(self, *, worker: str, now_s: float) -> JobRecord | None:
         """Hand the queued job to `worker` as its next attempt."""
@@ -144,6 +166,12 @@ class JobRecord:
             return replace(self, cancel_requested=True)
         return None
 
+    def drop_result(self, *, now_s: float) -> JobRecord | None:
+        """Note that the result's file is deleted."""
+        if self.result is None or self.result_gone_s is not None:
+            return None
+        return replace(self, result_gone_s=now_s)
+
     def held_by(self, attempt: int) -> bool:
         """Tell whether `attempt` is the one that runs now."""
         return self.state is JobState.RUNNING and self.attempt == attempt
@@ -175,6 +203,9 @@ class JobRecord:
 
     @classmethod
     def from_json(cls, text: bytes) -> JobRecord:
+        """Raises:
+        ValueError: these are not the bytes of a record that this version reads.
+        """
         return _ADAPTER.validate_json(text)
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gradbox_service.store.room import Room
+
 
 class ResultStore:
     """The results under one folder, shared by every process of the box."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, reserve_bytes: int | None = None) -> None:
         self._root = root
+        self.room = Room(root, reserve_bytes)
 
     def path(self, job_id: str, *, attempt: int) -> Path:
         """Return where the attempt's result is once it is committed."""

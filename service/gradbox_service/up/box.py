@@ -7,6 +7,7 @@ import getpass
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -20,9 +21,9 @@ from typing import Final
 
 from gradbox.errors import GradboxError
 from gradbox.settings import FILE, ClientSettings, read_settings, write_settings
-from gradbox_service.http.server import bind, url_of
+from gradbox_service.http.listening import bind, check_exposure, url_of
 from gradbox_service.jobs.connection import connect
-from gradbox_service.settings import Settings
+from gradbox_service.settings import EMBEDDED, Settings, arguments_of
 from gradbox_service.tokens import RedisTokens
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from gradbox_service.up.part import Part, ended
@@ -76,9 +77,13 @@ class Box:
         """Start everything, keep it running, and stop it in order when told to.
 
         Raises:
-            DataInUse, CannotListen, NoRedis: it cannot start here; nothing was left running.
+            DataInUse, CannotListen, NoRedis, BadSettings: it cannot start here; nothing was left
+                running.
             PartFailed: a part ended before jobs could run; the rest was stopped.
         """
+        warning = check_exposure(self._settings)
+        if warning is not None:
+            _say(warning)
         self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
         with ExitStack() as stack:
             stack.callback(os.close, lock_folder(self._data))
@@ -92,7 +97,7 @@ class Box:
                 stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
             self._redis = EmbeddedRedis.start(self._data / "redis")
             stack.callback(self._stop_redis)
-            url = url_of(bound)
+            url = url_of(bound, tls=self._settings.tls_cert is not None)
             self._keep_credentials(url, self._redis.url)
             service = self._service(bound, self._redis.url)
             workers = self._workers(self._redis.url)
@@ -109,8 +114,8 @@ class Box:
         return 0
 
     def _service(self, bound: socket.socket, redis_url: str) -> Part:
-        arguments = ["--fd", str(bound.fileno()), "--data", str(self._data)]
-        arguments += ["--redis-url", redis_url]
+        settings = self._settings.model_copy(update={"data": self._data, "redis_url": redis_url})
+        arguments = ["--fd", str(bound.fileno()), *arguments_of(settings, leave_out=EMBEDDED)]
         return Part(
             "service",
             "gradbox_service",
@@ -136,10 +141,11 @@ class Box:
         connection = connect(redis_url)
         try:
             tokens = RedisTokens(connection)
-            if earlier is not None and tokens.owner(earlier.token) is not None:
+            known = None if earlier is None else tokens.find(earlier.token)
+            if earlier is not None and known is not None and known.admin:
                 token = earlier.token
             else:
-                token = tokens.create(getpass.getuser().replace(" ", "-"))
+                token = tokens.create(getpass.getuser().replace(" ", "-"), admin=True)
         finally:
             connection.close()
         write_settings(path, ClientSettings(url=url, token=token))
@@ -217,8 +223,13 @@ def lock_folder(data: Path) -> int:
 
 def _is_ready(url: str) -> bool:
     try:
-        # Not by a proxy that the environment names: this is the same machine.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        # Not by a proxy that the environment names: this is the same machine, and so its
+        # certificate need not name the address that is asked.
+        trusting = ssl.create_default_context()
+        trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trusting)
+        )
         with opener.open(f"{url}/readyz", timeout=5) as answer:
             return int(answer.status) == 200
     except (urllib.error.URLError, OSError):

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gradbox.errors import StorageFull
+from gradbox_service.store import Room
 from gradbox_service.store.files import put_in_place
 from gradbox_worker.files.result_file import write_result
 
@@ -54,6 +55,7 @@ class CheckpointFile:
         job_id: str,
         attempt: int,
         identity: Mapping[str, str],
+        disk_reserve_bytes: int | None = None,
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,12 +65,14 @@ class CheckpointFile:
             folder: DATA/checkpoints.
             identity: what must be equal for a state to be used: the spec's digest, the model's
                 version, the device, the versions of torch and gradbox.
+            disk_reserve_bytes: what stays free on the disk, see `gradbox_service.store.Room`.
             clock: returns seconds.
         """
         self.resumed = 0
         self._path = checkpoint_path(folder, job_id)
         # An attempt that is thought dead may still write: never into another one's file.
         self._own = folder / f"{job_id}.{attempt}.safetensors"
+        self._room = Room(folder, disk_reserve_bytes)
         self._identity = dict(identity)
         self._pace = pace or Pace()
         self._clock = clock
@@ -93,7 +97,8 @@ class CheckpointFile:
         document = {"identity": self._identity, "resumed": self.resumed, "meta": dict(meta)}
         began = self._clock()
         try:
-            write_result(self._own, state, metadata={METADATA_KEY: json.dumps(document)})
+            metadata = {METADATA_KEY: json.dumps(document)}
+            write_result(self._own, state, metadata=metadata, room=self._room)
             put_in_place(self._own, self._path)
         except StorageFull as error:
             log.warning("no checkpoint of %s: %s", self._path.stem, error)

@@ -17,6 +17,7 @@ import torch
 
 from gradbox.protocol import PROTOCOL, Receipt, Seconds, spec_digest
 from gradbox_engine import Observer
+from gradbox_service.store import Room
 from gradbox_worker.computations import forward, gradient, mixed_gradient, per_sample
 from gradbox_worker.computations.engine_inputs import build_function, input_groups
 from gradbox_worker.computations.job import Compute, Computed, Job
@@ -129,7 +130,8 @@ def _run(
     spec = work.spec
     began = time.perf_counter()
     loaded = registry.get(work.model, work.model_version)
-    result_file = ResultOnDisk(work.result_path)
+    room = Room(work.result_path.parent, work.disk_reserve_bytes)
+    result_file = ResultOnDisk(work.result_path, room=room)
     held = nullcontext() if limit is None else limit.held()
     with held, BlobTensors(blobs, device=registry.device) as tensors, result_file:
         peak = PeakMemory(registry.device)

@@ -44,6 +44,7 @@ class Run(Frame):
     result_path: Path
     forward_result: Path | None = None
     queued_s: float
+    disk_reserve_bytes: int | None = None
 
 
 class Stop(Frame):

@@ -115,6 +115,7 @@ class DeviceProcess:
             result_path=work.result_path,
             forward_result=work.forward_result,
             queued_s=work.queued_s,
+            disk_reserve_bytes=work.disk_reserve_bytes,
         )
         try:
             child.send(order)

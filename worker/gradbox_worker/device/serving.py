@@ -133,4 +133,5 @@ def _work(order: Run) -> Work:
         result_path=order.result_path,
         forward_result=order.forward_result,
         queued_s=order.queued_s,
+        disk_reserve_bytes=order.disk_reserve_bytes,
     )

@@ -26,13 +26,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import redis
+
 from gradbox.errors import GradboxError, JobFailed, JobTimedOut, OutOfMemory, WorkerLost
 from gradbox.protocol import CotangentsLoss, GradientSpec, JobSpec, JobState, Problem
 from gradbox_service.jobs import Fleet, JobRecord, Records, Transition
 from gradbox_service.jobs.fleet import may_be_run
+from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.store import ResultStore
 from gradbox_worker.errors import DeviceNotStarted
-from gradbox_worker.turns.supervision import STORE_AWAY, Patience, StopReason, Watch
+from gradbox_worker.turns.supervision import Patience, StopReason, Watch
 from gradbox_worker.work import Device, Died, Failed, Finished, Outcome, Work
 
 log = logging.getLogger(__name__)
@@ -145,6 +148,7 @@ class TurnRunner:
             result_path=self.results.path(record.id, attempt=record.attempt),
             forward_result=self._forward_result(spec),
             queued_s=max(0.0, (record.started_s or record.created_s) - record.created_s),
+            disk_reserve_bytes=self.results.room.reserve_bytes,
         )
         return self.device.run(work, watch)
 
@@ -158,10 +162,10 @@ class TurnRunner:
         return self.results.path(forward.id, attempt=forward.attempt)
 
     def _end(self, record: JobRecord, transition: Transition | None) -> str:
-        """Change the record, waiting for a store that is away, and keep a result only if it counts.
+        """Change the record, waiting while Redis refuses, and keep a result only if it counts.
 
         Raises:
-            redis.ConnectionError, redis.TimeoutError: it stayed away longer than the lease lives.
+            redis.RedisError: Redis still refuses when the worker is asked to end.
         """
         after = None if transition is None else self._update(record, transition)
         if after is None:
@@ -174,13 +178,18 @@ class TurnRunner:
         return str(after.state)
 
     def _update(self, held: JobRecord, transition: Transition) -> JobRecord | None:
-        give_up_at = time.monotonic() + self.patience.lease_s
+        """Change the record as soon as Redis takes it.
+
+        However long that is: the dispatcher takes no job from a worker that Redis would not let
+        beat, and if it did all the same, the transition does not apply.
+        """
         while True:
             try:
                 return self.records.update(held.id, transition) or self._done_before(held)
-            except STORE_AWAY:
-                if time.monotonic() >= give_up_at:
+            except redis.RedisError as error:
+                if not store_refuses(error) or self.leaving():
                     raise
+                log.warning("job %s: its end is not noted yet: %s", held.id, error)
                 time.sleep(STORE_RETRY_S)
 
     def _done_before(self, held: JobRecord) -> JobRecord | None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import shutil
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated
 
 import anyio.to_thread
 from fastapi import APIRouter, HTTPException, Path, Request, Response
 from pydantic import BaseModel
 
-from gradbox.errors import BlobTooLarge, StorageFull
+from gradbox.errors import BlobTooLarge
 from gradbox_service.http.auth import Box, Owner
 from gradbox_service.http.openapi import BLOB_BODY
 from gradbox_service.settings import MIB, Settings
@@ -22,7 +21,6 @@ router = APIRouter(prefix="/v1/blobs", tags=["blobs"])
 # Written and hashed in a thread in pieces of this size: smaller ones cost throughput, and hashing
 # on the event loop would halve it.
 PIECE_BYTES = 4 * MIB
-DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Digest = Annotated[
     str,
@@ -61,18 +59,15 @@ async def put_blob(
             pass
         response.status_code = 200
         return BlobView(digest=digest, size_bytes=size_bytes)
-    try:
-        _check_room(request, settings)
-        size_bytes = await _store(box.blobs, digest, pieces)
-    except OSError as error:
-        if error.errno in DISK_IS_FULL:
-            raise StorageFull(_FULL) from error
-        raise
+    size_bytes = await _store(box.blobs, digest, pieces, announced_bytes=_announced_bytes(request))
     return BlobView(digest=digest, size_bytes=size_bytes)
 
 
-async def _store(blobs: BlobStore, digest: str, pieces: AsyncIterator[bytearray]) -> int:
-    upload = await anyio.to_thread.run_sync(blobs.upload, digest)
+async def _store(
+    blobs: BlobStore, digest: str, pieces: AsyncIterator[bytearray], *, announced_bytes: int
+) -> int:
+    begin = partial(blobs.upload, digest, announced_bytes=announced_bytes)
+    upload = await anyio.to_thread.run_sync(begin)
     with upload:
         async for piece in pieces:
             await anyio.to_thread.run_sync(upload.write, piece)
@@ -108,16 +103,7 @@ def _too_large(found_bytes: int, limit_bytes: int) -> BlobTooLarge:
     )
 
 
-def _check_room(request: Request, settings: Settings) -> None:
-    free_bytes = shutil.disk_usage(settings.data).free
-    if _announced_bytes(request) > free_bytes:
-        raise StorageFull(_FULL)
-
-
 def _announced_bytes(request: Request) -> int:
     """Return the Content-Length; 0 for a body that comes in chunks."""
     length = request.headers.get("content-length", "")
     return int(length) if length.isascii() and length.isdigit() else 0
-
-
-_FULL = "the box's disk has no room for this blob; ask the box's owner to make some"

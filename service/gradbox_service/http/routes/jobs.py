@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from gradbox.errors import BlobTooLarge
 from gradbox.protocol import JobState, JobView
-from gradbox_service.http.auth import Box, Owner, OwnJob
+from gradbox_service.http.auth import Box, Owner, VisibleJob
 from gradbox_service.http.openapi import JOB_BODY
 from gradbox_service.http.posting import post
 from gradbox_service.jobs import JobRecord
@@ -64,13 +64,13 @@ def list_jobs(
 
 
 @router.get("/{job_id}")
-def one_job(record: OwnJob, box: Box) -> JobView:
+def one_job(record: VisibleJob, box: Box) -> JobView:
     """One job."""
     return record.view(queue_position=box.records.positions().get(record.id))
 
 
 @router.delete("/{job_id}", status_code=202)
-def cancel_job(record: OwnJob, box: Box) -> JobView:
+def cancel_job(record: VisibleJob, box: Box) -> JobView:
     """Cancel a job: at once if it waits, within a shard if it runs. One that has ended stays so."""
     box.records.update(record.id, partial(JobRecord.request_cancel, now_s=time.time()))
     return (box.records.get(record.id) or record).view()

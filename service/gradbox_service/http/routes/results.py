@@ -9,7 +9,7 @@ from fastapi.responses import FileResponse
 
 from gradbox.errors import ResultNotReady
 from gradbox.protocol import JobState
-from gradbox_service.http.auth import Box, OwnJob
+from gradbox_service.http.auth import Box, VisibleJob
 from gradbox_service.http.problems import plain_problem, problem_response
 from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import MIB
@@ -25,7 +25,7 @@ class ResultFile(FileResponse):
 
 @router.head("/{job_id}/result", response_class=FileResponse, include_in_schema=False)
 @router.get("/{job_id}/result", response_class=FileResponse)
-def job_result(request: Request, record: OwnJob, box: Box) -> Response:
+def job_result(request: Request, record: VisibleJob, box: Box) -> Response:
     """The safetensors file of a job that is done; `Range`, `If-Range` and `If-None-Match` work."""
     if record.result is None:
         raise ResultNotReady(_why_not(record))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from gradbox.http.uploads import Uploads
+from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import CotangentsLoss
-from gradbox.protocol.parts import Scalar
-from gradbox.tensors.safetensors_bytes import is_tensor, tensor_bytes
+from gradbox.protocol.spec_fields import Scalar
+from gradbox.tensors.tensor_bytes import is_tensor, tensor_bytes
 
 if TYPE_CHECKING:
     from gradbox.job import Job

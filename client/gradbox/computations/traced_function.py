@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from gradbox.errors import InvalidJob
-from gradbox.http.uploads import Uploads
+from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import TracedFunction
-from gradbox.tensors.safetensors_bytes import is_torch_importable, tensor_bytes
+from gradbox.tensors.tensor_bytes import is_torch_importable, tensor_bytes
 
 
 def traced(

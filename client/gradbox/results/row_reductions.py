@@ -16,8 +16,8 @@ from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.protocol import Receipt
 from gradbox.results.factor_metadata import FACTORS, Piece, read_factors
 from gradbox.results.result_files import ResultFile
-from gradbox.tensors.lazy_tensor import Box, LazyTensor
-from gradbox.tensors.safetensors_bytes import is_torch_importable
+from gradbox.tensors.lazy_tensor import LazyTensor, Region
+from gradbox.tensors.tensor_bytes import is_torch_importable
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ GRADIENT = "per_sample_gradient"
 PER_SAMPLE = (GRADIENT, "jacobian")
 
 
-class SampleAlgebra:
+class RowReductions:
     """The rows of a result, reduced.
 
     Each method returns what the box computed where the job's `reduce` asked for it, and otherwise
@@ -214,7 +214,7 @@ class SampleAlgebra:
         if not is_torch_importable():
             raise InvalidJob(
                 f"{wanted}: expected torch on this machine to reduce rows with, found none: "
-                f"pip install 'gradbox[torch]', or have the box reduce them"
+                f"pip install 'gradregion[torch]', or have the box reduce them"
             )
         return self._factored
 
@@ -235,34 +235,34 @@ class SampleAlgebra:
     def _factor(self, name: str) -> Any:
         return self._file.tensor(name)[()]
 
-    def _multiplied_out(self, name: str) -> LazyTensor:
+    def _rows_of_factors(self, name: str) -> LazyTensor:
         """Return a parameter's rows, made of factors as they are indexed."""
         first = self._factored.pieces[0]
         assert isinstance(first, Piece)
         samples, outputs = self.manifest.samples or 0, self.manifest.outputs or 1
         lead = (samples,) if self._squeezed else (samples, outputs)
 
-        def read(box: Box) -> Any:
+        def read(region: Region) -> Any:
             whole = slice(None)
-            of_samples = box[0] if box else whole
-            of_outputs = box[1] if len(box) > 1 and not self._squeezed else whole
+            of_samples = region[0] if region else whole
+            of_outputs = region[1] if len(region) > 1 and not self._squeezed else whole
             rows = self._without_outputs(self._factored.block(name, of_samples, of_outputs))
-            return rows[(*[whole] * min(len(box), len(lead)), *box[len(lead) :])]
+            return rows[(*[whole] * min(len(region), len(lead)), *region[len(lead) :])]
 
         return LazyTensor(lead + first.shape(name), read, dtype=lambda: first[name].dtype)
 
 
-class MultipliedOut(Mapping[str, Any]):
+class FactoredRows(Mapping[str, Any]):
     """A factored result's rows by parameter, made as they are indexed."""
 
-    def __init__(self, algebra: SampleAlgebra) -> None:
-        self._algebra = algebra
-        self._names = dict.fromkeys(algebra.manifest.names)
+    def __init__(self, reductions: RowReductions) -> None:
+        self._reductions = reductions
+        self._names = dict.fromkeys(reductions.manifest.names)
 
     def __getitem__(self, name: str) -> LazyTensor:
         if name not in self._names:
             raise KeyError(name)
-        return self._algebra._multiplied_out(name)
+        return self._reductions._rows_of_factors(name)
 
     def __iter__(self) -> Any:
         return iter(self._names)
