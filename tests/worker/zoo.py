@@ -72,6 +72,11 @@ def raises() -> nn.Module:
     raise KeyError("no such checkpoint")
 
 
+def crashes() -> nn.Module:
+    ctypes.string_at(0)
+    return Affine()
+
+
 _draws = iter(range(1000))
 
 

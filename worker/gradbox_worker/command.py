@@ -48,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of the device's, at most 4]",
     )
     parser.add_argument(
+        "--job-memory-gib",
+        type=float,
+        help="how much memory one job may allocate before it fails as out of memory [what the host "
+        "has available when it begins, less 1 GiB or 5 %% of its memory; of a GPU, all]",
+    )
+    parser.add_argument(
         "--lease-s",
         type=float,
         default=20.0,
@@ -138,6 +144,7 @@ def _work(args: argparse.Namespace) -> int:
             device=args.device,
             model_memory_bytes=_bytes(args.model_memory_gib),
             result_memory_bytes=_bytes(args.result_memory_gib),
+            job_memory_bytes=_bytes(args.job_memory_gib),
         )
     )
     name = args.name or default_name(args.device)

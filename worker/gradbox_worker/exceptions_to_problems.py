@@ -38,6 +38,7 @@ OUT_OF_MEMORY_TEXTS: Final = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "MPS backend out of memory",
+    "std::bad_alloc",
 )
 
 ENGINE_ERRORS: Final[tuple[tuple[type[engine_errors.EngineError], type[GradboxError]], ...]] = (

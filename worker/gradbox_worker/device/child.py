@@ -31,6 +31,7 @@ class DeviceSettings:
     device: str = "auto"  # auto | cpu | cuda:N | mps
     model_memory_bytes: int | None = None  # of weights kept on the device; None: half of it
     result_memory_bytes: int | None = None  # of a result on its way to disk; None: an eighth
+    job_memory_bytes: int | None = None  # what a job may allocate; None: see MemoryLimit
 
     def options(self) -> list[str]:
         """Return them as `gradbox_worker.device.main` reads them."""
@@ -40,6 +41,8 @@ class DeviceSettings:
             options += ["--model-memory-bytes", str(self.model_memory_bytes)]
         if self.result_memory_bytes is not None:
             options += ["--result-memory-bytes", str(self.result_memory_bytes)]
+        if self.job_memory_bytes is not None:
+            options += ["--job-memory-bytes", str(self.job_memory_bytes)]
         return options
 
 

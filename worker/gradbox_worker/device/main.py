@@ -87,6 +87,7 @@ def main(arguments: list[str]) -> None:
         device_name=options.device,
         budget_bytes=options.model_memory_bytes,
         result_memory_bytes=options.result_memory_bytes,
+        job_memory_bytes=options.job_memory_bytes,
     )
 
 
@@ -99,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", required=True)
     parser.add_argument("--model-memory-bytes", type=int)
     parser.add_argument("--result-memory-bytes", type=int)
+    parser.add_argument("--job-memory-bytes", type=int)
     return parser
 
 

@@ -10,6 +10,7 @@ from typing import Final, Protocol
 from gradbox_service.store import blob_store
 from gradbox_worker.computations.execution import StopNow, attempt
 from gradbox_worker.computations.kept_graphs import KeptGraphs
+from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.computations.placement import choose_device, memory_bytes
 from gradbox_worker.device.messages import (
     Begin,
@@ -47,6 +48,7 @@ def serve(
     device_name: str,
     budget_bytes: int | None,
     result_memory_bytes: int | None,
+    job_memory_bytes: int | None,
 ) -> None:
     """Load the models unless the worker knows them, then run jobs until one spoils the device.
 
@@ -73,6 +75,7 @@ def serve(
         send(connection, Unready(problem=registry.problem))
         return
     blobs, kept = blob_store(data), KeptGraphs()
+    limit = MemoryLimit(registry.device, job_bytes=job_memory_bytes)
     while True:
         order = orders.next_run(kept.idle_left_s())
         if order is None:
@@ -87,6 +90,7 @@ def serve(
             kept=kept,
             observer=observer,
             result_memory_bytes=result_memory_bytes,
+            limit=limit,
         )
         match answer:
             case Finished():
