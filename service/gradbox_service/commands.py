@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import redis
 
 from gradbox_service.jobs.connection import connect
+from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.settings import EMBEDDED, BadSettings, Settings, add_arguments, given_in
 from gradbox_service.tokens import BadTokenName, RedisTokens
 from gradbox_service.up.embedded_redis import url_in
@@ -90,8 +91,14 @@ def _with_tokens(function: TokenCommand, args: argparse.Namespace) -> int:
     except (BadSettings, BadTokenName) as error:
         print(f"gradbox tokens: {error}", file=sys.stderr)
         return WRONG_USAGE
-    except (redis.ConnectionError, redis.TimeoutError) as error:
-        print(f"gradbox tokens: Redis cannot be reached: {error}", file=sys.stderr)
+    except redis.RedisError as error:
+        if not store_refuses(error):
+            raise
+        print(
+            f"gradbox tokens: Redis cannot be reached, or takes nothing for now: {error}; try "
+            "again once it runs and its disk and memory have room (`gradbox storage`)",
+            file=sys.stderr,
+        )
         return UNREACHABLE
 
 

@@ -48,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of the device's, at most 4]",
     )
     parser.add_argument(
+        "--job-memory-gib",
+        type=float,
+        help="how much memory one job may allocate before it fails as out of memory [what the host "
+        "has available when it begins, less 1 GiB or 5 %% of its memory; of a GPU, all]",
+    )
+    parser.add_argument(
         "--lease-s",
         type=float,
         default=20.0,
@@ -76,9 +82,7 @@ def run(args: argparse.Namespace) -> int:
     import redis
 
     from gradbox_service.settings import BadSettings
-    from gradbox_worker.device import DeviceNotStarted
-    from gradbox_worker.models import ModelsFileError
-    from gradbox_worker.turns.presence import NameTaken
+    from gradbox_worker.errors import WorkerError
 
     logging.basicConfig(
         level=logging.INFO,
@@ -87,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     )
     try:
         return _check(args) if args.check else _work(args)
-    except (BadSettings, DeviceNotStarted, ModelsFileError, NameTaken) as error:
+    except (BadSettings, WorkerError) as error:
         print(f"gradbox worker: {error}", file=sys.stderr)
         return 2
     except redis.ConnectionError as error:
@@ -140,6 +144,7 @@ def _work(args: argparse.Namespace) -> int:
             device=args.device,
             model_memory_bytes=_bytes(args.model_memory_gib),
             result_memory_bytes=_bytes(args.result_memory_gib),
+            job_memory_bytes=_bytes(args.job_memory_gib),
         )
     )
     name = args.name or default_name(args.device)

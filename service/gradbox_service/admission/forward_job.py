@@ -87,6 +87,7 @@ def forward_job(job_id: str, *, owner: str, box: Backing) -> ForwardJob:
         raise InvalidInputs(
             f"loss.forward: expected job {job_id} to be done, it is {record.state.value}"
         )
+    box.results.touch(job_id, attempt=record.attempt)
     try:
         header = read_header(box.results.path(job_id, attempt=record.attempt))
     except (OSError, BlobRejected):

@@ -14,6 +14,7 @@ from gradbox.protocol import (
 from gradbox_service.admission.admit import admit
 from gradbox_service.admission.forward_job import ForwardJob, forward_job
 from gradbox_service.admission.limits import check_limits, check_queue, check_values
+from gradbox_service.admission.shares import check_memory, check_quota
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import Settings
@@ -39,7 +40,8 @@ def post(
         OwnerOnly: see `check_limits`.
         IdempotencyConflict: the key came before with another job.
         QueueFull: as many of the caller's jobs wait as may.
-        ServiceUnavailable: no worker has said yet which models there are.
+        StorageFull: the caller's quota is reached.
+        ServiceUnavailable: no worker has said yet which models there are, or Redis is full.
     """
     check_values(body, settings=settings)
     posted = parse_posted(body)
@@ -52,6 +54,14 @@ def post(
         )
         if earlier is not None:
             return earlier
+    check_memory(box.records)
+    check_quota(
+        caller.name,
+        more_bytes=0,
+        quota_bytes=settings.owner_quota_bytes,
+        records=box.records,
+        owners=box.owners,
+    )
     check_queue(caller.name, records=box.records, settings=settings)
     blobs = OwnBlobs(caller.name, blobs=box.blobs, owners=box.owners)
     model = admit(spec, fleet=box.fleet, blobs=blobs)

@@ -12,6 +12,7 @@ import redis
 from fastapi import FastAPI
 
 from gradbox_service.backing import Backing
+from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.http import openapi, problems
 from gradbox_service.http.bodies import Bodies
 from gradbox_service.http.event_hub import Hub
@@ -47,6 +48,14 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.state.backing = box
     app.state.hub = Hub(box.records)
     app.state.dispatcher = Dispatcher(box.records, box.turns, box.fleet, box.leadership)
+    app.state.cleaner = Cleaner(
+        settings,
+        records=box.records,
+        blobs=box.blobs,
+        results=box.results,
+        owners=box.owners,
+        leadership=box.leadership,
+    )
     app.state.bodies = Bodies(folder=settings.data, limit_bytes=settings.max_spec_bytes)
     app.add_middleware(
         RateLimit,
@@ -67,16 +76,19 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     hub: Hub = app.state.hub
     settings: Settings = app.state.settings
     make_folder(settings.data)
-    box.blobs.sweep()
     dispatcher: Dispatcher = app.state.dispatcher
+    cleaner: Cleaner = app.state.cleaner
     hub.start()
     dispatcher.start()
+    cleaner.start()
     try:
         yield
     finally:
         hub.close()
         dispatcher.close()
+        cleaner.close()
         with suppress(redis.RedisError):  # without it both end at their next look
             await anyio.to_thread.run_sync(box.records.wake)
         await anyio.to_thread.run_sync(hub.join)
         await anyio.to_thread.run_sync(dispatcher.join)
+        await anyio.to_thread.run_sync(cleaner.join)

@@ -16,15 +16,12 @@ import redis
 from gradbox.protocol import ModelView
 from gradbox_service.jobs import Fleet, WorkerPresence
 from gradbox_service.jobs.refusals import store_refuses
+from gradbox_worker.errors import NameTaken
 
 log = logging.getLogger(__name__)
 
 PRESENCE_TTL_S: Final = 20.0
 ANNOUNCE_S: Final = 5.0
-
-
-class NameTaken(RuntimeError):
-    """Another living process holds the worker's name."""
 
 
 class NameLock:

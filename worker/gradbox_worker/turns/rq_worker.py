@@ -27,7 +27,8 @@ from rq.worker.base import WorkerStatus
 from gradbox_service.jobs import QUEUE, SERIALIZER, RedisFleet, RedisRecords
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.store import ResultStore
-from gradbox_worker.device import DeviceNotStarted, DeviceProcess
+from gradbox_worker.device import DeviceProcess
+from gradbox_worker.errors import DeviceNotStarted
 from gradbox_worker.turns.presence import Announcer
 from gradbox_worker.turns.supervision import Patience
 from gradbox_worker.turns.turn import CURRENT, TurnRunner
@@ -36,8 +37,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# RQ waits for a turn 15 s less than this, and forgets a silent worker 60 s later.
+# RQ forgets a worker that was silent for 60 s longer than this.
 WORKER_TTL_S: Final = 20
+DEQUEUE_S: Final = 1
 HEARTBEAT_TTL_S: Final = 20
 HEARTBEAT_S: Final = 5.0
 MAINTENANCE_S: Final = 5
@@ -156,6 +158,11 @@ class GradboxWorker(SimpleWorker):
     def check_for_suspension(self, burst: bool) -> None:
         self._until_taken(partial(super().check_for_suspension, burst))
 
+    @property
+    def dequeue_timeout(self) -> int:
+        """How long to wait for a turn before looking after the device again, in seconds."""
+        return DEQUEUE_S
+
     def get_heartbeat_ttl(self, job: Job) -> int:
         return HEARTBEAT_TTL_S
 
@@ -199,7 +206,7 @@ class GradboxWorker(SimpleWorker):
         time.sleep(REFUSED_PAUSE_S)
 
     def _have_device(self) -> None:
-        if self._device.pid is not None:
+        if self._device.ready:
             return
         try:
             self._device.ensure(while_waiting=lambda: self._announcer.announce("starting"))

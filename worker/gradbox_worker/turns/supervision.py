@@ -18,7 +18,7 @@ import redis
 from gradbox.protocol import ProgressView
 from gradbox_service.jobs import Records
 from gradbox_service.jobs.refusals import store_refuses
-from gradbox_worker.device.work import StopOrder
+from gradbox_worker.work import StopOrder
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,13 @@ from fastapi import APIRouter, HTTPException, Path, Request, Response
 from pydantic import BaseModel
 
 from gradbox.errors import BlobTooLarge
+from gradbox_service.admission.shares import check_quota
 from gradbox_service.backing import Backing
 from gradbox_service.http.auth import Box, Caller
 from gradbox_service.http.bodies import announced_bytes
 from gradbox_service.http.openapi import BLOB_BODY
 from gradbox_service.settings import MIB, Settings
-from gradbox_service.store import BlobStore, OwnBlobs
+from gradbox_service.store import OwnBlobs
 from gradbox_service.tokens import TokenInfo
 
 router = APIRouter(prefix="/v1/blobs", tags=["blobs"])
@@ -66,25 +67,30 @@ async def put_blob(
             pass
         response.status_code = 200
         return BlobView(digest=digest, size_bytes=size_bytes)
-    size_bytes = await _store(box.blobs, digest, pieces, announced_bytes=announced_bytes(request))
+    within_quota = partial(
+        check_quota,
+        caller.name,
+        quota_bytes=settings.owner_quota_bytes,
+        records=box.records,
+        owners=box.owners,
+    )
+    said_bytes = announced_bytes(request)
+    await anyio.to_thread.run_sync(partial(within_quota, more_bytes=said_bytes))
+    upload = await anyio.to_thread.run_sync(
+        partial(box.blobs.upload, digest, announced_bytes=said_bytes)
+    )
+    with upload:
+        async for piece in pieces:
+            await anyio.to_thread.run_sync(upload.write, piece)
+        size_bytes = upload.size_bytes
+        await anyio.to_thread.run_sync(partial(within_quota, more_bytes=size_bytes))
+        await anyio.to_thread.run_sync(upload.commit)
     await anyio.to_thread.run_sync(box.owners.claim, caller.name, digest, size_bytes)
     return BlobView(digest=digest, size_bytes=size_bytes)
 
 
 def _own(box: Backing, caller: TokenInfo) -> OwnBlobs:
     return OwnBlobs(caller.name, blobs=box.blobs, owners=box.owners)
-
-
-async def _store(
-    blobs: BlobStore, digest: str, pieces: AsyncIterator[bytearray], *, announced_bytes: int
-) -> int:
-    begin = partial(blobs.upload, digest, announced_bytes=announced_bytes)
-    upload = await anyio.to_thread.run_sync(begin)
-    with upload:
-        async for piece in pieces:
-            await anyio.to_thread.run_sync(upload.write, piece)
-        await anyio.to_thread.run_sync(upload.commit)
-    return upload.size_bytes
 
 
 async def _pieces(request: Request, *, limit_bytes: int) -> AsyncIterator[bytearray]:

@@ -11,8 +11,8 @@ import torch
 import gradbox_engine
 from gradbox import errors
 from gradbox_engine.errors import EngineError
-from gradbox_worker.failures import Caught, caught, translated
-from gradbox_worker.models import ModelsFileError
+from gradbox_worker.errors import ModelsFileError
+from gradbox_worker.exceptions_to_problems import Caught, caught, translated
 
 
 def raise_from(outer: Exception, cause: BaseException) -> Exception:
