@@ -68,7 +68,7 @@ class Job:
             progress: whether to show a progress bar; None shows one where stderr is a terminal.
 
         Raises:
-            TimeoutError: the job was not over in time; it goes on.
+            TimeoutError: the job was not over in time; it continues on the box.
         """
         if self._view.state.final:
             return self._view
@@ -79,7 +79,7 @@ class Job:
                     bar.show(event)
         except KeyboardInterrupt:
             print(
-                f"\njob {self.id} goes on at {self._connection.url}. Back to it: "
+                f"\njob {self.id} continues at {self._connection.url}. To return to it: "
                 f"GradClient().job({self.id!r}), or `gradbox jobs watch {self.id}`. "
                 f"To stop it: `gradbox jobs cancel {self.id}`",
                 file=sys.stderr,
@@ -98,7 +98,7 @@ class Job:
             JobFailed: it failed; the subclass says why.
             JobCancelled: it was cancelled.
             ResultGone: its result was deleted or has expired.
-            TimeoutError: it was not over in time; it goes on.
+            TimeoutError: it was not over in time; it continues on the box.
         """
         self.wait(timeout, progress=progress)
         folder = Path(tempfile.mkdtemp(prefix="gradbox-"))

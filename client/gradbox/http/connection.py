@@ -117,7 +117,7 @@ class Connection:
         self._http = httpx.Client(
             base_url=settings.url,
             transport=transport,
-            # No proxy stands between a machine and itself, whatever the environment names.
+            # A machine reaches itself without a proxy, whatever the environment names.
             trust_env=urlsplit(settings.url).hostname not in LOOPBACK,
             headers={
                 "Authorization": f"Bearer {settings.token}",

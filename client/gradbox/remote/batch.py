@@ -1,4 +1,4 @@
-"""Calls that go to the box as one forward job, and come back through one gradient job."""
+"""Calls that are one forward job, and whose backward pass is one gradient job."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class Batch:
         return f"{group}/{name}" if name else group
 
     def _located(self, error: GradboxError) -> GradboxError:
-        """Say at which line the call was made that the box complained of."""
+        """Say at which line the call was made that the box refused."""
         for position, call in enumerate(self.calls):
             if f"group {group_name(position)!r}" in str(error):
                 error.add_note(f"{group_name(position)!r} is the call at {call.where}")
