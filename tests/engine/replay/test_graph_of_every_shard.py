@@ -1,8 +1,6 @@
-"""A first pass without graphs: only where it gives the same bits, and it never costs a gradient."""
+"""Every shard of the first pass has a graph: what a model keeps, or does without one, is right."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,13 +8,8 @@ from torch import Tensor, nn
 
 from gradbox_engine import Group, Objective, SetGradient, set_gradient
 from gradbox_engine.errors import GraphInBuffer, ModelCallFailed
-from gradbox_engine.replay import ungraphed
-from gradbox_engine.replay.ungraphed import WORTHWHILE
-from tests.cases import CASES
-from tests.engine.replay.running import answer
-from tests.oracle import TOLERANCE, difference, naive
 
-NUM_SHARDS = WORTHWHILE + 2
+NUM_SHARDS = 8
 PLENTY = 10**9
 
 
@@ -47,15 +40,6 @@ class _Model(nn.Module):
         return self.body(x)
 
 
-def _watch(model: _Model, **terms) -> tuple[SetGradient, list[bool]]:
-    """Return a job's result, and for each call of the model whether there was to be a graph."""
-    noted: list[bool] = []
-    handle = model.register_forward_pre_hook(lambda *_: noted.append(torch.is_grad_enabled()))
-    result = _job(model, **terms)
-    handle.remove()
-    return result, noted
-
-
 def _same(a: SetGradient, b: SetGradient) -> bool:
     return a.loss == b.loss and all(
         torch.equal(left[name], right[name])
@@ -64,92 +48,21 @@ def _same(a: SetGradient, b: SetGradient) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_no_bit_of_a_result_depends_on_it(name, monkeypatch):
-    monkeypatch.setattr(ungraphed, "WORTHWHILE", 1)
-    case = CASES[name]()
-    case = replace(
-        case,
-        groups={group: shards * 2 for group, shards in case.groups.items()},
-        loss_inputs={n: torch.cat([v, v]) if v.ndim else v for n, v in case.loss_inputs.items()},
-    )
-    expected = answer(case, retain=PLENTY)
-    model = case.model()
-    for retain in (0, 0, 5000, 20000):
-        assert _same(answer(case, model, retain=retain), expected)
-    assert difference(expected.grads, naive(case).grads) <= TOLERANCE
-
-
-def test_what_one_job_has_tried_later_jobs_do():
-    model = _Model()
-    expected = _job(_Model(), retain=PLENTY)
-    first, graphs = _watch(model)
-    assert graphs == [True, False, *[True] * (NUM_SHARDS - 1), *[True] * (NUM_SHARDS - 1)]
-    second, graphs = _watch(model)
-    assert graphs == [*[False] * (NUM_SHARDS - 1), True, *[True] * (NUM_SHARDS - 1)]
-    assert _same(first, expected)
-    assert _same(second, expected)
-
-
-def test_what_is_known_holds_for_one_setting_alone():
-    model = _Model()
-    _watch(model)
-    for terms in ({"wrt": ["body.0.*"]}, {"precision": "fp64"}, {"mode": "eval"}):
-        _, graphs = _watch(model, **terms)
-        assert graphs[:3] == [True, False, True]
-
-
-def test_shards_that_are_kept_have_graphs():
-    model = _Model()
-    _watch(model)
-    _, graphs = _watch(model, retain=PLENTY)
-    assert all(graphs)
-
-
-def test_few_shards_are_worth_a_trial_when_they_come_again():
-    model = _Model()
-    _, graphs = _watch(model, num_shards=3)
-    assert all(graphs)
-    _, graphs = _watch(model, num_shards=3)
-    assert graphs == [False, *[True] * 3, *[True] * 2]
-    _, graphs = _watch(model, num_shards=3)
-    assert graphs == [False, False, True, *[True] * 2]
-
-
 class _Otherwise(_Model):
-    """Rounds otherwise without a graph; `honest` hides it."""
-
-    honest = False
+    """Rounds otherwise without a graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.body(x)
-        return z if self.honest or torch.is_grad_enabled() else z * (1 + 1e-15)
+        return z if torch.is_grad_enabled() else z * (1 + 1e-15)
 
 
 class _Refusing(_Model):
-    """Fails without a graph, unless it is honest."""
-
-    honest = False
+    """Fails without a graph."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.honest and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             raise RuntimeError("expected a graph")
         return self.body(x)
-
-
-@pytest.mark.parametrize("kind", [_Otherwise, _Refusing])
-def test_what_turns_out_wrong_is_done_again_with_graphs(kind):
-    model = kind()
-    expected = _job(kind(), retain=PLENTY)
-    model.honest = True
-    _watch(model)
-    model.honest = False
-    result, graphs = _watch(model)
-    assert not all(graphs)
-    assert _same(result, expected)
-    result, graphs = _watch(model)
-    assert all(graphs)
-    assert _same(result, expected)
 
 
 class _Otherbuffers(_Model):
@@ -162,17 +75,6 @@ class _Otherbuffers(_Model):
         return z
 
 
-@pytest.mark.parametrize("kind", [_Otherwise, _Otherbuffers])
-def test_a_model_that_is_not_the_same_without_a_graph_always_has_one(kind):
-    model = kind()
-    expected = _job(kind(), retain=PLENTY)
-    for _ in range(2):
-        result, _ = _watch(model)
-        assert _same(result, expected)
-    _, graphs = _watch(model)
-    assert all(graphs)
-
-
 class _Inner(_Model):
     """Differentiates in its own forward pass, without asking whether it may."""
 
@@ -183,9 +85,18 @@ class _Inner(_Model):
         return force
 
 
-def test_a_model_that_needs_a_graph_has_one():
-    model, expected = _Inner(), _job(_Inner(), retain=PLENTY)
-    for _ in range(2):
+class _OfAnotherForm(_Model):
+    """Returns z alone where there is a graph, and a pair without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.body(x)
+        return z if torch.is_grad_enabled() else (z, None)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", [_Otherwise, _Refusing, _Otherbuffers, _Inner, _OfAnotherForm])
+def test_what_a_model_does_without_a_graph_never_shows(kind):
+    model, expected = kind(), _job(kind(), retain=PLENTY)
+    for _ in range(3):
         assert _same(_job(model), expected)
 
 
@@ -247,14 +158,6 @@ def test_what_a_model_keeps_from_call_to_call_keeps_its_graph(kind, num_shards):
         assert _same(_job(model, num_shards), expected)
 
 
-def test_a_model_that_keeps_something_has_graphs_ever_after():
-    model = _Fusing()
-    for _ in range(2):
-        _watch(model, num_shards=3)
-    _, graphs = _watch(model, num_shards=3)
-    assert all(graphs)
-
-
 class _Remembering(_Model):
     """Leaves its mean in a buffer, with its graph where the first entry is large."""
 
@@ -279,17 +182,3 @@ def test_a_graph_in_a_buffer_is_refused_in_later_jobs_too():
     shards[0]["0"][0, 0] = 2
     with pytest.raises(GraphInBuffer, match="memory"):
         set_gradient(model, harmless, Objective(_spread), mode="train")
-
-
-class _OfAnotherForm(_Model):
-    """Returns z alone where there is a graph, and a pair without."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.body(x)
-        return z if torch.is_grad_enabled() else (z, None)  # type: ignore[return-value]
-
-
-def test_a_model_that_returns_something_else_without_a_graph_is_given_one():
-    model = _OfAnotherForm()
-    results = [_job(model, 3) for _ in range(3)]
-    assert all(_same(result, results[0]) for result in results)

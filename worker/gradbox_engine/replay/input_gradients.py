@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
-from gradbox_engine.errors import UnknownParameter
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.wrt import INPUTS
-from gradbox_engine.replay.cotangents import SOLE_GROUP
-from gradbox_engine.requests import Group
+from gradbox_engine.requests import SOLE_GROUP, Group
 
 InputGrads = dict[str, dict[str, tuple[Tensor, ...]]]
-
-
-def matched_inputs(groups: Sequence[Group], patterns: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return which arguments of which group the patterns name, as the first shards tell.
-
-    Raises:
-        UnknownParameter: a pattern matches no floating-point argument.
-    """
-    if not patterns:
-        return {group.name: () for group in groups}
-    known = {
-        group.name: [
-            name
-            for name, value in group.shards[0].items()
-            if isinstance(value, Tensor) and value.is_floating_point()
-        ]
-        for group in groups
-    }
-    for pattern in patterns:
-        if not any(_matches(g, name, [pattern]) for g, names in known.items() for name in names):
-            raise UnknownParameter(
-                f"wrt: expected {INPUTS + pattern!r} to match a floating-point argument, got none; "
-                f"there are {known}"
-            )
-    return {g: tuple(n for n in names if _matches(g, n, patterns)) for g, names in known.items()}
 
 
 def collect(
@@ -68,13 +40,6 @@ def collect(
                 for place, g in enumerate(shards)
             )
     return collected, unreached
-
-
-def _matches(group: str, name: str, patterns: Sequence[str]) -> bool:
-    return any(
-        fnmatchcase(name, pattern) or fnmatchcase(f"{group}.{name}", pattern)
-        for pattern in patterns
-    )
 
 
 def _full_name(group: str, name: str) -> str:
