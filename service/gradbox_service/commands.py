@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import socket
 import sys
 import time
@@ -61,13 +60,10 @@ def register_tokens(subparsers: Subparsers) -> None:
 def run_service(args: argparse.Namespace) -> int:
     """Serve until stopped."""
     from gradbox_service.http.listening import CannotListen
+    from gradbox_service.http.logs import log_to_stderr
     from gradbox_service.http.server import serve
 
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    log_to_stderr()
     try:
         settings = Settings.read(**given_in(args))
         serve(
@@ -87,7 +83,7 @@ TokenCommand = Callable[[RedisTokens, argparse.Namespace], int]
 def _with_tokens(function: TokenCommand, args: argparse.Namespace) -> int:
     """Run one of the commands below against the Redis that the arguments name."""
     try:
-        connection = connect(_redis_url(args))
+        connection = connect(redis_url(args))
         try:
             return function(RedisTokens(connection), args)
         finally:
@@ -106,7 +102,7 @@ def _with_tokens(function: TokenCommand, args: argparse.Namespace) -> int:
         return UNREACHABLE
 
 
-def _redis_url(args: argparse.Namespace) -> str:
+def redis_url(args: argparse.Namespace) -> str:
     """Return --redis-url, else the Redis of the `gradbox up` that runs on this data folder."""
     settings = Settings.read(redis_url=args.redis_url, data=args.data)
     if args.redis_url is None and args.data is not None:

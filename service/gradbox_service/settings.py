@@ -67,7 +67,7 @@ class Settings(BaseSettings):
     """largest blob that is taken"""
     max_spec_bytes: Bytes = 8 * MIB
     """largest posted job that is taken"""
-    max_spec_values: Count = 250_000
+    max_spec_values: Count = 100_000
     """most values in a posted job: its commas and opening brackets together"""
     max_head_bytes: Bytes = 64 * KIB
     """largest request line and headers together"""
@@ -79,7 +79,7 @@ class Settings(BaseSettings):
     requests_per_s: Count = 300
     """requests a second that one token may send; four times as many at once"""
     max_queued_jobs: Count = 1000
-    """jobs of one user that may wait"""
+    """jobs of one user that may wait or run"""
     max_timeout_s: Seconds = 24 * 3600.0
     """longest `timeout_s` that a job may ask for"""
 
@@ -133,6 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, leave_out: tuple[str, ...]
         if name not in leave_out:
             default = "" if field.default in (None, False) else f", {field.default}"
             described = f"{field.description} (GRADBOX_{name.upper()}{default})"
+            described = described.replace("%", "%%")  # which argparse formats
             if field.annotation is bool:
                 parser.add_argument(
                     _flag(name), action=BooleanOptionalAction, default=None, help=described

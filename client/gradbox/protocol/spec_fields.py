@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import ConfigDict, Field, StringConstraints
 
 from gradbox.graphs.schema import Graph
+from gradbox.graphs.wire_form import Entries, Items, WireForm
 
 PROTOCOL: Final = 1
 
@@ -21,19 +22,16 @@ Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$
 JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", max_length=100)]
 StreamNumber = Annotated[int, Field(ge=0, lt=2**63)]
 TensorName = Annotated[str, StringConstraints(min_length=1, max_length=500)]
-Priority = Annotated[int, Field(ge=-10, le=10)]
-Timeout = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+Priority = Annotated[int, Field(ge=-10, le=10, strict=True)]
+Timeout = Annotated[float, Field(gt=0, le=7 * 24 * 3600, strict=True)]
 Name = Annotated[str, StringConstraints(max_length=200)]
 Scalar = bool | int | float | str | None
 
 
-class Wire(BaseModel):
-    """Frozen, and strict about fields it does not know: a typo is an error, not a default.
+class Wire(WireForm):
+    """A form whose numbers are finite: JSON has no other, and infinity would come back as null."""
 
-    Numbers are finite: JSON has no other, and an infinity would be written back as null.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 class TensorRef(Wire):
@@ -65,7 +63,7 @@ class InputGroup(Wire):
     """
 
     name: Identifier = "z"
-    shards: Annotated[list[ShardRef], Field(min_length=1, max_length=1_000_000)]
+    shards: Annotated[Items[ShardRef], Field(min_length=1, max_length=1_000_000)]
     method: str = "forward"
     order: TensorRef | None = None
 
@@ -77,7 +75,7 @@ class TracedFunction(Wire):
     """
 
     graph: Graph
-    tensors: dict[str, TensorRef] = {}
+    tensors: Entries[str, TensorRef] = {}
 
 
 class GraphLoss(Wire):
@@ -92,7 +90,7 @@ class BuiltinLoss(Wire):
 
     kind: Literal["builtin"] = "builtin"
     name: Identifier
-    options: dict[Identifier, Scalar] = {}
+    options: Entries[Identifier, Scalar] = {}
 
 
 class CotangentsLoss(Wire):
@@ -104,7 +102,7 @@ class CotangentsLoss(Wire):
 
     kind: Literal["cotangents"] = "cotangents"
     forward: JobId
-    tensors: Annotated[dict[TensorName, TensorRef], Field(min_length=1)]
+    tensors: Annotated[Entries[TensorName, TensorRef], Field(min_length=1)]
 
 
 class PenaltySpec(Wire):
@@ -128,14 +126,14 @@ class SharedSpec(Wire):
 
     protocol: Literal[1] = PROTOCOL
     model: Annotated[str, StringConstraints(min_length=1, max_length=300)]
-    inputs: Annotated[list[InputGroup], Field(min_length=1, max_length=MAX_GROUPS)]
+    inputs: Annotated[Items[InputGroup], Field(min_length=1, max_length=MAX_GROUPS)]
     output: str | int | None = None
     readout: TracedFunction | None = None
     mode: Literal["eval", "train"] = "eval"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
     streams: Literal["shard", "sample"] = "shard"
-    weights: dict[str, TensorRef] = {}
+    weights: Entries[str, TensorRef] = {}
     priority: Priority = 0
     timeout_s: Timeout = 3600.0
     name: Name = ""
@@ -144,5 +142,5 @@ class SharedSpec(Wire):
 class DifferentiatedSpec(SharedSpec):
     """What every computation is told that gives gradients of the model's own parameters."""
 
-    wrt: Annotated[list[str], Field(min_length=1)] | None = None
+    wrt: Annotated[Items[str], Field(min_length=1)] | None = None
     retain: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"

@@ -74,6 +74,13 @@ class MemoryRecords:
         found.sort(key=lambda record: (record.created_s, record.id), reverse=True)
         return found[:limit]
 
+    def owners(self) -> Sequence[str]:
+        with self._changed:
+            return sorted({record.owner for record in self._records.values()})
+
+    def num_active(self, owner: str) -> int:
+        return sum(record.owner == owner for record in self.active())
+
     def active(self) -> Sequence[JobRecord]:
         with self._changed:
             found = [record for record in self._records.values() if not record.state.final]

@@ -85,6 +85,12 @@ class Records(Protocol):
     ) -> Sequence[JobRecord]:
         """Return an owner's jobs, newest first."""
 
+    def owners(self) -> Sequence[str]:
+        """Return everybody who has a job here, by name; looks at every key of the store."""
+
+    def num_active(self, owner: str) -> int:
+        """Return how many of an owner's jobs are queued or running."""
+
     def active(self) -> Sequence[JobRecord]:
         """Return every queued and running job, oldest first."""
 

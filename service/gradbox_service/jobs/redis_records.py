@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -48,7 +48,7 @@ PAGE = 200
 
 
 class RedisRecords:
-    """Implements `Records` on a Redis of version 6.2 or newer, or a Valkey."""
+    """Implements `Records` on a Redis of version 7.0 or newer, or a Valkey."""
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
@@ -107,6 +107,13 @@ class RedisRecords:
             records = self._many(cast("list[bytes]", ids))
             found += [record for record in records if state in (None, record.state)]
         return found[:limit]
+
+    def owners(self) -> Sequence[str]:
+        keys = cast("Iterable[bytes]", self._redis.scan_iter(match=owner_key("*"), count=1000))
+        return sorted({key.decode().removeprefix(owner_key("")) for key in keys})
+
+    def num_active(self, owner: str) -> int:
+        return self._redis.zintercard(2, [changes.ACTIVE, owner_key(owner)])
 
     def active(self) -> Sequence[JobRecord]:
         ids = cast("list[bytes]", self._redis.zrange(changes.ACTIVE, 0, -1))
@@ -274,10 +281,8 @@ class RedisRecords:
 
     def _owner_of(self, job_id: str) -> str | None:
         """Look the job up in the owners' indices, for its record does not tell."""
-        for key in self._redis.scan_iter(match=owner_key("*")):
-            if self._redis.zscore(key, job_id) is not None:
-                return cast(bytes, key).decode().removeprefix(owner_key(""))
-        return None
+        owners = self.owners()
+        return next((o for o in owners if self._redis.zscore(owner_key(o), job_id)), None)
 
 
 def _watch(pipe: Pipeline, *keys: str) -> None:

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from gradbox.errors import BlobRejected
 from gradbox.tensors.safetensors_header import SafetensorsHeader, read_header
-from gradbox_service.store.files import make_folder, put_in_place
+from gradbox_service.store.files import FileUse, make_folder, put_in_place, touch, use_of
 from gradbox_service.store.room import Room
 
 # Headers kept in memory hold this many tensors together, about 250 MB.
@@ -44,21 +44,24 @@ class BlobStore:
         return self._root / digest[:2] / digest
 
     def size_bytes(self, digest: str) -> int | None:
-        """Return the blob's size, or None if it is not here."""
-        try:
-            return self.path(digest).stat().st_size
-        except FileNotFoundError:
+        """Return the blob's size, or None if it is not here. Whoever asks uses it."""
+        if not touch(self.path(digest)):
             return None
+        found = use_of(self.path(digest))
+        return None if found is None else found.size_bytes
 
     def header(self, digest: str) -> SafetensorsHeader | None:
-        """Return the blob's header, or None if it is not here."""
+        """Return the blob's header, or None if it is not here. Whoever asks uses it."""
+        # The box may have removed the blob since its header was read. The use is noted before the
+        # look, so that a cleaner either sees it or has removed the blob already.
+        if not touch(self.path(digest)):
+            return None
         with self._lock:
             found = self._headers.get(digest)
             if found is not None:
                 self._headers.move_to_end(digest)
         if found is not None:
-            # The box's owner may have removed the blob since its header was read.
-            return found if self.path(digest).exists() else None
+            return found
         try:
             header = read_header(self.path(digest))
         except FileNotFoundError:
@@ -93,6 +96,30 @@ class BlobStore:
             for chunk in chunks:
                 upload.write(chunk)
             upload.commit()
+
+    def files(self) -> Iterator[tuple[str, FileUse]]:
+        """Give the digest, the size and the last use of every blob."""
+        for path in self._root.glob("[0-9a-f][0-9a-f]/*"):
+            found = use_of(path)
+            if found is not None:
+                yield path.name, found
+
+    def remove(self, digest: str, *, unused_since_s: float) -> bool:
+        """Remove the blob unless it was used after a time; tell whether it went."""
+        place = self.path(digest)
+        aside = self._root / "incoming" / f"{digest}.{secrets.token_hex(8)}"
+        make_folder(aside.parent)
+        try:
+            place.rename(aside)
+        except FileNotFoundError:
+            return False
+        # Looked at where nobody finds it any more, so that a use is either seen here or not made.
+        found = use_of(aside)
+        if found is not None and found.used_s > unused_since_s:
+            put_in_place(aside, place)
+            return False
+        aside.unlink(missing_ok=True)
+        return True
 
     def sweep(self) -> None:
         """Remove what uploads that died left behind."""

@@ -11,7 +11,8 @@ counts against the owner who sent it first.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import redis
@@ -41,6 +42,9 @@ class BlobOwners(Protocol):
 
     def bytes_of(self, owner: str) -> int:
         """Return the bytes of the blobs that `owner` sent before anybody else did."""
+
+    def totals(self) -> Mapping[str, int]:
+        """Return `bytes_of` for every owner who has any."""
 
     def forget(self, digest: str) -> None:
         """Note that the blob is no longer stored: it belongs to nobody and counts against nobody.
@@ -93,6 +97,10 @@ class RedisBlobOwners:
     def bytes_of(self, owner: str) -> int:
         return int(cast("bytes | None", self._redis.hget(BYTES, owner)) or 0)
 
+    def totals(self) -> Mapping[str, int]:
+        found = cast("dict[bytes, bytes]", self._redis.hgetall(BYTES))
+        return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
+
     def forget(self, digest: str) -> None:
         while True:
             with self._redis.pipeline() as pipe:
@@ -137,6 +145,13 @@ class MemoryBlobOwners:
     def bytes_of(self, owner: str) -> int:
         with self._lock:
             return sum(size for size, owners in self._blobs.values() if owners[0] == owner)
+
+    def totals(self) -> Mapping[str, int]:
+        with self._lock:
+            found: Counter[str] = Counter()
+            for size_bytes, owners in self._blobs.values():
+                found[owners[0]] += size_bytes
+        return dict(found)
 
     def forget(self, digest: str) -> None:
         with self._lock:
