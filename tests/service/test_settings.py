@@ -51,3 +51,11 @@ def test_a_limit_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_arguments_of_settings_read_back_as_the_same() -> None:
     settings = parsed("--max-spec-bytes", "5", "--drain-s", "2.5", "--data", "/x")
     assert parsed(*arguments_of(settings)) == settings
+
+
+def test_the_help_of_every_setting_can_be_printed() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    printed = " ".join(parser.format_help().split())
+    assert all(f"GRADBOX_{name.upper()}" in printed for name in Settings.model_fields)
+    assert "5 % of the" in printed

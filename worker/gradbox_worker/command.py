@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, help="the box's folder of blobs and results [GRADBOX_DATA]"
     )
+    parser.add_argument(
+        "--disk-reserve-bytes",
+        help="what results leave free on the disk [GRADBOX_DISK_RESERVE_BYTES, the larger of 1 GiB "
+        "and 5 %% of the disk]",
+    )
     parser.add_argument("--redis-url", help="where the box's Redis is [GRADBOX_REDIS_URL]")
     parser.add_argument(
         "--name", help="what the worker is called; a restarted one gets its jobs back by it"
@@ -105,7 +110,9 @@ def _settings(args: argparse.Namespace) -> tuple[Settings, str]:
     """Return what the worker was told, and with it the address of Redis."""
     from gradbox_service.settings import BadSettings, Settings
 
-    settings = Settings.read(redis_url=args.redis_url, data=args.data)
+    settings = Settings.read(
+        redis_url=args.redis_url, data=args.data, disk_reserve_bytes=args.disk_reserve_bytes
+    )
     if not settings.redis_url:
         raise BadSettings(
             "expected the address of the box's Redis, got none: give --redis-url or "
