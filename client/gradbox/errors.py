@@ -10,6 +10,7 @@
     │   └── BlobRejected                bytes that are not what they were said to be
     │       └── BlobTooLarge            more bytes than the box takes at once
     ├── Unauthorized                    no token, or not one this box knows
+    ├── OwnerOnly                       what only the box's owner may ask for
     ├── JobNotFound                     no such job, or somebody else's
     ├── IdempotencyConflict             one key, two different jobs
     ├── ResultNotReady                  the job has no result: it still runs, or it did not end well
@@ -134,6 +135,15 @@ class Unauthorized(GradboxError):
     title = "A valid token is needed"
     category = "user"
     status = 401
+
+
+class OwnerOnly(GradboxError):
+    """Only the token of the box's owner may ask for this."""
+
+    code = "owner-only"
+    title = "Only the box's owner may"
+    category = "user"
+    status = 403
 
 
 class JobNotFound(GradboxError):

@@ -54,10 +54,10 @@ def test_calls_send_nothing_and_use_sends_them_together(
 
 
 def test_both_jobs_go_by_the_name_and_priority_that_were_given(client: GradClient) -> None:
-    f = client.model("mlp", name="named", priority=3)
+    f = client.model("mlp", name="named", priority=-3)
     f(shards_of(2)[0]).sum().backward()
     views = [job.view for job in client.jobs(limit=2)]
-    assert [(view.name, view.priority) for view in views] == [("named", 3)] * 2
+    assert [(view.name, view.priority) for view in views] == [("named", -3)] * 2
 
 
 def test_an_output_is_a_tensor_with_a_grad_fn(client: GradClient) -> None:

@@ -30,8 +30,8 @@ class Receipt(BaseModel):
     largest |z|. Of per-sample jobs, `samples` and `outputs` count B and Y, `roads` are the rules
     that each parameter took, and `loops` why some took one backward pass a sample. `fallbacks`
     counts, by the operation that was in the way, the shards of a mixed gradient whose tangent was
-    not taken by forward mode. `peak_memory_bytes` is the process's peak on a CPU (model included),
-    the allocator's on CUDA.
+    not taken by forward mode. `resumed` counts the attempts that went on from a checkpoint.
+    `peak_memory_bytes` is the process's peak on a CPU (model included), the allocator's on CUDA.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -68,3 +68,4 @@ class Receipt(BaseModel):
     peak_memory_bytes: int
     memory_before_bytes: int
     attempts: int = 1
+    resumed: int = 0

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import islice
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, model_validator
 from pydantic_core import from_json
 
 from gradbox.errors import InvalidJob
+from gradbox.graphs.wire_form import Entries, Items
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec
 from gradbox.protocol.spec_fields import (
     NUMBER,
@@ -44,9 +46,9 @@ class GradientSpec(DifferentiatedSpec):
 
     computation: Literal["gradient"]
     loss: LossSpec
-    loss_inputs: dict[Identifier, TensorRef | Scalar] = {}
-    penalties: Annotated[list[PenaltySpec], Field(max_length=1000)] = []
-    returns: Annotated[list[Returned], Field(min_length=1)] = ["grads"]
+    loss_inputs: Entries[Identifier, TensorRef | Scalar] = {}
+    penalties: Annotated[Items[PenaltySpec], Field(max_length=1000)] = []
+    returns: Annotated[Items[Returned], Field(min_length=1)] = ["grads"]
 
 
 class ForwardSpec(DifferentiatedSpec):
@@ -57,7 +59,7 @@ class ForwardSpec(DifferentiatedSpec):
 
     computation: Literal["forward"]
     retain: Literal["auto"] | Annotated[int, NUMBER, Field(ge=0)] = 0
-    returns: Annotated[list[ForwardReturned], Field(min_length=1)] = ["outputs"]
+    returns: Annotated[Items[ForwardReturned], Field(min_length=1)] = ["outputs"]
 
 
 class MixedGradientSpec(SharedSpec):
@@ -68,13 +70,13 @@ class MixedGradientSpec(SharedSpec):
     """
 
     computation: Literal["mixed_gradient"]
-    inputs: Annotated[list[InputGroup], Field(min_length=1, max_length=1)]
+    inputs: Annotated[Items[InputGroup], Field(min_length=1, max_length=1)]
     inner: TracedFunction
     outer: TracedFunction
-    y: dict[Identifier, TensorRef] = {}
-    x: dict[Identifier, TensorRef] = {}
+    y: Entries[Identifier, TensorRef] = {}
+    x: Entries[Identifier, TensorRef] = {}
     z: Annotated[str, StringConstraints(min_length=1, max_length=100)] | None = None
-    returns: Annotated[list[MixedReturned], Field(min_length=1)] = ["grads"]
+    returns: Annotated[Items[MixedReturned], Field(min_length=1)] = ["grads"]
 
 
 class CotangentGradientSpec(Wire):
@@ -87,8 +89,8 @@ class CotangentGradientSpec(Wire):
     protocol: Annotated[Literal[1], NUMBER] = PROTOCOL
     computation: Literal["gradient"]
     loss: CotangentsLoss
-    wrt: Annotated[list[str], Field(min_length=1)] | None = None
-    returns: Annotated[list[CotangentReturned], Field(min_length=1)] = ["grads"]
+    wrt: Annotated[Items[str], Field(min_length=1)] | None = None
+    returns: Annotated[Items[CotangentReturned], Field(min_length=1)] = ["grads"]
     priority: Priority = 0
     timeout_s: Timeout = 3600.0
     name: Name = ""
@@ -120,17 +122,14 @@ def parse_posted(body: bytes) -> JobSpec | CotangentGradientSpec:
     Raises:
         InvalidJob: as `parse_spec`.
     """
-    try:
-        document = from_json(body)
-    except ValueError:
-        document = None
+    document = _parse_json(body)
     match document:
         case {"computation": "gradient", "loss": {"kind": "cotangents"}}:
             try:
                 return CotangentGradientSpec.model_validate(document)
             except ValidationError as error:
                 raise InvalidJob(describe_validation(error)) from None
-    return parse_spec(body)
+    return _validated(document)
 
 
 def parse_spec(body: bytes | str | dict[str, Any]) -> JobSpec:
@@ -140,10 +139,19 @@ def parse_spec(body: bytes | str | dict[str, Any]) -> JobSpec:
         InvalidJob: it is not JSON, or not a job; the message names the field, what was expected
             and what was given.
     """
+    return _validated(body if isinstance(body, dict) else _parse_json(body))
+
+
+def _parse_json(body: bytes | str) -> Any:
     try:
-        if isinstance(body, dict):
-            return JOB_SPEC.validate_python(body)
-        return JOB_SPEC.validate_json(body)
+        return from_json(body)
+    except ValueError as error:
+        raise InvalidJob(f"the body: Invalid JSON: {error}") from None
+
+
+def _validated(document: Any) -> JobSpec:
+    try:
+        return JOB_SPEC.validate_python(document)
     except ValidationError as error:
         raise InvalidJob(describe_validation(error, below=1)) from None
 
@@ -159,11 +167,23 @@ def describe_validation(error: ValidationError, *, below: int = 0) -> str:
     lines = []
     for item in found[:5]:
         where = ".".join(str(part) for part in item["loc"][below:]) or "the body"
-        got = repr(item["input"])
-        lines.append(f"{where}: {item['msg']} (got {got[:120]}{'…' if len(got) > 120 else ''})")
+        lines.append(f"{where}: {item['msg']} (got {_shown(item['input'])})")
     if len(found) > 5:
         lines.append(f"and {len(found) - 5} more")
     return "; ".join(lines)
+
+
+def _shown(given: Any, *, inside: bool = False) -> str:
+    """Return the beginning of a value's repr, made without the rest of it."""
+    if isinstance(given, dict):
+        entries = [f"{k!r}: {_shown(v, inside=True)}" for k, v in islice(given.items(), 10)]
+        text = "{…}" if inside and given else "{" + ", ".join(entries) + "}"
+    elif isinstance(given, list):
+        entries = [_shown(entry, inside=True) for entry in given[:10]]
+        text = "[…]" if inside and given else "[" + ", ".join(entries) + "]"
+    else:
+        text = repr(given[:120] if isinstance(given, str) else given)
+    return text if len(text) <= 120 else f"{text[:120]}…"
 
 
 def spec_digest(spec: JobSpec) -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StringConstraints
+from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from gradbox.graphs.schema import Graph
+from gradbox.graphs.wire_form import Entries, Items, WireForm
 
 PROTOCOL: Final = 1
 
@@ -39,13 +40,10 @@ Name = Annotated[str, StringConstraints(max_length=200)]
 Scalar = bool | int | float | str | None
 
 
-class Wire(BaseModel):
-    """Frozen, and strict about fields it does not know: a typo is an error, not a default.
+class Wire(WireForm):
+    """A form whose numbers are finite: JSON has no other, and infinity would come back as null."""
 
-    Numbers are finite: JSON has no other, and an infinity would be written back as null.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 class TensorRef(Wire):
@@ -77,7 +75,7 @@ class InputGroup(Wire):
     """
 
     name: Identifier = "z"
-    shards: Annotated[list[ShardRef], Field(min_length=1, max_length=1_000_000)]
+    shards: Annotated[Items[ShardRef], Field(min_length=1, max_length=1_000_000)]
     method: str = "forward"
     order: TensorRef | None = None
 
@@ -89,7 +87,7 @@ class TracedFunction(Wire):
     """
 
     graph: Graph
-    tensors: dict[str, TensorRef] = {}
+    tensors: Entries[str, TensorRef] = {}
 
 
 class GraphLoss(Wire):
@@ -104,7 +102,7 @@ class BuiltinLoss(Wire):
 
     kind: Literal["builtin"] = "builtin"
     name: Identifier
-    options: dict[Identifier, Scalar] = {}
+    options: Entries[Identifier, Scalar] = {}
 
 
 class CotangentsLoss(Wire):
@@ -116,7 +114,7 @@ class CotangentsLoss(Wire):
 
     kind: Literal["cotangents"] = "cotangents"
     forward: JobId
-    tensors: Annotated[dict[TensorName, TensorRef], Field(min_length=1)]
+    tensors: Annotated[Entries[TensorName, TensorRef], Field(min_length=1)]
 
 
 class PenaltySpec(Wire):
@@ -140,14 +138,14 @@ class SharedSpec(Wire):
 
     protocol: Annotated[Literal[1], NUMBER] = PROTOCOL
     model: Annotated[str, StringConstraints(min_length=1, max_length=300)]
-    inputs: Annotated[list[InputGroup], Field(min_length=1, max_length=MAX_GROUPS)]
+    inputs: Annotated[Items[InputGroup], Field(min_length=1, max_length=MAX_GROUPS)]
     output: str | Annotated[int, NUMBER] | None = None
     readout: TracedFunction | None = None
     mode: Literal["eval", "train"] = "eval"
     seed: Annotated[int, NUMBER, Field(ge=0, lt=2**63)] = 0
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
     streams: Literal["shard", "sample"] = "shard"
-    weights: dict[str, TensorRef] = {}
+    weights: Entries[str, TensorRef] = {}
     priority: Priority = 0
     timeout_s: Timeout = 3600.0
     name: Name = ""
@@ -156,5 +154,5 @@ class SharedSpec(Wire):
 class DifferentiatedSpec(SharedSpec):
     """What every computation is told that gives gradients of the model's own parameters."""
 
-    wrt: Annotated[list[str], Field(min_length=1)] | None = None
+    wrt: Annotated[Items[str], Field(min_length=1)] | None = None
     retain: Literal["auto"] | Annotated[int, NUMBER, Field(ge=0)] = "auto"

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, JobSpec, SharedSpec
 from gradbox_engine import KeptPass
-from gradbox_worker.device.work import Work
+from gradbox_worker.work import Work
 
 IDLE_S: Final = 60.0
 

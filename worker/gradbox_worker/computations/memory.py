@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from gradbox_worker.device.placement import memory_bytes
+from gradbox_worker.computations.placement import memory_bytes
 
 CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 STATUS: Final = Path("/proc/self/status")

@@ -6,7 +6,7 @@
     a GradboxError, likewise                      itself
     an EngineError                                the class that ENGINE_ERRORS pairs with it
     ModelsFileError                               UnknownModel
-    anything else                                 JobFailed: the worker's own fault
+    anything else, KeyboardInterrupt and all      JobFailed
 
 Tracebacks go to the worker's log and never over the wire.
 """
@@ -20,24 +20,25 @@ from typing import Final, TypeVar
 
 import torch
 
+import gradbox_engine
 from gradbox import errors
 from gradbox.errors import GradboxError
 from gradbox.protocol import Problem
 from gradbox_engine import errors as engine_errors
 from gradbox_engine.per_sample import SelfCheckFailed
-from gradbox_worker.models import ModelsFileError
+from gradbox_worker.errors import ModelsFileError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How the CPU allocator and the CUDA libraries say it, which raise plain RuntimeErrors.
+# How libraries below torch say it, beside what the engine knows; they raise plain RuntimeErrors.
 OUT_OF_MEMORY_TEXTS: Final = (
-    "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "MPS backend out of memory",
+    "std::bad_alloc",
 )
 
 ENGINE_ERRORS: Final[tuple[tuple[type[engine_errors.EngineError], type[GradboxError]], ...]] = (
@@ -71,7 +72,7 @@ def caught(
         return call()
     except let_through:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # a model's KeyboardInterrupt is no reason to end, either
         log.exception("%s failed", doing)
         return Caught(Problem.of(translated(error, doing=doing)), spoilt=_spoils_device(error))
 
@@ -114,7 +115,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _says_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if gradbox_engine.is_out_of_memory(error):
         return True
     return isinstance(error, RuntimeError) and any(
         text in str(error) for text in OUT_OF_MEMORY_TEXTS

@@ -21,6 +21,7 @@ class Work:
     result_path: Path  # written whole or not at all
     queued_s: float  # how long the job waited, for its receipt
     forward_result: Path | None = None  # of the job whose outputs the loss is cotangents of
+    disk_reserve_bytes: int | None = None  # see `gradbox_service.store.Room`
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,18 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Died:
-    """The process that computed it ended; `reason` says how, as a clause: "it was killed by …"."""
+    """The process that computed it ended.
+
+    Attributes:
+        reason: says how, as a clause: "it was killed by …".
+        fault: what the job's own code ran into, and at which shard; None if the process was ended
+            from outside. Another attempt that ends by the same fault has met what will repeat.
+        out_of_memory: whether the kernel ended it for lack of memory.
+    """
 
     reason: str
+    fault: str | None = None
+    out_of_memory: bool = False
 
 
 Outcome = Finished | Failed | Stopped | Died
