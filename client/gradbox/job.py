@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from gradbox.errors import GradboxError, JobCancelled, JobFailed, ResultNotReady
+from gradbox.errors import GradboxError, JobCancelled, JobFailed, ResultGone, ResultNotReady
 from gradbox.http.connection import Connection, parsed
 from gradbox.http.download import download
 from gradbox.http.events import JobEvent, follow
@@ -157,7 +157,7 @@ class Job:
         return self._view
 
     def delete(self) -> None:
-        """Delete what the box keeps of a job that is over: its result, and its record's details.
+        """Delete the result of a job that is over, and what the job's record says of it.
 
         Afterwards `result`, `open` and `fetch` raise ResultGone. Nothing happens if it is gone.
 
@@ -192,6 +192,11 @@ class Job:
             error = view.error.job_failure()
             error.add_note(f"job {self.id} at {self._connection.url}")
             return error
+        if view.state is JobState.DONE:
+            return ResultGone(
+                f"the result of job {self.id} is no longer on the box: it was deleted or has "
+                f"expired; submit the job again to have it"
+            )
         if view.state.final:
             return JobFailed(f"job {self.id} ended as {view.state.value} and the box says no more")
         return ResultNotReady(

@@ -57,7 +57,7 @@ def check_graph(
         )
     for index, node in enumerate(graph.nodes):
         if node.name in seen:
-            raise _refusal(node, "two nodes have this name: every node needs one of its own")
+            raise _refusal(node, "the graph has this name twice: every node needs one of its own")
         _check_order(node, index, graph, seen)
         _check_target(node, names)
         for value in (*node.args, *node.kwargs.values()):

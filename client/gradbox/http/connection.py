@@ -48,7 +48,7 @@ class Backoff:
     """The pauses between the requests of one call: `pause` waits before the next, or gives up.
 
     Our own, not tenacity or stamina: both count patience from the call's start, whereas here it
-    counts from the first fault since bytes last came, so a download of hours has it whole.
+    counts from the first fault since the last progress, so a long download has it whole.
     """
 
     def __init__(self, retry: Retry) -> None:

@@ -81,7 +81,7 @@ def follow(
             if silent and isinstance(fault, StreamEnded):
                 if over:
                     return
-                # Asked once more if it is: the final event may have come after the silence.
+                # If it is, ask once more: the final event may have been written since.
                 over = _is_over(connection, job_id)
                 if over:
                     continue
