@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from gradbox.protocol.parts import (
+from gradbox.protocol.spec_fields import (
+    NUMBER,
     GraphLoss,
     Identifier,
     InputGroup,
@@ -83,7 +84,7 @@ class PerSampleGradientSpec(SampleSpec):
     loss_inputs: dict[Identifier, TensorRef | Scalar] = {}
     reduce: GradientReduction = "none"
     form: Form = "dense"
-    clip: Annotated[float | None, Field(validate_default=True)] = None
+    clip: Annotated[float | None, NUMBER, Field(validate_default=True)] = None
     dim: Annotated[int | None, Field(validate_default=True, le=MAX_DIM, strict=True)] = None
 
     @field_validator("clip")

@@ -13,7 +13,9 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, mod
 from pydantic_core import from_json
 
 from gradbox.errors import InvalidJob
-from gradbox.protocol.parts import (
+from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec
+from gradbox.protocol.spec_fields import (
+    NUMBER,
     PROTOCOL,
     CotangentsLoss,
     DifferentiatedSpec,
@@ -30,7 +32,6 @@ from gradbox.protocol.parts import (
     TracedFunction,
     Wire,
 )
-from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec
 
 Returned = Literal["grads", "input_grads", "outputs", "cotangents", "buffers"]
 CotangentReturned = Literal["grads", "input_grads"]
@@ -55,7 +56,7 @@ class ForwardSpec(DifferentiatedSpec):
     """
 
     computation: Literal["forward"]
-    retain: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
+    retain: Literal["auto"] | Annotated[int, NUMBER, Field(ge=0)] = 0
     returns: Annotated[list[ForwardReturned], Field(min_length=1)] = ["outputs"]
 
 
@@ -83,7 +84,7 @@ class CotangentGradientSpec(Wire):
     loss names, so they cannot be given.
     """
 
-    protocol: Literal[1] = PROTOCOL
+    protocol: Annotated[Literal[1], NUMBER] = PROTOCOL
     computation: Literal["gradient"]
     loss: CotangentsLoss
     wrt: Annotated[list[str], Field(min_length=1)] | None = None
@@ -137,7 +138,7 @@ def parse_spec(body: bytes | str | dict[str, Any]) -> JobSpec:
 
     Raises:
         InvalidJob: it is not JSON, or not a job; the message names the field, what was expected
-            and what came.
+            and what was given.
     """
     try:
         if isinstance(body, dict):

@@ -1,4 +1,4 @@
-"""Calls of a remote model, as they were made."""
+"""Calls of a remote model: what each was given, and from which line of the user's code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from gradbox.errors import InvalidInputs
 from gradbox.inputs.shards import Shard, read_shard
 from gradbox.protocol import MethodView
-from gradbox.tensors.safetensors_bytes import is_tensor, tensor_bytes
+from gradbox.tensors.tensor_bytes import is_tensor, tensor_bytes
 
 PACKAGE: Final = str(Path(__file__).resolve().parents[1])
 
@@ -39,7 +39,7 @@ def read_call(
     method: str,
     signature: MethodView,
 ) -> Call:
-    """Take note of a call. Tensors are copied, for the caller may write to them afterwards.
+    """Record a call. Tensors are copied, since the caller may write to them afterwards.
 
     Raises:
         InvalidInputs: an argument is not a tensor, or not one of the entry point's; or the call is

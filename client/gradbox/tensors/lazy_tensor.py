@@ -1,4 +1,4 @@
-"""A tensor that is made as it is indexed: fetched from a box, or multiplied out of factors."""
+"""A tensor that is read as it is indexed: fetched from a box, or multiplied out of factors."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from gradbox.tensors.safetensors_bytes import is_torch_importable
+from gradbox.tensors.tensor_bytes import is_torch_importable
 
-Box = tuple[slice, ...]
-"""For each of the first dims the range that is wanted, in steps of 1; later dims come whole."""
+Region = tuple[slice, ...]
+"""For each of the first dims the range that is wanted, in steps of 1; later dims are read whole."""
 
 
 class LazyTensor:
-    """Behaves like the tensor it stands for, and makes no more of it than is asked for.
+    """Behaves like a tensor, and reads no more of it than is indexed.
 
-    `x[3:5]`, `x[0, 2]` and the like make that part alone. All else a tensor can do (`x.norm()`,
-    `x * 2`, `torch.equal(x, y)`) makes it whole, each time anew: keep `x[:]` to do more with it.
+    `x[3:5]`, `x[0, 2]` and the like read that part alone. All else that a tensor can do
+    (`x.norm()`, `x * 2`, `torch.equal(x, y)`) reads it whole, each time again: keep `x[:]` to do
+    more with it.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], read: Callable[[Box], Any], *, dtype: Callable[[], Any]
+        self, shape: tuple[int, ...], read: Callable[[Region], Any], *, dtype: Callable[[], Any]
     ) -> None:
         self.shape = shape
         self._read = read
@@ -45,15 +46,15 @@ class LazyTensor:
 
     def __getitem__(self, index: Any) -> Any:
         items = index if isinstance(index, tuple) else (index,)
-        box: list[slice] = []
+        region: list[slice] = []
         local: list[Any] = []
         for item, size in zip(items, self.shape, strict=False):
             if not isinstance(item, slice | int | np.integer) or isinstance(item, bool):
                 break
             wanted, left = _narrowed(item, size)
-            box.append(wanted)
+            region.append(wanted)
             local.append(left)
-        return self._read(tuple(box))[(*local, *items[len(local) :])]
+        return self._read(tuple(region))[(*local, *items[len(local) :])]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.asarray(self[()], dtype=dtype)

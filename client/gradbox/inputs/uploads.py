@@ -7,7 +7,8 @@ from typing import Final
 
 from gradbox.inputs.shards import Shard, ShardGroup
 from gradbox.protocol import InputGroup, ShardRef, TensorRef
-from gradbox.tensors.safetensors_bytes import Blob, TensorBytes
+from gradbox.tensors.blob import Blob
+from gradbox.tensors.tensor_bytes import TensorBytes
 
 # Shards are pooled up to this size: a thousand small shards are a few requests.
 PACK_BYTES: Final = 64 * 2**20

@@ -1,10 +1,4 @@
-"""Tensors as safetensors bytes, without a second copy of them.
-
-A blob is one safetensors file: 8 bytes of header length (little-endian), the header (JSON, padded
-with spaces to a multiple of 8), then the tensors' bytes without gaps. Here it is never assembled:
-`Blob` keeps the header and reads each tensor's own memory when its digest is computed and again
-when it is sent. Tensors lie in order of item size (largest first) and then of name, so each begins
-at a multiple of its item size, and equal tensors under equal names give an equal digest.
+"""One tensor as safetensors describes it: dtype, shape, and its own memory as bytes.
 
 Torch tensors (on any device, any layout that is dense) and NumPy arrays are tensors here. Neither
 torch nor its absence is assumed: a torch tensor can only exist where torch has been imported.
@@ -12,13 +6,9 @@ torch nor its absence is assumed: a torch tensor can only exist where torch has 
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -29,10 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 Tensor: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
-
-CHUNK_BYTES: Final = 4 * 2**20
-# Smaller tensors are gathered before they are sent: a write to a socket costs more than the copy.
-GATHER_BYTES: Final = 64 * 2**10
 
 # Names of dtypes, as torch and NumPy (with ml_dtypes) both spell them, and what safetensors says.
 DTYPES: Final[Mapping[str, tuple[str, int]]] = {
@@ -53,6 +39,7 @@ DTYPES: Final[Mapping[str, tuple[str, int]]] = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
+FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def is_tensor(value: object) -> bool:
@@ -67,9 +54,6 @@ def is_torch_importable() -> bool:
     if "torch" in sys.modules:
         return sys.modules["torch"] is not None
     return find_spec("torch") is not None
-
-
-FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +80,8 @@ class TensorBytes:
     def view(self) -> memoryview:
         """Return the bytes in row-major, little-endian order.
 
-        It is the tensor's own memory where that is possible: not for what lies on another device,
-        is strided, or big-endian.
+        They are the tensor's own memory where that is possible: not if it is on another device, is
+        strided, or is big-endian.
         """
         if _is_torch(self.source):
             return _torch_view(self.source)
@@ -134,58 +118,6 @@ def tensor_bytes(value: object, *, where: str) -> TensorBytes:
         )
     dtype = str(tensor.dtype).removeprefix("torch.")
     return _described(tensor, dtype=dtype, shape=tuple(tensor.shape), where=where)
-
-
-class Blob:
-    """One safetensors file, to be uploaded under its digest."""
-
-    def __init__(self, tensors: Mapping[str, TensorBytes]) -> None:
-        ordered = sorted(tensors.items(), key=lambda item: (-item[1].item_bytes, item[0]))
-        self._tensors = [tensor for _, tensor in ordered]
-        entries: dict[str, Any] = {}
-        offset = 0
-        for name, tensor in ordered:
-            end = offset + tensor.size_bytes
-            entries[name] = {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-        header += b" " * (-len(header) % 8)
-        self._header = struct.pack("<Q", len(header)) + header
-        self.size_bytes = len(self._header) + offset
-
-    def __repr__(self) -> str:
-        return f"Blob({len(self._tensors)} tensors, {self.size_bytes} bytes)"
-
-    @cached_property
-    def digest(self) -> str:
-        """The SHA-256 of the file's bytes, in lower-case hex."""
-        sha = hashlib.sha256(self._header)
-        for tensor in self._tensors:
-            sha.update(tensor.view())
-        return sha.hexdigest()
-
-    def chunks(self) -> Iterator[memoryview]:
-        """Give the file's bytes in pieces of at most `CHUNK_BYTES`; can be begun again."""
-        gathered = bytearray(self._header)
-        for tensor in self._tensors:
-            if tensor.size_bytes < GATHER_BYTES:
-                gathered += tensor.view()
-                if len(gathered) < CHUNK_BYTES - GATHER_BYTES:
-                    continue
-            yield from _pieces(memoryview(gathered))
-            gathered = bytearray()
-            if tensor.size_bytes >= GATHER_BYTES:
-                yield from _pieces(tensor.view())
-        yield from _pieces(memoryview(gathered))
-
-
-def _pieces(view: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(view), CHUNK_BYTES):
-        yield view[start : start + CHUNK_BYTES]
 
 
 def _described(source: Any, *, dtype: str, shape: tuple[int, ...], where: str) -> TensorBytes:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from gradbox.http.uploads import Uploads
+from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import CotangentsLoss
-from gradbox.protocol.parts import Scalar
-from gradbox.tensors.safetensors_bytes import is_tensor, tensor_bytes
+from gradbox.protocol.spec_fields import Scalar
+from gradbox.tensors.tensor_bytes import is_tensor, tensor_bytes
 
 if TYPE_CHECKING:
     from gradbox.job import Job
@@ -18,7 +18,7 @@ SOLE_GROUP = "z"
 
 
 class Builtin:
-    """A loss that the box carries: `Builtin("info_nce", temperature=0.05)`.
+    """A loss that is part of gradbox: `Builtin("info_nce", temperature=0.05)`.
 
     `gradbox.losses` lists them; they need no torch on this side.
     """
@@ -33,7 +33,7 @@ class Builtin:
 
 
 class Cotangents:
-    """A loss that ran here: ∂L/∂Z at the outputs of a `Forward` job that is done.
+    """∂L/∂Z of a loss that was computed here, at the outputs of a `Forward` job that is done.
 
     Args:
         tensors: as that job's `result.outputs` are named and shaped: {GROUP: tensor}, or

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from gradbox.errors import InvalidJob
-from gradbox.http.uploads import Uploads
+from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import TracedFunction
-from gradbox.tensors.safetensors_bytes import is_torch_importable, tensor_bytes
+from gradbox.tensors.tensor_bytes import is_torch_importable, tensor_bytes
 
 
 def traced(
@@ -23,7 +23,7 @@ def traced(
     if not callable(function):
         raise InvalidJob(
             f"{what}: expected a function, an nn.Module or a Builtin, got {function!r}; "
-            f"a loss that the box carries is written Builtin('info_nce')"
+            f"a loss of gradbox's own is written Builtin('info_nce')"
         )
     if not is_torch_importable():
         raise InvalidJob(

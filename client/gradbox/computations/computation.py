@@ -10,13 +10,14 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from gradbox.computations.tracing import traced
+from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidInputs, InvalidJob
-from gradbox.http.uploads import Uploads
 from gradbox.inputs.shards import ShardGroup, read_groups
+from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import CotangentGradientSpec, JobSpec, TracedFunction
 from gradbox.protocol.spec import describe_validation
-from gradbox.tensors.safetensors_bytes import Blob, Tensor, tensor_bytes
+from gradbox.tensors.blob import Blob
+from gradbox.tensors.tensor_bytes import Tensor, tensor_bytes
 
 Spec = TypeVar("Spec", bound=BaseModel)
 
@@ -82,7 +83,7 @@ class Computation(ABC):
 
     @abstractmethod
     def prepare(self) -> Prepared:
-        """Trace the functions, and name every tensor by the blob it lies in.
+        """Trace the functions, and name every tensor by the blob that holds it.
 
         Raises:
             UntraceableLoss: a function is not made of allowed operations.

@@ -1,7 +1,7 @@
-"""What the rows of a per-sample result are reduced to: on the box, or here from what came.
+"""What the rows of a per-sample result are reduced to: on the box, or here from its rows.
 
-Here it is done by `gradbox_factors`, which also the box uses, so both give the same. Rows that came
-as factors are never multiplied out for it.
+Both use `gradbox_factors`, so both give the same. Rows that are stored as factors are never
+multiplied out for it.
 
 Shapes: B samples, Y outputs; a per-sample gradient has no dim Y.
 """
@@ -16,8 +16,8 @@ from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.protocol import Receipt
 from gradbox.results.factor_metadata import FACTORS, Piece, read_factors
 from gradbox.results.result_files import ResultFile
-from gradbox.tensors.lazy_tensor import Box, LazyTensor
-from gradbox.tensors.safetensors_bytes import is_torch_importable
+from gradbox.tensors.lazy_tensor import LazyTensor, Region
+from gradbox.tensors.tensor_bytes import is_torch_importable
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ GRADIENT = "per_sample_gradient"
 PER_SAMPLE = (GRADIENT, "jacobian")
 
 
-class SampleAlgebra:
+class RowReductions:
     """The rows of a result, reduced.
 
     Each method returns what the box computed where the job's `reduce` asked for it, and otherwise
@@ -109,7 +109,7 @@ class SampleAlgebra:
 
         Args:
             tangents: by parameter name, each of the parameter's shape; zero for what is left out.
-                None stands for those that the box was given with reduce="jvp".
+                None is those that the box was given with reduce="jvp".
 
         Raises:
             InvalidJob: this result has no rows, or `tangents` is missing.
@@ -132,7 +132,7 @@ class SampleAlgebra:
 
         Args:
             cotangents: shape (B,) of a per-sample gradient, of a Jacobian (B, Y) or z's. None
-                stands for those that the box was given with reduce="vjp".
+                is those that the box was given with reduce="vjp".
 
         Raises:
             InvalidJob: this result has no rows, or `cotangents` is missing.
@@ -157,7 +157,7 @@ class SampleAlgebra:
         The same seed gives the same projection on every box and here.
 
         Args:
-            dim: the numbers a row is projected to. None stands for what the box was told.
+            dim: the numbers a row is projected to. None is what the box was told.
             seed: by default the job's.
 
         Raises:
@@ -184,7 +184,7 @@ class SampleAlgebra:
 
     @property
     def _row_dims(self) -> int:
-        """How many dims stand before a parameter's own in `grads`."""
+        """The number of dims before a parameter's own in `grads`."""
         if self.manifest.computation not in PER_SAMPLE or self.manifest.reduce != "none":
             return 0
         return 1 if self._squeezed else 2
@@ -220,9 +220,16 @@ class SampleAlgebra:
 
     @cached_property
     def _factored(self) -> Factored:
-        """The rows as terms: those that came, or the arrays themselves."""
+        """The rows as terms: the file's factors, or its arrays."""
         if FACTORS in self._file.metadata:
-            return read_factors(self._file.metadata[FACTORS], self._factor)
+            return read_factors(
+                self._file.metadata[FACTORS],
+                self._factor,
+                stored=self._file.stored,
+                names=self.manifest.names,
+                samples=self.manifest.samples,
+                outputs=self.manifest.outputs,
+            )
         from gradbox_factors import Block, Factored
 
         piece = {}
@@ -235,34 +242,34 @@ class SampleAlgebra:
     def _factor(self, name: str) -> Any:
         return self._file.tensor(name)[()]
 
-    def _multiplied_out(self, name: str) -> LazyTensor:
+    def _rows_of_factors(self, name: str) -> LazyTensor:
         """Return a parameter's rows, made of factors as they are indexed."""
         first = self._factored.pieces[0]
         assert isinstance(first, Piece)
         samples, outputs = self.manifest.samples or 0, self.manifest.outputs or 1
         lead = (samples,) if self._squeezed else (samples, outputs)
 
-        def read(box: Box) -> Any:
+        def read(region: Region) -> Any:
             whole = slice(None)
-            of_samples = box[0] if box else whole
-            of_outputs = box[1] if len(box) > 1 and not self._squeezed else whole
+            of_samples = region[0] if region else whole
+            of_outputs = region[1] if len(region) > 1 and not self._squeezed else whole
             rows = self._without_outputs(self._factored.block(name, of_samples, of_outputs))
-            return rows[(*[whole] * min(len(box), len(lead)), *box[len(lead) :])]
+            return rows[(*[whole] * min(len(region), len(lead)), *region[len(lead) :])]
 
         return LazyTensor(lead + first.shape(name), read, dtype=lambda: first[name].dtype)
 
 
-class MultipliedOut(Mapping[str, Any]):
+class FactoredRows(Mapping[str, Any]):
     """A factored result's rows by parameter, made as they are indexed."""
 
-    def __init__(self, algebra: SampleAlgebra) -> None:
-        self._algebra = algebra
-        self._names = dict.fromkeys(algebra.manifest.names)
+    def __init__(self, reductions: RowReductions) -> None:
+        self._reductions = reductions
+        self._names = dict.fromkeys(reductions.manifest.names)
 
     def __getitem__(self, name: str) -> LazyTensor:
         if name not in self._names:
             raise KeyError(name)
-        return self._algebra._multiplied_out(name)
+        return self._reductions._rows_of_factors(name)
 
     def __iter__(self) -> Any:
         return iter(self._names)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from gradbox.errors import InvalidInputs
-from gradbox.protocol.parts import Scalar
-from gradbox.tensors.safetensors_bytes import is_tensor
+from gradbox.protocol.spec_fields import Scalar
+from gradbox.tensors.tensor_bytes import is_tensor
 
 
-def split_extras(
+def split_tensors_and_scalars(
     given: Mapping[str, Any], *, what: str
 ) -> tuple[dict[str, Any], dict[str, Scalar]]:
     """Part tensors, which are uploaded, from plain values, which become part of the function.
