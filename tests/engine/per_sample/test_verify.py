@@ -91,6 +91,15 @@ def test_any_seed_gives_weights(seed: int) -> None:
     assert compared(term, weight, z, value, seed).confirmed == {"w"}
 
 
+@pytest.mark.parametrize("samples", [2, 64])
+def test_no_two_samples_of_an_output_have_the_same_weight(samples: int) -> None:
+    z = torch.randn(samples, 3, requires_grad=True)
+    for seed in range(50):
+        weights = reference(None, z * 1, {"z": z}, seed=seed).weights
+        assert all(len(column.unique()) == samples for column in weights.T)
+        assert ((weights.abs() >= 0.5) & (weights.abs() <= 1.5)).all()
+
+
 @pytest.mark.parametrize("form", ["dense", "factored"])
 def test_a_rule_that_is_wrong_is_found_in_every_job(
     monkeypatch: pytest.MonkeyPatch, form: str

@@ -1,16 +1,21 @@
 """A shard run forward by its plan, and its rows checked against autograd.
 
 One rule: wherever a job first compares a parameter's rows at a gradient that is not zero, they are
-compared with autograd's (`planning.verify`), on a shard on which samples were also seen not to
-depend on each other with the job's weights. For almost every model that is the first shard of each
+compared with autograd's (`planning.verify`). For almost every model that is the first shard of each
 shape. Where data decide which samples go where, the rows of every shard are compared. That the loss
 keeps samples apart is checked on every shard.
 
-A plan that does not hold is made anew on the shard at hand; parameters whose rows then still differ
-take one backward pass a sample.
+A plan that does not hold is made anew on the shard at hand, which replaces a sample and names the
+module that couples it with others; parameters whose rows then still differ take one backward pass a
+sample.
 
-Cost beyond the rows, on the first shard of each shape: one backward pass, the rows' weighted sum,
-and two forward passes of `SAMPLES` samples; on every shard: one evaluation of the loss.
+Cost beyond the rows, on the first shard of each shape: one backward pass and the rows' weighted
+sum; on every shard: one evaluation of the loss.
+
+Limits: a dependence between samples without a derivative (through `detach`, a rank, an argmax) does
+not change the comparison. It is seen where a plan is made, and a plan is valid only while the
+parameters and buffers that were all zero then still are. One that data bring in under a plan that
+is kept is not seen.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from gradbox_engine.model.blame import blaming
 from gradbox_engine.per_sample.backward import RecordedGraph, Terms
 from gradbox_engine.per_sample.planning.model import CallableModel, copied
 from gradbox_engine.per_sample.planning.plan import Plan
-from gradbox_engine.per_sample.planning.probe_runs import SAMPLES, couples, plan_for
+from gradbox_engine.per_sample.planning.probe_runs import SAMPLES, plan_for
 from gradbox_engine.per_sample.planning.verify import Reference, check_head, compare, reference
 
 MOST_PLANS = 64  # of a model; a readout that a job brings makes a plan of its own
@@ -43,7 +48,7 @@ class PlanInUse:
 
     plan: Plan
     made_on: int | None  # the shard on which this job made it; None: an earlier job did
-    probed_on: int  # the shard on which samples were seen not to depend on each other
+    since: int  # the shard from which on it is used, on which it was made or found valid
     unconfirmed: set[str]  # parameters whose rows were not yet compared at a gradient not zero
 
 
@@ -68,8 +73,8 @@ class PlannedModel:
         if used is not None:
             return used
         plan = _plans.get(self.model.model, {}).get(signature)
-        if plan is None or self._couples(plan, arguments, index):
-            return self.plan_anew(arguments, index)  # which names the module that couples samples
+        if plan is None or not self.model.all_zero(plan.zeros):
+            return self.plan_anew(arguments, index)
         return self._use(signature, PlanInUse(plan, None, index, set(self.model.parameters)))
 
     def plan_anew(
@@ -89,18 +94,13 @@ class PlannedModel:
         """Run a shard forward."""
         # Before the call and not after it: the graph may read what the call wrote.
         self.model.restore_buffers()
-        with blaming("the model or the loss", f"shard {index}"), self.model.stream(index):
+        self.model.begin_stream(index)
+        with blaming("the model or the loss", f"shard {index}"):
             return RecordedGraph(self.model, plan, copied(arguments), head)
 
     def _use(self, signature: Any, used: PlanInUse) -> PlanInUse:
         self._in_use[signature] = used
         return used
-
-    def _couples(self, plan: Plan, arguments: dict[str, Any], index: int) -> bool:
-        if "coupling" in self.model.unchecked:
-            return False
-        with blaming("the model", f"shard {index}"):
-            return couples(self.model, arguments, plan.axes, index)
 
 
 class ShardRun:
@@ -160,7 +160,7 @@ class ShardRun:
         rounding = self._model.model.rounding
         found = compare(expected, terms, rounding=rounding)
         # A gradient that was zero until now may have hidden a dependence between samples as well.
-        late = self._used.probed_on != self._index and found.confirmed & self._used.unconfirmed
+        late = self._used.since != self._index and found.confirmed & self._used.unconfirmed
         if late or (found.wrong and self._used.made_on != self._index):
             self._plan_anew()
             expected = self._reference(self._to_compare(), outputs)
@@ -187,7 +187,8 @@ class ShardRun:
         value_BY = self.graph.value[:, outputs.start : outputs.stop]
         model = self._model.model
         parameters = {name: model.parameters[name] for name in names}
-        return reference(self.graph.z, value_BY, parameters, seed=model.options.seed)
+        z = self.graph.z if self._loss else None
+        return reference(z, value_BY, parameters, seed=model.options.seed)
 
     def _plan_anew(self, *, on_all_samples: bool = False) -> None:
         samples = self._model.count(self._arguments, self._index) if on_all_samples else SAMPLES

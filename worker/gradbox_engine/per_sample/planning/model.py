@@ -5,8 +5,9 @@ Setting up and putting back cost the same for one shard as for a thousand, so bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from gradbox_engine.model.outputs import BARE, as_outputs, choose
 from gradbox_engine.model.precision import AUTOCAST, accumulation_dtype, autocast
 from gradbox_engine.model.prepared import configured, model_device
 from gradbox_engine.model.shard_feed import call_arguments
-from gradbox_engine.model.shard_rng import shard_stream
+from gradbox_engine.model.shard_rng import begin_stream
 from gradbox_engine.model.weights import wide_dtype
 from gradbox_engine.model.wrt import select
 from gradbox_engine.requests import CallOptions, Mode, Precision
@@ -110,9 +111,9 @@ class CallableModel:
             moved[name] = value
         return moved
 
-    def stream(self, index: int) -> AbstractContextManager[None]:
-        """Return the random stream of shard `index`."""
-        return shard_stream(self.options.seed, 0, index)
+    def begin_stream(self, index: int) -> None:
+        """Begin the random stream of shard `index`; leaving the model puts the generators back."""
+        begin_stream(self.options.seed, 0, index)
 
     def call(self, arguments: dict[str, Any]) -> Tensor:
         """Return z of one shard, one row a sample, in float32 or wider.
@@ -141,9 +142,19 @@ class CallableModel:
     def restore_buffers(self) -> None:
         """Give every buffer the value it had when the job began, and no graph."""
         self._buffers.restore(self._buffers.first)
-        for buffer in self.model.buffers():
-            if buffer.requires_grad:
-                buffer.detach_()
+        self._buffers.detach()
+
+    def zeros(self) -> frozenset[str]:
+        """Return the names of the parameters and buffers that are all zero."""
+        return frozenset(name for name, tensor in self._tensors().items() if _all_zero(tensor))
+
+    def all_zero(self, names: Collection[str]) -> bool:
+        """Return whether these parameters and buffers are all zero."""
+        tensors = self._tensors() if names else {}
+        return all(name in tensors and _all_zero(tensors[name]) for name in names)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return dict(chain(self.model.named_parameters(), self.model.named_buffers()))
 
     def signature(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return what a plan for these arguments depends on."""
@@ -164,6 +175,10 @@ def copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in arguments.items()
     }
+
+
+def _all_zero(tensor: Tensor) -> bool:
+    return not bool(tensor.to_dense().any())
 
 
 def _refuse_complex(parameters: Mapping[str, Tensor]) -> None:

@@ -3,6 +3,9 @@
 A plan is made from three probe runs on a few of the shard's samples: `SAMPLES`, `SAMPLES + EXTRA`,
 and the latter with one sample replaced. The first two show which dim of every tensor holds the
 samples, the third how a merged dim is ordered and whether any sample depends on another.
+
+What is multiplied by zero hides a dependence from the third run, so a plan is valid only while the
+parameters and buffers that were all zero when it was made still are.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ class Plan:
     routes: dict[str, set[str]] = field(default_factory=dict)  # parameter → routes of its uses
     loops: dict[str, str] = field(default_factory=dict)  # parameter → why it is looped over
     axes: Mapping[str, int] = field(default_factory=dict)  # argument → dim that counts samples
+    zeros: frozenset[str] = frozenset()  # parameters and buffers all zero when it was made
     reorders: bool = False  # whether data may decide which samples go where
     recorded: bool = True  # whether uses are recorded; not where all parameters are looped over
     batched_backward: bool | None = None  # whether all outputs' backward run as one; None: untried

@@ -7,10 +7,9 @@ Which dim of an input counts samples is not known beforehand: a guess is tried o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,8 +27,6 @@ SAMPLES = 4
 CHANGED = 2
 
 Axes = Mapping[str, int]
-T = TypeVar("T")
-
 
 CALL_ERRORS = (
     RuntimeError,
@@ -63,7 +60,7 @@ def plan_for(
     """
     axes, first, second = _sized_runs(model, shard, index, samples)
     more = resized(shard, axes, samples + EXTRA)
-    third = _on_replaced(more, axes, lambda few: _probe(model, few, index))
+    third = _probe_replaced(model, more, axes, index)
     uses = ProbeUses(first.uses, second.uses, third.uses, samples, CHANGED)
     if "coupling" not in model.unchecked and _others_differ(second.z, third.z, BatchAxis(0)):
         _refuse_coupling(uses)
@@ -71,22 +68,8 @@ def plan_for(
     plan.reorders = may_reorder(first.selections, second.selections)
     plan.axes = dict(axes)
     model.restore_buffers()
+    plan.zeros = model.zeros()
     return plan
-
-
-def couples(model: CallableModel, shard: Mapping[str, Any], axes: Axes, index: int) -> bool:
-    """Replace one of a few samples of a shard, and say whether the output of another changed.
-
-    Cost: two forward passes of `SAMPLES` samples.
-    """
-
-    def z(few: dict[str, Any]) -> Tensor:
-        return _z(model, few, index)
-
-    few = resized(shard, axes, SAMPLES)
-    found = _others_differ(z(few), _on_replaced(few, axes, z), BatchAxis(0))
-    model.restore_buffers()
-    return found
 
 
 def _sized_runs(
@@ -134,16 +117,18 @@ def resized(shard: Mapping[str, Any], axes: Axes, samples: int) -> dict[str, Any
     return sized
 
 
-def _on_replaced(shard: dict[str, Any], axes: Axes, run: Callable[[dict[str, Any]], T]) -> T:
+def _probe_replaced(
+    model: CallableModel, shard: Mapping[str, Any], axes: Axes, index: int
+) -> ProbeRun:
     """Run on a shard in which sample `CHANGED` is replaced."""
     try:
-        return run(_replaced(shard, axes))
+        return _probe(model, _replaced(shard, axes), index)
     except CALL_ERRORS:
         # A column of floats may hold categories, of which noise makes unknown ones.
-        return run(_replaced(shard, axes, noise=False))
+        return _probe(model, _replaced(shard, axes, noise=False), index)
 
 
-def _replaced(shard: dict[str, Any], axes: Axes, *, noise: bool = True) -> dict[str, Any]:
+def _replaced(shard: Mapping[str, Any], axes: Axes, *, noise: bool = True) -> dict[str, Any]:
     """Replace sample `CHANGED`: noise on floats if `noise`, another sample's numbers elsewhere."""
     replaced = dict(shard)
     for name, dim in axes.items():
@@ -163,28 +148,14 @@ def _replaced(shard: dict[str, Any], axes: Axes, *, noise: bool = True) -> dict[
 
 def _probe(model: CallableModel, shard: Mapping[str, Any], index: int) -> ProbeRun:
     log = UseLog(model.model, model.parameters)
+    model.restore_buffers()
+    model.begin_stream(index)
     try:
-        z = _z(model, shard, index, log)
+        with torch.enable_grad(), checkpoints_inlined(), log:
+            z = model.call(copied(shard)).detach()
     finally:
         log.remove_hooks()
     return ProbeRun(log.uses, log.selections, z)
-
-
-def _z(
-    model: CallableModel,
-    shard: Mapping[str, Any],
-    index: int,
-    log: AbstractContextManager[Any] | None = None,
-) -> Tensor:
-    model.restore_buffers()
-    arguments = copied(shard)
-    with (
-        model.stream(index),
-        torch.enable_grad(),
-        checkpoints_inlined(),
-        log or nullcontext(),
-    ):
-        return model.call(arguments).detach()
 
 
 def _refuse_coupling(uses: ProbeUses) -> NoReturn:
