@@ -139,6 +139,10 @@ def _autograd(args: argparse.Namespace) -> str:
 
 
 def _per_sample(args: argparse.Namespace) -> str:
+    from benchmarks.per_sample_calls import calls_section, measure_calls
+
+    if args.calls:
+        return calls_section(measure_calls(list(args.workloads), against=args.against))
     from benchmarks.per_sample import measure_per_sample
     from benchmarks.per_sample_jobs import jobs_section, measure_jobs
     from benchmarks.per_sample_report import per_sample_section
@@ -198,6 +202,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--workloads", type=_names, default=tuple(PER_SAMPLE), help="of per-sample gradients [all]"
+    )
+    parser.add_argument(
+        "--calls", action="store_true", help="of per-sample gradients the public calls alone"
+    )
+    parser.add_argument(
+        "--against", type=Path, help="measure those of another source tree as well, in turn"
     )
     parser.add_argument("--shard", type=int, default=16, help="samples of a shard [16]")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds [5]")

@@ -12,10 +12,11 @@ sample.
 Cost beyond the rows, on the first shard of each shape: one backward pass and the rows' weighted
 sum; on every shard: one evaluation of the loss.
 
-Limits: a dependence between samples without a derivative (through `detach`, a rank, an argmax) does
-not change the comparison. It is seen where a plan is made, and a plan is valid only while the
-parameters and buffers that were all zero then still are. One that data bring in under a plan that
-is kept is not seen.
+Limits: the comparison sees a dependence between samples by its derivative. One without (through
+`detach`, a rank, an argmax) is seen where a plan is made, and a plan is valid only while the
+parameters and buffers that were all zero then still are; brought in later, by data or by an entry
+of a weight, it is not seen. Nor is one whose rows all come from a loop: they are the derivatives of
+the coupled losses.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ sample's dependence on another all change it. Samples count alike: their weights
 norm of ∂v_b/∂z_b. Both sides come from one forward pass, so ReLU kinks and dropout masks are the
 same and only rounding may differ.
 
-The rows are drawn with cotangents that bear no weights. Where ℓ_c depends on the features h_b of
-another sample, row b holds Σ_c ∂ℓ_c/∂h_b and its weight is w_b, while autograd weights each ∂ℓ_c/∂h_b
-with w_c: they differ unless ∂ℓ_c/∂h_b is zero. A dependence without a derivative is not seen.
+The rows come from a backward pass without weights. Where ℓ_c depends on features h_b of another
+sample, row b holds Σ_c ∂ℓ_c/∂h_b, all of it weighted with w_b, and autograd's gradient weights each
+∂ℓ_c/∂h_b with w_c: they differ unless it is zero. A dependence without a derivative is not seen.
 
 A gradient of zero confirms nothing, nor does one that overflows.
 
