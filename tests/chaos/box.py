@@ -10,13 +10,13 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
 
 from tests.boxes import READY, ROOT
-from tests.chaos.models import write_models
+from tests.chaos.models import SOURCES, write_models
 from tests.chaos.processes import MARK, Process, processes_of, wait_until_gone
 
 READY_WITHIN_S = 120.0
@@ -33,13 +33,30 @@ class Box:
         tokens: by owner, made once the box runs.
     """
 
-    def __init__(self, folder: Path, *, num_workers: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_workers: int,
+        models: Mapping[str, str] = SOURCES,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Describe the box; `start` starts it.
+
+        Args:
+            models: by name, what builds each.
+            arguments: more of `gradbox up`.
+            environment: more of its environment.
+        """
         self.data = folder / "data"
         self.num_workers = num_workers
         self.port = _free_port()
         self.tokens: dict[str, str] = {}
         self._mark = secrets.token_hex(8)
-        self._models = write_models(folder / "models.toml")
+        self._models = write_models(folder / "models.toml", models)
+        self._arguments = list(arguments)
+        self._environment = dict(environment or {})
         self._log = folder / "up.log"
         self._up: subprocess.Popen[bytes] | None = None
 
@@ -55,12 +72,17 @@ class Box:
         with self._log.open("ab") as log:
             said = log.tell()
             self._up = subprocess.Popen(
-                [sys.executable, "-m", "gradbox", "up", *arguments],
+                [sys.executable, "-m", "gradbox", "up", *arguments, *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", MARK: self._mark},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    **self._environment,
+                    MARK: self._mark,
+                },
                 start_new_session=True,
             )
         while READY.encode() not in self._log.read_bytes()[said:]:

@@ -7,12 +7,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from tests.chaos.box import Box
+from tests.chaos.disk import filled
 from tests.chaos.ledger import Ledger
 from tests.chaos.processes import Process
 from tests.chaos.proxy import Proxy
@@ -183,25 +182,12 @@ def _cut(scene: Scene) -> str | None:
 
 def _fill_disk(scene: Scene) -> str | None:
     """Take every byte that is left on the data folder's disk, for some seconds."""
-    ballast = scene.box.data / "ballast"
     seconds = scene.rng.uniform(2.0, 4.0)
     with scene.ledger.storage_full():
-        try:
-            _take_all_space(ballast)
+        with filled(scene.box.data):
             time.sleep(seconds)
-        finally:
-            ballast.unlink(missing_ok=True)
         scene.recoveries.add("all after a full disk", scene.observer.until_whole())
     return f"for {seconds:.1f} s"
-
-
-def _take_all_space(path: Path) -> None:
-    with path.open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(2**20))
-    with path.open("ab", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(2**10))
 
 
 # Gentle: may be injected while the recovery from another fault is measured.
@@ -219,6 +205,7 @@ FAULTS = (
     Fault("kill a worker", 3, _kill_worker, _kill("worker")),
     Fault("kill the service", 3, _kill_service, _kill("service")),
     Fault("kill valkey", 3, _kill_valkey, _kill("valkey")),
+    Fault("kill what stands beside a device", 1, _kill("beside"), _kill("beside")),
     Fault("freeze a device", 2, _freeze("device", 0.2, 3.0)),
     Fault("freeze a worker", 2, _freeze("worker", 0.2, 3.0)),
     Fault("freeze the service", 2, _freeze("service", 0.2, 2.0)),

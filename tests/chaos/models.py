@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -48,12 +49,13 @@ SOURCES = {
 }
 
 
-def write_models(path: Path) -> Path:
-    """Write the models file of the box."""
-    entries = [
-        f'[models.{name}]\nbuilder = "python"\nsource = {json.dumps(source)}\n'
-        for name, source in SOURCES.items()
-    ]
-    entries[list(SOURCES).index("towers")] += 'methods = ["encode_image", "encode_text"]\n'
-    path.write_text("\n".join(entries))
+def write_models(path: Path, sources: Mapping[str, str] = SOURCES) -> Path:
+    """Write a models file of Python builders."""
+    entries = {
+        name: f'[models.{name}]\nbuilder = "python"\nsource = {json.dumps(source)}\n'
+        for name, source in sources.items()
+    }
+    if "towers" in entries:
+        entries["towers"] += 'methods = ["encode_image", "encode_text"]\n'
+    path.write_text("\n".join(entries.values()))
     return path

@@ -2,7 +2,8 @@
 
 gradbox up ─┬─ valkey
             ├─ service
-            └─ worker ── device
+            └─ worker ─┬─ device
+                       └─ what else it keeps beside the device
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Role = Literal["up", "valkey", "service", "worker", "device", "other"]
+Role = Literal["up", "valkey", "service", "worker", "device", "beside", "other"]
 # An entry of the environment that `gradbox up` and all that it starts inherit.
 MARK = "GRADBOX_CHAOS"
 
 
 @dataclass(frozen=True)
 class Process:
-    """One living process. `name` is the worker's for a worker and its device, else the role."""
+    """One living process. `name` is the worker's for it and its children, else the role."""
 
     pid: int
     parent: int
@@ -57,9 +58,9 @@ def processes_of(mark: str, data: Path) -> list[Process]:
     for pid, (parent, state, command) in found.items():
         role, above = roles[pid], roles.get(parent)
         if role == "other" and above == "worker":
-            role = "device"
-        holder = found[parent][2] if role == "device" else command
-        name = _worker_name(holder) if role in ("worker", "device") else role
+            role = "device" if "--device" in command else "beside"
+        holder = found[parent][2] if role in ("device", "beside") else command
+        name = _worker_name(holder) if role in ("worker", "device", "beside") else role
         result.append(Process(pid, parent, role, name, state in "Tt", " ".join(command)))
     return result
 

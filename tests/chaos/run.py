@@ -8,14 +8,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from subprocess import run as run_program
 from typing import Any
 
 from tests.chaos import faults, invariants
 from tests.chaos.box import Box
+from tests.chaos.disk import small_disk
 from tests.chaos.faults import Fault, Scene
 from tests.chaos.invariants import Findings
 from tests.chaos.ledger import Ledger
@@ -75,7 +75,7 @@ def run(plan: Plan) -> Outcome:
     skipped: list[str] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gbx-")))
-        full_disk = plan.full_disk and stack.enter_context(_small_disk(folder / "data"))
+        full_disk = plan.full_disk and stack.enter_context(small_disk(folder / "data", DISK_BYTES))
         if plan.full_disk and not full_disk:
             skipped.append("full disk: mounting a tmpfs takes root, this user may not")
         box = Box(folder, num_workers=plan.num_workers)
@@ -211,18 +211,3 @@ def _finish(sessions: list[Session], findings: Findings) -> None:
             findings.stuck.append(f"the user {session.name} still waits for a problem's end")
         elif not session.ended_well:
             findings.unexpected.append(f"the user {session.name} met an error of another kind")
-
-
-@contextmanager
-def _small_disk(data: Path) -> Iterator[bool]:
-    """Mount a disk of 2.5 GB at a folder, if this user may."""
-    data.mkdir(mode=0o700)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=700", "gradbox-chaos"]
-    mounted = os.geteuid() == 0 and run_program([*command, str(data)], capture_output=True)
-    if not mounted or mounted.returncode != 0:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        run_program(["umount", "--lazy", str(data)], check=True)

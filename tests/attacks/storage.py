@@ -1,0 +1,147 @@
+"""The disk: full of blobs, of one result, of logs, of somebody else's files."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import threading
+import time
+
+import torch
+from safetensors.torch import save
+
+from tests.attacks.attack import attack
+from tests.attacks.graphs import call
+from tests.attacks.target import NODE_Z, Target, graph_loss, own_box
+from tests.boxes import ROOT
+from tests.chaos.disk import filled, free_bytes
+
+MIB = 2**20
+RESERVE = {"GRADBOX_DISK_RESERVE_BYTES": str(128 * MIB)}
+LARGEST_LOGS_BYTES = 32 * MIB
+WAIT = (503, 507)
+
+
+@attack(
+    "disk: a result larger than the disk",
+    tries="dense rows of 2 GB where 1 GB is free",
+    must="storage-full with the numbers, before any of it is written",
+    slow=True,
+    open="issue 13 A.1: all that is free is taken before the job fails",
+)
+def _large_result(target: Target) -> None:
+    with own_box(models=["plain", "wide"], environment=RESERVE, disk_bytes=1024 * MIB) as own:
+        least = free = free_bytes(own.box.data)
+        rows = call("sum", NODE_Z, 1, op="call_method", name="rows")
+        blob = own.upload(own.eve, {"0": torch.ones(32, 3)})
+        job = own.job(
+            own.eve,
+            computation="per_sample_gradient",
+            model="wide",
+            inputs=[{"shards": [{"blob": blob}]}],
+            loss=graph_loss(rows),
+            form="dense",
+        )
+        while (view := own.eve.get(f"/v1/jobs/{job}").json())["state"] not in ("done", "failed"):
+            least = min(least, free_bytes(own.box.data))
+            time.sleep(0.01)
+        assert view["state"] == "failed", view
+        assert view["error"]["type"].endswith("storage-full"), view["error"]
+        assert least > free - 64 * MIB, f"{(free - least) / MIB:.0f} MB were taken meanwhile"
+        own.still_works()
+
+
+@attack(
+    "disk: filled with blobs",
+    tries="blobs of 16 MB until one is refused, on a disk of 512 MB",
+    must="507 while the reserve is still free; others list, post and compute, tokens are revoked",
+    slow=True,
+    open="issue 13 A.1: blobs take the whole disk, and Redis cannot write",
+)
+def _blobs(target: Target) -> None:
+    with own_box(environment=RESERVE, disk_bytes=512 * MIB) as own:
+        refused = None
+        for number in range(40):
+            data = save({"x": torch.full((4 * MIB,), float(number))})
+            answer = own.eve.put(f"/v1/blobs/{hashlib.sha256(data).hexdigest()}", content=data)
+            if answer.status_code != 201:
+                refused = answer
+                break
+        assert refused is not None
+        assert refused.status_code == 507, refused.text
+        assert free_bytes(own.box.data) > 64 * MIB
+        own.still_works()
+        _revoke(own, "eve")
+        assert own.eve.get("/v1/jobs").status_code == 401
+
+
+@attack(
+    "disk: full of others' files",
+    tries="every byte of the data folder's disk taken for 6 s, while a job runs",
+    must="posts are answered 503 or 507 with Retry-After, never 500; the job ends in its first "
+    "attempt; no process of the box ends",
+    slow=True,
+    open="issue 13 A.1: what Redis refuses for now is a 500, and ends workers",
+)
+def _full(target: Target) -> None:
+    with own_box(models=["slow"], disk_bytes=512 * MIB, environment=RESERVE) as own:
+        spec = own.spec(own.eve, model="slow")
+        shards = [{"shards": spec["inputs"][0]["shards"] * 20}]
+        job = own.job(own.ann, model="slow", inputs=shards)
+        before = {process.pid for process in own.box.processes()}
+        answers = []
+        with filled(own.box.data):
+            give_up = time.monotonic() + 6.0
+            while time.monotonic() < give_up:
+                answers.append(own.eve.post("/v1/jobs", json=spec))
+                time.sleep(0.2)
+        statuses = {answer.status_code for answer in answers}
+        assert statuses <= {202, *WAIT}, statuses
+        assert statuses & set(WAIT), "nothing was refused: the disk was not full"
+        assert all("retry-after" in a.headers for a in answers if a.status_code in WAIT)
+        view = own.ended(own.ann, job)
+        assert (view["state"], view["attempts"]) == ("done", 1), view
+        assert {process.pid for process in own.box.processes()} == before
+
+
+@attack(
+    "disk: a model that prints a gigabyte",
+    tries="a model that writes 1 GB to its standard output",
+    must="the logs of the box are at most 32 MB, during it and afterwards",
+    slow=True,
+    open="issue 13 A.1: a log grows while its part runs",
+)
+def _printing(target: Target) -> None:
+    with own_box(models=["plain", "hostile"]) as own:
+        largest = 0
+        job = own.job(own.eve, model="hostile", **order(own, 3))
+        over = threading.Event()
+
+        def watch() -> None:
+            nonlocal largest
+            while not over.is_set():
+                logs = (own.box.data / "logs").iterdir()
+                largest = max(largest, sum(path.stat().st_size for path in logs))
+                time.sleep(0.05)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            view = own.ended(own.eve, job, within_s=120.0)
+        finally:
+            over.set()
+            watcher.join()
+        assert view["state"] == "done", view
+        assert largest <= LARGEST_LOGS_BYTES, f"the logs took {largest / MIB:.0f} MB"
+
+
+def order(target: Target, number: int) -> dict[str, object]:
+    """Return the inputs by which the hostile model gets an order."""
+    blob = target.upload(target.eve, {"0": torch.full((2, 3), float(number))})
+    return {"inputs": [{"shards": [{"blob": blob}]}]}
+
+
+def _revoke(target: Target, owner: str) -> None:
+    command = [sys.executable, "-m", "gradbox", "tokens", "revoke", owner]
+    subprocess.run([*command, "--data", str(target.box.data)], check=True, cwd=ROOT)

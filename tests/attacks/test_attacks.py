@@ -1,0 +1,28 @@
+"""Every attack ends as its table says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.attacks.tables import ATTACKS, Attack
+from tests.attacks.target import NotHere, Target
+
+
+def _parameter(attack: Attack) -> Any:
+    marks: list[Any] = [pytest.mark.slow] if attack.slow else []
+    if attack.open is not None:
+        # Strict: whoever adds the defence takes the mark away.
+        marks.append(pytest.mark.xfail(strict=True, reason=attack.open, raises=AssertionError))
+    return pytest.param(attack, marks=marks, id=attack.name)
+
+
+@pytest.mark.parametrize("attack", map(_parameter, ATTACKS.values()))
+def test_an_attack_ends_as_it_must(attack: Attack, shared: Target, tmp_path: Path) -> None:
+    shared.folder = tmp_path
+    try:
+        attack.run(shared)
+    except NotHere as error:
+        pytest.skip(str(error))
