@@ -65,9 +65,11 @@ def _tried(attack: Attack, target: Target) -> bool:
             attack.run(target)
         except AssertionError as error:
             said, as_told = ("open" if attack.open else "FAILED"), attack.open is not None
-            why = f": {error}" if not attack.open else f": {attack.open}"
+            why = f": {error}" if not attack.open else f": {attack.open} ({error})"
         except NotHere as error:
             said, as_told, why = "skipped", True, f": {error}"
+        except Exception as error:  # noqa: BLE001  # the other attacks are still to be tried
+            said, as_told, why = "BROKEN", False, f": {type(error).__name__}: {error}"
         else:
             said, as_told = ("held", True) if attack.open is None else ("HELD, said open", False)
             why = ""

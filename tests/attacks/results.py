@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from gradbox import GradResult, PerSampleGradient, ProtocolError
 from tests.attacks.attack import attack
 from tests.attacks.target import Target
 
-OTHER_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+OTHER_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+)
 Metadata = dict[str, str]
 Tensors = dict[str, torch.Tensor]
 
 
-def _changed(metadata: Metadata, rule: str, **changes: Any) -> None:
-    """Change a term of a rule."""
+def _term(metadata: Metadata, tensors: Tensors, changes: Mapping[str, Any]) -> None:
+    """Change the terms of the embedding."""
     found = json.loads(metadata["gradbox_factors"])
     for piece in found["pieces"]:
         for term in piece:
-            if term["rule"] == rule:
+            if term["rule"] == "lookup":
                 term.update(changes)
     metadata["gradbox_factors"] = json.dumps(found)
 
@@ -42,10 +50,6 @@ def _ids(metadata: Metadata, tensors: Tensors, value: int) -> None:
     tensors[name] = torch.full_like(tensors[name], value)
 
 
-def _rule(metadata: Metadata, tensors: Tensors, **changes: Any) -> None:
-    _changed(metadata, "lookup", **changes)
-
-
 def _without(metadata: Metadata, tensors: Tensors, key: str) -> None:
     metadata[key] = "{"
 
@@ -53,13 +57,14 @@ def _without(metadata: Metadata, tensors: Tensors, key: str) -> None:
 LIES: dict[str, Callable[[Metadata, Tensors], None]] = {
     "an id above the words": partial(_ids, value=10**6),
     "an id below zero": partial(_ids, value=-1),
-    "a shape of a terabyte": partial(_rule, shape=[10**12, 4]),
-    "a negative shape": partial(_rule, shape=[-11, 4]),
-    "another shape": partial(_rule, shape=[12, 4]),
-    "a rule nobody knows": partial(_rule, rule="os.system"),
-    "a tensor that is not there": partial(_rule, tensors={"left": "nothing", "ids": "nothing"}),
-    "no tensors": partial(_rule, tensors={}),
-    "tensors that are a list": partial(_rule, tensors=["left", "ids"]),
+    "a negative shape": partial(_term, changes={"shape": [-11, 4]}),
+    "another shape": partial(_term, changes={"shape": [11, 5]}),
+    "a rule nobody knows": partial(_term, changes={"rule": "os.system"}),
+    "a tensor that is not there": partial(
+        _term, changes={"tensors": {"left": "nothing", "ids": "nothing"}}
+    ),
+    "no tensors": partial(_term, changes={"tensors": {}}),
+    "tensors that are a list": partial(_term, changes={"tensors": ["left", "ids"]}),
     "factors that are no JSON": partial(_without, key="gradbox_factors"),
     "a receipt that is no JSON": partial(_without, key="gradbox"),
 }
@@ -106,9 +111,21 @@ def _factored(target: Target, path: Path) -> None:
     path.write_bytes(kept.read_bytes())
 
 
+READ_ALL_THE_SAME = {
+    "an id above the words",
+    "an id below zero",
+    "a negative shape",
+    "another shape",
+    "a tensor that is not there",
+    "no tensors",
+    "tensors that are a list",
+}
+OPEN = "issue 13 A.9: factors that lie are read, or end in errors of other libraries"
+
 for _name, _lie in LIES.items():
     attack(
         f"result: {_name}",
         tries="a factored result whose description does not fit its tensors",
         must="ProtocolError when it is opened or read; no other error, no crash, no wrong row",
+        open=OPEN if _name in READ_ALL_THE_SAME else None,
     )(partial(_lies, lie=_lie))
