@@ -319,6 +319,16 @@ def _no_numbers(target: Target) -> None:
 
 
 @attack(
+    "request: a later protocol",
+    tries="a job of protocol 2, and one with a field of a later version",
+    must="422 that names the protocol, or the field",
+)
+def _later(target: Target) -> None:
+    assert "protocol" in refused(target.post(target.eve, protocol=2), "invalid-job")
+    assert "sharding" in refused(target.post(target.eve, sharding="auto"), "invalid-job")
+
+
+@attack(
     "request: a spec that is deep or wide",
     tries="10,000 nested lists, 20,000 blobs, 5,000 groups, a glob of 100,000 stars",
     must="422 within a second for each",

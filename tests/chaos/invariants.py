@@ -72,6 +72,7 @@ def judge_jobs(
             findings.doubled.append(f"{name} was submitted once and is {count} jobs")
         if name not in ledger.submitted:
             findings.doubled.append(f"{name!r} was submitted by nobody")
+    findings.unexpected += [said for job in jobs.values() if (said := _odd_end(job, ledger))]
     for owner in box.tokens:
         with box.http(owner) as http:
             for job in jobs.values():
@@ -80,6 +81,20 @@ def judge_jobs(
                     if answer.status_code != 200:
                         said = f"job {job['id']} is done, its result answers {answer.status_code}"
                         findings.lost.append(said)
+
+
+def _odd_end(job: Mapping[str, Any], ledger: Ledger) -> str | None:
+    """Say what is odd about how a job ended: cancelled by nobody, or failed without a cause."""
+    where = f"job {job['id']} ({job['name']})"
+    if job["state"] == "cancelled" and job["name"] not in ledger.cancelled:
+        return f"{where} is cancelled, and nobody asked for that"
+    if job["state"] != "failed":
+        return None
+    code = job["error"]["type"].rpartition(":")[2]
+    # The same fault twice at the same shard may end a job as three lost attempts do.
+    if code == "storage-full" or (code == "worker-lost" and job["attempts"] >= 2):
+        return None
+    return f"{where} failed in attempt {job['attempts']}: {job['error']['detail'][:300]}"
 
 
 def _known(box: Box, promised: Accepted) -> bool:

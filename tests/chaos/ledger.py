@@ -29,9 +29,11 @@ class Ledger:
     accepted: list[Accepted] = field(default_factory=list)
     # Names that were submitted, whether or not an answer came.
     submitted: set[str] = field(default_factory=set)
+    # Names whose cancellation was asked for.
+    cancelled: set[str] = field(default_factory=set)
     num_right: int = 0
     num_cancelled: int = 0
-    num_lost_thrice: int = 0
+    num_attempts_lost: int = 0
     wrong: list[str] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
     doubled: list[str] = field(default_factory=list)

@@ -54,7 +54,7 @@ def text(outcome: Outcome) -> str:
         "",
         f"jobs: {states} (by attempts: {attempts})",
         f"problems solved rightly: {ledger.num_right}; cancelled as asked: "
-        f"{ledger.num_cancelled}; failed with all attempts lost: {ledger.num_lost_thrice}; "
+        f"{ledger.num_cancelled}; failed with their attempts lost: {ledger.num_attempts_lost}; "
         f"refused while the disk was full: {ledger.num_refused_for_storage}",
         f"answers of 400 and above, by status: {dict(sorted(ledger.refusals.items()))}",
         "",

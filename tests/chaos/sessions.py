@@ -87,11 +87,8 @@ class Session(threading.Thread):
             self._ledger.wrong.append(f"{where}: {error}")
         except JobCancelled:
             self._ledger.num_cancelled += 1
-        except WorkerLost as error:
-            if "attempt" in str(error):
-                self._ledger.num_lost_thrice += 1
-            else:
-                self._ledger.unexpected.append(f"{where}: {error}")
+        except WorkerLost:  # whether it was tried often enough is judged by the job's record
+            self._ledger.num_attempts_lost += 1
         except StorageFull as error:
             self._refused_for_storage(where, error)
         except TimeoutError as error:
@@ -124,6 +121,7 @@ class Session(threading.Thread):
             self._ledger.accepted.append(Accepted(job.id, name, self._owner, problem))
             if cancels:
                 time.sleep(self._rng.uniform(0, 0.5))
+                self._ledger.cancelled.add(name)
                 job.cancel()
             return Told(job)
 
