@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.attacks.__main__ import MODELS
 from tests.attacks.tables import ATTACKS, Attack
-from tests.attacks.target import NotHere, Target
+from tests.attacks.target import NotHere, Target, own_box
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Target]:
+    """One box for all attacks that need none of their own."""
+    with own_box(models=MODELS) as target:
+        yield target
 
 
 def _parameter(attack: Attack) -> Any:
