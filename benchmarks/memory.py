@@ -19,7 +19,7 @@ import torch
 from benchmarks.measure import return_memory
 from benchmarks.public_peers import peer_named
 from benchmarks.workloads import Workload
-from gradbox_worker.device.memory import PeakMemory
+from gradbox_worker.computations.memory import PeakMemory
 
 
 def main(arguments: list[str]) -> int:

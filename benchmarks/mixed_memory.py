@@ -14,7 +14,7 @@ import sys
 import torch
 
 from benchmarks.mixed_task import Task
-from gradbox_worker.device.memory import PeakMemory
+from gradbox_worker.computations.memory import PeakMemory
 
 
 class TangentPass:

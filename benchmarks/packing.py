@@ -26,9 +26,9 @@ from benchmarks.workloads import SEED, relative_difference
 from gradbox import pack
 from gradbox.losses import info_nce
 from gradbox_engine import Group, Objective, set_gradient
+from gradbox_worker.computations.memory import PeakMemory
 from gradbox_worker.demo.task import model_folder
 from gradbox_worker.demo.text import documentation_pairs
-from gradbox_worker.device.memory import PeakMemory
 
 LONGEST = 128
 METHODS = ("padded", "packed")

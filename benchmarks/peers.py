@@ -18,8 +18,9 @@ from benchmarks.pairs import TOWERS
 from benchmarks.workloads import SEED, Workload, gradients
 from gradbox.losses import info_nce
 from gradbox_engine import Group, Objective, set_gradient, shard_stream
-from gradbox_engine.replay.retention import HELD_FACTOR, Retain
+from gradbox_engine.replay.retention import HELD_FACTOR
 from gradbox_engine.replay.saved_tensors import SavedTensors
+from gradbox_engine.requests import Retain
 
 Streams = Literal["whole batch", "in order", "second pass", "by shard"]
 
@@ -127,12 +128,10 @@ def retained_bytes(encoder: nn.Module, workload: Workload, *, kept: int) -> int:
     if kept == 0:
         return 0
     saved = SavedTensors(
-        limit_bytes=torch.inf,
         parameters={p.untyped_storage().data_ptr() for p in encoder.parameters()},
-        buffers={b.untyped_storage().data_ptr() for b in encoder.buffers()},
     )
     state = {name: buffer.clone() for name, buffer in encoder.named_buffers()}
-    with saved.saving():
+    with saved.hooks():
         encoder(**workload.shards[TOWERS[0]][0])
     encoder.load_state_dict(state, strict=False)
     return round(saved.num_bytes * HELD_FACTOR * (kept + 0.5))

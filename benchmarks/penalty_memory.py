@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.measure import FRESH
 from benchmarks.page import mebibytes, table, verdict
 from gradbox_engine import Group, Objective, Penalty, set_gradient
-from gradbox_worker.device.memory import PeakMemory
+from gradbox_worker.computations.memory import PeakMemory
 
 NUM_LAYERS = 8
 WIDTH = 256

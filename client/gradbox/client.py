@@ -20,7 +20,8 @@ from gradbox.http.connection import Connection, Retry, parsed
 from gradbox.job import Job
 from gradbox.protocol import JobState, JobView, ModelView
 from gradbox.settings import ClientSettings, find_settings
-from gradbox.tensors.safetensors_bytes import Blob, Tensor
+from gradbox.tensors.blob import Blob
+from gradbox.tensors.tensor_bytes import Tensor
 
 if TYPE_CHECKING:
     from gradbox.remote.model import RemoteModel
@@ -174,9 +175,9 @@ class GradClient:
         Raises:
             UnknownModel: there is none of that name.
         """
-        from gradbox.remote.model import RemoteModel, Settings
+        from gradbox.remote.model import JobOptions, RemoteModel
 
-        settings = Settings(
+        options = JobOptions(
             seed=seed,
             output=output,
             readout=readout,
@@ -192,7 +193,7 @@ class GradClient:
             self.model_info(model),
             mode=mode,
             weights=weights,
-            settings=settings,
+            options=options,
             progress=progress,
         )
 

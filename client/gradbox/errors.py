@@ -10,9 +10,12 @@
     │   └── BlobRejected                bytes that are not what they were said to be
     │       └── BlobTooLarge            more bytes than the box takes at once
     ├── Unauthorized                    no token, or not one this box knows
+    ├── OwnerOnly                       what only the box's owner may ask for
     ├── JobNotFound                     no such job, or somebody else's
     ├── IdempotencyConflict             one key, two different jobs
     ├── ResultNotReady                  the job has no result: it still runs, or it did not end well
+    ├── ResultGone                      the job had a result, and it has been removed
+    ├── InvalidRequest                  a query, a header or a range that the box does not take
     ├── JobFailed                       the job ended in `failed`
     │   ├── ReplayMismatch              a replay did not reproduce the first pass
     │   ├── LossNotFinite               the loss is NaN or infinite
@@ -23,16 +26,22 @@
     │   └── WorkerLost                  the device process died and no attempt was left
     ├── JobCancelled                    the job ended in `cancelled`
     ├── ServiceUnavailable              the box cannot be reached, or asks to come back later
-    │   └── StorageFull                 the box's disk is full
+    │   ├── StorageFull                 the box's disk, or the owner's share of it, is full
+    │   └── TooManyRequests             more requests a second than one token may send
+    │       └── QueueFull               more waiting jobs than one owner may have
     └── ProtocolError                   the other side speaks something else
 
 On the wire an error is an RFC 9457 problem whose `type` is `urn:gradbox:problem:CODE`; each class
-here names its CODE, so that what the box refused is raised on the laptop as the same class.
+here names its CODE, and what the box refused is raised on the laptop as the same class. A job that
+failed raises the class that its problem names, as a `JobFailed` too. Messages hold no character
+that does not print, since parts of them may come from the other side.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar, Literal
+
+from gradbox.printable import printable
 
 Category = Literal["user", "server", "transient"]
 
@@ -40,15 +49,16 @@ Category = Literal["user", "server", "transient"]
 class GradboxError(Exception):
     """Something gradbox was asked to do did not happen; the message says what to do about it.
 
-    Attributes:
-        category: who can do something about it; of an error that came over the wire, what the
-            other side said, which may be more than the class knows.
+    `category` is who can do something about it; of a problem from the wire, what that says.
     """
 
     code: ClassVar[str] = "error"
     title: ClassVar[str] = "gradbox error"
     category: Category = "server"
     status: ClassVar[int] = 500
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), lines=True)
 
 
 class InvalidJob(GradboxError, ValueError):
@@ -127,6 +137,15 @@ class Unauthorized(GradboxError):
     status = 401
 
 
+class OwnerOnly(GradboxError):
+    """Only the token of the box's owner may ask for this."""
+
+    code = "owner-only"
+    title = "Only the box's owner may"
+    category = "user"
+    status = 403
+
+
 class JobNotFound(GradboxError):
     """No job of that id is visible to this token."""
 
@@ -152,6 +171,24 @@ class ResultNotReady(GradboxError):
     title = "No result yet"
     category = "user"
     status = 409
+
+
+class ResultGone(GradboxError):
+    """The job had a result, which was deleted or has expired since."""
+
+    code = "result-gone"
+    title = "The result is gone"
+    category = "user"
+    status = 410
+
+
+class InvalidRequest(GradboxError):
+    """The box does not take the request itself: a query, a header or a range of it."""
+
+    code = "invalid-request"
+    title = "The request is refused"
+    category = "user"
+    status = 422
 
 
 class JobFailed(GradboxError):
@@ -244,11 +281,26 @@ class ServiceUnavailable(GradboxError):
 
 
 class StorageFull(ServiceUnavailable):
-    """The box's disk is full."""
+    """The box's disk is full, or the share of it that one owner may use."""
 
     code = "storage-full"
     title = "The disk is full"
     status = 507
+
+
+class TooManyRequests(ServiceUnavailable):
+    """One token sent more requests than the box takes from it; `Retry-After` says when to go on."""
+
+    code = "rate-limited"
+    title = "Too many requests"
+    status = 429
+
+
+class QueueFull(TooManyRequests):
+    """As many of the owner's jobs wait as may wait at once."""
+
+    code = "queue-full"
+    title = "The queue is full"
 
 
 class ProtocolError(GradboxError):
@@ -256,18 +308,3 @@ class ProtocolError(GradboxError):
 
     code = "protocol-error"
     title = "The answer is not understood"
-
-
-def error_class(code: str) -> type[GradboxError]:
-    """Return the class whose problems carry `code`; GradboxError for one this version lacks."""
-    return _by_code().get(code, GradboxError)
-
-
-def _by_code() -> dict[str, type[GradboxError]]:
-    found: dict[str, type[GradboxError]] = {}
-    pending: list[type[GradboxError]] = [GradboxError]
-    while pending:
-        cls = pending.pop()
-        found[cls.code] = cls
-        pending.extend(cls.__subclasses__())
-    return found

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+
 from gradbox.errors import GradboxError, JobCancelled, JobFailed, ResultNotReady
 from gradbox.http.connection import Connection, parsed
 from gradbox.http.download import download
@@ -56,7 +58,7 @@ class Job:
         Args:
             after: the id of an event; give those behind it, none behind the final one.
         """
-        return self._seen(after=after)
+        return self._follow(after=after)
 
     def wait(self, timeout: float | None = None, *, progress: bool | None = None) -> JobView:
         """Wait until the job is over, however it ends.
@@ -73,7 +75,7 @@ class Job:
         deadline_s = None if timeout is None else time.monotonic() + timeout
         try:
             with ProgressBar(self._title, shown=progress) as bar:
-                for event in self._seen(deadline_s=deadline_s):
+                for event in self._follow(deadline_s=deadline_s):
                     bar.show(event)
         except KeyboardInterrupt:
             print(
@@ -95,6 +97,7 @@ class Job:
         Raises:
             JobFailed: it failed; the subclass says why.
             JobCancelled: it was cancelled.
+            ResultGone: its result was deleted or has expired.
             TimeoutError: it was not over in time; it goes on.
         """
         self.wait(timeout, progress=progress)
@@ -119,14 +122,13 @@ class Job:
             progress: as for `wait`.
 
         Raises:
-            JobFailed, JobCancelled, TimeoutError: as for `result`.
+            JobFailed, JobCancelled, ResultGone, TimeoutError: as for `result`.
         """
         self.wait(timeout, progress=progress)
         view = self.refresh()
         if view.result is None:
             raise self._why_no_result(view)
-        url_path = f"/v1/jobs/{self.id}/result"
-        return GradResult(RemoteFile(self._connection, url_path, expected=view.result))
+        return GradResult(RemoteFile(self._connection, self._result_path, expected=view.result))
 
     def fetch(self, path: str | Path, *, progress: bool | None = None) -> None:
         """Write the result of a job that is over to `path`, a safetensors file.
@@ -134,6 +136,7 @@ class Job:
         Raises:
             JobFailed, JobCancelled: the job has no result.
             ResultNotReady: it is not over.
+            ResultGone: it was deleted or has expired.
         """
         view = self.refresh()
         if view.result is None:
@@ -141,7 +144,7 @@ class Job:
         with ProgressBar(self._title, shown=progress) as bar:
             download(
                 self._connection,
-                f"/v1/jobs/{self.id}/result",
+                self._result_path,
                 Path(path),
                 expected=view.result,
                 on_bytes=bar.show_bytes,
@@ -153,11 +156,26 @@ class Job:
         self._view = parsed(JobView, answer)
         return self._view
 
+    def delete(self) -> None:
+        """Delete what the box keeps of a job that is over: its result, and its record's details.
+
+        Afterwards `result`, `open` and `fetch` raise ResultGone. Nothing happens if it is gone.
+
+        Raises:
+            ResultNotReady: the job is not over: cancel it first.
+        """
+        gone = httpx.codes.GONE
+        self._connection.request("DELETE", self._result_path, accept=(gone,))
+
+    @property
+    def _result_path(self) -> str:
+        return f"/v1/jobs/{self.id}/result"
+
     @property
     def _title(self) -> str:
         return self._view.name or self.id[:12]
 
-    def _seen(
+    def _follow(
         self, *, after: str | None = None, deadline_s: float | None = None
     ) -> Iterator[JobEvent]:
         for event in follow(self._connection, self.id, after=after, deadline_s=deadline_s):
@@ -171,7 +189,7 @@ class Job:
         if view.state is JobState.CANCELLED:
             return JobCancelled(f"job {self.id} was cancelled; submit it again to have its result")
         if view.error is not None:
-            error = view.error.error()
+            error = view.error.job_failure()
             error.add_note(f"job {self.id} at {self._connection.url}")
             return error
         if view.state.final:

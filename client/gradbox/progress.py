@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from gradbox.http.events import JobEvent
+from gradbox.printable import printable
 from gradbox.protocol import JobState, JobView, ProgressView
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ FORMAT: Final = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}
 
 
 class ProgressBar:
-    """Shows events as they come.
+    """Shows a job's events on one line.
 
     Args:
         title: what the line begins with.
@@ -30,7 +31,7 @@ class ProgressBar:
     """
 
     def __init__(self, title: str, *, shown: bool | None = None) -> None:
-        self._title = title
+        self._title = printable(title)
         self._shown = sys.stderr.isatty() if shown is None else shown
         self._bar: tqdm[Any] | None = None
         self._phase = ""
@@ -84,7 +85,7 @@ class ProgressBar:
         if phase == self._phase and done < total and now - self._drawn_s < BETWEEN_S:
             return
         self._phase, self._drawn_s = phase, now
-        text = f"{self._title}: {phase}"
+        text = f"{self._title}: {printable(phase)}"
         if self._bar is None:
             self._bar = tqdm(desc=text, total=total, bar_format=FORMAT, file=sys.stderr)
         self._bar.set_description_str(text, refresh=False)

@@ -13,13 +13,21 @@ from gradbox_service.jobs.redis_records import RedisRecords
 from gradbox_service.jobs.turns import MemoryTurns, RqTurns, Turns
 from gradbox_service.queue.leadership import Leadership, RedisLeadership, SoleLeadership
 from gradbox_service.settings import BadSettings, Settings
-from gradbox_service.store import BlobStore, ResultStore, blob_store, result_store
+from gradbox_service.store import (
+    BlobOwners,
+    BlobStore,
+    MemoryBlobOwners,
+    RedisBlobOwners,
+    ResultStore,
+    blob_store,
+    result_store,
+)
 from gradbox_service.tokens import MemoryTokens, RedisTokens, Tokens
 
 
 @dataclass(frozen=True)
 class Backing:
-    """Records, turns, fleet, tokens, the leader's lock, and the two stores of files."""
+    """Records, turns, fleet, tokens, the leader's lock, two stores of files, and blobs' owners."""
 
     records: Records
     turns: Turns
@@ -28,6 +36,7 @@ class Backing:
     leadership: Leadership
     blobs: BlobStore
     results: ResultStore
+    owners: BlobOwners
 
     @classmethod
     def on_redis(cls, settings: Settings) -> Backing:
@@ -48,19 +57,22 @@ class Backing:
             fleet=RedisFleet(connection),
             tokens=RedisTokens(connection),
             leadership=RedisLeadership(connection),
-            blobs=blob_store(settings.data),
-            results=result_store(settings.data),
+            blobs=blob_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
+            results=result_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
+            owners=RedisBlobOwners(connection),
         )
 
     @classmethod
-    def in_memory(cls, data: Path) -> Backing:
+    def in_memory(cls, data: Path, *, settings: Settings | None = None) -> Backing:
         """Return the backing of a box inside one process; files are under `data`."""
+        reserve_bytes = None if settings is None else settings.disk_reserve_bytes
         return cls(
             records=MemoryRecords(),
             turns=MemoryTurns(),
             fleet=MemoryFleet(),
             tokens=MemoryTokens(),
             leadership=SoleLeadership(),
-            blobs=blob_store(data),
-            results=result_store(data),
+            blobs=blob_store(data, reserve_bytes=reserve_bytes),
+            results=result_store(data, reserve_bytes=reserve_bytes),
+            owners=MemoryBlobOwners(),
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import socket
 import sys
 import time
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING
 import redis
 
 from gradbox_service.jobs.connection import connect
-from gradbox_service.settings import BadSettings, Settings
+from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.settings import EMBEDDED, BadSettings, Settings, add_arguments, given_in
 from gradbox_service.tokens import BadTokenName, RedisTokens
 from gradbox_service.up.embedded_redis import url_in
 
@@ -29,10 +29,7 @@ DONE, WRONG_USAGE, UNREACHABLE = 0, 2, 3
 def register_service(subparsers: Subparsers) -> None:
     """Add `gradbox service`."""
     parser = subparsers.add_parser("service", help="run the HTTP service alone")
-    parser.add_argument("--host", help="address to listen on (GRADBOX_HOST, 127.0.0.1)")
-    parser.add_argument("--port", help="port to listen on, 0 for a free one (GRADBOX_PORT, 8642)")
-    parser.add_argument("--data", type=Path, help="folder of blobs and results (GRADBOX_DATA)")
-    parser.add_argument("--redis-url", help="address of Redis (GRADBOX_REDIS_URL)")
+    add_arguments(parser, leave_out=EMBEDDED)
     parser.add_argument("--fd", type=int, help="a listening socket to use, by its number")
     parser.set_defaults(func=run_service)
 
@@ -43,6 +40,9 @@ def register_tokens(subparsers: Subparsers) -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     create = actions.add_parser("create", help="make a token; it is shown this once")
     create.add_argument("name", help="whose jobs these will be")
+    create.add_argument(
+        "--admin", action="store_true", help="for the box's owner: everybody's jobs, and priority"
+    )
     listing = actions.add_parser("list", help="list the tokens")
     revoke = actions.add_parser("revoke", help="make a token worthless")
     revoke.add_argument("name", help="the token's id, or the name that all of its tokens have")
@@ -59,17 +59,13 @@ def register_tokens(subparsers: Subparsers) -> None:
 
 def run_service(args: argparse.Namespace) -> int:
     """Serve until stopped."""
-    from gradbox_service.http.server import CannotListen, serve
+    from gradbox_service.http.listening import CannotListen
+    from gradbox_service.http.logs import log_to_stderr
+    from gradbox_service.http.server import serve
 
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    log_to_stderr()
     try:
-        settings = Settings.read(
-            host=args.host, port=args.port, data=args.data, redis_url=args.redis_url
-        )
+        settings = Settings.read(**given_in(args))
         serve(
             settings,
             listening=lambda url: print(f"gradbox service at {url}", flush=True),
@@ -95,8 +91,14 @@ def _with_tokens(function: TokenCommand, args: argparse.Namespace) -> int:
     except (BadSettings, BadTokenName) as error:
         print(f"gradbox tokens: {error}", file=sys.stderr)
         return WRONG_USAGE
-    except (redis.ConnectionError, redis.TimeoutError) as error:
-        print(f"gradbox tokens: Redis cannot be reached: {error}", file=sys.stderr)
+    except redis.RedisError as error:
+        if not store_refuses(error):
+            raise
+        print(
+            f"gradbox tokens: Redis cannot be reached, or takes nothing for now: {error}; try "
+            "again once it runs and its disk and memory have room (`gradbox storage`)",
+            file=sys.stderr,
+        )
         return UNREACHABLE
 
 
@@ -110,9 +112,9 @@ def _redis_url(args: argparse.Namespace) -> str:
 
 def create_token(tokens: RedisTokens, args: argparse.Namespace) -> int:
     """Make a token and print it."""
-    token = tokens.create(args.name)
+    token = tokens.create(args.name, admin=args.admin)
     if args.json:
-        print(json.dumps({"name": args.name, "token": token}))
+        print(json.dumps({"name": args.name, "admin": args.admin, "token": token}))
     else:
         print(token)
         print("It is not stored and cannot be shown again.", file=sys.stderr)
@@ -127,7 +129,7 @@ def list_tokens(tokens: RedisTokens, args: argparse.Namespace) -> int:
         return DONE
     for info in found:
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(info.created_s))
-        print(f"{info.id}  {made}  {info.name}")
+        print(f"{info.id}  {made}  {'admin' if info.admin else 'user':5}  {info.name}")
     return DONE
 
 

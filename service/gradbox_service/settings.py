@@ -1,17 +1,33 @@
-"""What a service process is told, by arguments or by the environment."""
+"""What a service process is told, by arguments or by the environment.
+
+Every field below is a setting: `max_blob_bytes` is `GRADBOX_MAX_BLOB_BYTES` in the environment and
+`--max-blob-bytes` on the command lines of `gradbox service` and `gradbox up`. An argument wins over
+the environment.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import argparse
+from argparse import BooleanOptionalAction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gradbox.errors import GradboxError
 
 GIB = 2**30
 MIB = 2**20
+DAY_S = 24 * 3600.0
+KIB = 2**10
+
+Bytes = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+# Settings of the Redis that `gradbox up` brings; a service alone has none.
+EMBEDDED = ("fsync", "redis_memory_bytes")
 
 
 class BadSettings(GradboxError, ValueError):
@@ -21,57 +37,126 @@ class BadSettings(GradboxError, ValueError):
     title = "A setting cannot be used"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of one service process."""
+class Settings(BaseSettings):
+    """The settings of one service process. The text below each is its help on the command line."""
 
-    # Where Redis is; None only if the backing is given to `create_app` (an in-memory box).
+    model_config = SettingsConfigDict(
+        env_prefix="GRADBOX_",
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
+
     redis_url: str | None = None
-    # The folder of blobs and results, shared with the workers.
+    """address of Redis; `gradbox up` brings its own"""
     data: Path = Path("gradbox-data")
+    """folder of blobs and results, shared with the workers"""
     host: str = "127.0.0.1"
-    # 0 takes a free port.
-    port: int = 8642
-    # The largest blob, and the largest posted job, that are taken.
-    max_blob_bytes: int = 64 * GIB
-    max_spec_bytes: int = 32 * MIB
-    # How often a job is begun before a lost worker ends it.
-    max_attempts: int = 3
-    # How long the service waits for open requests when it stops.
-    drain_s: float = 10.0
+    """address to listen on"""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8642
+    """port to listen on, 0 for a free one"""
+    tls_cert: Path | None = None
+    """certificate chain in PEM; with it the service speaks TLS"""
+    tls_key: Path | None = None
+    """private key of the certificate, in PEM"""
+    insecure: bool = False
+    """listen without TLS on an address that others reach"""
+
+    max_blob_bytes: Bytes = 64 * GIB
+    """largest blob that is taken"""
+    max_spec_bytes: Bytes = 8 * MIB
+    """largest posted job that is taken"""
+    max_spec_values: Count = 250_000
+    """most values in a posted job: its commas and opening brackets together"""
+    max_head_bytes: Bytes = 64 * KIB
+    """largest request line and headers together"""
+    head_timeout_s: Seconds = 30.0
+    """how long a request's headers may take"""
+    body_timeout_s: Seconds = 60.0
+    """how long a request's body may be silent"""
+
+    requests_per_s: Count = 300
+    """requests a second that one token may send; four times as many at once"""
+    max_queued_jobs: Count = 1000
+    """jobs of one user that may wait or run"""
+    max_timeout_s: Seconds = 24 * 3600.0
+    """longest `timeout_s` that a job may ask for"""
+
+    max_attempts: Count = 3
+    """how often a job is begun before a lost worker ends it"""
+    drain_s: Seconds = 10.0
+    """how long open requests may take when the service stops"""
+
+    disk_reserve_bytes: Bytes | None = None
+    """what stays free on the disk; the larger of 1 GiB and 5 % of the disk if not given"""
+    owner_quota_bytes: Bytes | None = None
+    """what one owner's blobs and results may take together; without it there is no limit"""
+    storage_share: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """what all blobs and results may take of the room there is: theirs and what is free"""
+    result_age_s: Seconds = 7 * DAY_S
+    """when a result goes that nobody has read for so long"""
+    blob_age_s: Seconds = 30 * DAY_S
+    """when a blob goes that nobody has used for so long"""
+    record_age_s: Seconds = 90 * DAY_S
+    """when the record of a job goes, after the job's end"""
+    clean_every_s: Seconds = 60.0
+    """how often expired results, blobs and records are looked for"""
+
+    fsync: Literal["everysec", "always"] = "everysec"
+    """when the embedded Redis flushes to disk; everysec may lose a second in a power cut"""
+    redis_memory_bytes: Bytes = 2 * GIB
+    """what the embedded Redis may take; new jobs are refused before it is reached"""
 
     @classmethod
-    def read(cls, environment: Mapping[str, str] | None = None, **given: Any) -> Settings:
-        """Read GRADBOX_REDIS_URL, GRADBOX_DATA, GRADBOX_HOST and GRADBOX_PORT; what is given wins.
+    def read(cls, **given: Any) -> Settings:
+        """Return what the environment says; of `given`, what is not None wins.
 
         Raises:
-            BadSettings: GRADBOX_PORT is no port.
+            BadSettings: one of them cannot be used; the message names it.
         """
-        environment = os.environ if environment is None else environment
-        found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        for name, variable in _VARIABLES.items():
-            if name not in found and environment.get(variable):
-                found[name] = environment[variable]
-        if "data" in found:
-            found["data"] = Path(found["data"]).expanduser()
-        if "port" in found:
-            found["port"] = _port(found["port"])
-        return cls(**found)
+        try:
+            found = cls(**{name: value for name, value in given.items() if value is not None})
+        except ValidationError as error:
+            item = error.errors(include_url=False)[0]
+            name = str(item["loc"][0])
+            raise BadSettings(
+                f"{name}: {item['msg']}, got {item['input']!r}; give {_flag(name)} or "
+                f"GRADBOX_{name.upper()}"
+            ) from None
+        return found.model_copy(update={"data": found.data.expanduser()})
 
 
-_VARIABLES = {
-    "redis_url": "GRADBOX_REDIS_URL",
-    "data": "GRADBOX_DATA",
-    "host": "GRADBOX_HOST",
-    "port": "GRADBOX_PORT",
-}
+def add_arguments(parser: argparse.ArgumentParser, *, leave_out: tuple[str, ...] = ()) -> None:
+    """Add a flag for every setting; `given_in` reads them back."""
+    for name, field in Settings.model_fields.items():
+        if name not in leave_out:
+            default = "" if field.default in (None, False) else f", {field.default}"
+            described = f"{field.description} (GRADBOX_{name.upper()}{default})"
+            described = described.replace("%", "%%")  # which argparse formats
+            if field.annotation is bool:
+                parser.add_argument(
+                    _flag(name), action=BooleanOptionalAction, default=None, help=described
+                )
+            else:
+                metavar = name.rpartition("_")[2].upper()
+                parser.add_argument(_flag(name), metavar=metavar, help=described)
 
 
-def _port(found: object) -> int:
-    try:
-        port = int(str(found))
-    except ValueError:
-        port = -1
-    if not 0 <= port <= 65535:
-        raise BadSettings(f"a port is a number from 0 to 65535, got {found!r}")
-    return port
+def given_in(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings among parsed arguments, None where one was not given."""
+    return {name: getattr(args, name, None) for name in Settings.model_fields}
+
+
+def arguments_of(settings: Settings, *, leave_out: tuple[str, ...] = ()) -> list[str]:
+    """Return the command line that gives these settings, without those left at their defaults."""
+    arguments = []
+    for name, value in settings:
+        if name in leave_out or value == Settings.model_fields[name].default:
+            continue
+        arguments += [_flag(name)] if value is True else [_flag(name), str(value)]
+    return arguments
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -33,19 +33,24 @@ class BadTokenName(GradboxError, ValueError):
 
 
 class TokenInfo(BaseModel):
-    """What is known of a token. `id` begins its hash; `name` is the owner of the jobs it posts."""
+    """What is known of a token.
+
+    `id` begins its hash; `name` is the owner of the jobs it posts. An `admin` token is the box's
+    owner's: it sees and cancels everybody's jobs, and may put its own before theirs.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     id: str
     name: str
     created_s: float
+    admin: bool = False
 
 
 class Tokens(Protocol):
     """The tokens of a box."""
 
-    def create(self, name: str) -> str:
+    def create(self, name: str, *, admin: bool = False) -> str:
         """Make a token for `name` and return it; it cannot be read again.
 
         Raises:
@@ -58,8 +63,8 @@ class Tokens(Protocol):
     def revoke(self, name_or_id: str) -> int:
         """Forget the token of that id, or all of that name; return how many there were."""
 
-    def owner(self, token: str) -> str | None:
-        """Return whose token this is, or None if it is nobody's."""
+    def find(self, token: str) -> TokenInfo | None:
+        """Return what is known of a token, or None if this box did not make it or it is revoked."""
 
 
 class RedisTokens:
@@ -68,8 +73,8 @@ class RedisTokens:
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
 
-    def create(self, name: str) -> str:
-        token, digest, info = _fresh(name)
+    def create(self, name: str, *, admin: bool = False) -> str:
+        token, digest, info = _fresh(name, admin=admin)
         self._redis.hset(TOKENS, digest, info.model_dump_json())
         return token
 
@@ -80,9 +85,9 @@ class RedisTokens:
         found = [digest for digest, info in self._all().items() if _named(info, name_or_id)]
         return self._redis.hdel(TOKENS, *found) if found else 0
 
-    def owner(self, token: str) -> str | None:
+    def find(self, token: str) -> TokenInfo | None:
         text = cast("bytes | None", self._redis.hget(TOKENS, digest_of(token)))
-        return None if text is None else TokenInfo.model_validate_json(text).name
+        return None if text is None else TokenInfo.model_validate_json(text)
 
     def _all(self) -> dict[str, TokenInfo]:
         stored = cast("dict[bytes, bytes]", self._redis.hgetall(TOKENS))
@@ -98,8 +103,8 @@ class MemoryTokens:
         self._tokens: dict[str, TokenInfo] = {}
         self._lock = threading.Lock()
 
-    def create(self, name: str) -> str:
-        token, digest, info = _fresh(name)
+    def create(self, name: str, *, admin: bool = False) -> str:
+        token, digest, info = _fresh(name, admin=admin)
         with self._lock:
             self._tokens[digest] = info
         return token
@@ -115,10 +120,9 @@ class MemoryTokens:
                 del self._tokens[digest]
             return len(found)
 
-    def owner(self, token: str) -> str | None:
+    def find(self, token: str) -> TokenInfo | None:
         with self._lock:
-            info = self._tokens.get(digest_of(token))
-        return None if info is None else info.name
+            return self._tokens.get(digest_of(token))
 
 
 def digest_of(token: str) -> str:
@@ -139,11 +143,12 @@ def check_name(name: str) -> None:
         )
 
 
-def _fresh(name: str) -> tuple[str, str, TokenInfo]:
+def _fresh(name: str, *, admin: bool) -> tuple[str, str, TokenInfo]:
     check_name(name)
     token = PREFIX + secrets.token_urlsafe(32)
     digest = digest_of(token)
-    return token, digest, TokenInfo(id=digest[:ID_LENGTH], name=name, created_s=time.time())
+    info = TokenInfo(id=digest[:ID_LENGTH], name=name, created_s=time.time(), admin=admin)
+    return token, digest, info
 
 
 def _named(info: TokenInfo, name_or_id: str) -> bool:

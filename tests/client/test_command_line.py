@@ -54,6 +54,19 @@ def test_jobs_are_listed_shown_and_watched(
     assert json.loads(capsys.readouterr().out)["name"] == "listed"
 
 
+def test_a_name_cannot_write_to_the_terminal_or_forge_a_line(
+    at_box: TestBox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_id = submitted(at_box, name="\x1b[2J\n\u202edone")
+    with at_box.client() as client:
+        client.job(job_id).wait()
+    for words in (["list"], ["list", "--json"], ["show", job_id], ["show", job_id, "--json"]):
+        assert main(["jobs", *words]) == 0
+        shown = capsys.readouterr().out
+        assert not {"\x1b", "\u202e"} & set(shown), words
+        assert sum("done" in line and "202e" in line for line in shown.splitlines()) == 1, words
+
+
 def test_a_result_is_fetched_into_a_file(
     at_box: TestBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

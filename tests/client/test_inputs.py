@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from gradbox import Builtin, Gradient, InvalidInputs, InvalidJob
-from gradbox.http.uploads import LONE_BYTES, PACK_BYTES, Uploads
 from gradbox.inputs.shards import read_groups
+from gradbox.inputs.uploads import LONE_BYTES, PACK_BYTES, Uploads
 from gradbox.protocol import GraphLoss
-from gradbox.tensors.safetensors_bytes import tensor_bytes
+from gradbox.tensors.tensor_bytes import tensor_bytes
 
 X = torch.ones(2, 3)
 

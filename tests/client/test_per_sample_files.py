@@ -34,7 +34,7 @@ import torch
 torch.set_num_threads(1)
 from gradbox.protocol import JacobianSpec, ShardRef
 from gradbox_service.store import blob_store
-from gradbox_worker.device import Work
+from gradbox_worker.work import Work
 from gradbox_worker.computations.execution import execute
 from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.models import read_models_file

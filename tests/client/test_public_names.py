@@ -64,4 +64,4 @@ else:
 def test_importing_is_quick_because_it_loads_only_the_errors() -> None:
     code = "import sys, gradbox; print(sorted(m for m in sys.modules if m.startswith('gradbox')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['gradbox', 'gradbox.errors']"
+    assert done.stdout.strip() == "['gradbox', 'gradbox.errors', 'gradbox.printable']"

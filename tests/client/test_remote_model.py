@@ -54,10 +54,10 @@ def test_calls_send_nothing_and_use_sends_them_together(
 
 
 def test_both_jobs_go_by_the_name_and_priority_that_were_given(client: GradClient) -> None:
-    f = client.model("mlp", name="named", priority=3)
+    f = client.model("mlp", name="named", priority=-3)
     f(shards_of(2)[0]).sum().backward()
     views = [job.view for job in client.jobs(limit=2)]
-    assert [(view.name, view.priority) for view in views] == [("named", 3)] * 2
+    assert [(view.name, view.priority) for view in views] == [("named", -3)] * 2
 
 
 def test_an_output_is_a_tensor_with_a_grad_fn(client: GradClient) -> None:
@@ -294,14 +294,14 @@ def test_an_error_on_the_box_names_the_line_of_the_call(client: GradClient) -> N
 def test_an_error_of_the_replay_comes_out_of_backward(
     client: GradClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradbox_service import cotangents
+    from gradbox_service.admission import forward_job
 
     loss = client.model("mlp")(shards_of(2)[0]).sum()
 
     def gone(path: object) -> None:
         raise FileNotFoundError
 
-    monkeypatch.setattr(cotangents, "read_header", gone)
+    monkeypatch.setattr(forward_job, "read_header", gone)
     with pytest.raises(InvalidInputs, match="run the forward job again"):
         loss.backward()
 

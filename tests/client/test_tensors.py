@@ -12,7 +12,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from gradbox import InvalidInputs
-from gradbox.tensors.safetensors_bytes import CHUNK_BYTES, DTYPES, Blob, tensor_bytes
+from gradbox.tensors.blob import CHUNK_BYTES, Blob
+from gradbox.tensors.tensor_bytes import DTYPES, tensor_bytes
 
 
 def blob(**tensors: Any) -> Blob:

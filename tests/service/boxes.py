@@ -128,7 +128,7 @@ def advance(records: Records, job_id: str, *, attempt: int, done: int, total: in
 def finish(box: Backing, job_id: str, *, attempt: int, data: bytes) -> None:
     """End a job with a result file of these bytes."""
     path = box.results.path(job_id, attempt=attempt)
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     result = ResultView(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     record = box.records.update(

@@ -157,3 +157,78 @@ def test_a_server_that_ends_at_once_quotes_its_log(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 10.0
     (tmp_path / "appendonlydir").unlink()
     EmbeddedRedis.start(tmp_path).stop()
+
+
+def test_it_takes_no_more_memory_than_it_may(tmp_path: Path) -> None:
+    server = EmbeddedRedis.start(tmp_path, memory_bytes=4 * 2**20)
+    try:
+        connection = connect(server.url)
+        with pytest.raises(redis.OutOfMemoryError):
+            fill(connection)
+        assert connection.get("0") is not None
+    finally:
+        server.stop()
+
+
+def fill(connection: redis.Redis) -> None:
+    for number in range(1000):
+        connection.set(str(number), "x" * 10_000)
+
+
+def appended(folder: Path) -> Path:
+    (found,) = (folder / "appendonlydir").glob("*.incr.aof")
+    return found
+
+
+@pytest.mark.parametrize("num_zeros", [1, 4096, 3 * 2**20])
+def test_zeros_behind_the_appended_changes_are_backed_up_and_cut(
+    tmp_path: Path, num_zeros: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = EmbeddedRedis.start(tmp_path)
+    connect(server.url).set("key", "value")
+    server.stop()
+    whole = appended(tmp_path).read_bytes()
+    with appended(tmp_path).open("ab") as file:
+        file.write(bytes(num_zeros))
+    server = EmbeddedRedis.start(tmp_path)
+    try:
+        assert connect(server.url).get("key") == b"value"
+    finally:
+        server.stop()
+    (backup,) = (tmp_path / "before-cut").iterdir()
+    assert backup.read_bytes() == whole + bytes(num_zeros)
+    assert f"ended in {num_zeros} zero bytes" in caplog.text
+    assert str(backup) in caplog.text
+
+
+def test_zeros_in_place_of_the_end_of_a_change_cost_that_change_alone(tmp_path: Path) -> None:
+    server = EmbeddedRedis.start(tmp_path)
+    connect(server.url).set("key", "value")
+    connect(server.url).set("lost", "x" * 100)
+    server.stop()
+    whole = appended(tmp_path).read_bytes()
+    appended(tmp_path).write_bytes(whole[:-50] + bytes(5000))
+    server = EmbeddedRedis.start(tmp_path)
+    try:
+        assert connect(server.url).get("key") == b"value"
+        assert connect(server.url).get("lost") is None
+    finally:
+        server.stop()
+
+
+def test_a_file_of_zeros_alone_is_cut_to_nothing(tmp_path: Path) -> None:
+    EmbeddedRedis.start(tmp_path).stop()
+    appended(tmp_path).write_bytes(bytes(100))
+    EmbeddedRedis.start(tmp_path).stop()
+
+
+def test_zero_bytes_inside_a_value_are_left_alone(tmp_path: Path) -> None:
+    server = EmbeddedRedis.start(tmp_path)
+    connect(server.url).set("key", bytes(5000))
+    server.stop()
+    server = EmbeddedRedis.start(tmp_path)
+    try:
+        assert connect(server.url).get("key") == bytes(5000)
+    finally:
+        server.stop()
+    assert not (tmp_path / "before-cut").exists()

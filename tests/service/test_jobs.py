@@ -14,9 +14,9 @@ from tests.service.conftest import Box
 
 
 def test_a_posted_job_is_queued_and_fed(box: Box) -> None:
-    job_id = submit(box.client, name="mine", priority=3)
+    job_id = submit(box.client, name="mine", priority=-3)
     view = JobView.model_validate(box.client.get(f"/v1/jobs/{job_id}").json())
-    assert (view.state, view.owner, view.name, view.priority) == ("queued", "ann", "mine", 3)
+    assert (view.state, view.owner, view.name, view.priority) == ("queued", "ann", "mine", -3)
     give_up = time.monotonic() + 5.0
     while not box.backing.turns.waiting() and time.monotonic() < give_up:
         time.sleep(0.01)

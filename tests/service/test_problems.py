@@ -120,18 +120,6 @@ def test_an_unusable_redis_is_named_at_once(url: str | None, tmp_path: Path) -> 
         create_app(Settings(redis_url=url, data=tmp_path))
 
 
-def test_arguments_win_over_the_environment(tmp_path: Path) -> None:
-    environment = {"GRADBOX_PORT": "1", "GRADBOX_HOST": "h", "GRADBOX_REDIS_URL": "unix://x"}
-    settings = Settings.read(environment, port="2", data=str(tmp_path), host=None)
-    assert settings == Settings(redis_url="unix://x", host="h", port=2, data=tmp_path)
-
-
-@pytest.mark.parametrize("port", ["x", "-1", "65536", ""])
-def test_a_port_is_a_number(port: str) -> None:
-    with pytest.raises(BadSettings, match="port"):
-        Settings.read({}, port=port)
-
-
 def test_the_schema_names_what_is_posted(memory_box: Box) -> None:
     document = httpx.Client(transport=memory_box.transport, base_url="http://box").get(
         "/openapi.json"

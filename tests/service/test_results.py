@@ -107,8 +107,41 @@ def test_a_result_that_was_removed_is_said(memory_box: Box, url: str) -> None:
     job_id = url.split("/")[3]
     memory_box.backing.results.discard(job_id, attempt=1)
     answer = memory_box.client.get(url)
-    assert answer.status_code == 409
+    assert answer.status_code == 410
+    assert answer.json()["type"].endswith(":result-gone")
     assert "submit the job again" in answer.json()["detail"]
+
+
+def test_a_result_can_be_deleted_by_its_owner(memory_box: Box, url: str) -> None:
+    job_id = url.split("/")[3]
+    assert memory_box.client_of("eve").delete(url).status_code == 404
+    assert memory_box.client.get(url).status_code == 200
+    for _ in range(2):
+        assert memory_box.client.delete(url).status_code == 204
+    answer = memory_box.client.get(url)
+    assert (answer.status_code, answer.json()["type"]) == (410, "urn:gradbox:problem:result-gone")
+    assert memory_box.client.get(url, headers={"If-None-Match": ETAG}).status_code == 410
+    assert not memory_box.backing.results.path(job_id, attempt=1).exists()
+    assert memory_box.client.get(f"/v1/jobs/{job_id}").json()["state"] == "done"
+    assert dict(memory_box.backing.records.result_bytes()) == {}
+
+
+def test_the_result_of_a_job_that_has_not_ended_cannot_be_deleted(memory_box: Box) -> None:
+    job_id = submit(memory_box.client)
+    answer = memory_box.client.delete(f"/v1/jobs/{job_id}/result")
+    assert (answer.status_code, answer.json()["type"]) == (
+        409,
+        "urn:gradbox:problem:result-not-ready",
+    )
+    memory_box.client.delete(f"/v1/jobs/{job_id}")
+    assert memory_box.client.delete(f"/v1/jobs/{job_id}/result").status_code == 204
+
+
+def test_a_result_that_is_read_is_used(memory_box: Box, url: str) -> None:
+    path = memory_box.backing.results.path(url.split("/")[3], attempt=1)
+    os.utime(path, (0, 0))
+    memory_box.client.get(url, headers={"Range": "bytes=0-0"})
+    assert path.stat().st_mtime > 0
 
 
 def test_a_late_attempt_does_not_change_the_result(memory_box: Box) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from gradbox.errors import BlobRejected
-from gradbox_service.store import BlobStore, ResultStore, blob_store
+from gradbox.errors import BlobRejected, StorageFull
+from gradbox_service.store import BlobStore, ResultStore, Room, blob_store
 from gradbox_service.store import blobs as blobs_module
+from tests.disks import largest_file, small_disk
 from tests.service.boxes import blob_of, ones
+
+MIB = 2**20
 
 
 def files_under(folder: Path) -> set[str]:
@@ -127,3 +131,44 @@ def test_results_of_two_attempts_are_two_files(tmp_path: Path) -> None:
         store.beside("job", attempt=attempt).write_bytes(b"x")
     store.discard("job", attempt=1)
     assert files_under(tmp_path) == {"job.2.safetensors", "job.2.partial"}
+
+
+def test_an_upload_that_would_reach_into_the_reserve_is_refused_with_the_numbers(
+    tmp_path: Path,
+) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
+        store = blob_store(disk, reserve_bytes=6 * MIB)
+        with pytest.raises(StorageFull, match=r"needs 4\.0 MiB.*8\.0 MiB.*6\.0 MiB"):
+            store.upload("0" * 64, announced_bytes=4 * MIB)
+        assert files_under(disk) == set()
+
+
+def test_an_upload_that_says_no_size_is_refused_while_it_grows(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
+        store = blob_store(disk, reserve_bytes=6 * MIB)
+        chunks = (bytes(MIB) for _ in range(8))
+        with pytest.raises(StorageFull, match=r"6\.0 MiB are kept in reserve"):
+            store.put("0" * 64, chunks)
+        assert len(list(chunks)) == 8 - 3
+        assert files_under(disk) == set()
+
+
+def test_a_limit_on_file_sizes_is_a_full_disk(tmp_path: Path) -> None:
+    with largest_file(MIB), pytest.raises(StorageFull, match="File too large"):
+        blob_store(tmp_path).put("0" * 64, [bytes(2 * MIB)])
+    assert files_under(tmp_path) == set()
+
+
+def test_the_reserve_is_a_gibibyte_or_a_twentieth_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def disk_of(total: int) -> None:
+        usage = shutil._ntuple_diskusage(total, 0, total)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+
+    disk_of(10 * 2**30)
+    assert Room(tmp_path).left_bytes() == 9 * 2**30
+    disk_of(100 * 2**30)
+    assert Room(tmp_path).left_bytes() == 95 * 2**30
+    disk_of(2**29)
+    assert Room(tmp_path / "not" / "yet").left_bytes() == 0

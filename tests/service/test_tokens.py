@@ -11,17 +11,32 @@ import redis
 
 from gradbox_service.backing import Backing
 from gradbox_service.commands import register_tokens
-from gradbox_service.tokens import BadTokenName, RedisTokens
+from gradbox_service.tokens import BadTokenName, RedisTokens, Tokens
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from tests.service.conftest import Box
 
 
+def owner_of(tokens: Tokens, token: str) -> str:
+    found = tokens.find(token)
+    assert found is not None
+    return found.name
+
+
 def test_a_token_belongs_to_its_name(backing: Backing) -> None:
     ann, bob = backing.tokens.create("ann"), backing.tokens.create("bob")
-    assert backing.tokens.owner(ann) == "ann"
-    assert backing.tokens.owner(bob) == "bob"
-    assert backing.tokens.owner(ann + "x") is None
-    assert backing.tokens.owner("") is None
+    assert owner_of(backing.tokens, ann) == "ann"
+    assert owner_of(backing.tokens, bob) == "bob"
+    assert backing.tokens.find(ann + "x") is None
+    assert backing.tokens.find("") is None
+
+
+def test_only_a_token_made_for_it_is_the_box_owners(backing: Backing) -> None:
+    roles = {"ann": False, "root": True}
+    for name, admin in roles.items():
+        found = backing.tokens.find(backing.tokens.create(name, admin=admin))
+        assert found is not None
+        assert found.admin is admin
+    assert {info.name: info.admin for info in backing.tokens.list()} == roles
 
 
 def test_one_of_a_names_tokens_or_all_are_revoked(backing: Backing) -> None:
@@ -30,10 +45,10 @@ def test_one_of_a_names_tokens_or_all_are_revoked(backing: Backing) -> None:
     listed = tokens.list()
     assert [info.name for info in listed] == ["ann"] * 3
     assert tokens.revoke(listed[0].id) == 1
-    assert tokens.owner(first) is None
-    assert tokens.owner(second) == "ann"
+    assert tokens.find(first) is None
+    assert owner_of(tokens, second) == "ann"
     assert tokens.revoke("ann") == 2
-    assert tokens.owner(third) is None
+    assert tokens.find(third) is None
     assert tokens.revoke("ann") == 0
 
 
@@ -70,14 +85,26 @@ def test_the_command_creates_lists_and_revokes(
     where = ("--redis-url", redis_server.url, "--json")
     assert run("create", "ann", *where) == 0
     token = json.loads(capsys.readouterr().out)["token"]
-    assert RedisTokens(connection).owner(token) == "ann"
+    assert owner_of(RedisTokens(connection), token) == "ann"
     assert run("list", *where) == 0
     (info,) = json.loads(capsys.readouterr().out)
     assert info["name"] == "ann"
     assert token not in str(info)
     assert run("revoke", info["id"], *where) == 0
-    assert RedisTokens(connection).owner(token) is None
+    assert RedisTokens(connection).find(token) is None
     assert run("revoke", info["id"], *where) == 2
+
+
+def test_the_command_makes_admin_tokens(
+    redis_server: EmbeddedRedis, connection: redis.Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("--redis-url", redis_server.url)
+    assert run("create", "root", "--admin", "--json", *where) == 0
+    found = RedisTokens(connection).find(json.loads(capsys.readouterr().out)["token"])
+    assert found is not None
+    assert found.admin
+    assert run("list", *where) == 0
+    assert "admin  root" in capsys.readouterr().out
 
 
 def test_the_command_prints_the_token_alone(
@@ -85,7 +112,7 @@ def test_the_command_prints_the_token_alone(
 ) -> None:
     assert run("create", "ann", "--redis-url", redis_server.url) == 0
     token = capsys.readouterr().out.strip()
-    assert RedisTokens(connection).owner(token) == "ann"
+    assert owner_of(RedisTokens(connection), token) == "ann"
 
 
 def test_the_command_finds_the_redis_of_a_data_folder(

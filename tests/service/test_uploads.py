@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ import numpy as np
 import pytest
 
 from gradbox_service.backing import Backing
-from gradbox_service.settings import Settings
-from gradbox_service.store import BlobStore, Upload
+from gradbox_service.settings import MIB, Settings
+from tests.disks import small_disk
 from tests.service.boxes import blob_of, ones
 from tests.service.conftest import Box, serve
 
@@ -92,28 +90,19 @@ def test_the_same_blob_from_many_at_once(memory_box: Box) -> None:
     assert memory_box.backing.blobs.path(digest).read_bytes() == data
 
 
-class FullDisk(BlobStore):
-    """Takes some bytes and then has no room."""
-
-    def upload(self, digest: str) -> Upload:
-        upload = super().upload(digest)
-
-        def write(chunk: object) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        upload.write = write  # type: ignore[method-assign]
-        return upload
-
-
-def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:
-    backing = replace(Backing.in_memory(tmp_path), blobs=FullDisk(tmp_path / "blobs"))
-    digest, data = blob_of({"x": ones(100)})
-    for box in serve(backing, Settings(data=tmp_path)):
-        answer = box.client.put(f"/v1/blobs/{digest}", content=data)
-        assert answer.status_code == 507
-        assert answer.json()["category"] == "transient"
-        assert "Retry-After" in answer.headers
-    assert not [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()]
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_disk_that_fills_up_is_said_and_left_as_it_was(tmp_path: Path, announced: bool) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
+        settings = Settings(data=disk, disk_reserve_bytes=2 * MIB)
+        backing = Backing.in_memory(disk, settings=settings)
+        digest, data = blob_of({"x": ones(7 * MIB // 4)})
+        for box in serve(backing, settings):
+            content: Any = data if announced else in_pieces(data)
+            answer = box.client.put(f"/v1/blobs/{digest}", content=content)
+            assert (answer.status_code, answer.json()["category"]) == (507, "transient")
+            assert "2.0 MiB are kept in reserve" in answer.json()["detail"]
+            assert "Retry-After" in answer.headers
+        assert not [path for path in disk.rglob("*") if path.is_file()]
 
 
 def test_more_bytes_than_the_disk_has_are_refused_before_they_come(tmp_path: Path) -> None:

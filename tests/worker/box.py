@@ -130,7 +130,7 @@ class Box:
 
 
 class WorkerProcess:
-    """A real `gradbox worker`, whose device process is its one child."""
+    """A real `gradbox worker`, whose children are its device process and that one's guardian."""
 
     def __init__(self, box: Box, *options: str, name: str = "w1") -> None:
         self.log = box.folder / f"{name}.{secrets.token_hex(2)}.log"
@@ -152,8 +152,8 @@ class WorkerProcess:
     def child_pid(self) -> int:
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        assert len(children) == 1, children
-        return int(children[0])
+        (device,) = [child for child in children if is_device(int(child))]
+        return int(device)
 
     def wait_until_ready(self, *, timeout_s: float = 40.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -168,6 +168,13 @@ class WorkerProcess:
     def stop(self, how: int = signal.SIGTERM) -> int:
         self.process.send_signal(how)
         return self.process.wait(timeout=30)
+
+
+def is_device(pid: int) -> bool:
+    try:
+        return b"gradbox_worker.device.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

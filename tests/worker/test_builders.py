@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file, save_model
 from torch import nn
 
-from gradbox_worker.models import ModelEntry, ModelsFileError
+from gradbox_worker.errors import ModelsFileError
+from gradbox_worker.models import ModelEntry
 from gradbox_worker.models.builders import build_model
 from tests.worker import zoo
 

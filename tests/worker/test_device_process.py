@@ -8,15 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from gradbox_service.backing import Backing
-from gradbox_worker.device import (
-    DeviceProcess,
-    DeviceSettings,
-    Died,
-    Finished,
-    StopOrder,
-    Work,
-)
-from gradbox_worker.device.process import describe_exit
+from gradbox_worker.device import DeviceProcess, DeviceSettings
+from gradbox_worker.device.exits import exit_of
+from gradbox_worker.work import Died, Finished, StopOrder, Work
 from tests.worker.box import Box, register_misbehaving, shards_of
 
 
@@ -95,4 +89,20 @@ def test_a_death_is_noticed_while_the_models_own_child_lives_on(
     ],
 )
 def test_how_a_process_ended_in_words(code: int, says: str) -> None:
-    assert describe_exit(code) == says
+    assert exit_of(code).reason == says
+
+
+@pytest.mark.parametrize(
+    ("code", "num_oom_kills", "fault"),
+    [
+        (3, 0, "exit code 3"),
+        (-11, 0, "SIGSEGV"),
+        (-9, 0, None),
+        (-9, 1, "killed by the kernel for lack of memory"),
+        (-15, 0, None),
+    ],
+)
+def test_only_what_a_process_did_itself_is_its_fault(
+    code: int, num_oom_kills: int, fault: str | None
+) -> None:
+    assert exit_of(code, num_oom_kills=num_oom_kills).fault == fault

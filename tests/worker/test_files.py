@@ -14,7 +14,7 @@ from torch import Tensor
 from gradbox.errors import InvalidInputs, MissingBlobs
 from gradbox.protocol import ShardRef, TensorRef
 from gradbox.tensors.safetensors_header import read_header
-from gradbox_service.store import BlobStore, blob_store
+from gradbox_service.store import BlobStore, Room, blob_store
 from gradbox_worker.files.blob_tensors import MAX_OPEN_FILES, BlobTensors
 from gradbox_worker.files.result_file import write_result
 
@@ -117,7 +117,9 @@ def test_a_result_is_a_valid_file_of_the_size_and_digest_it_is_said_to_have(
 ) -> None:
     path = tmp_path / "job.1.safetensors"
     tensors = EVERY_DTYPE | {"scalar": torch.tensor(1.5), "strided": torch.arange(6).view(2, 3).T}
-    view = write_result(path, tensors, metadata={"format": "pt", "gradbox": "{}"})
+    view = write_result(
+        path, tensors, metadata={"format": "pt", "gradbox": "{}"}, room=Room(tmp_path)
+    )
     content = path.read_bytes()
     assert (view.size_bytes, view.sha256) == (len(content), hashlib.sha256(content).hexdigest())
     assert read_header(path).metadata == {"format": "pt", "gradbox": "{}"}
@@ -129,11 +131,16 @@ def test_a_result_is_a_valid_file_of_the_size_and_digest_it_is_said_to_have(
 def test_a_result_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "job.1.safetensors"
     with pytest.raises(RuntimeError):
-        write_result(path, {"a": torch.ones(3), "b": torch.ones(3, device="meta")}, metadata={})
+        write_result(
+            path,
+            {"a": torch.ones(3), "b": torch.ones(3, device="meta")},
+            metadata={},
+            room=Room(tmp_path),
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dtype_that_safetensors_lacks_is_refused_by_name(tmp_path: Path) -> None:
     tensors = {"grads/w": torch.ones(1, dtype=torch.complex128)}
     with pytest.raises(InvalidInputs, match=r"'grads/w' of torch.complex128"):
-        write_result(tmp_path / "r.safetensors", tensors, metadata={})
+        write_result(tmp_path / "r.safetensors", tensors, metadata={}, room=Room(tmp_path))

@@ -17,12 +17,12 @@ from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, JobSpec,
 from gradbox_service.backing import Backing
 from gradbox_worker.computations.execution import StopNow, attempt
 from gradbox_worker.computations.kept_graphs import IDLE_S, KeptGraphs
-from gradbox_worker.device import Finished, Stopped, Work
 from gradbox_worker.device.main import Inbox
-from gradbox_worker.failures import Caught
+from gradbox_worker.exceptions_to_problems import Caught
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.registry import Registry
 from gradbox_worker.turns.inline import InlineDevice
+from gradbox_worker.work import Finished, Stopped, Work
 from tests.worker import zoo
 from tests.worker.box import Box, register_misbehaving, shards_of
 

@@ -9,7 +9,7 @@ MIB = 2**20
 # In a process of its own: a heap that has grown before takes memory that is resident already.
 MEASURED = f"""
 import torch
-from gradbox_worker.device.memory import PeakMemory
+from gradbox_worker.computations.memory import PeakMemory
 torch.ones(96 * {MIB} // 4).sum()
 peak = PeakMemory(torch.device("cpu"))
 torch.ones(48 * {MIB} // 4).sum()

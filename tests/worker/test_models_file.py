@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gradbox_worker.models import ModelsFileError, read_models_file
+from gradbox_worker.errors import ModelsFileError
+from gradbox_worker.models import read_models_file
 
 
 def write(folder: Path, text: str) -> Path:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gradbox.errors import UnknownModel
-from gradbox_worker.models import ModelsFileError, read_models_file
+from gradbox_worker.errors import ModelsFileError
+from gradbox_worker.models import read_models_file
 from gradbox_worker.models.registry import Registry
 from tests.worker import zoo
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +16,12 @@ from torch import Tensor
 
 from gradbox.errors import InvalidInputs, StorageFull
 from gradbox.tensors.safetensors_header import read_header
+from gradbox_service.store import Room
+from gradbox_worker.files.result_file import write_result
 from gradbox_worker.files.result_in_place import ResultOnDisk
+from tests.disks import largest_file, small_disk
 
+MIB = 2**20
 WEIGHT, BIAS, SCALE = (5, 3, 4, 2), (5, 3, 4), (5, 3)
 EVERYTHING = slice(0, 5), slice(0, 3), slice(0, 4)
 
@@ -34,7 +39,7 @@ def test_pieces_in_any_order_make_the_array(tmp_path: Path) -> None:
     weight, bias, scale = torch.randn(WEIGHT), torch.randn(BIAS).double(), torch.randn(SCALE)
     path = tmp_path / "r.safetensors"
     arrays = {"w": weight, "b": bias, "s": scale}
-    with ResultOnDisk(path) as result:
+    with ResultOnDisk(path, room=Room(tmp_path)) as result:
         result.lay_out(
             {name: tuple(x.shape) for name, x in arrays.items()},
             {name: x.dtype for name, x in arrays.items()},
@@ -57,7 +62,7 @@ def test_pieces_in_any_order_make_the_array(tmp_path: Path) -> None:
 def test_gradients_have_no_dim_of_outputs(tmp_path: Path) -> None:
     rows = torch.randn(3, 1, 4)
     path = tmp_path / "r.safetensors"
-    with ResultOnDisk(path) as result:
+    with ResultOnDisk(path, room=Room(tmp_path)) as result:
         result.lay_out({"w": (3, 1, 4)}, {"w": torch.float32}, squeezed=True)
         result.write("w", (slice(0, 3), slice(0, 1), slice(0, 4)), rows)
         result.commit({}, metadata={})
@@ -66,7 +71,7 @@ def test_gradients_have_no_dim_of_outputs(tmp_path: Path) -> None:
 
 def test_what_comes_behind_narrow_rows_is_aligned(tmp_path: Path) -> None:
     path = tmp_path / "r.safetensors"
-    with ResultOnDisk(path) as result:
+    with ResultOnDisk(path, room=Room(tmp_path)) as result:
         result.lay_out({"w": (3, 1, 1)}, {"w": torch.bfloat16}, squeezed=True)
         rows = torch.ones(3, 1, 1, dtype=torch.bfloat16)
         result.write("w", (slice(0, 3), slice(0, 1), slice(0, 1)), rows)
@@ -76,7 +81,7 @@ def test_what_comes_behind_narrow_rows_is_aligned(tmp_path: Path) -> None:
 
 
 def test_a_result_given_up_leaves_nothing(tmp_path: Path) -> None:
-    with ResultOnDisk(tmp_path / "r.safetensors") as result:
+    with ResultOnDisk(tmp_path / "r.safetensors", room=Room(tmp_path)) as result:
         result.lay_out({"w": (3, 1, 4)}, {"w": torch.float32}, squeezed=True)
         assert len(list(tmp_path.iterdir())) == 1
     assert not list(tmp_path.iterdir())
@@ -89,13 +94,65 @@ def test_a_full_disk_is_said_before_the_work(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    result = ResultOnDisk(tmp_path / "r.safetensors")
-    with result, pytest.raises(StorageFull, match="GiB left"):
+    result = ResultOnDisk(tmp_path / "r.safetensors", room=Room(tmp_path))
+    with result, pytest.raises(StorageFull, match="in reserve"):
         result.lay_out({"w": (3, 1, 4)}, {"w": torch.float32}, squeezed=True)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_dtype_that_no_file_holds_is_refused(tmp_path: Path) -> None:
-    result = ResultOnDisk(tmp_path / "r.safetensors")
+    result = ResultOnDisk(tmp_path / "r.safetensors", room=Room(tmp_path))
     with result, pytest.raises(InvalidInputs, match="complex128"):
         result.lay_out({"w": (3, 1, 4)}, {"w": torch.complex128}, squeezed=True)
+
+
+def used_bytes(disk: Path) -> int:
+    usage = shutil.disk_usage(disk)
+    return usage.total - usage.free
+
+
+def test_a_result_larger_than_the_disk_takes_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    with small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
+        before = used_bytes(disk)
+        allocate = os.posix_fallocate
+
+        def measured(*given: int) -> None:
+            try:
+                allocate(*given)
+            finally:
+                taken.append(used_bytes(disk))
+
+        monkeypatch.setattr(os, "posix_fallocate", measured)
+        result = ResultOnDisk(disk / "r.safetensors", room=Room(disk, reserve_bytes=MIB))
+        shape = (1, 1, 16 * MIB)
+        with result, pytest.raises(StorageFull, match=r"64\.\d MiB.*8\.0 MiB.*1\.0 MiB"):
+            result.lay_out({"w": shape}, {"w": torch.float32}, squeezed=True)
+        assert all(used == before for used in taken)
+        assert used_bytes(disk) == before
+
+
+def test_a_result_in_memory_that_would_reach_into_the_reserve_is_refused(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
+        room = Room(disk, reserve_bytes=6 * MIB)
+        tensors = {"w": torch.ones(MIB)}
+        with pytest.raises(StorageFull, match=r"the result needs 4\.0 MiB"):
+            write_result(disk / "r.safetensors", tensors, metadata={}, room=room)
+        with ResultOnDisk(disk / "s.safetensors", room=room) as result:
+            result.lay_out({"v": (1, 1, 4)}, {"v": torch.float32}, squeezed=True)
+            with pytest.raises(StorageFull, match=r"the result needs 4\.0 MiB"):
+                result.commit(tensors, metadata={})
+        assert list(disk.iterdir()) == []
+
+
+def test_a_limit_on_file_sizes_is_a_full_disk(tmp_path: Path) -> None:
+    result = ResultOnDisk(tmp_path / "r.safetensors", room=Room(tmp_path))
+    with largest_file(MIB), result, pytest.raises(StorageFull, match="File too large"):
+        result.lay_out({"w": (1, 1, MIB)}, {"w": torch.float32}, squeezed=True)
+    with largest_file(MIB), pytest.raises(StorageFull, match="File too large"):
+        write_result(
+            tmp_path / "r.safetensors", {"w": torch.ones(MIB)}, metadata={}, room=Room(tmp_path)
+        )
+    assert not list(tmp_path.iterdir())

@@ -14,18 +14,10 @@ from gradbox.errors import LossNotFinite
 from gradbox.protocol import JobState, ModelView, Problem, Receipt, ResultView, Seconds
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord, MemoryRecords, Transition, WorkerPresence
-from gradbox_worker.device import (
-    DeviceNotStarted,
-    Died,
-    Failed,
-    Finished,
-    Outcome,
-    Stopped,
-    Supervision,
-    Work,
-)
+from gradbox_worker.errors import DeviceNotStarted
 from gradbox_worker.turns.supervision import Patience
 from gradbox_worker.turns.turn import TurnRunner
+from gradbox_worker.work import Died, Failed, Finished, Outcome, Stopped, Supervision, Work
 from tests.worker.box import Box, shards_of
 
 QUICK = Patience(beat_s=0.0, progress_s=0.0, cancel_grace_s=7.0, timeout_grace_s=3.0)

@@ -91,9 +91,10 @@ def test_a_device_process_killed_in_the_middle_runs_the_job_again(
 def test_a_model_that_always_crashes_ends_with_the_reason(box: Box, worker: WorkerProcess) -> None:
     box.order("crash")
     record = box.wait(box.submit(box.spec(shards_of(2))))
-    assert (record.state, record.attempt) == (JobState.FAILED, 3)
+    assert (record.state, record.attempt) == (JobState.FAILED, 2)
     assert record.error is not None
     assert record.error.code == "worker-lost"
+    assert "the same fault (SIGSEGV in phase 'forward' after 0 of 2" in record.error.detail
     assert "killed by SIGSEGV: a crash in native code" in record.error.detail
     assert next_job_is_done(box)
 
@@ -112,12 +113,29 @@ def test_running_out_of_memory_is_the_jobs_end_and_not_the_workers(
     assert worker.child_pid == child
 
 
-def test_a_model_that_wants_to_exit_fails_its_job_only(box: Box, worker: WorkerProcess) -> None:
+@pytest.mark.parametrize("how", ["exit", "interrupt", "raise_what_is_no_exception"])
+def test_a_model_that_wants_to_exit_fails_its_job_only(
+    box: Box, worker: WorkerProcess, how: str
+) -> None:
     child = worker.child_pid
-    box.order("exit")
+    box.order(how)
     record = box.wait(box.submit(box.spec(shards_of(2))))
-    assert record.state is JobState.FAILED
+    assert (record.state, record.attempt) == (JobState.FAILED, 1)
+    assert next_job_is_done(box)
     assert worker.child_pid == child
+
+
+def test_a_device_killed_at_the_same_shard_again_and_again_is_no_fault_of_the_job(
+    box: Box, worker: WorkerProcess
+) -> None:
+    box.order("sleep_at_first")
+    job = box.submit(box.spec(shards_of(2)))
+    for attempt in (1, 2):
+        box.wait(job, lambda record, n=attempt: running(record) and record.attempt == n)
+        os.kill(worker.child_pid, signal.SIGKILL)
+    box.wait(job, lambda record: record.attempt == 3)
+    (box.folder / "order").unlink()
+    assert box.wait(job).state is JobState.DONE
 
 
 def test_a_cancelled_job_stops_within_a_shard_and_the_model_stays(

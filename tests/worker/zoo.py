@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -71,6 +72,11 @@ def raises() -> nn.Module:
     raise KeyError("no such checkpoint")
 
 
+def crashes() -> nn.Module:
+    ctypes.string_at(0)
+    return Affine()
+
+
 _draws = iter(range(1000))
 
 
@@ -106,11 +112,28 @@ class Misbehaving(Affine):
     def _exit(self) -> None:
         sys.exit("a model has no business here")
 
+    def _interrupt(self) -> None:
+        raise KeyboardInterrupt
+
+    def _raise_what_is_no_exception(self) -> None:
+        raise GeneratorExit
+
     def _die_leaving_a_child(self) -> None:
-        if os.fork() == 0:
-            time.sleep(20)
-            os._exit(0)
+        self._leave_children()
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _leave_children(self) -> None:
+        """Start what a model may start, each writing its process id: see `leave_children`."""
+        leave_children(Path(self.folder))
+
+    def _leave_children_and_sleep(self) -> None:
+        if not Path(self.folder, "children").exists():
+            leave_children(Path(self.folder))
+        time.sleep(0.05)
+
+    def _sleep_at_first(self) -> None:
+        while Path(self.folder, "order").exists():
+            time.sleep(0.02)
 
     def _sleep(self) -> None:
         time.sleep(0.05)
@@ -126,6 +149,39 @@ class Misbehaving(Affine):
                 time.sleep(0.05)
             except BaseException:  # noqa: BLE001  # what a model can do and a limit must end
                 continue
+
+
+def leave_children(folder: Path) -> None:
+    """Leave a fork, a program of its own, and a fork that has left session and parent behind.
+
+    Their process ids are in the file `children` of the folder, once all run.
+    """
+    beside = folder / "children.part"
+    beside.write_text("")
+
+    def note(pid: int) -> None:
+        with beside.open("a") as file:
+            file.write(f"{pid}\n")
+
+    def sleep() -> None:
+        time.sleep(60)
+        os._exit(0)
+
+    forked = os.fork()
+    if forked == 0:
+        sleep()
+    note(forked)
+    note(subprocess.Popen(["sleep", "60"]).pid)
+    between = os.fork()
+    if between == 0:
+        os.setsid()
+        daemon = os.fork()
+        if daemon == 0:
+            sleep()
+        note(daemon)
+        os._exit(0)
+    os.waitpid(between, 0)
+    beside.rename(folder / "children")
 
 
 def misbehaving(folder: str) -> nn.Module:

@@ -16,22 +16,35 @@ from gradbox_engine.errors import (
     UnknownParameter,
 )
 from gradbox_engine.mixed import mixed_gradient
+from gradbox_engine.model.blame import is_out_of_memory
 from gradbox_engine.model.shard_rng import shard_stream
 from gradbox_engine.replay.gradient_at_cotangents import (
     CotangentGradient,
     FirstOutputs,
+    first_outputs,
     gradient_at_cotangents,
 )
 from gradbox_engine.replay.kept_graphs import KeptPass
 from gradbox_engine.replay.set_gradient import set_gradient
 from gradbox_engine.replay.set_outputs import SetOutputs, set_outputs
-from gradbox_engine.requests import Group, MixedResult, Objective, Observer, Penalty, SetGradient
+from gradbox_engine.requests import (
+    CallKeywords,
+    CallOptions,
+    Group,
+    MixedResult,
+    Objective,
+    Observer,
+    Penalty,
+    SetGradient,
+)
 
 __all__ = [
     "BadInputs",
     "BadOutput",
     "BadPenalty",
     "BadWeights",
+    "CallKeywords",
+    "CallOptions",
     "CotangentGradient",
     "EngineError",
     "FirstOutputs",
@@ -51,7 +64,9 @@ __all__ = [
     "SetGradient",
     "SetOutputs",
     "UnknownParameter",
+    "first_outputs",
     "gradient_at_cotangents",
+    "is_out_of_memory",
     "mixed_gradient",
     "set_gradient",
     "set_outputs",

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
-import torch
 from torch import Tensor
+
+from gradbox_engine.errors import BadInputs
 
 Mode = Literal["eval", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp64"]
 Phase = Literal["forward", "cotangents", "replay", "samples"]
+Streams = Literal["shard", "sample"]
+Retain = int | Literal["auto"]
 Returned = Literal["grads", "buffers", "outputs", "cotangents", "input_grads"]
 MixedReturned = Literal["grads", "dfdz"]
 
 Shard = Mapping[str, Any]
 Z = Tensor | dict[str, Tensor]
 """A group's output as the loss sees it: one tensor, or a dict where the readout gave a dict."""
+
+SOLE_GROUP = "z"
+"""What a group is called where there is one and nobody named it."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,63 @@ class Penalty:
     loss: Callable[[Tensor], Tensor]
     weight: float = 1.0
     per_sample_scale: Callable[[Z], Tensor] | None = None
+
+
+class CallKeywords(TypedDict, total=False):
+    """The fields of `CallOptions` as an entry point takes them, each with its default."""
+
+    seed: int
+    mode: Mode
+    precision: Precision
+    output: str | int | None
+    readout: Callable[[Any, dict[str, Any]], Any] | None
+    weights: Mapping[str, Tensor] | None
+    penalties: Sequence[Penalty]
+    streams: Streams
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOptions:
+    """How a job calls the model.
+
+    Args:
+        seed: of all random streams, see `model.shard_rng`.
+        mode: what `model.train()` is told.
+        precision: see `model.precision`.
+        output: which part of the model's output is z, see `model.outputs`.
+        readout: (output, inputs) → z, run on every shard after `output`; a tensor, or a dict of
+            tensors.
+        weights: part of a state dict, laid over the registered one for this job alone.
+        penalties: terms on intermediate activations, see `model.penalties`.
+        streams: whether random numbers belong to shards or to samples, see `model.sample_rng`.
+    """
+
+    seed: int = 0
+    mode: Mode = "eval"
+    precision: Precision = "fp32"
+    output: str | int | None = None
+    readout: Callable[[Any, dict[str, Any]], Any] | None = None
+    weights: Mapping[str, Tensor] | None = None
+    penalties: Sequence[Penalty] = ()
+    streams: Streams = "shard"
+
+    @property
+    def widened(self) -> bool:
+        """Whether weights, buffers, inputs and the loss's own tensors become float64."""
+        return self.precision == "fp64"
+
+    def without_penalties(self, entry_point: str) -> CallOptions:
+        """Return these options.
+
+        Raises:
+            BadInputs: they have penalties, which the entry point would leave out.
+        """
+        if self.penalties:
+            raise BadInputs(
+                f"penalties: expected none for {entry_point}, got {len(self.penalties)}; "
+                f"set_gradient takes them"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -126,9 +188,3 @@ class Silent:
 
     def step(self, phase: Phase, done: int, total: int) -> None:
         """Do nothing."""
-
-
-def model_device(model: torch.nn.Module) -> torch.device:
-    """Return where the model's first parameter or buffer lives; the CPU if it has none."""
-    first = next(chain(model.parameters(), model.buffers()), None)
-    return torch.device("cpu") if first is None else first.device

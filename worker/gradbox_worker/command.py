@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, help="the box's folder of blobs and results [GRADBOX_DATA]"
     )
+    parser.add_argument(
+        "--disk-reserve-bytes",
+        help="what results leave free on the disk [GRADBOX_DISK_RESERVE_BYTES, the larger of 1 GiB "
+        "and 5 %% of the disk]",
+    )
     parser.add_argument("--redis-url", help="where the box's Redis is [GRADBOX_REDIS_URL]")
     parser.add_argument(
         "--name", help="what the worker is called; a restarted one gets its jobs back by it"
@@ -46,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="how much memory rows of per-sample results may take on their way to disk [an eighth "
         "of the device's, at most 4]",
+    )
+    parser.add_argument(
+        "--job-memory-gib",
+        type=float,
+        help="how much memory one job may allocate before it fails as out of memory [what the host "
+        "has available when it begins, less 1 GiB or 5 %% of its memory; of a GPU, all]",
     )
     parser.add_argument(
         "--lease-s",
@@ -76,9 +87,7 @@ def run(args: argparse.Namespace) -> int:
     import redis
 
     from gradbox_service.settings import BadSettings
-    from gradbox_worker.device import DeviceNotStarted
-    from gradbox_worker.models import ModelsFileError
-    from gradbox_worker.turns.presence import NameTaken
+    from gradbox_worker.errors import WorkerError
 
     logging.basicConfig(
         level=logging.INFO,
@@ -87,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     )
     try:
         return _check(args) if args.check else _work(args)
-    except (BadSettings, DeviceNotStarted, ModelsFileError, NameTaken) as error:
+    except (BadSettings, WorkerError) as error:
         print(f"gradbox worker: {error}", file=sys.stderr)
         return 2
     except redis.ConnectionError as error:
@@ -101,7 +110,9 @@ def _settings(args: argparse.Namespace) -> tuple[Settings, str]:
     """Return what the worker was told, and with it the address of Redis."""
     from gradbox_service.settings import BadSettings, Settings
 
-    settings = Settings.read(redis_url=args.redis_url, data=args.data)
+    settings = Settings.read(
+        redis_url=args.redis_url, data=args.data, disk_reserve_bytes=args.disk_reserve_bytes
+    )
     if not settings.redis_url:
         raise BadSettings(
             "expected the address of the box's Redis, got none: give --redis-url or "
@@ -140,6 +151,7 @@ def _work(args: argparse.Namespace) -> int:
             device=args.device,
             model_memory_bytes=_bytes(args.model_memory_gib),
             result_memory_bytes=_bytes(args.result_memory_gib),
+            job_memory_bytes=_bytes(args.job_memory_gib),
         )
     )
     name = args.name or default_name(args.device)
@@ -148,7 +160,7 @@ def _work(args: argparse.Namespace) -> int:
             connect(redis_url),
             name=name,
             device=device,
-            results=result_store(settings.data),
+            results=result_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
             patience=Patience(lease_s=args.lease_s, cancel_grace_s=args.cancel_grace_s),
         )
         worker.work(logging_level="WARNING")

@@ -2,7 +2,8 @@
 
 A package joins with an entry point in the group `gradbox.commands`: a function
 `register(subparsers)` that adds one command and sets `func=callable(args) -> int`. It is loaded
-when its command is called, so that `gradbox jobs list` imports no web server.
+when its command is called, so that `gradbox jobs list` imports no web server (`plugins`). One
+module a command: `jobs`, `result`, `login`, `version`; all print by `output`.
 
 Exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 the service cannot be reached, 130 Ctrl-C.
 """
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from gradbox.cli import jobs, login, plugins, result, version
+from gradbox.cli.output import complain
 from gradbox.errors import (
     GradboxError,
     JobCancelled,
@@ -40,15 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except GradboxError as error:
-        print(f"gradbox: {error}", file=sys.stderr)
-        for note in getattr(error, "__notes__", ()):
-            print(f"  {note}", file=sys.stderr)
+        complain("\n".join([str(error), *getattr(error, "__notes__", ())]))
         return exit_code(error)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("gradbox"):
             raise
         install = plugins.how_to_install(args.func.__module__)
-        print(f"gradbox: {error.name} is needed and not installed: {install}", file=sys.stderr)
+        complain(f"{error.name} is needed and not installed: {install}")
         return WRONG_USAGE
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -1,15 +1,17 @@
-"""`gradbox jobs list | show | watch | cancel`."""
+"""`gradbox jobs list | show | watch | cancel | delete`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
+from gradbox.cli.output import complain, say, say_json, say_table
+from gradbox.printable import printable
 from gradbox.protocol import JobState, JobView
+
+TITLES: Final = ("ID", "STATE", "MODEL", "AGE", "PROGRESS", "NAME")
 
 
 def register(subparsers: Any) -> None:
@@ -22,6 +24,9 @@ def register(subparsers: Any) -> None:
     _verb(verbs, "show", show_job, "one job").add_argument("id")
     _verb(verbs, "watch", watch_job, "follow a job to its end").add_argument("id")
     _verb(verbs, "cancel", cancel_jobs, "cancel jobs").add_argument("id", nargs="+")
+    deletion = verbs.add_parser("delete", help="delete the results of jobs that are over")
+    deletion.add_argument("id", nargs="+")
+    deletion.set_defaults(func=delete_jobs)
 
 
 def _verb(verbs: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -38,9 +43,9 @@ def list_jobs(args: argparse.Namespace) -> int:
     with GradClient() as client:
         views = [job.view for job in client.jobs(state=args.state, limit=args.limit)]
     if args.json:
-        _print_json(views)
+        _say_views(views)
     else:
-        _print_table([_row(view) for view in views])
+        say_table([TITLES, *map(_row, views)])
     return 0
 
 
@@ -51,12 +56,12 @@ def show_job(args: argparse.Namespace) -> int:
     with GradClient() as client:
         view = client.job(args.id).view
     if args.json:
-        print(view.model_dump_json())
+        say_json(view.model_dump(mode="json"))
         return 0
     for name, value in view.model_dump(mode="json", exclude_none=True).items():
         if name == "error" and view.error is not None:
             value = f"{view.error.code}: {view.error.detail}"
-        print(f"{name:<17} {value}")
+        say(f"{name:<17} {printable(value)}")
     return 0
 
 
@@ -71,9 +76,10 @@ def watch_job(args: argparse.Namespace) -> int:
             for event in job.events():
                 bar.show(event)
                 if args.json:
-                    print(_event_json(event.kind, event.job or event.progress), flush=True)
+                    data: Any = event.job or event.progress
+                    say_json({"event": event.kind, "data": data.model_dump(mode="json")})
                 elif event.job is not None and not sys.stderr.isatty():
-                    print(event.job.state.value, flush=True)
+                    say(event.job.state.value)
         view = job.view
     return say_how_it_ended(view)
 
@@ -81,9 +87,9 @@ def watch_job(args: argparse.Namespace) -> int:
 def say_how_it_ended(view: JobView) -> int:
     """Say why a job did not end well, if it did not, and return the exit code for its end."""
     if view.error is not None:
-        print(f"gradbox: {view.error.code}: {view.error.detail}", file=sys.stderr)
+        complain(f"{view.error.code}: {view.error.detail}")
     elif view.state is JobState.CANCELLED:
-        print(f"gradbox: job {view.id} was cancelled", file=sys.stderr)
+        complain(f"job {view.id} was cancelled")
     return 0 if view.state is JobState.DONE else 1
 
 
@@ -94,23 +100,30 @@ def cancel_jobs(args: argparse.Namespace) -> int:
     with GradClient() as client:
         views = [client.job(job_id).cancel() for job_id in args.id]
     if args.json:
-        _print_json(views)
+        _say_views(views)
         return 0
     for view in views:
         stops = view.cancel_requested and not view.state.final
-        print(f"{view.id} {view.state.value}{', stops at its next shard' if stops else ''}")
+        say(f"{view.id} {view.state.value}{', stops at its next shard' if stops else ''}")
     return 0
 
 
-def _event_json(kind: str, data: Any) -> str:
-    return json.dumps({"event": kind, "data": data.model_dump(mode="json")})
+def delete_jobs(args: argparse.Namespace) -> int:
+    """Delete the result of each job, which must be over."""
+    from gradbox.client import GradClient
+
+    with GradClient() as client:
+        for job_id in args.id:
+            client.job(job_id).delete()
+            say(f"{job_id} deleted")
+    return 0
 
 
-def _print_json(views: Iterable[JobView]) -> None:
-    print(json.dumps([view.model_dump(mode="json") for view in views], indent=2))
+def _say_views(views: list[JobView]) -> None:
+    say_json([view.model_dump(mode="json") for view in views], indent=2)
 
 
-def _row(view: JobView) -> Sequence[str]:
+def _row(view: JobView) -> tuple[str, ...]:
     done = ""
     if view.progress is not None and view.state is JobState.RUNNING:
         done = f"{view.progress.phase} {view.progress.done}/{view.progress.total}"
@@ -120,13 +133,6 @@ def _row(view: JobView) -> Sequence[str]:
         done = view.error.code
     age = _duration(time.time() - view.created_s)
     return (view.id, view.state.value, view.model, age, done, view.name)
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    table = [("ID", "STATE", "MODEL", "AGE", "PROGRESS", "NAME"), *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        print("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
 
 
 def _duration(seconds: float) -> str:

@@ -7,6 +7,7 @@ import getpass
 import sys
 from typing import Any
 
+from gradbox.cli.output import say
 from gradbox.errors import Unauthorized
 from gradbox.settings import ClientSettings, checked_url, login_file, write_settings
 
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         client.jobs(limit=1)
     path = login_file()
     write_settings(path, settings)
-    print(f"{settings.url} knows this token; kept in {path}")
+    say(f"{settings.url} knows this token; kept in {path}")
     return 0
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from importlib import metadata
 from typing import Any, Final
+
+from gradbox.cli.output import complain
 
 GROUP: Final = "gradbox.commands"
 # Which extra brings what a package of this distribution imports.
@@ -44,10 +45,7 @@ def _register_missing(
     install = how_to_install(entry.module)
 
     def explain(args: argparse.Namespace) -> int:
-        print(
-            f"gradbox {entry.name} needs {error.name}, which is not installed: {install}",
-            file=sys.stderr,
-        )
+        complain(f"{entry.name} needs {error.name}, which is not installed: {install}")
         return 2
 
     # No character begins an option here, so that whatever follows is taken and explained.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from gradbox.cli.jobs import say_how_it_ended
+from gradbox.cli.output import complain, say, say_json
 
 
 def register(subparsers: Any) -> None:
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from gradbox.client import GradClient
     from gradbox.results.result import GradResult
 
-    if not args.output.parent.is_dir():  # heard now, and not when the job is done
+    if not args.output.parent.is_dir():  # said now, and not when the job is done
         return _cannot_write(args.output, "there is no such folder")
     with GradClient() as client:
         job = client.job(args.id)
@@ -41,19 +41,17 @@ def run(args: argparse.Namespace) -> int:
             return _cannot_write(args.output, error.strerror or str(error))
     result = GradResult.load(args.output)
     if args.json:
-        print(result.manifest.model_dump_json(indent=2))
+        say_json(result.manifest.model_dump(mode="json"), indent=2)
     else:
         loss = result.manifest.loss
         counted = {"gradients": result.grads, "outputs": result.outputs}
         found = ", ".join(f"{len(named)} {what}" for what, named in counted.items() if named)
-        print(f"{args.output}: {'' if loss is None else f'loss {loss:.6g}, '}{found}")
+        say(f"{args.output}: {'' if loss is None else f'loss {loss:.6g}, '}{found}")
     return 0
 
 
 def _cannot_write(path: Path, why: str) -> int:
-    print(
-        f"gradbox result: expected a file that can be written, got {path}: {why}; "
-        f"name another one with -o",
-        file=sys.stderr,
+    complain(
+        f"result: expected a file that can be written, got {path}: {why}; name another one with -o"
     )
     return 2

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from importlib import metadata
 from typing import Any
 
+from gradbox.cli.output import say, say_json
 from gradbox.protocol import PROTOCOL
 
 
@@ -24,7 +24,7 @@ def text() -> str:
 
 def run(args: argparse.Namespace) -> int:
     if args.json:
-        print(json.dumps({"gradbox": metadata.version("gradbox"), "protocol": PROTOCOL}))
+        say_json({"gradbox": metadata.version("gradbox"), "protocol": PROTOCOL})
     else:
-        print(text())
+        say(text())
     return 0

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradbox.computations.shared import Differentiated, Prepared, checked, listed
-from gradbox.http.uploads import Uploads
+from gradbox.computations.computation import Differentiated, Prepared, checked, listed
+from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import ForwardSpec
 from gradbox.protocol.spec import ForwardReturned
 

@@ -7,13 +7,13 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from gradbox.builtin_losses.signatures import check_builtin
-from gradbox.computations.extras import split_extras
-from gradbox.computations.losses import Builtin, Cotangents
+from gradbox.computations.computation import Differentiated, Prepared, checked, listed
+from gradbox.computations.function_inputs import split_tensors_and_scalars
+from gradbox.computations.loss_kinds import Builtin, Cotangents
 from gradbox.computations.penalty import Penalty
-from gradbox.computations.shared import Differentiated, Prepared, checked, listed
-from gradbox.computations.tracing import traced
+from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidJob
-from gradbox.http.uploads import Uploads
+from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import (
     BuiltinLoss,
     CotangentGradientSpec,
@@ -21,9 +21,9 @@ from gradbox.protocol import (
     GraphLoss,
     TracedFunction,
 )
-from gradbox.protocol.parts import Scalar
 from gradbox.protocol.spec import Returned
-from gradbox.tensors.safetensors_bytes import tensor_bytes
+from gradbox.protocol.spec_fields import Scalar
+from gradbox.tensors.tensor_bytes import tensor_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,7 @@ class Gradient(Differentiated):
         uploads = Uploads()
         if isinstance(self.loss, Cotangents):
             return self._at_cotangents(self.loss, uploads)
-        tensors, scalars = split_extras(self.loss_inputs, what="loss_inputs")
+        tensors, scalars = split_tensors_and_scalars(self.loss_inputs, what="loss_inputs")
         if isinstance(self.loss, Builtin):
             loss: BuiltinLoss | GraphLoss = self._builtin_loss(self.loss, list(tensors), scalars)
         else:

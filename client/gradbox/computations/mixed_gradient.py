@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradbox.computations.extras import split_extras
-from gradbox.computations.shared import Computation, Prepared, checked, listed
-from gradbox.computations.tracing import traced
+from gradbox.computations.computation import Computation, Prepared, checked, listed
+from gradbox.computations.function_inputs import split_tensors_and_scalars
+from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidInputs
-from gradbox.http.uploads import Uploads
+from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import MixedGradientSpec, TensorRef, TracedFunction
-from gradbox.protocol.parts import Scalar
 from gradbox.protocol.spec import MixedReturned
-from gradbox.tensors.safetensors_bytes import TensorBytes, tensor_bytes
+from gradbox.protocol.spec_fields import Scalar
+from gradbox.tensors.tensor_bytes import TensorBytes, tensor_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -61,8 +61,8 @@ class MixedGradient(Computation):
         if both:
             raise InvalidInputs(f"x: expected other names than those in y, got {both} in both")
         uploads = Uploads()
-        y, y_options = split_extras(self.y, what="y")
-        x, x_options = split_extras(self.x, what="x")
+        y, y_options = split_tensors_and_scalars(self.y, what="y")
+        x, x_options = split_tensors_and_scalars(self.x, what="x")
         fields = self.shared_fields(uploads) | {
             "computation": "mixed_gradient",
             "inner": self._traced_inner(list(y), y_options, uploads),

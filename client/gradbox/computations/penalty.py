@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradbox.computations.shared import checked
-from gradbox.computations.tracing import traced
-from gradbox.http.uploads import Uploads
+from gradbox.computations.computation import checked
+from gradbox.computations.traced_function import traced
+from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import PenaltySpec
 
 if TYPE_CHECKING:

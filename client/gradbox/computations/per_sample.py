@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradbox.computations.extras import split_extras
-from gradbox.computations.losses import Builtin
-from gradbox.computations.shared import Computation, Prepared, checked, listed
-from gradbox.computations.tracing import traced
+from gradbox.computations.computation import Computation, Prepared, checked, listed
+from gradbox.computations.function_inputs import split_tensors_and_scalars
+from gradbox.computations.loss_kinds import Builtin
+from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidInputs, InvalidJob
-from gradbox.http.uploads import Uploads
+from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import GraphLoss, JacobianSpec, PerSampleGradientSpec, TensorRef
 from gradbox.protocol.per_sample import Check, Form, GradientReduction, JacobianReduction
-from gradbox.tensors.safetensors_bytes import Tensor, is_tensor, tensor_bytes
+from gradbox.tensors.tensor_bytes import Tensor, is_tensor, tensor_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +93,7 @@ class PerSampleGradient(PerSample):
                 f"which returns one for all; write the function without its mean or sum"
             )
         uploads = Uploads()
-        tensors, scalars = split_extras(self.loss_inputs, what="loss_inputs")
+        tensors, scalars = split_tensors_and_scalars(self.loss_inputs, what="loss_inputs")
         function = traced(
             self.loss,
             uploads,

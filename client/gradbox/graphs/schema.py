@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
+
+from gradbox.graphs.wire_form import Entries, Items, WireForm
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
 
 
-class Node(BaseModel):
+class Node(WireForm):
     """One node.
 
     `target` is an argument's name (placeholder), a tensor's name (get_attr), a function's name from
@@ -21,18 +23,14 @@ class Node(BaseModel):
     or one of the tagged objects that docs/graphs.md lists, {"node": NAME} among them.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     op: Literal["placeholder", "get_attr", "call_function", "call_method", "output"]
     name: Name
     target: Annotated[str, StringConstraints(min_length=1, max_length=200)]
-    args: list[Any] = []
-    kwargs: dict[Name, Any] = {}
+    args: list[Any] = []  # noqa: RUF012  (pydantic copies a mutable default)
+    kwargs: Entries[Name, Any] = {}  # noqa: RUF012
 
 
-class Graph(BaseModel):
+class Graph(WireForm):
     """The nodes of one function in the order in which they run; the last one is the output."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    nodes: Annotated[list[Node], Field(min_length=1, max_length=5000)]
+    nodes: Annotated[Items[Node], Field(min_length=1, max_length=5000)]

@@ -1,10 +1,10 @@
 """HTTP with one box: the bearer token, retries, and problems turned into errors.
 
 What is transient is tried again with growing pauses until `Retry.patience_s` is over: a broken
-connection, and the statuses 429, 502, 503 and 504, after `Retry-After` where it is given. Every
-call can be repeated: uploads are named by their content, jobs by an idempotency key. A refused
-connection is only waited for where the box has answered before (it restarts); at first contact it
-means that nothing listens there.
+connection, and the statuses 429, 502, 503 and 504, after `Retry-After` where it is given; a full
+disk (507) only where it is. Every call can be repeated: uploads are named by their content, jobs by
+an idempotency key. A refused connection is only waited for where the box has answered before (it
+restarts); at first contact it means that nothing listens there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from gradbox.errors import GradboxError, ProtocolError, ServiceUnavailable
+from gradbox.printable import printable
 from gradbox.protocol import Problem
 from gradbox.settings import ClientSettings
 
@@ -36,27 +37,31 @@ Body = Callable[[], Iterable[bytes | memoryview]]
 
 @dataclass(frozen=True, kw_only=True)
 class Retry:
-    """How long transient faults are borne, and how the pauses between attempts grow."""
+    """How long a request is repeated after transient faults, and how the pauses grow."""
 
     patience_s: float = 30.0
     first_pause_s: float = 0.1
     longest_pause_s: float = 5.0
 
 
-class Attempts:
-    """The attempts of one call: `pause` waits before the next one, or gives up."""
+class Backoff:
+    """The pauses between the requests of one call: `pause` waits before the next, or gives up.
+
+    Our own, not tenacity or stamina: both count patience from the call's start, whereas here it
+    counts from the first fault since bytes last came, so a download of hours has it whole.
+    """
 
     def __init__(self, retry: Retry) -> None:
         self._retry = retry
-        self.succeeded()
+        self.reset()
 
-    def succeeded(self) -> None:
-        """Begin anew: what comes next is another fault."""
+    def reset(self) -> None:
+        """Start again with the first pause and all patience: there was progress."""
         self._number = 0
         self._give_up_s: float | None = None
 
     def pause(self, fault: TransientFault) -> None:
-        """Wait before another attempt.
+        """Wait before the next request.
 
         Raises:
             ServiceUnavailable: patience is over, or waiting cannot help.
@@ -67,18 +72,18 @@ class Attempts:
         grown = self._retry.first_pause_s * 2**self._number * random.uniform(0.75, 1.25)
         pause_s = max(min(grown, self._retry.longest_pause_s), fault.retry_after_s)
         self._number += 1
-        if fault.hopeless or now + pause_s > self._give_up_s:
+        if fault.refused or now + pause_s > self._give_up_s:
             raise fault.error from fault.__cause__
         time.sleep(pause_s)
 
 
 class TransientFault(Exception):
-    """An attempt failed in a way that another one may not.
+    """A request failed in a way that its repetition may not.
 
     Attributes:
         error: what to raise when patience is over.
         retry_after_s: how long the box asks to wait.
-        hopeless: whether waiting cannot help, because nothing listens there.
+        refused: whether waiting cannot help, because nothing listens there.
     """
 
     def __init__(
@@ -86,12 +91,12 @@ class TransientFault(Exception):
         error: ServiceUnavailable | str,
         *,
         retry_after_s: float = 0.0,
-        hopeless: bool = False,
+        refused: bool = False,
     ) -> None:
         super().__init__(str(error))
         self.error = ServiceUnavailable(error) if isinstance(error, str) else error
         self.retry_after_s = retry_after_s
-        self.hopeless = hopeless
+        self.refused = refused
 
 
 class Connection:
@@ -123,8 +128,8 @@ class Connection:
     def close(self) -> None:
         self._http.close()
 
-    def attempts(self) -> Attempts:
-        return Attempts(self._retry)
+    def backoff(self) -> Backoff:
+        return Backoff(self._retry)
 
     def request(
         self,
@@ -138,7 +143,7 @@ class Connection:
         """Send a request until it is answered, and return the answer with its body.
 
         Args:
-            body: gives the body's pieces; called once for each attempt.
+            body: gives the body's pieces; called each time the request is sent.
             accept: error statuses to return instead of raising.
 
         Raises:
@@ -146,14 +151,14 @@ class Connection:
             ServiceUnavailable: it could not be reached within the patience of `Retry`.
             ProtocolError: what answered is no gradbox service.
         """
-        attempts = self.attempts()
+        backoff = self.backoff()
         while True:
             try:
                 with self.stream(method, path, body=body, headers=headers, accept=accept) as answer:
                     answer.read()
                     return answer
             except TransientFault as fault:
-                attempts.pause(fault)
+                backoff.pause(fault)
 
     @contextmanager
     def stream(
@@ -166,7 +171,7 @@ class Connection:
         accept: Container[int] = (),
         timeout_s: float | None = None,
     ) -> Iterator[httpx.Response]:
-        """Make one attempt and give the answer before its body is read.
+        """Send a request once and give the answer before its body is read.
 
         Raises:
             TransientFault: also from within the context, when the connection breaks there.
@@ -188,7 +193,7 @@ class Connection:
             raise TransientFault(
                 f"expected a gradbox service at {self.url}, but cannot connect ({error}); "
                 f"is it running (`gradbox up`), and is the address right (GRADBOX_URL)?",
-                hopeless=not self._answered,
+                refused=not self._answered,
             ) from error
         except httpx.TransportError as error:
             raise TransientFault(
@@ -214,7 +219,9 @@ def parsed(model: type[Parsed], answer: httpx.Response) -> Parsed:
 
 def _refusal(answer: httpx.Response) -> GradboxError | TransientFault:
     error = _described(answer)
-    if answer.status_code in TRANSIENT:
+    if answer.status_code in TRANSIENT or (
+        answer.status_code == httpx.codes.INSUFFICIENT_STORAGE and _retry_after_s(answer)
+    ):
         known = error if isinstance(error, ServiceUnavailable) else str(error)
         return TransientFault(known, retry_after_s=_retry_after_s(answer))
     return error
@@ -230,7 +237,7 @@ def _described(answer: httpx.Response) -> GradboxError:
         else:
             error = problem.error()
             if problem.request_id:
-                error.add_note(f"request id: {problem.request_id}")
+                error.add_note(f"request id: {printable(problem.request_id)}")
             return error
     return ProtocolError(
         f"expected an answer of a gradbox service from {answer.request.method} "

@@ -30,20 +30,20 @@ def download(
 ) -> None:
     """Fetch the file that `expected` describes.
 
-    It is written beside `into`, under a name with its digest in it, and put in its place when it
-    is whole and has that digest; a part that an earlier call left of it is gone on with.
+    It is written beside `into`, under a name with its digest in it, and renamed to `into` when it
+    is whole and has that digest. A part that an earlier call left is continued.
 
     Args:
         on_bytes: called with the bytes that are there and the bytes that there will be.
 
     Raises:
-        ProtocolError: what came does not have the digest that was announced.
+        ProtocolError: the bytes received do not have the announced digest.
         ServiceUnavailable: the box stayed out of reach for longer than the connection's patience.
     """
     part = part_of(into, expected)
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
     with os.fdopen(descriptor, "r+b") as file:
-        attempts = connection.attempts()
+        backoff = connection.backoff()
         while (have := file.seek(0, os.SEEK_END)) != expected.size_bytes:
             if have > expected.size_bytes:
                 file.truncate(0)
@@ -52,8 +52,8 @@ def download(
                 _append(connection, url_path, file, expected, on_bytes)
             except TransientFault as fault:
                 if file.tell() > have:
-                    attempts.succeeded()
-                attempts.pause(fault)
+                    backoff.reset()
+                backoff.pause(fault)
         file.seek(0)
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected.sha256:

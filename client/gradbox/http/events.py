@@ -1,17 +1,19 @@
 """A job's events, followed to its end over as many connections as that takes.
 
-The wire format is that of server-sent events (WHATWG HTML, section 9.2): lines `id:`, `event:` and
-`data:`, a blank line after each event, comments to keep the connection alive. After a break the
-next request says `Last-Event-ID`, and the box goes on behind it.
+The wire format is that of server-sent events (WHATWG HTML, section 9.2), which httpx-sse reads.
+Comments keep the connection alive. After a break the next request says `Last-Event-ID`, and the box
+continues behind it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import httpx
+from httpx_sse import EventSource, ServerSentEvent
 from pydantic import ValidationError
 
 from gradbox.errors import ProtocolError
@@ -63,13 +65,13 @@ def follow(
         JobNotFound, Unauthorized: no such job for this token.
         ServiceUnavailable: the box stayed out of reach for longer than the connection's patience.
     """
-    attempts = connection.attempts()
+    backoff = connection.backoff()
     over = False
     while True:
         silent = True
         try:
             for event in _one_connection(connection, job_id, after, deadline_s):
-                attempts.succeeded()
+                backoff.reset()
                 silent = False
                 after = event.id or after
                 yield event
@@ -84,7 +86,7 @@ def follow(
                 if over:
                     continue
             if deadline_s is None or time.monotonic() < deadline_s:
-                attempts.pause(fault)
+                backoff.pause(fault)
         if deadline_s is not None and time.monotonic() >= deadline_s:
             raise TimeoutError(f"job {job_id} was not over in time; it goes on")
 
@@ -96,55 +98,66 @@ def _is_over(connection: Connection, job_id: str) -> bool:
 def _one_connection(
     connection: Connection, job_id: str, after: str | None, deadline_s: float | None
 ) -> Iterator[JobEvent]:
+    """Give the events of one connection, up to the box's last or to the deadline's last read.
+
+    Raises:
+        StreamEnded: the box ended the stream.
+    """
     headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
     if after is not None:
         headers["Last-Event-ID"] = after
     wait_s = SILENCE_S
     if deadline_s is not None:
         wait_s = max(min(wait_s, deadline_s - time.monotonic()), 0.01)
+
+    def near_deadline() -> bool:
+        # A read waits `wait_s` for bytes, and a comment every few seconds ends none of its waits.
+        return deadline_s is not None and time.monotonic() + wait_s > deadline_s + LATENESS_S
+
     path = f"/v1/jobs/{job_id}/events"
     with connection.stream("GET", path, headers=headers, timeout_s=wait_s) as answer:
-        fields: dict[str, str] = {}
-        for line in _lines(answer.iter_bytes()):
-            name, _, value = line.partition(":")
-            if line and name in ("id", "event", "data"):
-                value = value.removeprefix(" ")
-                joined = name == "data" and name in fields
-                fields[name] = f"{fields[name]}\n{value}" if joined else value
-            elif not line and "data" in fields:
-                event = _read(fields)
-                if event is not None:
-                    yield event
-                fields = {}
-            # A read waits `wait_s` for bytes: near the deadline, ask again with a shorter wait.
-            if deadline_s is not None and time.monotonic() + wait_s > deadline_s + LATENESS_S:
-                return
-    raise StreamEnded(
-        f"the events of job {job_id} at {connection.url} ended before the job did; it goes on"
-    )
+        yield from read_events(until(near_deadline, answer.iter_bytes()))
+    if not near_deadline():
+        raise StreamEnded(
+            f"the events of job {job_id} at {connection.url} ended before the job did; it goes on"
+        )
 
 
-def _read(fields: dict[str, str]) -> JobEvent | None:
-    """Read one event; None for a kind that this version does not know."""
-    kind, data = fields.get("event"), fields["data"]
+def read_events(chunks: Iterable[bytes]) -> Iterator[JobEvent]:
+    """Read a stream's bytes as events; kinds that this version does not know are left out.
+
+    Raises:
+        ProtocolError: an event's data are not what docs/wire.md says.
+    """
+    # httpx-sse reads the text of a response, whatever that is of; it sees each chunk as it comes.
+    stream = httpx.Response(200, headers={"Content-Type": "text/event-stream"}, content=chunks)
+    for sent in EventSource(stream).iter_sse():
+        event = _read(sent)
+        if event is not None:
+            yield event
+
+
+def until(over: Callable[[], bool], chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Give chunks up to the first one after which `over()` is true."""
+    for chunk in chunks:
+        yield chunk
+        if over():
+            return
+
+
+def _read(sent: ServerSentEvent) -> JobEvent | None:
+    """Read one event; None for a kind that this version does not know, or without data."""
+    if not sent.data:
+        return None
     try:
-        if kind == "state":
-            return JobEvent(fields.get("id", ""), "state", job=JobView.model_validate_json(data))
-        if kind == "progress":
-            progress = ProgressView.model_validate_json(data)
-            return JobEvent(fields.get("id", ""), "progress", progress=progress)
+        if sent.event == "state":
+            return JobEvent(sent.id, "state", job=JobView.model_validate_json(sent.data))
+        if sent.event == "progress":
+            progress = ProgressView.model_validate_json(sent.data)
+            return JobEvent(sent.id, "progress", progress=progress)
     except ValidationError as error:
         raise ProtocolError(
-            f"expected a {kind} event as docs/wire.md has it, got {data[:200]!r} ({error}); "
-            f"is this client older or newer than the box?"
+            f"expected a {sent.event} event as docs/wire.md has it, got {sent.data[:200]!r} "
+            f"({error}); is this client older or newer than the box?"
         ) from None
     return None
-
-
-def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Cut a stream into lines ended by CR LF or LF (not by what Unicode calls a line's end)."""
-    rest = b""
-    for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
-            yield line.removesuffix(b"\r").decode()

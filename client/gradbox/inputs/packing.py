@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from gradbox.errors import InvalidInputs
-from gradbox.tensors.safetensors_bytes import Tensor, is_tensor
+from gradbox.tensors.tensor_bytes import Tensor, is_tensor
 
 MASK = "attention_mask"
 

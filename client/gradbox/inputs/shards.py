@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from gradbox.errors import InvalidInputs
-from gradbox.tensors.safetensors_bytes import TensorBytes, is_tensor, tensor_bytes
+from gradbox.tensors.tensor_bytes import TensorBytes, is_tensor, tensor_bytes
 
 ARGUMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|0|[1-9][0-9]{0,2}")
 UNNAMED: Final = "z"

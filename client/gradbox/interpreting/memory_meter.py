@@ -3,8 +3,9 @@
 A `Meter` sits below autograd and sees every kernel call. Before each it runs the call on meta
 tensors of the same shapes, which costs microseconds and no memory, and adds up the bytes of the new
 tensors; the call that would exceed the budget is refused before it allocates. The sum counts what
-is freed in between as well, so it bounds the peak from above; the backward is not metered and takes
-about as much again.
+is freed in between as well. It counts what calls return: neither what a kernel allocates for
+itself (a copy of an expanded input, say) nor the backward. For these whoever runs the function
+needs a hard limit, as the worker has.
 
 Calls whose result's size depends on values have no meta form. For indexing by a mask the meter
 counts the mask; for the others in `_BOUNDS` it takes an upper bound. Any other call without a meta

@@ -1,25 +1,11 @@
 """What client, service and worker say to each other. Pydantic only: nothing here knows torch.
 
-`spec` is a job as it is posted and `parts` what that is made of, `views` is what the service
-answers, `receipt` is what a result file says of its own making. `docs/wire.md` states the same in
-prose.
+Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
+`per_sample` the two specs that have a row for every sample, `views` what the service answers,
+`problem` how errors travel, `receipt` what a result file says of its own making. docs/wire.md
+states the same in prose.
 """
 
-from gradbox.protocol.parts import (
-    PROTOCOL,
-    BuiltinLoss,
-    CotangentsLoss,
-    DifferentiatedSpec,
-    Digest,
-    GraphLoss,
-    InputGroup,
-    LossSpec,
-    PenaltySpec,
-    ShardRef,
-    SharedSpec,
-    TensorRef,
-    TracedFunction,
-)
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import Receipt, Seconds
@@ -33,6 +19,21 @@ from gradbox.protocol.spec import (
     parse_posted,
     parse_spec,
     spec_digest,
+)
+from gradbox.protocol.spec_fields import (
+    PROTOCOL,
+    BuiltinLoss,
+    CotangentsLoss,
+    DifferentiatedSpec,
+    Digest,
+    GraphLoss,
+    InputGroup,
+    LossSpec,
+    PenaltySpec,
+    ShardRef,
+    SharedSpec,
+    TensorRef,
+    TracedFunction,
 )
 from gradbox.protocol.views import (
     JobState,

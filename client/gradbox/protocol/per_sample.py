@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from gradbox.protocol.parts import (
+from gradbox.graphs.wire_form import Entries, Items
+from gradbox.protocol.spec_fields import (
     GraphLoss,
     Identifier,
     InputGroup,
@@ -43,8 +44,8 @@ class SampleSpec(SharedSpec):
     """
 
     streams: Literal["shard"] = "shard"
-    wrt: Annotated[list[str], Field(min_length=1)] | None = None
-    unchecked: list[Check] = []
+    wrt: Annotated[Items[str], Field(min_length=1)] | None = None
+    unchecked: Items[Check] = []
 
     @model_validator(mode="before")
     @classmethod
@@ -80,7 +81,7 @@ class PerSampleGradientSpec(SampleSpec):
 
     computation: Literal["per_sample_gradient"]
     loss: GraphLoss
-    loss_inputs: dict[Identifier, TensorRef | Scalar] = {}
+    loss_inputs: Entries[Identifier, TensorRef | Scalar] = {}
     reduce: GradientReduction = "none"
     form: Form = "dense"
     clip: Annotated[float | None, Field(validate_default=True)] = None
@@ -109,7 +110,7 @@ class JacobianSpec(SampleSpec):
     reduce: JacobianReduction = "none"
     form: Form = "dense"
     vectors: Annotated[
-        TensorRef | dict[TensorName, TensorRef] | None, Field(validate_default=True)
+        TensorRef | Entries[TensorName, TensorRef] | None, Field(validate_default=True)
     ] = None
     dim: Annotated[int | None, Field(validate_default=True, le=MAX_DIM, strict=True)] = None
 

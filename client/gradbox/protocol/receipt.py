@@ -25,12 +25,13 @@ class Receipt(BaseModel):
     gradients in `named_parameters` order, then those of the loss: a safetensors file keeps no order
     of its own. `unreached` names parameters that the loss does not depend on; their gradients are
     zeros. `rows` are, by group, the rows of each shard in Z before `order`; null for a z without
-    dimensions. `replay_difference` is the largest |z' − z| over a shard, relative to that shard's
+    dimensions. `stateful` says whether a forward pass changed the model's buffers.
+    `replay_difference` is the largest |z' − z| over a shard, relative to that shard's
     largest |z|. Of per-sample jobs, `samples` and `outputs` count B and Y, `roads` are the rules
     that each parameter took, and `loops` why some took one backward pass a sample. `fallbacks`
     counts, by the operation that was in the way, the shards of a mixed gradient whose tangent was
-    not taken by forward mode. `peak_memory_bytes` is the process's peak on a CPU (model included),
-    the allocator's on CUDA.
+    not taken by forward mode. `resumed` counts the attempts that went on from a checkpoint.
+    `peak_memory_bytes` is the process's peak on a CPU (model included), the allocator's on CUDA.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -50,6 +51,7 @@ class Receipt(BaseModel):
     loss: float | None = None
     shards: dict[str, int]
     rows: dict[str, list[int | None]] | None = None
+    stateful: bool | None = None
     shards_retained: int | None = None
     shards_replayed: int | None = None
     replay_difference: float | None = None
@@ -66,3 +68,4 @@ class Receipt(BaseModel):
     peak_memory_bytes: int
     memory_before_bytes: int
     attempts: int = 1
+    resumed: int = 0

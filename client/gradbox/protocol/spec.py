@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import islice
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, model_validator
 from pydantic_core import from_json
 
 from gradbox.errors import InvalidJob
-from gradbox.protocol.parts import (
+from gradbox.graphs.wire_form import Entries, Items
+from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec
+from gradbox.protocol.spec_fields import (
     PROTOCOL,
     CotangentsLoss,
     DifferentiatedSpec,
@@ -30,7 +33,6 @@ from gradbox.protocol.parts import (
     TracedFunction,
     Wire,
 )
-from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec
 
 Returned = Literal["grads", "input_grads", "outputs", "cotangents", "buffers"]
 CotangentReturned = Literal["grads", "input_grads"]
@@ -43,9 +45,9 @@ class GradientSpec(DifferentiatedSpec):
 
     computation: Literal["gradient"]
     loss: LossSpec
-    loss_inputs: dict[Identifier, TensorRef | Scalar] = {}
-    penalties: Annotated[list[PenaltySpec], Field(max_length=1000)] = []
-    returns: Annotated[list[Returned], Field(min_length=1)] = ["grads"]
+    loss_inputs: Entries[Identifier, TensorRef | Scalar] = {}
+    penalties: Annotated[Items[PenaltySpec], Field(max_length=1000)] = []
+    returns: Annotated[Items[Returned], Field(min_length=1)] = ["grads"]
 
 
 class ForwardSpec(DifferentiatedSpec):
@@ -56,7 +58,7 @@ class ForwardSpec(DifferentiatedSpec):
 
     computation: Literal["forward"]
     retain: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
-    returns: Annotated[list[ForwardReturned], Field(min_length=1)] = ["outputs"]
+    returns: Annotated[Items[ForwardReturned], Field(min_length=1)] = ["outputs"]
 
 
 class MixedGradientSpec(SharedSpec):
@@ -67,13 +69,13 @@ class MixedGradientSpec(SharedSpec):
     """
 
     computation: Literal["mixed_gradient"]
-    inputs: Annotated[list[InputGroup], Field(min_length=1, max_length=1)]
+    inputs: Annotated[Items[InputGroup], Field(min_length=1, max_length=1)]
     inner: TracedFunction
     outer: TracedFunction
-    y: dict[Identifier, TensorRef] = {}
-    x: dict[Identifier, TensorRef] = {}
+    y: Entries[Identifier, TensorRef] = {}
+    x: Entries[Identifier, TensorRef] = {}
     z: Annotated[str, StringConstraints(min_length=1, max_length=100)] | None = None
-    returns: Annotated[list[MixedReturned], Field(min_length=1)] = ["grads"]
+    returns: Annotated[Items[MixedReturned], Field(min_length=1)] = ["grads"]
 
 
 class CotangentGradientSpec(Wire):
@@ -86,8 +88,8 @@ class CotangentGradientSpec(Wire):
     protocol: Literal[1] = PROTOCOL
     computation: Literal["gradient"]
     loss: CotangentsLoss
-    wrt: Annotated[list[str], Field(min_length=1)] | None = None
-    returns: Annotated[list[CotangentReturned], Field(min_length=1)] = ["grads"]
+    wrt: Annotated[Items[str], Field(min_length=1)] | None = None
+    returns: Annotated[Items[CotangentReturned], Field(min_length=1)] = ["grads"]
     priority: Priority = 0
     timeout_s: Timeout = 3600.0
     name: Name = ""
@@ -119,17 +121,14 @@ def parse_posted(body: bytes) -> JobSpec | CotangentGradientSpec:
     Raises:
         InvalidJob: as `parse_spec`.
     """
-    try:
-        document = from_json(body)
-    except ValueError:
-        document = None
+    document = _parse_json(body)
     match document:
         case {"computation": "gradient", "loss": {"kind": "cotangents"}}:
             try:
                 return CotangentGradientSpec.model_validate(document)
             except ValidationError as error:
                 raise InvalidJob(describe_validation(error)) from None
-    return parse_spec(body)
+    return _validated(document)
 
 
 def parse_spec(body: bytes | str | dict[str, Any]) -> JobSpec:
@@ -139,10 +138,19 @@ def parse_spec(body: bytes | str | dict[str, Any]) -> JobSpec:
         InvalidJob: it is not JSON, or not a job; the message names the field, what was expected
             and what came.
     """
+    return _validated(body if isinstance(body, dict) else _parse_json(body))
+
+
+def _parse_json(body: bytes | str) -> Any:
     try:
-        if isinstance(body, dict):
-            return JOB_SPEC.validate_python(body)
-        return JOB_SPEC.validate_json(body)
+        return from_json(body)
+    except ValueError as error:
+        raise InvalidJob(f"the body: Invalid JSON: {error}") from None
+
+
+def _validated(document: Any) -> JobSpec:
+    try:
+        return JOB_SPEC.validate_python(document)
     except ValidationError as error:
         raise InvalidJob(describe_validation(error, below=1)) from None
 
@@ -158,11 +166,20 @@ def describe_validation(error: ValidationError, *, below: int = 0) -> str:
     lines = []
     for item in found[:5]:
         where = ".".join(str(part) for part in item["loc"][below:]) or "the body"
-        got = repr(item["input"])
-        lines.append(f"{where}: {item['msg']} (got {got[:120]}{'…' if len(got) > 120 else ''})")
+        lines.append(f"{where}: {item['msg']} (got {_shown(item['input'])})")
     if len(found) > 5:
         lines.append(f"and {len(found) - 5} more")
     return "; ".join(lines)
+
+
+def _shown(given: Any) -> str:
+    """Return the beginning of a value's repr, without making all of it."""
+    if isinstance(given, dict):
+        given = dict(islice(given.items(), 10))
+    elif isinstance(given, list | str):
+        given = given[:120]
+    text = repr(given)
+    return text if len(text) <= 120 else f"{text[:120]}…"
 
 
 def spec_digest(spec: JobSpec) -> str:

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict
 
 from gradbox.protocol.problem import Problem
+from gradbox.protocol.spec_fields import JobId
 
 
 class JobState(StrEnum):
@@ -48,7 +49,7 @@ class ResultView(View):
 class JobView(View):
     """One job. Times are seconds since 1970, UTC."""
 
-    id: str
+    id: JobId
     state: JobState
     computation: str
     model: str

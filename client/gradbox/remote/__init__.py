@@ -12,6 +12,10 @@ the random stream (seed, 0, i):
     for i, x in enumerate(shards):
         with shard_stream(seed, group=0, shard=i):
             zs.append(model(**x))
+
+Read `model` first. It notes each call (`calls`) and returns a tensor that is fetched when it is
+first used (`output`); `batch` sends all calls so far as one forward job and builds the graph behind
+their outputs, of the functions in `autograd`.
 """
 
 from gradbox.remote.model import RemoteModel

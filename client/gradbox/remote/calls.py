@@ -13,7 +13,7 @@ import torch
 from gradbox.errors import InvalidInputs
 from gradbox.inputs.shards import Shard, read_shard
 from gradbox.protocol import MethodView
-from gradbox.tensors.safetensors_bytes import is_tensor, tensor_bytes
+from gradbox.tensors.tensor_bytes import is_tensor, tensor_bytes
 
 PACKAGE: Final = str(Path(__file__).resolve().parents[1])
 

@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradbox.computations import Forward, Gradient
-from gradbox.computations.shared import listed
+from gradbox.computations import Computation, Forward, Gradient
+from gradbox.computations.computation import listed
 from gradbox.errors import InvalidInputs
+from gradbox.printable import printable
 from gradbox.protocol import ModelView
 from gradbox.remote.autograd import Unfetched
 from gradbox.remote.batch import BARE, Batch
 from gradbox.remote.calls import read_call
 from gradbox.remote.output import RemoteOutput
-from gradbox.results.applying import add_gradients
+from gradbox.results.grad_accumulation import add_gradients
 from gradbox.results.result import GradResult
 
 if TYPE_CHECKING:
-    from gradbox.client import GradClient
+    from gradbox.job import Job
 
 Mode = Literal["eval", "train"]
 
@@ -31,8 +32,17 @@ Mode = Literal["eval", "train"]
 MAX_CALLS: Final = 1000
 
 
+class Client(Protocol):
+    """What a remote model needs of a `GradClient`."""
+
+    url: str
+
+    def submit(self, computation: Computation) -> Job:
+        """Upload what the box does not have and post the job."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class JobOptions:
     """What all jobs of a remote model are told alike; see `gradbox.computations`."""
 
     seed: int = 0
@@ -64,12 +74,12 @@ class RemoteModel:
 
     def __init__(
         self,
-        client: GradClient,
+        client: Client,
         view: ModelView,
         *,
         mode: Mode,
         weights: Mapping[str, Any] | None,
-        settings: Settings,
+        options: JobOptions,
         progress: bool | None,
     ) -> None:
         self.weights = dict(weights or {})
@@ -77,16 +87,16 @@ class RemoteModel:
         self._client = client
         self._view = view
         self._mode: Mode = mode
-        self._settings = settings
+        self._options = options
         self._progress = progress
-        self._names = _output_names(settings.readout)
+        self._names = _output_names(options.readout)
         self._num_calls = 0
         self._waiting: list[Batch] = []
         self._buffers: dict[str, Tensor] = {}
         self._grads: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
-        return f"<RemoteModel {self._view.name} at {self._client.url}, {self._mode}>"
+        return f"<RemoteModel {printable(self._view.name)} at {self._client.url}, {self._mode}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; a single dict or tuple is the arguments of a shard.
@@ -155,25 +165,25 @@ class RemoteModel:
 
     def settled(self) -> Mapping[str, Any]:
         """Return what every forward job is told, beside calls, mode and weights."""
-        settings = self._settings
+        options = self._options
         return {
             "model": f"{self._view.name}@{self._view.version}",
-            "seed": settings.seed,
-            "output": settings.output,
-            "readout": settings.readout,
-            "precision": settings.precision,
-            "priority": settings.priority,
-            "timeout_s": settings.timeout_s,
-            "name": settings.name,
+            "seed": options.seed,
+            "output": options.output,
+            "readout": options.readout,
+            "precision": options.precision,
+            "priority": options.priority,
+            "timeout_s": options.timeout_s,
+            "name": options.name,
         }
 
     def wanted(self) -> list[str] | None:
         """Return the globs over parameters whose gradients are wanted."""
-        return None if self._settings.wrt is None else listed(self._settings.wrt)
+        return None if self._options.wrt is None else listed(self._options.wrt)
 
     def retained(self) -> int | Literal["auto"]:
         """Return what graphs may take that a forward job leaves for its gradient job."""
-        return self._settings.retain
+        return self._options.retain
 
     def compute(self, computation: Forward | Gradient) -> GradResult:
         """Run a job."""

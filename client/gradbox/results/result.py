@@ -12,12 +12,13 @@ import numpy as np
 from pydantic import ValidationError
 
 from gradbox.errors import InvalidJob, ProtocolError
+from gradbox.printable import printable
 from gradbox.protocol import Receipt
-from gradbox.results.applying import add_gradients
 from gradbox.results.factor_metadata import FACTORS
+from gradbox.results.grad_accumulation import add_gradients
 from gradbox.results.result_files import LocalFile, ResultFile
-from gradbox.results.sample_algebra import MultipliedOut, SampleAlgebra
-from gradbox.tensors.safetensors_bytes import is_torch_importable
+from gradbox.results.row_reductions import FactoredRows, RowReductions
+from gradbox.tensors.tensor_bytes import is_torch_importable
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,7 @@ class Tensors(Mapping[str, Any]):
         return f"<{len(self)} tensors: {', '.join([*self][:3])}{', …' if len(self) > 3 else ''}>"
 
 
-class GradResult(SampleAlgebra):
+class GradResult(RowReductions):
     """What a job computed: a safetensors file, read lazily.
 
     Attributes:
@@ -84,7 +85,7 @@ class GradResult(SampleAlgebra):
             ) from None
         stored = file.names
         self.grads: Mapping[str, Any] = (
-            MultipliedOut(self)
+            FactoredRows(self)
             if FACTORS in file.metadata
             else Tensors(file, "grads", _names(stored, "grads", self.manifest.names))
         )
@@ -117,7 +118,7 @@ class GradResult(SampleAlgebra):
 
     def __repr__(self) -> str:
         loss = "" if self.manifest.loss is None else f" loss {self.manifest.loss:g},"
-        return f"<GradResult of job {self.manifest.job}:{loss} {len(self.grads)} grads>"
+        return f"<GradResult of job {printable(self.manifest.job)}:{loss} {len(self.grads)} grads>"
 
     @property
     def loss(self) -> float:

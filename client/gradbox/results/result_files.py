@@ -19,8 +19,7 @@ from gradbox.errors import BlobRejected, ProtocolError
 from gradbox.http.connection import Connection
 from gradbox.http.download import download
 from gradbox.protocol import ResultView
-from gradbox.tensors.lazy_tensor import Box, LazyTensor, array_of
-from gradbox.tensors.safetensors_bytes import DTYPES, is_torch_importable
+from gradbox.tensors.lazy_tensor import LazyTensor, Region, array_of
 from gradbox.tensors.safetensors_header import (
     DTYPE_BYTES,
     LENGTH_BYTES,
@@ -29,6 +28,7 @@ from gradbox.tensors.safetensors_header import (
     header_length,
     parse_header,
 )
+from gradbox.tensors.tensor_bytes import DTYPES, is_torch_importable
 
 # One request brings most headers whole.
 FIRST_BYTES: Final = 64 * 2**10
@@ -110,7 +110,7 @@ class RemoteFile:
         def dtype() -> Any:
             return _dtype(entry)
 
-        return LazyTensor(entry.shape, lambda box: self._read(entry, box), dtype=dtype)
+        return LazyTensor(entry.shape, lambda region: self._read(entry, region), dtype=dtype)
 
     def copy_to(self, path: Path) -> None:
         with _beside(path) as beside:
@@ -128,12 +128,12 @@ class RemoteFile:
         except BlobRejected as error:
             raise ProtocolError(f"{self}: expected a result file of gradbox: {error}") from None
 
-    def _read(self, entry: TensorEntry, box: Box) -> Any:
-        """Fetch the part of a tensor that `box` bounds."""
-        shape = tuple(part.stop - part.start for part in box) + entry.shape[len(box) :]
+    def _read(self, entry: TensorEntry, region: Region) -> Any:
+        """Fetch the part of a tensor that `region` bounds."""
+        shape = tuple(part.stop - part.start for part in region) + entry.shape[len(region) :]
         data = bytearray(prod(shape) * DTYPE_BYTES[entry.dtype])
         at = 0
-        for first, last, runs in _spans(entry, box):
+        for first, last, runs in _spans(entry, region):
             span = self._fetch(self._header.data_start + first, self._header.data_start + last)
             for begin, end in runs:
                 data[at : at + end - begin] = span[begin - first : end - first]
@@ -166,11 +166,11 @@ class RemoteFile:
         return answer.content
 
 
-def _spans(entry: TensorEntry, box: Box) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+def _spans(entry: TensorEntry, region: Region) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
     """Yield what to fetch: (first byte, last byte, the wanted runs within), near runs together."""
     first = last = 0
     together: list[tuple[int, int]] = []
-    for begin, end in _runs(entry, box):
+    for begin, end in _runs(entry, region):
         if together and (begin - last > GAP_BYTES or end - first > SPAN_BYTES):
             yield first, last, together
             together = []
@@ -182,15 +182,15 @@ def _spans(entry: TensorEntry, box: Box) -> Iterator[tuple[int, int, list[tuple[
         yield first, last, together
 
 
-def _runs(entry: TensorEntry, box: Box) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of bytes behind the header that hold `box`, in order."""
+def _runs(entry: TensorEntry, region: Region) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of bytes behind the header that hold `region`, in order."""
     shape = entry.shape
-    cut = [dim for dim, part in enumerate(box) if part.stop - part.start != shape[dim]]
+    cut = [dim for dim, part in enumerate(region) if part.stop - part.start != shape[dim]]
     dim = cut[-1] if cut else 0
-    part = box[dim] if box else slice(0, shape[0] if shape else 1)
+    part = region[dim] if region else slice(0, shape[0] if shape else 1)
     inner_bytes = prod(shape[dim + 1 :]) * DTYPE_BYTES[entry.dtype]
     strides = [prod(shape[outer + 1 :]) * DTYPE_BYTES[entry.dtype] for outer in range(dim)]
-    for index in product(*(range(outer.start, outer.stop) for outer in box[:dim])):
+    for index in product(*(range(outer.start, outer.stop) for outer in region[:dim])):
         base = sum(i * stride for i, stride in zip(index, strides, strict=True))
         begin = entry.begin + base + part.start * inner_bytes
         end = begin + (part.stop - part.start) * inner_bytes

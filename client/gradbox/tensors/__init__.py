@@ -1,0 +1,6 @@
+"""Tensors and their bytes; torch is only used where a tensor is a torch one.
+
+Read `tensor_bytes` first: one tensor as safetensors describes it. `blob` is a whole file of them,
+to be uploaded; `safetensors_header` reads a file's header and refuses what is not exactly one (the
+service and the worker use it too); `lazy_tensor` is a tensor that is fetched as it is indexed.
+"""

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from gradbox.tensors.safetensors_bytes import is_torch_importable
+from gradbox.tensors.tensor_bytes import is_torch_importable
 
-Box = tuple[slice, ...]
+Region = tuple[slice, ...]
 """For each of the first dims the range that is wanted, in steps of 1; later dims come whole."""
 
 
@@ -21,7 +21,7 @@ class LazyTensor:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], read: Callable[[Box], Any], *, dtype: Callable[[], Any]
+        self, shape: tuple[int, ...], read: Callable[[Region], Any], *, dtype: Callable[[], Any]
     ) -> None:
         self.shape = shape
         self._read = read
@@ -45,15 +45,15 @@ class LazyTensor:
 
     def __getitem__(self, index: Any) -> Any:
         items = index if isinstance(index, tuple) else (index,)
-        box: list[slice] = []
+        region: list[slice] = []
         local: list[Any] = []
         for item, size in zip(items, self.shape, strict=False):
             if not isinstance(item, slice | int | np.integer) or isinstance(item, bool):
                 break
             wanted, left = _narrowed(item, size)
-            box.append(wanted)
+            region.append(wanted)
             local.append(left)
-        return self._read(tuple(box))[(*local, *items[len(local) :])]
+        return self._read(tuple(region))[(*local, *items[len(local) :])]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.asarray(self[()], dtype=dtype)

@@ -1,10 +1,21 @@
-"""Checks a posted job against the box before it is accepted.
+"""Checks a posted job against the box, and queues it.
 
 What can be known without torch is known here, at once, rather than minutes later in a queue: the
 model and its version, entry points and argument names, blobs and the tensors in them, graphs,
-names of parameters. Shapes and values are the worker's to judge.
+names of parameters, and what one user may ask of a box that others share. Shapes and values are the
+worker's to judge. Nothing here knows HTTP.
+
+To read in this order:
+
+    posting                        the way of a body to a queued job
+    limits                         what one user may ask for
+    admit                          the checks of all computations, and each one's own
+    model, tensors, references     what a spec names, found on this box
+    arguments, parameters, functions    does it fit together
+    gradient, forward, per_sample, mixed_gradient    what one computation alone has to fulfil
+    forward_job                    cotangents, and the job whose outputs they belong to
 """
 
-from gradbox_service.admission.admit import admit
+from gradbox_service.admission.posting import post
 
-__all__ = ["admit"]
+__all__ = ["post"]

@@ -16,7 +16,7 @@ from gradbox_service.admission.parameters import check_weights
 from gradbox_service.admission.references import References, shared_references
 from gradbox_service.admission.tensors import Tensors
 from gradbox_service.jobs import Fleet
-from gradbox_service.store import BlobStore
+from gradbox_service.store import OwnBlobs
 
 
 class Check(Protocol):
@@ -48,7 +48,7 @@ OWN: Final[Mapping[str, Own]] = {
 }
 
 
-def admit(spec: JobSpec, *, fleet: Fleet, blobs: BlobStore) -> ModelView:
+def admit(spec: JobSpec, *, fleet: Fleet, blobs: OwnBlobs) -> ModelView:
     """Return the model that the job will run on.
 
     Raises:

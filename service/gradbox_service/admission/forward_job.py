@@ -19,7 +19,7 @@ from gradbox.tensors.safetensors_header import TensorEntry, read_header
 from gradbox_service.admission.tensors import Tensors
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
-from gradbox_service.store import BlobStore
+from gradbox_service.store import OwnBlobs
 
 OUTPUTS: Final = "outputs/"
 FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
@@ -42,7 +42,7 @@ class ForwardJob:
         model = f"{self.record.model}@{self.record.model_version}"
         return GradientSpec(**(settled | own | {"model": model}))
 
-    def check(self, loss: CotangentsLoss, *, blobs: BlobStore) -> None:
+    def check(self, loss: CotangentsLoss, *, blobs: OwnBlobs) -> None:
         """Check the cotangents against the outputs.
 
         Raises:
@@ -87,6 +87,7 @@ def forward_job(job_id: str, *, owner: str, box: Backing) -> ForwardJob:
         raise InvalidInputs(
             f"loss.forward: expected job {job_id} to be done, it is {record.state.value}"
         )
+    box.results.touch(job_id, attempt=record.attempt)
     try:
         header = read_header(box.results.path(job_id, attempt=record.attempt))
     except (OSError, BlobRejected):

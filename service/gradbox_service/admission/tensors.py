@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from gradbox.errors import InvalidInputs, MissingBlobs
 from gradbox.protocol import ShardRef, TensorRef
 from gradbox.tensors.safetensors_header import SafetensorsHeader, TensorEntry
-from gradbox_service.store import BlobStore
+from gradbox_service.store import OwnBlobs
 
 # Opening a blob costs a file read here and a mapping in the worker.
 MAX_BLOBS = 10_000
@@ -21,7 +21,7 @@ class Tensors:
         self._headers = headers
 
     @classmethod
-    def load(cls, digests: Collection[str], *, blobs: BlobStore) -> Tensors:
+    def load(cls, digests: Collection[str], *, blobs: OwnBlobs) -> Tensors:
         """Read the headers of these blobs.
 
         Raises:
@@ -33,14 +33,8 @@ class Tensors:
                 f"the job names {len(digests)} blobs, at most {MAX_BLOBS} are allowed: put many "
                 "shards into one blob, under different prefixes"
             )
-        headers: dict[str, SafetensorsHeader] = {}
-        missing: list[str] = []
-        for digest in sorted(digests):
-            header = blobs.header(digest)
-            if header is None:
-                missing.append(digest)
-            else:
-                headers[digest] = header
+        headers = blobs.headers(digests)
+        missing = sorted(digest for digest in digests if digest not in headers)
         if missing:
             raise MissingBlobs(
                 f"{len(missing)} of {len(digests)} blobs are not on this box, {missing[0]} for "

@@ -1,0 +1,15 @@
+"""The service's HTTP side: from a socket to a call of admission, records and stores, and back.
+
+To read in this order:
+
+    server, listening    uvicorn, the address, TLS
+    connections          what a connection may send, and how slowly
+    app                  the app put together: state, middleware, routes
+    request_ids, rates   middleware: an id for each request; requests a second for each token
+    auth                 whose token, whose job
+    bodies               posted jobs, read whole
+    routes/              one module a noun
+    event_hub            one reader of events for all listeners
+    problems             every error as problem+json
+    openapi, logs        what /openapi.json says; what the log says
+"""

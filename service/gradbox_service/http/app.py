@@ -12,8 +12,11 @@ import redis
 from fastapi import FastAPI
 
 from gradbox_service.backing import Backing
+from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.http import openapi, problems
+from gradbox_service.http.bodies import Bodies
 from gradbox_service.http.event_hub import Hub
+from gradbox_service.http.rates import Allowance, RateLimit
 from gradbox_service.http.request_ids import RequestIds
 from gradbox_service.http.routes import blobs, events, jobs, models, probes, results
 from gradbox_service.queue.dispatch import Dispatcher
@@ -45,7 +48,21 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.state.backing = box
     app.state.hub = Hub(box.records)
     app.state.dispatcher = Dispatcher(box.records, box.turns, box.fleet, box.leadership)
-    app.add_middleware(RequestIds)
+    app.state.cleaner = Cleaner(
+        settings,
+        records=box.records,
+        blobs=box.blobs,
+        results=box.results,
+        owners=box.owners,
+        leadership=box.leadership,
+    )
+    app.state.bodies = Bodies(folder=settings.data, limit_bytes=settings.max_spec_bytes)
+    app.add_middleware(
+        RateLimit,
+        allowance=Allowance(settings.requests_per_s),
+        requests_per_s=settings.requests_per_s,
+    )
+    app.add_middleware(RequestIds)  # the outermost: it gives refusals an id too
     problems.install(app)
     for module in (blobs, jobs, events, results, models, probes):
         app.include_router(module.router)
@@ -59,16 +76,19 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     hub: Hub = app.state.hub
     settings: Settings = app.state.settings
     make_folder(settings.data)
-    box.blobs.sweep()
     dispatcher: Dispatcher = app.state.dispatcher
+    cleaner: Cleaner = app.state.cleaner
     hub.start()
     dispatcher.start()
+    cleaner.start()
     try:
         yield
     finally:
         hub.close()
         dispatcher.close()
+        cleaner.close()
         with suppress(redis.RedisError):  # without it both end at their next look
             await anyio.to_thread.run_sync(box.records.wake)
         await anyio.to_thread.run_sync(hub.join)
         await anyio.to_thread.run_sync(dispatcher.join)
+        await anyio.to_thread.run_sync(cleaner.join)

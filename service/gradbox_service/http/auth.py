@@ -10,6 +10,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from gradbox.errors import JobNotFound, Unauthorized
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
+from gradbox_service.tokens import TokenInfo
 
 _bearer = HTTPBearer(auto_error=False, description="A token made by `gradbox tokens create NAME`")
 
@@ -22,10 +23,10 @@ def backing_of(request: Request) -> Backing:
 Box = Annotated[Backing, Depends(backing_of)]
 
 
-def owner_of(
+def caller_of(
     box: Box, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
-) -> str:
-    """Return the owner that the request's token belongs to.
+) -> TokenInfo:
+    """Return what is known of the request's token: `name` owns jobs and blobs.
 
     Raises:
         Unauthorized: there is no token, or it is nobody's.
@@ -35,30 +36,30 @@ def owner_of(
             "no token came: send `Authorization: Bearer TOKEN`, or set GRADBOX_TOKEN; the box's "
             "owner makes one with `gradbox tokens create NAME`"
         )
-    owner = box.tokens.owner(credentials.credentials)
-    if owner is None:
+    caller = box.tokens.find(credentials.credentials)
+    if caller is None:
         raise Unauthorized(
             "this box does not know the token that came: check GRADBOX_TOKEN and GRADBOX_URL, or "
             "ask the box's owner for a new token"
         )
-    return owner
+    return caller
 
 
-Owner = Annotated[str, Depends(owner_of)]
+Caller = Annotated[TokenInfo, Depends(caller_of)]
 
 
-def own_job(job_id: str, box: Box, owner: Owner) -> JobRecord:
-    """Return the caller's own job of that id.
+def visible_job(job_id: str, box: Box, caller: Caller) -> JobRecord:
+    """Return the job of that id if it is the caller's own, or the caller is the box's owner.
 
     Raises:
         JobNotFound: there is none. Somebody else's job reads the same, so ids cannot be probed.
     """
     record = box.records.get(job_id)
-    if record is None or record.owner != owner:
+    if record is None or not (caller.admin or record.owner == caller.name):
         raise JobNotFound(
             f"no job {job_id[:80]!r} of yours is on this box; `gradbox jobs list` shows yours"
         )
     return record
 
 
-OwnJob = Annotated[JobRecord, Depends(own_job)]
+VisibleJob = Annotated[JobRecord, Depends(visible_job)]

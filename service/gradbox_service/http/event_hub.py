@@ -96,6 +96,11 @@ class Hub:
                 log.warning("the events of the box cannot be read (%s); trying again", error)
                 self._stopping.wait(WAIT_S)
                 continue
+            except Exception:  # one bad entry must not end the events of every job
+                log.exception("the event reader failed; trying again from now on")
+                cursor = None
+                self._stopping.wait(WAIT_S)
+                continue
             jobs = {change.job_id for change in changes}
             if jobs and self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._wake, jobs)

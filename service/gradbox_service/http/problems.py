@@ -18,6 +18,7 @@ from gradbox.errors import Category, GradboxError, MissingBlobs, ServiceUnavaila
 from gradbox.protocol import Problem
 from gradbox.protocol.problem import URN
 from gradbox_service.http.request_ids import HEADER, request_id_of
+from gradbox_service.jobs.refusals import store_refuses
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ClientDisconnect, _disconnected)
-    for silent in (redis.ConnectionError, redis.TimeoutError, redis.OutOfMemoryError):
-        app.add_exception_handler(silent, _no_redis)
+    app.add_exception_handler(redis.RedisError, _redis_refuses)
     app.add_exception_handler(Exception, _unexpected)
 
 
@@ -96,11 +96,13 @@ async def _disconnected(request: Request, _: Exception) -> Response:
     return problem_response(problem, request)
 
 
-async def _no_redis(request: Request, error: Exception) -> Response:
-    log.warning("request %s: Redis does not answer: %s", request_id_of(request), error)
-    problem = Problem.of(
-        ServiceUnavailable("the box's Redis does not answer; try again in a few seconds")
-    )
+async def _redis_refuses(request: Request, error: Exception) -> Response:
+    if not store_refuses(error):
+        return await _unexpected(request, error)
+    log.warning("request %s: Redis refuses for now: %s", request_id_of(request), error)
+    silent = isinstance(error, redis.ConnectionError | redis.TimeoutError)
+    why = "does not answer" if silent else "takes no changes: its disk or its memory is full"
+    problem = Problem.of(ServiceUnavailable(f"the box's Redis {why}; try again in a few seconds"))
     return problem_response(problem, request)
 
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import errno
+import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
 
-from gradbox.errors import GradboxError
 from gradbox_service.http.app import create_app
+from gradbox_service.http.connections import BoundedProtocol, ConnectionLimits
 from gradbox_service.http.event_hub import Hub
-from gradbox_service.settings import Settings
+from gradbox_service.http.listening import bind, check_exposure, url_of
+from gradbox_service.settings import BadSettings, Settings
 
-BACKLOG = 2048
-
-
-class CannotListen(GradboxError):
-    """The address that the service was to listen on cannot be had."""
-
-    code = "cannot-listen"
-    title = "The address cannot be had"
+log = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
@@ -49,64 +46,56 @@ def serve(
     """Serve until SIGTERM or SIGINT, then end requests in order.
 
     Args:
-        bound: a listening socket to use in place of the settings' host and port.
+        bound: a listening socket on the settings' host, to use in place of one of our own.
         listening: called with the service's URL once connections are accepted into the backlog.
 
     Raises:
-        BadSettings: the settings name no usable Redis.
+        BadSettings: the settings name no usable Redis, no usable certificate, or an address that
+            others can overhear (see `check_exposure`).
         CannotListen: the port is in use, or the address is not this machine's.
     """
+    warning = check_exposure(settings)
+    if warning is not None:
+        log.warning("%s", warning)
     app = create_app(settings)
+    config = _config(app, settings)
     bound = bound or bind(settings.host, settings.port)
     # uvicorn hands a signal on to the earlier handler once it has stopped; by then all is done.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: None)
     try:
         if listening is not None:
-            listening(url_of(bound))
-        _server(app, settings).run(sockets=[bound])
+            listening(url_of(bound, tls=settings.tls_cert is not None))
+        Server(config, hub=app.state.hub).run(sockets=[bound])
     finally:
         bound.close()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket.
-
-    Raises:
-        CannotListen: the message names the address and what to do.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        found.bind((host, port))
-        found.listen(BACKLOG)
-    except OSError as error:
-        found.close()
-        if error.errno == errno.EADDRINUSE:
-            why = "another program listens there: stop it, or choose another port with --port"
-        else:
-            why = f"{error.strerror}: choose another address with --host and --port"
-        raise CannotListen(f"cannot listen on {host}:{port}: {why}") from None
-    return found
-
-
-def url_of(bound: socket.socket) -> str:
-    """Return the URL under which a listening socket is reached from this machine."""
-    host, port = bound.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _server(app: FastAPI, settings: Settings) -> Server:
+def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    limits = ConnectionLimits(
+        max_head_bytes=settings.max_head_bytes,
+        head_timeout_s=settings.head_timeout_s,
+        body_timeout_s=settings.body_timeout_s,
+    )
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=cast(Any, partial(BoundedProtocol, limits=limits)),
+        # Nothing here speaks WebSocket, and an upgraded connection would have other limits.
+        ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
         timeout_graceful_shutdown=int(settings.drain_s),
     )
-    return Server(config, hub=app.state.hub)
+    try:
+        config.load()
+    except ssl.SSLError as error:
+        raise BadSettings(
+            f"TLS: {settings.tls_cert} and {settings.tls_key} are no certificate and its key in "
+            f"PEM: {error.reason}"
+        ) from None
+    return config

@@ -15,7 +15,7 @@ SOCKET_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 
 
-def connect(url: str, *, retries: int = 3) -> redis.Redis:
+def connect(url: str, *, retries: int = 3, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:
     """Return a client of the Redis at `url` (redis://, rediss:// or unix://).
 
     Nothing is sent before the first command. The client answers in bytes, as RQ needs it, and in
@@ -23,6 +23,7 @@ def connect(url: str, *, retries: int = 3) -> redis.Redis:
 
     Args:
         retries: how often a command is sent again when the connection breaks.
+        timeout_s: how long one answer may take.
 
     Raises:
         BadSettings: the URL has none of the three schemes, or its port is none.
@@ -31,7 +32,7 @@ def connect(url: str, *, retries: int = 3) -> redis.Redis:
         return redis.Redis.from_url(
             url,
             protocol=2,
-            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_timeout=timeout_s,
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             health_check_interval=30,
             retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=retries),

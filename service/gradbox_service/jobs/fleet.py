@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol, TypeVar, cast
 
 import redis
 from pydantic import BaseModel, ConfigDict
 
 from gradbox.protocol import ModelView
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=BaseModel)
 
 WORKERS = "gradbox:workers"
 MODELS = "gradbox:models"
@@ -84,11 +89,12 @@ class RedisFleet:
         gone = [name for name, text in zip(names, found, strict=True) if text is None]
         if gone:
             self._redis.srem(WORKERS, *gone)
-        return [WorkerPresence.model_validate_json(text) for text in found if text is not None]
+        workers = [_parsed(WorkerPresence, text) for text in found if text is not None]
+        return [worker for worker in workers if worker is not None]
 
     def model(self, name: str, *, version: str) -> ModelView | None:
         text = cast("bytes | None", self._redis.hget(MODELS, f"{name}@{version}"))
-        return None if text is None else ModelView.model_validate_json(text)
+        return None if text is None else _parsed(ModelView, text)
 
 
 class MemoryFleet:
@@ -120,6 +126,15 @@ class MemoryFleet:
     def model(self, name: str, *, version: str) -> ModelView | None:
         with self._lock:
             return self._models.get((name, version))
+
+
+def _parsed(kind: type[T], text: bytes) -> T | None:
+    """Return what was announced; None, with its bytes logged, for what cannot be read."""
+    try:
+        return kind.model_validate_json(text)
+    except ValueError:
+        log.error("an announcement that is no %s is left out: %r", kind.__name__, text[:2000])
+        return None
 
 
 def offered_versions(workers: Sequence[WorkerPresence]) -> dict[str, list[str]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gradbox.protocol import JobSpec, JobState
 from gradbox_service.jobs.events import event_of, parse_id, state_event
 from gradbox_service.jobs.record import JobRecord, Transition
-from gradbox_service.jobs.records import MAX_EVENTS, Change, Event, check_same_spec
+from gradbox_service.jobs.records import MAX_EVENTS, Change, Event, Memory, check_same_spec
 
 
 class MemoryRecords:
@@ -74,6 +74,13 @@ class MemoryRecords:
         found.sort(key=lambda record: (record.created_s, record.id), reverse=True)
         return found[:limit]
 
+    def owners(self) -> Sequence[str]:
+        with self._changed:
+            return sorted({record.owner for record in self._records.values()})
+
+    def num_active(self, owner: str) -> int:
+        return sum(record.owner == owner for record in self.active())
+
     def active(self) -> Sequence[JobRecord]:
         with self._changed:
             found = [record for record in self._records.values() if not record.state.final]
@@ -133,6 +140,35 @@ class MemoryRecords:
     def positions(self) -> Mapping[str, int]:
         with self._changed:
             return dict(self._order)
+
+    def ended(self, *, before_s: float, limit: int) -> Sequence[str]:
+        with self._changed:
+            found = [
+                (record.finished_s, record.id)
+                for record in self._records.values()
+                if record.finished_s is not None and record.finished_s < before_s
+            ]
+        return [job_id for _, job_id in sorted(found)[:limit]]
+
+    def forget(self, job_id: str) -> None:
+        with self._changed:
+            record = self._records.get(job_id)
+            if record is None or not record.state.final:
+                return
+            self._records.pop(job_id)
+            self._specs.pop(job_id, None)
+            self._events.pop(job_id, None)
+            self._posted = {key: job for key, job in self._posted.items() if job[0] != job_id}
+
+    def result_bytes(self) -> Mapping[str, int]:
+        with self._changed:
+            found: Counter[str] = Counter()
+            for record in self._records.values():
+                found[record.owner] += record.result_bytes
+        return {owner: num_bytes for owner, num_bytes in found.items() if num_bytes}
+
+    def memory(self) -> Memory:
+        return Memory(used_bytes=0)
 
     def ping(self) -> None:
         """Memory always answers."""

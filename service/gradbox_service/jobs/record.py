@@ -21,6 +21,7 @@ from gradbox.errors import WorkerLost
 from gradbox.protocol import JobState, JobView, Problem, ProgressView, ResultView
 
 MAX_ATTEMPTS = 3
+VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class JobRecord:
     # How many attempts ended with the worker lost; the last allowed one is `max_attempts`.
     losses: int = 0
     max_attempts: int = MAX_ATTEMPTS
+    # What the job's own code ran into when the last attempt was lost, and where; None if the
+    # worker was ended from outside.
+    last_fault: str | None = None
     # When the last attempt began, and when the job ended.
     started_s: float | None = None
     finished_s: float | None = None
@@ -62,6 +66,27 @@ class JobRecord:
     progress: ProgressView | None = None
     error: Problem | None = None
     result: ResultView | None = None
+    # When the result's file was deleted.
+    result_gone_s: float | None = None
+    # Of this class; a record of a later one is not read.
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ValueError: a later version of gradbox wrote the record.
+        """
+        if self.version > VERSION:
+            raise ValueError(
+                f"expected a record of version {VERSION} or earlier, got {self.version}: a later "
+                f"gradbox wrote it"
+            )
+
+    @property
+    def result_bytes(self) -> int:
+        """What the job's result takes on disk; 0 if there is none."""
+        if self.result is None or self.result_gone_s is not None:
+            return 0
+        return self.result.size_bytes
 
     def begin(self, *, worker: str, now_s: float) -> JobRecord | None:
         """Hand the queued job to `worker` as its next attempt."""
@@ -100,15 +125,18 @@ class JobRecord:
             self, state=JobState.CANCELLED, cancel_requested=True, finished_s=now_s, progress=None
         )
 
-    def requeue(self, *, attempt: int, reason: str, now_s: float) -> JobRecord | None:
+    def requeue(
+        self, *, attempt: int, reason: str, now_s: float, fault: str | None = None
+    ) -> JobRecord | None:
         """Count the attempt as lost: queue the job again, or end it if no attempt is left.
 
         Args:
             reason: what happened to the worker, a clause without a full stop.
+            fault: what the job's own code ran into, and where.
         """
         if not self.held_by(attempt):
             return None
-        lost = replace(self, losses=self.losses + 1, progress=None)
+        lost = replace(self, losses=self.losses + 1, progress=None, last_fault=fault)
         if self.cancel_requested:
             return replace(lost, state=JobState.CANCELLED, finished_s=now_s)
         if lost.losses < self.max_attempts:
@@ -137,6 +165,12 @@ class JobRecord:
         if self.state is JobState.RUNNING and not self.cancel_requested:
             return replace(self, cancel_requested=True)
         return None
+
+    def drop_result(self, *, now_s: float) -> JobRecord | None:
+        """Note that the result's file is deleted."""
+        if self.result is None or self.result_gone_s is not None:
+            return None
+        return replace(self, result_gone_s=now_s)
 
     def held_by(self, attempt: int) -> bool:
         """Tell whether `attempt` is the one that runs now."""
@@ -169,6 +203,9 @@ class JobRecord:
 
     @classmethod
     def from_json(cls, text: bytes) -> JobRecord:
+        """Raises:
+        ValueError: these are not the bytes of a record that this version reads.
+        """
         return _ADAPTER.validate_json(text)
 
 

@@ -45,6 +45,14 @@ class Change:
     kind: Literal["state", "progress", "position", "wake"]
 
 
+@dataclass(frozen=True)
+class Memory:
+    """How much memory a store takes; `bound_bytes` is None for one without a bound."""
+
+    used_bytes: int
+    bound_bytes: int | None = None
+
+
 class Records(Protocol):
     """The job records of a box. Every method is safe to call from several processes at once."""
 
@@ -76,6 +84,12 @@ class Records(Protocol):
         self, owner: str, *, state: JobState | None = None, limit: int = 100
     ) -> Sequence[JobRecord]:
         """Return an owner's jobs, newest first."""
+
+    def owners(self) -> Sequence[str]:
+        """Return everybody who has a job here, by name; looks at every key of the store."""
+
+    def num_active(self, owner: str) -> int:
+        """Return how many of an owner's jobs are queued or running."""
 
     def active(self) -> Sequence[JobRecord]:
         """Return every queued and running job, oldest first."""
@@ -122,6 +136,18 @@ class Records(Protocol):
 
     def positions(self) -> Mapping[str, int]:
         """Return the position of every queued job that has one; 1 is next."""
+
+    def ended(self, *, before_s: float, limit: int) -> Sequence[str]:
+        """Return the ids of jobs that ended before a time, oldest first."""
+
+    def forget(self, job_id: str) -> None:
+        """Remove all that is known of a job that has ended."""
+
+    def result_bytes(self) -> Mapping[str, int]:
+        """Return what the results of every owner take on disk."""
+
+    def memory(self) -> Memory:
+        """Return how much memory the store takes, and may take."""
 
     def ping(self) -> None:
         """Raise what the store raises if it does not answer."""

@@ -6,6 +6,9 @@
     gradbox:lease:ID:ATTEMPT   exists while the attempt's worker beats
     gradbox:owner:NAME         zset of job ids by creation
     gradbox:active             zset of the ids of queued and running jobs by creation
+    gradbox:ended              zset of the ids of all others by the time of their end
+    gradbox:result-bytes       hash: owner → bytes of their results on disk
+    gradbox:set-aside          hash: job id → bytes that were no record (see `damaged`)
     gradbox:order              zset of queued job ids by position
     gradbox:posted:OWNER:HASH  hash (job, digest) of an idempotency key
     gradbox:changes            stream of job ids, the doorbell for all readers
@@ -17,34 +20,35 @@ lease change together or not at all.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import redis
 from redis.client import Pipeline
 
 from gradbox.protocol import JobSpec, JobState, parse_spec
-from gradbox_service.jobs.events import event_of, parse_id, state_event
+from gradbox_service.jobs import redis_changes as changes
+from gradbox_service.jobs.damaged import SET_ASIDE, failed_record, read_record
+from gradbox_service.jobs.events import parse_id
 from gradbox_service.jobs.record import JobRecord, Transition
 from gradbox_service.jobs.records import (
     KEY_LIFETIME_S,
-    MAX_EVENTS,
     Change,
     Event,
+    Memory,
     check_same_spec,
 )
+from gradbox_service.jobs.redis_changes import job_key, owner_key, spec_key
 
-ACTIVE = "gradbox:active"
-ORDER = "gradbox:order"
-CHANGES = "gradbox:changes"
-MAX_CHANGES = 10_000
 # Positions further back than this are stored, but nobody is told when they change.
 MAX_TOLD = 200
 PAGE = 200
 
 
 class RedisRecords:
-    """Implements `Records` on a Redis of version 6.2 or newer, or a Valkey."""
+    """Implements `Records` on a Redis of version 7.0 or newer, or a Valkey."""
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
@@ -56,7 +60,7 @@ class RedisRecords:
         # The job's own key is watched even though nobody else knows the id: redis-py sends a
         # transaction that watches nothing again when its answer is lost, and by then a worker
         # may have begun the job.
-        watched = [f"gradbox:job:{record.id}", *([posted] if posted else [])]
+        watched = [job_key(record.id), *([posted] if posted else [])]
         while True:
             with self._redis.pipeline() as pipe:
                 try:
@@ -68,9 +72,9 @@ class RedisRecords:
                     if posted:
                         pipe.hset(posted, mapping={"job": record.id, "digest": record.spec_digest})
                         pipe.expire(posted, KEY_LIFETIME_S)
-                    pipe.set(f"gradbox:spec:{record.id}", spec.model_dump_json())
-                    pipe.zadd(f"gradbox:owner:{record.owner}", {record.id: record.created_s})
-                    _write(pipe, None, record)
+                    pipe.set(spec_key(record.id), spec.model_dump_json())
+                    pipe.zadd(owner_key(record.owner), {record.id: record.created_s})
+                    changes.write(pipe, None, record)
                     pipe.execute()
                 except redis.WatchError:
                     continue
@@ -84,10 +88,10 @@ class RedisRecords:
         return self.get(found[b"job"].decode())
 
     def get(self, job_id: str) -> JobRecord | None:
-        return _read(self._redis.get(f"gradbox:job:{job_id}"))
+        return self._read(job_id, cast("bytes | None", self._redis.get(job_key(job_id))))
 
     def spec(self, job_id: str) -> JobSpec | None:
-        text = cast(bytes | None, self._redis.get(f"gradbox:spec:{job_id}"))
+        text = cast(bytes | None, self._redis.get(spec_key(job_id)))
         return None if text is None else parse_spec(text)
 
     def owned(
@@ -96,7 +100,7 @@ class RedisRecords:
         found: list[JobRecord] = []
         start = 0
         while len(found) < limit:
-            ids = self._redis.zrevrange(f"gradbox:owner:{owner}", start, start + PAGE - 1)
+            ids = self._redis.zrevrange(owner_key(owner), start, start + PAGE - 1)
             if not ids:
                 break
             start += PAGE
@@ -104,62 +108,72 @@ class RedisRecords:
             found += [record for record in records if state in (None, record.state)]
         return found[:limit]
 
+    def owners(self) -> Sequence[str]:
+        keys = cast("Iterable[bytes]", self._redis.scan_iter(match=owner_key("*"), count=1000))
+        return sorted({key.decode().removeprefix(owner_key("")) for key in keys})
+
+    def num_active(self, owner: str) -> int:
+        return self._redis.zintercard(2, [changes.ACTIVE, owner_key(owner)])
+
     def active(self) -> Sequence[JobRecord]:
-        ids = cast("list[bytes]", self._redis.zrange(ACTIVE, 0, -1))
+        ids = cast("list[bytes]", self._redis.zrange(changes.ACTIVE, 0, -1))
         return [record for record in self._many(ids) if not record.state.final]
 
     def update(
         self, job_id: str, transition: Transition, *, lease_s: float | None = None
     ) -> JobRecord | None:
-        key = f"gradbox:job:{job_id}"
+        key = job_key(job_id)
         while True:
             with self._redis.pipeline() as pipe:
                 try:
                     _watch(pipe, key)
-                    before = _read(pipe.get(key))
+                    before = read_record(cast("bytes | None", pipe.get(key)))
                     after = transition(before) if before else None
                     if before is None or after is None:
                         return None
                     pipe.multi()
-                    _write(pipe, before, after)
+                    changes.write(pipe, before, after)
                     if lease_s is not None:
-                        _grant(pipe, job_id, after.attempt, lease_s)
+                        changes.grant(pipe, job_id, attempt=after.attempt, lease_s=lease_s)
                     pipe.execute()
                 except redis.WatchError:
+                    continue
+                except ValueError:
+                    self.get(job_id)  # which sets the damaged record aside
                     continue
                 return after
 
     def beat(self, job_id: str, *, attempt: int, lease_s: float) -> JobRecord | None:
         with self._redis.pipeline() as pipe:
-            _grant(pipe, job_id, attempt, lease_s)
-            pipe.get(f"gradbox:job:{job_id}")
-            return _read(pipe.execute()[1])
+            changes.grant(pipe, job_id, attempt=attempt, lease_s=lease_s)
+            pipe.get(job_key(job_id))
+            return self._read(job_id, pipe.execute()[1])
 
     def leased(self, job_id: str, *, attempt: int) -> bool:
-        return bool(self._redis.exists(_lease_key(job_id, attempt)))
+        return bool(self._redis.exists(changes.lease_key(job_id, attempt)))
 
     def events(self, job_id: str, *, after: str | None = None) -> Sequence[Event]:
         first, second = parse_id(after)
-        entries = self._redis.xrange(f"gradbox:events:{job_id}", min=f"({first}-{second}")
-        return [_event(entry_id, fields) for entry_id, fields in cast("list[_Entry]", entries)]
+        entries = self._redis.xrange(changes.events_key(job_id), min=f"({first}-{second}")
+        found = [changes.event_in(*entry) for entry in cast("list[changes.Entry]", entries)]
+        return [event for event in found if event is not None]
 
     def changes(self, after: str | None, *, wait_s: float) -> tuple[str, Sequence[Change]]:
         if after is None:
-            newest = cast("list[_Entry]", self._redis.xrevrange(CHANGES, count=1))
+            newest = cast("list[changes.Entry]", self._redis.xrevrange(changes.CHANGES, count=1))
             return (newest[0][0].decode() if newest else "0-0"), ()
-        answer = self._redis.xread({CHANGES: after}, count=1000, block=max(1, int(wait_s * 1000)))
+        answer = self._redis.xread(
+            {changes.CHANGES: after}, count=1000, block=max(1, int(wait_s * 1000))
+        )
         if not answer:
             return after, ()
-        entries = cast("list[_Entry]", cast(Any, answer)[0][1])
-        changes = [
-            Change(fields[b"job"].decode(), cast(Any, fields[b"kind"].decode()))
-            for _, fields in entries
-        ]
-        return entries[-1][0].decode(), changes
+        entries = cast("list[changes.Entry]", cast(Any, answer)[0][1])
+        found = [changes.change_in(*entry) for entry in entries]
+        return entries[-1][0].decode(), [change for change in found if change is not None]
 
     def wake(self) -> None:
         with self._redis.pipeline() as pipe:
-            _ring(pipe, "", "wake")
+            changes.ring(pipe, "", "wake")
             pipe.execute()
 
     def place(self, order: Sequence[str]) -> None:
@@ -172,18 +186,50 @@ class RedisRecords:
             with self._redis.pipeline() as pipe:
                 try:
                     # A job that begins in between must not be said to wait.
-                    _watch(pipe, *(f"gradbox:job:{job_id}" for job_id in told))
+                    _watch(pipe, *(job_key(job_id) for job_id in told))
                     records = self._many([job_id.encode() for job_id in told])
                     pipe.multi()
-                    _place(pipe, positions, [r for r in records if r.state is JobState.QUEUED])
+                    changes.place(
+                        pipe, positions, [r for r in records if r.state is JobState.QUEUED]
+                    )
                     pipe.execute()
                 except redis.WatchError:
                     continue
                 return
 
     def positions(self) -> Mapping[str, int]:
-        pairs = cast("list[tuple[bytes, float]]", self._redis.zrange(ORDER, 0, -1, withscores=True))
+        pairs = cast(
+            "list[tuple[bytes, float]]", self._redis.zrange(changes.ORDER, 0, -1, withscores=True)
+        )
         return {job_id.decode(): int(position) for job_id, position in pairs}
+
+    def ended(self, *, before_s: float, limit: int) -> Sequence[str]:
+        ids = self._redis.zrangebyscore(changes.ENDED, "-inf", f"({before_s}", start=0, num=limit)
+        return [job_id.decode() for job_id in cast("list[bytes]", ids)]
+
+    def forget(self, job_id: str) -> None:
+        while True:
+            with self._redis.pipeline() as pipe:
+                try:
+                    _watch(pipe, job_key(job_id))
+                    record = self.get(job_id)
+                    pipe.multi()
+                    if record is None:
+                        pipe.zrem(changes.ENDED, job_id)
+                    elif record.state.final:
+                        changes.erase(pipe, record)
+                    pipe.execute()
+                except redis.WatchError:
+                    continue
+                return
+
+    def result_bytes(self) -> Mapping[str, int]:
+        found = cast("dict[bytes, bytes]", self._redis.hgetall(changes.RESULT_BYTES))
+        return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
+
+    def memory(self) -> Memory:
+        found = cast("dict[str, int]", self._redis.info("memory"))
+        return Memory(found["used_memory"], found.get("maxmemory") or None)
 
     def ping(self) -> None:
         self._redis.ping()
@@ -201,13 +247,42 @@ class RedisRecords:
     def _many(self, ids: list[bytes]) -> list[JobRecord]:
         if not ids:
             return []
-        texts = cast(
-            "list[bytes | None]", self._redis.mget([f"gradbox:job:{i.decode()}" for i in ids])
-        )
-        return [JobRecord.from_json(text) for text in texts if text is not None]
+        texts = cast("list[bytes | None]", self._redis.mget([job_key(i.decode()) for i in ids]))
+        records = [self._read(i.decode(), text) for i, text in zip(ids, texts, strict=True)]
+        return [record for record in records if record is not None]
 
+    def _read(self, job_id: str, text: bytes | None) -> JobRecord | None:
+        """Return the record; a damaged one is set aside, and its job failed."""
+        try:
+            return read_record(text)
+        except ValueError as error:
+            return self._fail_damaged(job_id, error)
 
-_Entry = tuple[bytes, dict[bytes, bytes]]
+    def _fail_damaged(self, job_id: str, reason: ValueError) -> JobRecord | None:
+        owner = self._owner_of(job_id)
+        while True:
+            with self._redis.pipeline() as pipe:
+                try:
+                    _watch(pipe, job_key(job_id))
+                    text = cast("bytes | None", pipe.get(job_key(job_id)))
+                    with suppress(ValueError):
+                        return read_record(text)  # another process was faster
+                    assert text is not None
+                    record = failed_record(
+                        job_id, text, reason=reason, owner=owner, now_s=time.time()
+                    )
+                    pipe.multi()
+                    pipe.hset(SET_ASIDE, job_id, cast(Any, text))
+                    changes.write(pipe, None, record)
+                    pipe.execute()
+                except redis.WatchError:
+                    continue
+                return record
+
+    def _owner_of(self, job_id: str) -> str | None:
+        """Look the job up in the owners' indices, for its record does not tell."""
+        owners = self.owners()
+        return next((o for o in owners if self._redis.zscore(owner_key(o), job_id)), None)
 
 
 def _watch(pipe: Pipeline, *keys: str) -> None:
@@ -215,53 +290,5 @@ def _watch(pipe: Pipeline, *keys: str) -> None:
         cast(Any, pipe).watch(*keys)  # redis-py leaves this one method untyped
 
 
-def _place(pipe: Pipeline, positions: Mapping[str, int], told: Sequence[JobRecord]) -> None:
-    pipe.delete(ORDER)
-    if positions:
-        pipe.zadd(ORDER, dict(positions))
-    for record in told:
-        _tell(pipe, record.id, state_event(record, queue_position=positions[record.id]))
-        _ring(pipe, record.id, "position")
-
-
-def _write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
-    pipe.set(f"gradbox:job:{after.id}", after.to_json())
-    if after.state.final:
-        pipe.zrem(ACTIVE, after.id)
-    else:
-        pipe.zadd(ACTIVE, {after.id: after.created_s})
-    if after.state is not JobState.QUEUED:
-        pipe.zrem(ORDER, after.id)
-    event = event_of(before, after)
-    _tell(pipe, after.id, event)
-    _ring(pipe, after.id, event.kind)
-
-
-def _tell(pipe: Pipeline, job_id: str, event: Event) -> None:
-    fields: dict[Any, Any] = {"kind": event.kind, "data": event.data, "final": int(event.final)}
-    pipe.xadd(f"gradbox:events:{job_id}", fields, maxlen=MAX_EVENTS, approximate=True)
-
-
-def _ring(pipe: Pipeline, job_id: str, kind: str) -> None:
-    pipe.xadd(CHANGES, {"job": job_id, "kind": kind}, maxlen=MAX_CHANGES, approximate=True)
-
-
-def _grant(pipe: Pipeline, job_id: str, attempt: int, lease_s: float) -> None:
-    pipe.set(_lease_key(job_id, attempt), 1, px=max(1, int(lease_s * 1000)))
-
-
-def _lease_key(job_id: str, attempt: int) -> str:
-    return f"gradbox:lease:{job_id}:{attempt}"
-
-
 def _posted_key(owner: str, idempotency_key: str) -> str:
     return f"gradbox:posted:{owner}:{hashlib.sha256(idempotency_key.encode()).hexdigest()}"
-
-
-def _read(text: Any) -> JobRecord | None:
-    return None if text is None else JobRecord.from_json(text)
-
-
-def _event(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Event:
-    kind = cast(Any, fields[b"kind"].decode())
-    return Event(entry_id.decode(), kind, fields[b"data"].decode(), fields[b"final"] == b"1")

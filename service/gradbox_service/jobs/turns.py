@@ -6,6 +6,7 @@ dotted name, so the service never imports the worker.
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 import time
@@ -69,13 +70,14 @@ class RqTurns:
         )
 
     def waiting(self) -> Sequence[Turn]:
-        return [_turn(rq_id) for rq_id in self._queue.get_job_ids()]
+        return [turn for turn in map(_turn, self._queue.get_job_ids()) if turn is not None]
 
     def started(self) -> frozenset[Turn]:
         # Scores are the ends of the executions' heartbeats; keys are RQ_ID:EXECUTION.
         live = self._redis.zrangebyscore(self._registry.key, f"({time.time()}", "+inf")
         keys = [key.decode() for key in cast("list[bytes]", live)]
-        return frozenset(_turn(key.partition(":")[0]) for key in keys)
+        turns = [_turn(key.partition(":")[0]) for key in keys]
+        return frozenset(turn for turn in turns if turn is not None)
 
 
 class MemoryTurns:
@@ -104,6 +106,10 @@ class MemoryTurns:
             return self._waiting.popleft() if self._waiting else None
 
 
-def _turn(rq_id: str) -> Turn:
-    job_id, attempt, _ = rq_id.rsplit("-", 2)
-    return Turn(job_id, int(attempt))
+def _turn(rq_id: str) -> Turn | None:
+    """Return the turn that RQ's job is; None for one that `feed` did not make."""
+    found = _RQ_ID.fullmatch(rq_id)
+    return None if found is None else Turn(found[1], int(found[2]))
+
+
+_RQ_ID = re.compile(r"(.+)-(\d{1,9})-[0-9a-f]+")

@@ -28,8 +28,11 @@ LEASE_GRACE_S = 1.0
 # A turn that has left the list is begun within milliseconds. After this long it is taken for lost.
 TURN_GRACE_S = 5.0
 LEADER_TTL_S = 5.0
+# After Redis refused, workers beat again within half a second; until then no lease is judged.
+REFUSED_GRACE_S = 3.0
 # What no change announces (an expired lease, a lost turn) is noticed this fast.
 TICK_S = 0.25
+FAILED_PAUSE_S = 1.0
 LOST = "its lease ran out: the worker's process or its machine stopped answering"
 
 
@@ -54,6 +57,8 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._run, name="gradbox-dispatcher", daemon=True)
         # When the turn of each queued job was last seen, by the monotonic clock.
         self._seen: dict[Turn, float] = {}
+        # Until when leases may have run out because nobody could renew them, by the same clock.
+        self._beats_late_until = 0.0
 
     def tick(self) -> None:
         """Act once: put back lost jobs, order what waits, feed what there is room for."""
@@ -62,13 +67,15 @@ class Dispatcher:
             return
         active = self._records.active()
         running = [record for record in active if record.state is JobState.RUNNING]
-        if self._put_back_lost(running):
+        if time.monotonic() >= self._beats_late_until and self._put_back_lost(running):
             active = self._records.active()
             running = [record for record in active if record.state is JobState.RUNNING]
         self._feed([record for record in active if record.state is JobState.QUEUED], running)
 
     def start(self) -> None:
         """Begin to act, on every change and four times a second."""
+        # Redis may have been away together with this process.
+        self._beats_late_until = time.monotonic() + REFUSED_GRACE_S
         self._thread.start()
 
     def close(self) -> None:
@@ -81,7 +88,7 @@ class Dispatcher:
 
     @property
     def alive(self) -> bool:
-        """Whether it acts; False after a failure that it could not wait out."""
+        """Whether it acts."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
@@ -91,8 +98,12 @@ class Dispatcher:
                 self.tick()
                 cursor = self._wait(cursor)
             except redis.RedisError as error:
+                self._beats_late_until = time.monotonic() + REFUSED_GRACE_S
                 log.warning("Redis does not do its part (%s); trying again", error)
                 self._stopping.wait(TICK_S)
+            except Exception:  # a mistake of ours in one look must not end all later ones
+                log.exception("the dispatcher failed; trying again")
+                self._stopping.wait(FAILED_PAUSE_S)
         try:
             self._leadership.release()
         except redis.RedisError as error:

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Protocol
 
 import redis
+from redis.exceptions import LockError
 
 LEADER = "gradbox:leader"
-
-# Compare and act in one step: a process that paused longer than its lock lived must not renew, or
-# release, what another has taken since.
-_RENEW = """
-if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) end
-return 0
-"""
-_RELEASE = """
-if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end
-return 0
-"""
 
 
 class Leadership(Protocol):
@@ -32,22 +21,24 @@ class Leadership(Protocol):
 
 
 class RedisLeadership:
-    """Implements `Leadership` with one key."""
+    """Implements `Leadership` with redis-py's lock, whose token tells this process from others."""
 
     def __init__(self, connection: redis.Redis) -> None:
-        self._redis = connection
-        self._token = secrets.token_hex(16)
-        self._renew = connection.register_script(_RENEW)
-        self._release = connection.register_script(_RELEASE)
+        # Shared by the threads of this process: it is the process that leads.
+        self._lock = connection.lock(LEADER, blocking=False, thread_local=False)
 
     def hold(self, *, ttl_s: float) -> bool:
-        ttl_ms = max(1, int(ttl_s * 1000))
-        if self._redis.set(LEADER, self._token, nx=True, px=ttl_ms):
-            return True
-        return bool(self._renew(keys=[LEADER], args=[self._token, ttl_ms]))
+        try:
+            return bool(self._lock.extend(ttl_s, replace_ttl=True))
+        except LockError:  # never taken, or it ran out
+            self._lock.timeout = ttl_s
+            return bool(self._lock.acquire())
 
     def release(self) -> None:
-        self._release(keys=[LEADER], args=[self._token])
+        try:
+            self._lock.release()
+        except LockError:
+            return
 
 
 class SoleLeadership:

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,18 +20,21 @@ from typing import BinaryIO
 
 from gradbox.errors import BlobRejected
 from gradbox.tensors.safetensors_header import SafetensorsHeader, read_header
-from gradbox_service.store.files import make_folder, put_in_place
+from gradbox_service.store.files import FileUse, make_folder, put_in_place, touch, use_of
+from gradbox_service.store.room import Room
 
 # Headers kept in memory hold this many tensors together, about 250 MB.
 CACHED_TENSORS = 500_000
 STALE_UPLOAD_S = 24 * 3600
+BLOB = "this blob"
 
 
 class BlobStore:
     """The blobs under one folder, shared by every process of the box."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, reserve_bytes: int | None = None) -> None:
         self._root = root
+        self.room = Room(root, reserve_bytes)
         self._headers: OrderedDict[str, SafetensorsHeader] = OrderedDict()
         self._cached = 0
         self._lock = threading.Lock()
@@ -41,21 +44,24 @@ class BlobStore:
         return self._root / digest[:2] / digest
 
     def size_bytes(self, digest: str) -> int | None:
-        """Return the blob's size, or None if it is not here."""
-        try:
-            return self.path(digest).stat().st_size
-        except FileNotFoundError:
+        """Return the blob's size, or None if it is not here. Whoever asks uses it."""
+        if not touch(self.path(digest)):
             return None
+        found = use_of(self.path(digest))
+        return None if found is None else found.size_bytes
 
     def header(self, digest: str) -> SafetensorsHeader | None:
-        """Return the blob's header, or None if it is not here."""
+        """Return the blob's header, or None if it is not here. Whoever asks uses it."""
+        # The box may have removed the blob since its header was read. The use is noted before the
+        # look, so that a cleaner either sees it or has removed the blob already.
+        if not touch(self.path(digest)):
+            return None
         with self._lock:
             found = self._headers.get(digest)
             if found is not None:
                 self._headers.move_to_end(digest)
         if found is not None:
-            # The box's owner may have removed the blob since its header was read.
-            return found if self.path(digest).exists() else None
+            return found
         try:
             header = read_header(self.path(digest))
         except FileNotFoundError:
@@ -63,24 +69,57 @@ class BlobStore:
         self._remember(digest, header)
         return header
 
-    def upload(self, digest: str) -> Upload:
-        """Begin to write the blob; use the result as a context manager."""
+    def upload(self, digest: str, *, announced_bytes: int = 0) -> Upload:
+        """Begin to write the blob; use the result as a context manager.
+
+        Args:
+            announced_bytes: how large it is said to be; 0 if nothing is said.
+
+        Raises:
+            StorageFull: there is no room for it.
+        """
+        self.room.check(announced_bytes, what=BLOB)
         incoming = self._root / "incoming"
-        make_folder(incoming)
         beside = incoming / f"{digest}.{secrets.token_hex(8)}"
-        return Upload(digest, beside=beside, place=self.path(digest))
+        with self.room.noticing_a_full_disk(what=BLOB):
+            make_folder(incoming)
+            return Upload(digest, beside=beside, place=self.path(digest), room=self.room)
 
     def put(self, digest: str, chunks: Iterable[bytes]) -> None:
         """Write a whole blob.
 
         Raises:
             BlobRejected: see `Upload.commit`.
-            OSError: the disk did not take it.
+            StorageFull: there is no room for it.
         """
         with self.upload(digest) as upload:
             for chunk in chunks:
                 upload.write(chunk)
             upload.commit()
+
+    def files(self) -> Iterator[tuple[str, FileUse]]:
+        """Give the digest, the size and the last use of every blob."""
+        for path in self._root.glob("[0-9a-f][0-9a-f]/*"):
+            found = use_of(path)
+            if found is not None:
+                yield path.name, found
+
+    def remove(self, digest: str, *, unused_since_s: float) -> bool:
+        """Remove the blob unless it was used after a time; tell whether it went."""
+        place = self.path(digest)
+        aside = self._root / "incoming" / f"{digest}.{secrets.token_hex(8)}"
+        make_folder(aside.parent)
+        try:
+            place.rename(aside)
+        except FileNotFoundError:
+            return False
+        # Looked at where nobody finds it any more, so that a use is either seen here or not made.
+        found = use_of(aside)
+        if found is not None and found.used_s > unused_since_s:
+            put_in_place(aside, place)
+            return False
+        aside.unlink(missing_ok=True)
+        return True
 
     def sweep(self) -> None:
         """Remove what uploads that died left behind."""
@@ -102,8 +141,9 @@ class BlobStore:
 class Upload:
     """One blob on its way in. Leaving the context without `commit` leaves nothing behind."""
 
-    def __init__(self, digest: str, *, beside: Path, place: Path) -> None:
+    def __init__(self, digest: str, *, beside: Path, place: Path, room: Room) -> None:
         self._digest = digest
+        self._room = room
         self._beside = beside
         self._place = place
         self._hash = hashlib.sha256()
@@ -111,8 +151,14 @@ class Upload:
         self.size_bytes = 0
 
     def write(self, chunk: bytes | bytearray | memoryview) -> None:
-        """Append bytes, and hash them."""
-        self._file.write(chunk)
+        """Append bytes, and hash them.
+
+        Raises:
+            StorageFull: there is no room for them.
+        """
+        self._room.check(len(chunk), what=BLOB)
+        with self._room.noticing_a_full_disk(what=BLOB):
+            self._file.write(chunk)
         self._hash.update(chunk)
         self.size_bytes += len(chunk)
 
@@ -121,6 +167,7 @@ class Upload:
 
         Raises:
             BlobRejected: the digest differs, or it is not a whole safetensors file.
+            StorageFull: the disk does not hold it.
         """
         found = self._hash.hexdigest()
         if found != self._digest:
@@ -128,9 +175,10 @@ class Upload:
                 f"the {self.size_bytes} bytes that came have the SHA-256 {found}, expected "
                 f"{self._digest}; send them again, and if it repeats, compute the digest anew"
             )
-        self._file.flush()
+        with self._room.noticing_a_full_disk(what=BLOB):
+            self._file.flush()
+            os.fsync(self._file.fileno())
         read_header(self._beside)
-        os.fsync(self._file.fileno())
         put_in_place(self._beside, self._place)
 
     def __enter__(self) -> Upload:

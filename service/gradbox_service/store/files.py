@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 
 def make_folder(path: Path) -> None:
     """Make a folder that only the box's own user reads, and its parents."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+@dataclass(frozen=True)
+class FileUse:
+    """A file's size, and when it was last used in seconds since 1970."""
+
+    size_bytes: int
+    used_s: float
+
+
+def use_of(path: Path) -> FileUse | None:
+    """Return a file's size and last use; None if there is no file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return FileUse(found.st_size, found.st_mtime)
+
+
+def touch(path: Path) -> bool:
+    """Note that a file is used now; False if there is no file."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def put_in_place(beside: Path, place: Path) -> None:

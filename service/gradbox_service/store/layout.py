@@ -8,11 +8,11 @@ from gradbox_service.store.blobs import BlobStore
 from gradbox_service.store.results import ResultStore
 
 
-def blob_store(data: Path) -> BlobStore:
-    """Return the blobs of the box whose data is in this folder."""
-    return BlobStore(data / "blobs")
+def blob_store(data: Path, *, reserve_bytes: int | None = None) -> BlobStore:
+    """Return the blobs of the box whose data is in this folder; see `Room` for the reserve."""
+    return BlobStore(data / "blobs", reserve_bytes=reserve_bytes)
 
 
-def result_store(data: Path) -> ResultStore:
-    """Return the results of the box whose data is in this folder."""
-    return ResultStore(data / "results")
+def result_store(data: Path, *, reserve_bytes: int | None = None) -> ResultStore:
+    """Return the results of the box whose data is in this folder; see `Room` for the reserve."""
+    return ResultStore(data / "results", reserve_bytes=reserve_bytes)

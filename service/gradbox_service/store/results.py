@@ -6,14 +6,20 @@ the file that the record speaks of.
 
 from __future__ import annotations
 
+import glob
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from gradbox_service.store.files import FileUse, touch, use_of
+from gradbox_service.store.room import Room
 
 
 class ResultStore:
     """The results under one folder, shared by every process of the box."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, reserve_bytes: int | None = None) -> None:
         self._root = root
+        self.room = Room(root, reserve_bytes)
 
     def path(self, job_id: str, *, attempt: int) -> Path:
         """Return where the attempt's result is once it is committed."""
@@ -22,6 +28,39 @@ class ResultStore:
     def beside(self, job_id: str, *, attempt: int) -> Path:
         """Return where the attempt writes its result before it renames it to `path`."""
         return self.path(job_id, attempt=attempt).with_suffix(".partial")
+
+    def files(self) -> Iterator[tuple[str, FileUse]]:
+        """Give the job's id, the size and the last use of every committed result."""
+        for path in self._root.glob("*.safetensors"):
+            found = use_of(path)
+            if found is not None:
+                yield path.stem.rpartition(".")[0], found
+
+    def touch(self, job_id: str, *, attempt: int) -> bool:
+        """Note that the result is used now; False if it is not here."""
+        return touch(self.path(job_id, attempt=attempt))
+
+    def remove(self, job_id: str) -> bool:
+        """Remove what every attempt at a job committed; tell whether there was anything."""
+        found = list(self._root.glob(f"{glob.escape(job_id)}.*.safetensors"))
+        for path in found:
+            path.unlink(missing_ok=True)
+        return bool(found)
+
+    def sweep(self, *, is_written: Callable[[str, int], bool], unused_since_s: float) -> None:
+        """Remove what attempts left half written.
+
+        Args:
+            is_written: tells whether an attempt at a job still runs.
+            unused_since_s: what was written to after this time stays.
+        """
+        for path in self._root.glob("*.partial"):
+            found = use_of(path)
+            job_id, _, attempt = path.stem.rpartition(".")
+            if found is None or found.used_s > unused_since_s or not attempt.isdigit():
+                continue
+            if not is_written(job_id, int(attempt)):
+                path.unlink(missing_ok=True)
 
     def discard(self, job_id: str, *, attempt: int) -> None:
         """Remove what the attempt wrote, whether committed or not."""

@@ -10,28 +10,32 @@ import socket
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
+import redis
+
 from gradbox.errors import GradboxError
 from gradbox.settings import FILE, ClientSettings, read_settings, write_settings
-from gradbox_service.http.server import bind, url_of
+from gradbox_service.http.listening import bind, check_exposure, url_of
 from gradbox_service.jobs.connection import connect
-from gradbox_service.settings import Settings
+from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.settings import EMBEDDED, Settings, arguments_of
 from gradbox_service.tokens import RedisTokens
-from gradbox_service.up.embedded_redis import EmbeddedRedis
+from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis
 from gradbox_service.up.part import Part, ended
+from gradbox_service.up.watchdog import REDIS, Watchdog, answers
 
 READY: Final = "gradbox ready at"
 LOOK_S: Final = 0.1
 # A worker stops within a shard; what takes longer is killed, and its job is queued again.
 WORKER_STOP_S: Final = 45.0
 SERVICE_STOP_S: Final = 15.0
+# Between two starts of a Redis that does not start.
+REDIS_PAUSE_S: Final = 5.0
 
 
 class DataInUse(GradboxError):
@@ -71,14 +75,19 @@ class Box:
         self._stop = threading.Event()
         self._num_signals = 0
         self._redis: EmbeddedRedis | None = None
+        self._redis_pause_until_s = 0.0
 
     def run(self) -> int:
         """Start everything, keep it running, and stop it in order when told to.
 
         Raises:
-            DataInUse, CannotListen, NoRedis: it cannot start here; nothing was left running.
+            DataInUse, CannotListen, NoRedis, BadSettings: it cannot start here; nothing was left
+                running.
             PartFailed: a part ended before jobs could run; the rest was stopped.
         """
+        warning = check_exposure(self._settings)
+        if warning is not None:
+            _say(warning)
         self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
         with ExitStack() as stack:
             stack.callback(os.close, lock_folder(self._data))
@@ -90,9 +99,9 @@ class Box:
                 numbers.append(signal.SIGHUP)
             for number in numbers:
                 stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
-            self._redis = EmbeddedRedis.start(self._data / "redis")
+            self._redis = self._start_redis()
             stack.callback(self._stop_redis)
-            url = url_of(bound)
+            url = url_of(bound, tls=self._settings.tls_cert is not None)
             self._keep_credentials(url, self._redis.url)
             service = self._service(bound, self._redis.url)
             workers = self._workers(self._redis.url)
@@ -104,13 +113,17 @@ class Box:
             if self._until_ready(url, [service, *workers]):
                 print(f"{READY} {url}", flush=True)
                 _say(f"GradClient() finds address and token with GRADBOX_DATA={self._data}")
-                self._supervise([service, *workers])
+                names = [worker.name for worker in workers]
+                watchdog = Watchdog(url, redis_url=self._redis.url, workers=names)
+                watchdog.start()
+                stack.callback(watchdog.close)
+                self._supervise([service, *workers], watchdog)
             _say("stopping")
         return 0
 
     def _service(self, bound: socket.socket, redis_url: str) -> Part:
-        arguments = ["--fd", str(bound.fileno()), "--data", str(self._data)]
-        arguments += ["--redis-url", redis_url]
+        settings = self._settings.model_copy(update={"data": self._data, "redis_url": redis_url})
+        arguments = ["--fd", str(bound.fileno()), *arguments_of(settings, leave_out=EMBEDDED)]
         return Part(
             "service",
             "gradbox_service",
@@ -125,6 +138,8 @@ class Box:
             name = f"worker-{index}-{device.replace(':', '-')}"
             arguments = ["--models", str(self._models_file), "--device", device, "--name", name]
             arguments += ["--data", str(self._data), "--redis-url", redis_url]
+            if self._settings.disk_reserve_bytes is not None:
+                arguments += ["--disk-reserve-bytes", str(self._settings.disk_reserve_bytes)]
             log = self._data / "logs" / f"{name}.log"
             found.append(Part(name, "gradbox_worker", arguments, log=log))
         return found
@@ -136,10 +151,18 @@ class Box:
         connection = connect(redis_url)
         try:
             tokens = RedisTokens(connection)
-            if earlier is not None and tokens.owner(earlier.token) is not None:
+            known = None if earlier is None else tokens.find(earlier.token)
+            if earlier is not None and known is not None and known.admin:
                 token = earlier.token
             else:
-                token = tokens.create(getpass.getuser().replace(" ", "-"))
+                token = tokens.create(getpass.getuser().replace(" ", "-"), admin=True)
+        except redis.RedisError as error:
+            if not store_refuses(error):
+                raise
+            raise NoRedis(
+                f"the embedded Redis takes nothing for now ({error}): make room on the disk of "
+                f"{self._data}, or give it more memory with --redis-memory-bytes"
+            ) from error
         finally:
             connection.close()
         write_settings(path, ClientSettings(url=url, token=token))
@@ -148,6 +171,7 @@ class Box:
         """Wait until jobs can run; False if told to stop before."""
         while not self._stop.wait(LOOK_S):
             for part in parts:
+                part.rotate_log()
                 code = part.exit_code()
                 if code is not None:
                     raise PartFailed(
@@ -155,24 +179,46 @@ class Box:
                         f"(all of them: {part.log}):\n{part.tail()}",
                         exit_code=2 if code == 2 else 1,
                     )
-            if _is_ready(url):
+            if answers(f"{url}/readyz"):
                 return True
         return False
 
-    def _supervise(self, parts: Sequence[Part]) -> None:
+    def _supervise(self, parts: Sequence[Part], watchdog: Watchdog) -> None:
         while not self._stop.wait(LOOK_S):
-            self._keep_redis()
+            self._keep_redis(watchdog)
             for part in parts:
+                part.rotate_log()
+                if watchdog.heard_s(part.name) > part.started_s:
+                    part.settle()
+                if part.running and watchdog.hangs(part.name, started_s=part.started_s):
+                    _say(f"{part.name} does not answer any more: killing it")
+                    part.signal(signal.SIGKILL)
                 said = part.keep_running()
                 if said:
                     _say(said)
 
-    def _keep_redis(self) -> None:
-        if self._redis is None or self._redis.alive():
+    def _start_redis(self) -> EmbeddedRedis:
+        return EmbeddedRedis.start(
+            self._data / "redis",
+            appendfsync=self._settings.fsync,
+            memory_bytes=self._settings.redis_memory_bytes,
+        )
+
+    def _keep_redis(self, watchdog: Watchdog) -> None:
+        assert self._redis is not None  # since `run` started it
+        if self._redis.alive() and watchdog.hangs(REDIS, started_s=self._redis.started_s):
+            _say("Redis does not answer any more: killing it")
+            self._redis.kill()
+            self._redis.stop()
+        if self._redis.alive() or time.monotonic() < self._redis_pause_until_s:
             return
         _say("Redis ended; starting it again on the same data")
         self._redis.stop()
-        self._redis = EmbeddedRedis.start(self._data / "redis")
+        try:
+            self._redis = self._start_redis()
+        except NoRedis as error:  # for one because the disk is full: that passes
+            _say(f"{error}; trying again in {REDIS_PAUSE_S:.0f} s")
+            self._redis_pause_until_s = time.monotonic() + REDIS_PAUSE_S
 
     def _stop_redis(self) -> None:
         if self._redis is not None:
@@ -213,16 +259,6 @@ def lock_folder(data: Path) -> int:
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        # Not by a proxy that the environment names: this is the same machine.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"{url}/readyz", timeout=5) as answer:
-            return int(answer.status) == 200
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def _say(text: str) -> None:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from gradbox_service.settings import BadSettings, Settings
+from gradbox_service.settings import BadSettings, Settings, add_arguments, given_in
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -31,11 +31,7 @@ def register(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "up", help="run a whole box on this machine: Redis, service, a worker for every device"
     )
-    parser.add_argument("--host", help="address to listen on (GRADBOX_HOST, 127.0.0.1)")
-    parser.add_argument("--port", help="port to listen on, 0 for a free one (GRADBOX_PORT, 8642)")
-    parser.add_argument(
-        "--data", type=Path, help="folder of all that the box keeps (GRADBOX_DATA, gradbox-data)"
-    )
+    add_arguments(parser, leave_out=("redis_url",))
     parser.add_argument(
         "--models", type=Path, help="the models file (DATA/models.toml, else ./models.toml)"
     )
@@ -54,13 +50,13 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0 if it was told to stop, 1 if a part did not start, 2 if what was given cannot be used.
     """
-    from gradbox_service.http.server import CannotListen
+    from gradbox_service.http.listening import CannotListen
     from gradbox_service.up.box import Box, DataInUse, PartFailed
     from gradbox_service.up.devices import spread
     from gradbox_service.up.embedded_redis import NoRedis
 
     try:
-        settings = Settings.read(host=args.host, port=args.port, data=args.data)
+        settings = Settings.read(**given_in(args))
         # Read for the service alone: a Redis of somebody else's would not be ours to stop.
         if os.environ.get("GRADBOX_REDIS_URL"):
             print("gradbox up: GRADBOX_REDIS_URL is not used, up runs its own", file=sys.stderr)

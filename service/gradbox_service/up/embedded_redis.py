@@ -15,6 +15,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ import redis
 
 from gradbox.errors import GradboxError
 from gradbox_service.jobs.connection import connect
+from gradbox_service.up.append_only_file import cut_zeros
 from gradbox_service.up.lifeline import die_with_parent
 
 AppendFsync = Literal["everysec", "always", "no"]
@@ -50,6 +52,7 @@ class EmbeddedRedis:
     Attributes:
         url: what `connect` takes.
         pid: the server's process.
+        started_s: when it was started, by the monotonic clock.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], *, socket: Path, lock: int) -> None:
@@ -58,12 +61,20 @@ class EmbeddedRedis:
         self.url = f"unix://{socket}"
         self._socket = socket
         self.pid = process.pid
+        self.started_s = time.monotonic()
 
     @classmethod
-    def start(cls, folder: Path, *, appendfsync: AppendFsync = "everysec") -> EmbeddedRedis:
+    def start(
+        cls,
+        folder: Path,
+        *,
+        appendfsync: AppendFsync = "everysec",
+        memory_bytes: int = 0,
+    ) -> EmbeddedRedis:
         """Start a server whose data is in `folder`, and wait until it answers.
 
         Args:
+            memory_bytes: how much memory it may take before it refuses changes; 0 is no bound.
             appendfsync: `everysec` may lose the last second of accepted jobs when the machine (not
                 the server) dies; `always` loses nothing and costs a disk flush a change.
 
@@ -79,7 +90,9 @@ class EmbeddedRedis:
         try:
             socket = _socket_path(folder)
             _stop_orphan(f"unix://{socket}")
-            process = _spawn(binary, folder=folder, socket=socket, appendfsync=appendfsync)
+            _mend(folder)
+            options = _options(folder, socket, appendfsync=appendfsync, memory_bytes=memory_bytes)
+            process = _spawn(binary, options)
         except BaseException:
             os.close(lock)
             raise
@@ -95,6 +108,10 @@ class EmbeddedRedis:
     def alive(self) -> bool:
         """Tell whether the server's process runs."""
         return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End a server that hangs; its append-only file has what it took."""
+        self._process.kill()
 
     def stop(self) -> None:
         """Save and end the server: SHUTDOWN, then SIGTERM, then SIGKILL."""
@@ -172,20 +189,34 @@ def _bundled_binary() -> Path | None:
     return path if os.access(path, os.X_OK) else None
 
 
-def _spawn(
-    binary: Path, *, folder: Path, socket: Path, appendfsync: AppendFsync
-) -> subprocess.Popen[bytes]:
-    options = {
+def _mend(folder: Path) -> None:
+    try:
+        cut_zeros(folder)
+    except OSError as error:
+        raise NoRedis(
+            f"the append-only file in {folder} ends in zero bytes, as after a power cut, and "
+            f"could not be backed up before they are cut off ({error}): make room on the disk"
+        ) from error
+
+
+def _options(
+    folder: Path, socket: Path, *, appendfsync: AppendFsync, memory_bytes: int
+) -> dict[str, str]:
+    return {
         "port": "0",
         "unixsocket": str(socket),
         "unixsocketperm": "700",
         "dir": str(folder),
         "appendonly": "yes",
         "appendfsync": appendfsync,
+        "maxmemory": str(memory_bytes),
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
         "logfile": str(folder / "redis.log"),
     }
+
+
+def _spawn(binary: Path, options: Mapping[str, str]) -> subprocess.Popen[bytes]:
     arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
     return subprocess.Popen(
         [str(binary), *arguments],

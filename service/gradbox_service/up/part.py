@@ -14,11 +14,9 @@ from typing import Final
 from gradbox_service.up.lifeline import die_with_parent
 
 FIRST_PAUSE_S: Final = 0.5
-LONGEST_PAUSE_S: Final = 30.0
-# A process that lived this long had started well: its next restart is quick again.
-SETTLED_S: Final = 60.0
+LONGEST_PAUSE_S: Final = 5.0
 TAIL_LINES: Final = 12
-# A longer log is put aside when the process is started.
+# A longer log is put aside, at most so much of it; the log that was put aside before goes.
 LONGEST_LOG_BYTES: Final = 16 * 2**20
 
 
@@ -31,6 +29,7 @@ class Part:
     Attributes:
         name: what messages call it.
         log: where its output goes.
+        started_s: when it was last started, by the monotonic clock.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Part:
         self._command = [sys.executable, "-m", module, *arguments]
         self._pass_fds = tuple(pass_fds)
         self._process: subprocess.Popen[bytes] | None = None
-        self._started_s = 0.0
+        self.started_s = 0.0
         self._log_start = 0
         self._num_failures = 0
         self._restart_s = 0.0
@@ -60,8 +59,7 @@ class Part:
     def start(self) -> None:
         """Start the process."""
         self.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self.log.exists() and self.log.stat().st_size > LONGEST_LOG_BYTES:
-            self.log.replace(self.log.with_suffix(".log.1"))
+        self.rotate_log()
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             self._log_start = os.lseek(descriptor, 0, os.SEEK_END)
@@ -76,7 +74,7 @@ class Part:
             )
         finally:
             os.close(descriptor)
-        self._started_s = time.monotonic()
+        self.started_s = time.monotonic()
 
     def exit_code(self) -> int | None:
         """Return how the process ended (below zero: by that signal), or None while it runs."""
@@ -97,12 +95,33 @@ class Part:
                 self._restart_s = 0.0
                 self.start()
             return None
-        if now - self._started_s > SETTLED_S:
-            self._num_failures = 0
         pause_s = min(FIRST_PAUSE_S * 2**self._num_failures, LONGEST_PAUSE_S)
         self._num_failures += 1
         self._restart_s = now + pause_s
         return f"{self.name} {ended(code)}; starting it again in {pause_s:.1f} s (log: {self.log})"
+
+    def settle(self) -> None:
+        """Note that the process was ready: its next restart is quick again."""
+        self._num_failures = 0
+
+    def rotate_log(self) -> None:
+        """Put a long log aside, also while the process writes to it.
+
+        The process keeps its descriptor, so the log is copied and emptied; what is written between
+        the two is lost.
+        """
+        try:
+            size_bytes = self.log.stat().st_size
+        except FileNotFoundError:
+            return
+        if size_bytes <= LONGEST_LOG_BYTES:
+            return
+        aside = self.log.with_suffix(".log.1")
+        with self.log.open("rb") as file, aside.open("wb") as kept:
+            file.seek(size_bytes - LONGEST_LOG_BYTES)
+            kept.write(file.read(LONGEST_LOG_BYTES))
+        os.truncate(self.log, 0)
+        self._log_start = 0
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, if the process runs."""

@@ -21,6 +21,9 @@ from gradbox_engine import (
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.replay.gradient_at_cotangents import CotangentGradient, first_outputs
 from tests import case_models
+from tests.cases import CASES
+from tests.engine.replay.halves import first_half
+from tests.engine.replay.running import answer
 from tests.oracle import TOLERANCE, difference
 
 
@@ -96,6 +99,8 @@ class Counting(nn.Module):
             self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(getattr(self, "seen", None), Tensor):
+            self.seen += 1
         return self.inner(x) + (next(self.calls) if self.leaking else 0)
 
 
@@ -108,8 +113,8 @@ def test_a_model_that_does_not_repeat_itself_gives_no_gradient() -> None:
         gradient_at_cotangents(model, groups, cotangents, first_outputs(answer))
 
 
-@pytest.mark.parametrize(("buffered", "expected"), [(False, [3]), (True, [4, 3])])
-def test_shards_without_a_cotangent_run_only_for_their_buffers(
+@pytest.mark.parametrize(("buffered", "expected"), [(False, [3]), (True, [4, 3, 2, 3])])
+def test_shards_without_a_cotangent_run_only_where_buffers_change(
     buffered: bool, expected: list[int]
 ) -> None:
     model = Counting(leaking=False, buffered=buffered)
@@ -178,3 +183,14 @@ def test_a_stopped_half_leaves_the_model_as_it_was(phase: str) -> None:
     assert not model.training
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("retain", [0, 10**9])
+@pytest.mark.parametrize("name", CASES)
+def test_the_sum_has_the_same_order_in_one_job_and_in_two_halves(name: str, retain: int) -> None:
+    case = CASES[name]()
+    whole = answer(case, returns=("grads", "cotangents"))
+    assert whole.cotangents is not None
+    cotangents = {g: {"": z} if isinstance(z, Tensor) else z for g, z in whole.cotangents.items()}
+    found = first_half(case, retain=retain).gradient(cotangents).grads
+    assert all(torch.equal(whole.grads[name], gradient) for name, gradient in found.items())

@@ -161,7 +161,7 @@ def test_each_part_of_the_cotangents_finds_its_graphs() -> None:
         assert_same(found, other.gradient(part))
 
 
-def test_a_graph_whose_cotangent_is_zero_is_let_go() -> None:
+def test_a_graph_whose_cotangent_is_zero_is_freed() -> None:
     halves = first_half(CASES["mlp"](), retain=PLENTY)
     cotangents = halves.cotangents()
     cotangents["z"][""][4:8] = 0
@@ -230,21 +230,21 @@ def _forget() -> Iterator[None]:
     _Watched.saved.clear()
 
 
-def test_memory_is_let_go_when_it_is_dropped_and_when_it_was_used() -> None:
+def test_memory_is_freed_when_it_is_dropped_and_when_it_was_used() -> None:
     case = CASES["mlp"]()
     none = first_half(case, _WatchedModel())
     assert none.first.kept is None
     assert _alive() == 0
     some = first_half(case, _WatchedModel(), retain=PLENTY)
     assert _alive() == 4
-    some.kept.drop_one()
+    some.kept.free_one()
     assert _alive() == 3
     found = some.gradient()
     assert (found.retained, found.replayed) == (3, 1)
     assert _alive() == 0
     assert_same(found, none.gradient())
     some = first_half(case, _WatchedModel(), retain=PLENTY)
-    some.kept.drop()
+    some.kept.free()
     assert _alive() == 0
     assert some.kept.num_bytes == 0
     assert_same(some.gradient(), found)
@@ -264,8 +264,8 @@ class _Older:
     def newest_bytes(self) -> int:
         return next((kept.newest_bytes for kept in self.passes[::-1] if kept.num_kept), 0)
 
-    def drop_oldest(self) -> None:
-        next(kept for kept in self.passes if kept.num_kept).drop_one()
+    def free_oldest(self) -> None:
+        next(kept for kept in self.passes if kept.num_kept).free_one()
 
 
 @pytest.mark.parametrize(

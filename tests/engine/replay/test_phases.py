@@ -7,18 +7,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from gradbox_engine.model.prepared import Terms, prepared
+from gradbox_engine.model.prepared import prepared
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.wrt import select
-from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.cotangents import differentiate
-from gradbox_engine.replay.first_pass import forward
+from gradbox_engine.replay.first_pass import first_pass
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.replay import replay
 from gradbox_engine.replay.retention import GraphBudget
 from gradbox_engine.replay.shard_record import ShardRecord
-from gradbox_engine.replay.z import Assembly
-from gradbox_engine.requests import Group, Objective, Silent
+from gradbox_engine.replay.z import ShardRows, concatenated
+from gradbox_engine.requests import CallOptions, Group, Objective, Silent
 from tests.cases import CASES, Case
 from tests.oracle import TOLERANCE, difference, naive
 
@@ -26,26 +25,27 @@ from tests.oracle import TOLERANCE, difference, naive
 def _resumed(case: Case, ranges: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
     """Run each phase range by range, every replay on a model that has not seen the first pass."""
     groups = [Group("z", case.groups["z"])]
-    terms = Terms(seed=case.seed, mode=case.mode, output=case.output, readout=case.readout)
+    terms = CallOptions(seed=case.seed, mode=case.mode, output=case.output, readout=case.readout)
     positions = [[Position(0, shard) for shard in shards] for shards in ranges]
     model = case.model()
     records: list[list[ShardRecord]] = []
     with prepared(model, groups, select(model, case.wrt), terms) as ready:
         state = ready.buffers.first
         for part in positions:
-            first = forward(ready, part, before=state, budget=GraphBudget(0), observer=Silent())
+            first = first_pass(ready, part, before=state, budget=GraphBudget(0), observer=Silent())
             records.append(first.records)
             state = first.after
     outputs = {record.position: record.outputs for part in records for record in part}
-    assembly = Assembly(groups, outputs)
+    whole, num_rows = concatenated(groups, outputs)
     loss = differentiate(
         Objective(case.loss, case.loss_inputs),
-        assembly.groups,
+        whole,
         groups,
         device=torch.device("cpu"),
         seed=case.seed,
         widened=False,
     )
+    cotangents = ShardRows(groups, num_rows).parts(loss.cotangents)
     partial = []
     for part in records:
         fresh = case.model()
@@ -53,15 +53,9 @@ def _resumed(case: Case, ranges: Sequence[Sequence[int]]) -> dict[str, torch.Ten
         sums = GradientSums(selection.parameters)
         with prepared(fresh, groups, selection, terms) as ready:
             for record in part:
-                record.drop()
-            replay(
-                ready,
-                part,
-                {r.position: assembly.part(r.position, loss.cotangents) for r in part},
-                sums,
-                comparison=ReplayComparison("fp32"),
-                observer=Silent(),
-            )
+                record.free_graph()
+            mine = {record.position: cotangents[record.position] for record in part}
+            replay(ready, part, mine, sums, observer=Silent())
         partial.append(sums.named())
     return {name: sum(named[name] for named in partial) for name in partial[0]}
 
@@ -77,14 +71,14 @@ def test_partial_gradients_of_any_ranges_add_up(name, ranges):
 def test_a_first_pass_can_go_on_elsewhere():
     case = CASES["cnn in train"]()
     groups = [Group("z", case.groups["z"])]
-    terms = Terms(seed=case.seed, mode="train")
+    terms = CallOptions(seed=case.seed, mode="train")
     halves = [[Position(0, 0), Position(0, 1)], [Position(0, 2), Position(0, 3)]]
 
     def run(state, positions):
         model = case.model()
         with prepared(model, groups, select(model, None), terms) as ready:
             before = state or ready.buffers.first
-            return forward(
+            return first_pass(
                 ready, positions, before=before, budget=GraphBudget(0), observer=Silent()
             )
 

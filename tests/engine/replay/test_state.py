@@ -173,7 +173,7 @@ def test_snapshots_share_what_did_not_change():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval())
     buffers = Buffers(model)
     model(torch.randn(4, 3))
-    second = buffers.take(buffers.first)
+    second = buffers.advance(buffers.first)
     shared = {slot for slot, value in second.values.items() if value is buffers.first.values[slot]}
     assert shared == {("1", "running_mean"), ("1", "running_var"), ("1", "num_batches_tracked")}
 
@@ -278,8 +278,8 @@ def test_a_job_inside_a_stream_does_not_disturb_it():
 
 
 def test_a_comparison_on_the_device_may_be_looked_at_later():
-    first = Snapshot({("", "a"): torch.zeros(3), ("", "b"): torch.ones(3)})
-    second = Snapshot({("", "a"): torch.zeros(3), ("", "b"): torch.zeros(3)})
+    first = Snapshot({("", "a"): torch.zeros(3), ("", "b"): torch.ones(3)}, versions={})
+    second = Snapshot({("", "a"): torch.zeros(3), ("", "b"): torch.zeros(3)}, versions={})
     second.compare_later(first, list(second.values))
     own = dict(second.values)
     second.share()

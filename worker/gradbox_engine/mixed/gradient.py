@@ -30,10 +30,8 @@ graph does not fit is not split.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Collection
+from typing import Unpack
 
 from torch import Tensor, nn
 
@@ -41,20 +39,20 @@ from gradbox_engine.errors import BadInputs
 from gradbox_engine.mixed.inner import Inner
 from gradbox_engine.mixed.jacobian_products import ShardJacobians
 from gradbox_engine.mixed.phases import Equipment, differentiate_outer, first_pass, tangent_pass
-from gradbox_engine.mixed.sums import Sums
+from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.model.kernels import differentiable_kernels
-from gradbox_engine.model.prepared import Streams, Terms, prepared
+from gradbox_engine.model.prepared import prepared
 from gradbox_engine.model.wrt import Selection
 from gradbox_engine.replay.cotangents import trainable
+from gradbox_engine.replay.phase_clock import PhaseClock
 from gradbox_engine.requests import (
+    CallKeywords,
+    CallOptions,
     Group,
     MixedResult,
     MixedReturned,
-    Mode,
     Objective,
     Observer,
-    Phase,
-    Precision,
     Silent,
 )
 
@@ -69,15 +67,9 @@ def mixed_gradient(
     outer: Objective,
     *,
     z: str | None = None,
-    seed: int = 0,
-    mode: Mode = "eval",
-    precision: Precision = "fp32",
-    output: str | int | None = None,
-    readout: Callable[[Any, dict[str, Any]], Any] | None = None,
-    weights: Mapping[str, Tensor] | None = None,
-    streams: Streams = "shard",
     returns: Collection[MixedReturned] = (),
     observer: Observer | None = None,
+    **options: Unpack[CallKeywords],
 ) -> MixedResult:
     """Return dt/dy for t = outer(dfdz, x), dfdz_i = ∂inner(y, G(z_i))/∂z_i.
 
@@ -90,47 +82,34 @@ def mixed_gradient(
         outer: called with dfdz, shards along dim 0, and its inputs by name; returns one number. Its
             parameters may be leaves of `inner`, under the same names.
         z: the shards' argument that is z; None takes the first floating-point one.
-        output: which part of the model's output is v, see `outputs`.
-        readout: (output, inputs) → v, a tensor or a dict of tensors.
         returns: "dfdz" gives it back beside the gradients, which always come.
+        options: how the model is called, see `CallOptions`; `output` and `readout` choose v.
 
     Raises:
         EngineError: see `errors`; each says what was expected, what came, and what to do.
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
     leaves = _leaves(inner, outer)
-    widened = precision == "fp64"
-    terms = Terms(
-        seed=seed,
-        mode=mode,
-        precision=precision,
-        output=output,
-        readout=readout,
-        weights=weights or {},
-        streams=streams,
-    )
+    told = CallOptions(**options).without_penalties("mixed_gradient")
     with (
-        prepared(model, [group], NOTHING, terms) as ready,
-        trainable(leaves, widened=widened),
+        prepared(model, [group], NOTHING, told) as ready,
+        trainable(leaves, widened=told.widened),
         differentiable_kernels(),
     ):
         equipment = Equipment(
             ready=ready,
-            jacobians=ShardJacobians(ready, argument=z, scaled=precision == "fp16"),
-            inner=Inner(inner, device=ready.device, seed=seed, widened=widened),
-            precision=precision,
+            jacobians=ShardJacobians(ready, argument=z, scaled=told.precision == "fp16"),
+            inner=Inner(inner, device=ready.device, seed=told.seed, widened=told.widened),
             observer=observer or Silent(),
         )
-        seconds: dict[Phase, float] = {}
-        with _timed(seconds, "forward"):
+        clock = PhaseClock(ready.device)
+        with clock.timed("forward"):
             first = first_pass(equipment)
-        with _timed(seconds, "cotangents"):
-            differentiated = differentiate_outer(
-                equipment, outer, first, seed=seed, widened=widened
-            )
-        sums = Sums(leaves)
+        with clock.timed("cotangents"):
+            differentiated = differentiate_outer(equipment, outer, first)
+        sums = LeafSums(leaves)
         sums.add(differentiated.direct)
-        with _timed(seconds, "replay"):
+        with clock.timed("replay"):
             tangents = tangent_pass(equipment, first, differentiated.directions, sums)
     return MixedResult(
         value=differentiated.value,
@@ -140,7 +119,7 @@ def mixed_gradient(
         tangents=tangents.num_shards,
         fallbacks=tangents.fallbacks,
         replay_difference=tangents.difference,
-        seconds=seconds,
+        seconds=clock.seconds,
         dfdz=differentiated.dfdz if "dfdz" in returns else None,
     )
 
@@ -164,10 +143,3 @@ def _leaves(inner: Objective, outer: Objective) -> dict[str, Tensor]:
             "inner or outer parameters"
         )
     return leaves
-
-
-@contextmanager
-def _timed(seconds: dict[Phase, float], phase: Phase) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[phase] = time.perf_counter() - start

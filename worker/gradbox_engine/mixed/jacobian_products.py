@@ -11,7 +11,6 @@ backward marked `once_differentiable`: its mark in the graph is looked for.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,12 +24,12 @@ from gradbox_engine.errors import BadInputs, BadOutput, ModelCallFailed, NoTange
 from gradbox_engine.mixed.dual import dual, parts
 from gradbox_engine.mixed.forward_rules import LeanRules
 from gradbox_engine.model.blame import blaming
-from gradbox_engine.model.calls import Passage
+from gradbox_engine.model.calls import ShardGraph
 from gradbox_engine.model.kernels import checkpoints_inlined
 from gradbox_engine.model.outputs import Outputs
-from gradbox_engine.model.precision import accumulation_dtype
+from gradbox_engine.model.precision import accumulation_dtype, fp16_scale
+from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.shard_feed import Position
-from gradbox_engine.replay.shard_record import Prepared
 
 WITHOUT_RULE = re.compile(r"Trying to use forward AD with (\S+) that does not support it")
 WITHOUT_JVP = "You must implement the jvp function for custom autograd.Function"
@@ -76,23 +75,24 @@ class ShardJacobians:
         leaf = z.requires_grad_()
         with torch.enable_grad():
             # A copy, for the model may write to its argument, and a leaf must not be written to.
-            passage = self._calls(position, {**arguments, name: leaf.clone()})
-        flowing = {n: v for n, v in passage.outputs.items() if v.requires_grad}
-        if not flowing:
+            graph = self._calls(position, {**arguments, name: leaf.clone()})
+        differentiable = {n: v for n, v in graph.outputs.items() if v.requires_grad}
+        if not differentiable:
             raise BadOutput(
                 f"{self._calls.where(position)}: expected an output that depends on the argument "
                 f"{name!r}, got one that does not; name the argument to differentiate by z="
             )
-        a = {n: cotangent for n, cotangent in cotangents(passage.outputs).items() if n in flowing}
+        found = cotangents(graph.outputs)
+        a = {name: cotangent for name, cotangent in found.items() if name in differentiable}
         scale = self._scale(list(a.values()))
         with blaming("the backward pass", self._calls.where(position)), self._calls.backward():
             if a:
                 torch.autograd.backward(
-                    [flowing[n] for n in a],
-                    [(cotangent * scale).to(flowing[n].dtype) for n, cotangent in a.items()],
+                    [differentiable[n] for n in a],
+                    [(cotangent * scale).to(differentiable[n].dtype) for n, cotangent in a.items()],
                 )
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        outputs = {n: v.detach() for n, v in passage.outputs.items()}
+        outputs = {n: v.detach() for n, v in graph.outputs.items()}
         return outputs, gradient if scale == 1.0 else gradient / scale
 
     def forward_mode(self, position: Position, u: Tensor) -> Linearised:
@@ -105,8 +105,8 @@ class ShardJacobians:
         scale = self._scale([u])
         with forward_ad.dual_level(), checkpoints_inlined(), LeanRules():
             moving = dual(z, (u * scale).to(z.dtype).view_as(z))
-            passage = self._calls(position, {**arguments, name: moving})
-            found = {n: parts(v) for n, v in passage.outputs.items()}
+            graph = self._calls(position, {**arguments, name: moving})
+            found = {n: parts(v) for n, v in graph.outputs.items()}
         return _linearised(found, scale)
 
     def double_transposed(self, position: Position, u: Tensor) -> Linearised:
@@ -119,9 +119,9 @@ class ShardJacobians:
         scale = self._scale([u])
         leaf = z.requires_grad_()
         with torch.enable_grad(), checkpoints_inlined():
-            passage = self._calls(position, {**arguments, name: leaf.clone()})
-            tangents = self._twice(position, passage, leaf, (u * scale).to(z.dtype).view_as(z))
-        return _linearised({n: (v, tangents.get(n)) for n, v in passage.outputs.items()}, scale)
+            graph = self._calls(position, {**arguments, name: leaf.clone()})
+            tangents = self._twice(position, graph, leaf, (u * scale).to(z.dtype).view_as(z))
+        return _linearised({n: (v, tangents.get(n)) for n, v in graph.outputs.items()}, scale)
 
     def _no_tangent(self, position: Position, found: str) -> NoTangent:
         """Return the error that neither way gives Ju, because of what was found."""
@@ -132,14 +132,14 @@ class ShardJacobians:
         )
 
     def _twice(
-        self, position: Position, passage: Passage, leaf: Tensor, u: Tensor
+        self, position: Position, graph: ShardGraph, leaf: Tensor, u: Tensor
     ) -> dict[str, Tensor | None]:
-        flowing = {n: v for n, v in passage.outputs.items() if v.requires_grad}
-        probes = {n: torch.zeros_like(v, requires_grad=True) for n, v in flowing.items()}
+        differentiable = {n: v for n, v in graph.outputs.items() if v.requires_grad}
+        probes = {n: torch.zeros_like(v, requires_grad=True) for n, v in differentiable.items()}
         try:
             with self._calls.backward():
                 (product,) = torch.autograd.grad(
-                    list(flowing.values()), leaf, list(probes.values()), create_graph=True
+                    list(differentiable.values()), leaf, list(probes.values()), create_graph=True
                 )
                 if _has_dead_end(product):
                     raise self._no_tangent(position, "a backward marked once_differentiable")
@@ -164,12 +164,7 @@ class ShardJacobians:
         return arguments, self._argument, arguments[self._argument]
 
     def _scale(self, tensors: list[Tensor]) -> float:
-        if not self._scaled:
-            return 1.0
-        largest = max((float(t.abs().amax()) for t in tensors if t.numel()), default=0.0)
-        if not 0 < largest < math.inf:
-            return 1.0
-        return 2.0 ** -round(math.log2(largest))
+        return fp16_scale(tensors, largest=1.0) if self._scaled else 1.0
 
 
 def missing_rule(error: ModelCallFailed) -> str:

@@ -13,16 +13,16 @@ from torch import Tensor
 from gradbox_engine.errors import BadInputs, ModelCallFailed
 from gradbox_engine.mixed.inner import Contraction, Inner, norm
 from gradbox_engine.mixed.jacobian_products import Linearised, ShardJacobians, missing_rule
-from gradbox_engine.mixed.sums import Sums
+from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.model.outputs import BARE, Outputs
 from gradbox_engine.model.precision import replay_tolerance
+from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.snapshots import Snapshot
 from gradbox_engine.replay.comparison import ReplayComparison
-from gradbox_engine.replay.cotangents import SOLE_GROUP, differentiate
-from gradbox_engine.replay.shard_record import Prepared
-from gradbox_engine.replay.z import Assembly
-from gradbox_engine.requests import Objective, Observer, Precision
+from gradbox_engine.replay.cotangents import differentiate, nonzero
+from gradbox_engine.replay.z import ShardRows, concatenated
+from gradbox_engine.requests import SOLE_GROUP, Objective, Observer
 
 SKETCH_ENTRIES = 4096
 """How many entries of v are kept of each shard and output, at equal distances, to compare with."""
@@ -37,12 +37,11 @@ class Equipment:
     ready: Prepared
     jacobians: ShardJacobians
     inner: Inner
-    precision: Precision
     observer: Observer
 
 
 @dataclass
-class ShardRecord:
+class MixedShard:
     """What the first pass leaves of a shard."""
 
     position: Position
@@ -53,7 +52,7 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class OuterDifferentiated:
-    """t, and what flows back from it: to y directly, and u by shard where it is not zero."""
+    """t and its derivatives: by y directly, and u = ∂t/∂dfdz by shard where it is not zero."""
 
     value: float
     direct: dict[str, Tensor]  # without what outer itself does not reach
@@ -70,19 +69,19 @@ class TangentPass:
     difference: float = 0.0
 
 
-def first_pass(equipment: Equipment) -> list[ShardRecord]:
+def first_pass(equipment: Equipment) -> list[MixedShard]:
     """Take v, a and dfdz of every shard, in order, each through its own graph."""
     observer, num_shards = equipment.observer, len(equipment.ready.calls.groups[0].shards)
     buffers = equipment.ready.buffers
     before = buffers.first
-    records: list[ShardRecord] = []
+    records: list[MixedShard] = []
     for shard, following in pairwise([*range(num_shards), None]):
         assert shard is not None
         observer.step("forward", shard, num_shards)
         position = Position(0, shard)
         cotangents = partial(equipment.inner.cotangents, position)
         outputs, dfdz = equipment.jacobians.transposed(position, cotangents)
-        records.append(ShardRecord(position, before, _sketch(outputs), dfdz))
+        records.append(MixedShard(position, before, _sketch(outputs), dfdz))
         _check_alike(equipment, records[0], records[-1])
         before = buffers.advance(before)
         equipment.ready.feed.prefetch(None if following is None else Position(0, following))
@@ -93,43 +92,42 @@ def first_pass(equipment: Equipment) -> list[ShardRecord]:
 def differentiate_outer(
     equipment: Equipment,
     outer: Objective,
-    records: Sequence[ShardRecord],
-    *,
-    seed: int,
-    widened: bool,
+    records: Sequence[MixedShard],
 ) -> OuterDifferentiated:
     """Evaluate t at dfdz and differentiate it there."""
     equipment.observer.step("cotangents", 0, 1)
-    group = replace(equipment.ready.calls.groups[0], name=SOLE_GROUP)
-    assembly = Assembly([group], {record.position: {BARE: record.dfdz} for record in records})
-    for record in records:  # views of the whole, which is thus held once
-        record.dfdz = assembly.part(record.position, assembly.groups)[BARE]
+    ready = equipment.ready
+    group = replace(ready.calls.groups[0], name=SOLE_GROUP)
+    whole, num_rows = concatenated([group], {r.position: {BARE: r.dfdz} for r in records})
+    rows = ShardRows([group], num_rows)
+    for record, part in zip(records, rows.parts(whole).values(), strict=True):
+        record.dfdz = part[BARE]  # a view of the whole, which is thus held once
     found = differentiate(
         outer,
-        assembly.groups,
+        whole,
         [group],
-        device=equipment.ready.device,
-        seed=seed,
-        widened=widened,
+        device=ready.device,
+        seed=ready.options.seed,
+        widened=ready.options.widened,
         called="outer",
     )
     dfdz = found.seen[SOLE_GROUP]
     assert isinstance(dfdz, Tensor)
-    parts = {r.position: assembly.part(r.position, found.cotangents) for r in records}
+    directions = nonzero(rows.parts(found.cotangents))
     equipment.observer.step("cotangents", 1, 1)
     return OuterDifferentiated(
         value=found.loss,
         direct={n: g for n, g in found.parameters.items() if n not in found.unreached},
-        directions=_flowing({p: part[BARE] for p, part in parts.items() if part}),
+        directions={position: part[BARE] for position, part in directions.items()},
         dfdz=dfdz,
     )
 
 
 def tangent_pass(
     equipment: Equipment,
-    records: Sequence[ShardRecord],
+    records: Sequence[MixedShard],
     directions: Mapping[Position, Tensor],
-    sums: Sums,
+    sums: LeafSums,
 ) -> TangentPass:
     """Add ∂⟨a_i(y, v_i), J_i u_i⟩/∂y for every shard that u is not zero for.
 
@@ -162,11 +160,11 @@ class _Tangents:
         """
         self.went = went
         self._largest = largest
-        self.comparison = ReplayComparison(equipment.precision)
+        self.comparison = ReplayComparison(equipment.ready.options.precision)
         self._equipment = equipment
         self._obstacle: str | None = None
 
-    def take(self, record: ShardRecord, u: Tensor) -> Contraction:
+    def take(self, record: MixedShard, u: Tensor) -> Contraction:
         """Return J u of a shard, contracted with a.
 
         Raises:
@@ -187,7 +185,7 @@ class _Tangents:
         fallbacks[self._obstacle] = fallbacks.get(self._obstacle, 0) + 1
         return self._by_double_backward(record, u)
 
-    def _by_forward_mode(self, record: ShardRecord, u: Tensor) -> Contraction | None:
+    def _by_forward_mode(self, record: MixedShard, u: Tensor) -> Contraction | None:
         self._equipment.ready.buffers.restore(record.before)
         linearised = self._equipment.jacobians.forward_mode(record.position, u)
         contraction = self._contract(record, linearised)
@@ -196,27 +194,27 @@ class _Tangents:
         self._compare(record, linearised)
         return contraction
 
-    def _by_double_backward(self, record: ShardRecord, u: Tensor) -> Contraction:
+    def _by_double_backward(self, record: MixedShard, u: Tensor) -> Contraction:
         self._equipment.ready.buffers.restore(record.before)
         linearised = self._equipment.jacobians.double_transposed(record.position, u)
         self._compare(record, linearised)
         return self._contract(record, linearised)
 
-    def _contract(self, record: ShardRecord, linearised: Linearised) -> Contraction:
+    def _contract(self, record: MixedShard, linearised: Linearised) -> Contraction:
         return self._equipment.inner.contract(
             record.position, linearised.outputs, linearised.tangents
         )
 
-    def _compare(self, record: ShardRecord, linearised: Linearised) -> None:
+    def _compare(self, record: MixedShard, linearised: Linearised) -> None:
         where = self._equipment.ready.calls.where(record.position)
         self.comparison.compare(where, _sketch(linearised.outputs), record.sketch)
 
-    def _agrees(self, record: ShardRecord, u: Tensor, contraction: Contraction) -> bool:
+    def _agrees(self, record: MixedShard, u: Tensor, contraction: Contraction) -> bool:
         """Return whether ⟨a, J u⟩ = ⟨dfdz, u⟩ within rounding; waits for the device."""
         expected = (record.dfdz.to(u.dtype) * u).sum()
         error = (contraction.product.detach() - expected).abs()
         scale = torch.maximum(contraction.scale, self._largest)
-        tolerance = replay_tolerance(self._equipment.precision, record.dfdz.dtype)
+        tolerance = replay_tolerance(self._equipment.ready.options.precision, record.dfdz.dtype)
         return bool(error <= tolerance * scale)
 
 
@@ -229,7 +227,7 @@ def _sketch(outputs: Outputs) -> Outputs:
     return sketched
 
 
-def _check_alike(equipment: Equipment, first: ShardRecord, record: ShardRecord) -> None:
+def _check_alike(equipment: Equipment, first: MixedShard, record: MixedShard) -> None:
     if first.dfdz.shape[1:] != record.dfdz.shape[1:] or first.dfdz.dtype != record.dfdz.dtype:
         raise BadInputs(
             f"{equipment.ready.calls.where(record.position)}: expected the z of all shards to have "
@@ -237,12 +235,3 @@ def _check_alike(equipment: Equipment, first: ShardRecord, record: ShardRecord) 
             f"{tuple(record.dfdz.shape)} after {first.dfdz.dtype} {tuple(first.dfdz.shape)}; pad "
             f"them to one shape"
         )
-
-
-def _flowing(directions: Mapping[Position, Tensor]) -> dict[Position, Tensor]:
-    """Return the directions that are not zero, or one that is, by which to tell what t reaches."""
-    if not directions:
-        return {}
-    flags = torch.stack([(u != 0).any() for u in directions.values()]).tolist()
-    flowing = {p: u for (p, u), flag in zip(directions.items(), flags, strict=True) if flag}
-    return flowing or dict(list(directions.items())[-1:])

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradbox_engine.model.precision import accumulation_dtype
 
 
-class Sums:
+class LeafSums:
     """One sum for each leaf, in float32 or wider."""
 
     def __init__(self, leaves: Mapping[str, Tensor]) -> None:
@@ -33,5 +33,5 @@ class Sums:
         return dict(self._sums)
 
     def unreached(self) -> tuple[str, ...]:
-        """Return the leaves that no gradient has come to."""
+        """Return the leaves that no gradient has reached."""
         return tuple(name for name in self._sums if name not in self._reached)

@@ -8,11 +8,21 @@ import torch
 
 from gradbox_engine.errors import EngineError, ModelCallFailed
 
+CPU_ALLOCATOR_FAILED = "can't allocate memory"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether memory ran out: torch raises a plain RuntimeError for that on a CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and CPU_ALLOCATOR_FAILED in str(error)
+
 
 class blaming:  # noqa: N801 - reads as a phrase: with blaming("the model", "shard 3")
     """Turn what foreign code raises into ModelCallFailed, which says where it was called.
 
-    The engine's own errors and running out of memory pass unchanged.
+    The engine's own errors pass unchanged. Running out of memory becomes torch.OutOfMemoryError,
+    whatever the device.
     """
 
     def __init__(self, what: str, where: str) -> None:
@@ -28,8 +38,10 @@ class blaming:  # noqa: N801 - reads as a phrase: with blaming("the model", "sha
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, EngineError | torch.OutOfMemoryError | MemoryError):
+        if isinstance(error, EngineError | torch.OutOfMemoryError):
             return
+        if is_out_of_memory(error):
+            raise torch.OutOfMemoryError(f"{self._where}: {self._what}: {error}") from error
         if isinstance(error, Exception):
             raise ModelCallFailed(
                 f"{self._where}: {self._what} raised {type(error).__name__}: {error}"

@@ -19,90 +19,90 @@ from gradbox_engine.model.precision import autocast
 from gradbox_engine.model.sample_rng import SampleStreams
 from gradbox_engine.model.shard_feed import Position, call_arguments
 from gradbox_engine.model.shard_rng import begin_stream
-from gradbox_engine.requests import Group, Precision
+from gradbox_engine.requests import CallOptions, Group
 
 
 @dataclass(frozen=True)
-class Passage:
-    """A shard's way through the model, with its graph.
+class ShardGraph:
+    """What one call on a shard returned, with its graph.
 
     `inputs` are the arguments whose gradients are wanted, as leaves of that graph; `taps` the
-    activations under penalties. It is `intact` if those still have their values.
+    activations under penalties, each with its place in the graph. Without `intact` the model has
+    overwritten one of those, and the graph is of no use.
     """
 
     outputs: Outputs
     inputs: dict[str, Tensor]
-    taps: list[tuple[Tap, GradientEdge | None]]  # with their places in the graph
-    penalties: list[Tensor]  # their values, where they were wanted
+    taps: list[tuple[Tap, GradientEdge | None]]
+    penalties: list[Tensor]  # the penalties' values, where they were wanted
     intact: bool
 
 
 class ModelCalls:
     """Calls a model's entry points under each shard's own random stream and one precision.
 
-    The global generators are left where a call leaves them, see `preparation`.
+    The global generators stay where a call leaves them; `prepared` puts them back.
     """
 
     def __init__(
         self,
         model: nn.Module,
         groups: Sequence[Group],
+        options: CallOptions,
         *,
-        seed: int,
-        precision: Precision,
         device: torch.device,
-        output: str | int | None,
-        readout: Callable[[Any, dict[str, Any]], Any] | None,
         differentiated: Mapping[str, Sequence[str]],
-        taps: Taps,
-        sample_streams: SampleStreams | None,
     ) -> None:
+        """Find the entry points and the penalties' submodules.
+
+        Args:
+            differentiated: by group, the arguments whose gradients are wanted.
+
+        Raises:
+            BadInputs: a group names no method of the model.
+            BadPenalty: a penalty names no submodule.
+            SampleStreamRefused: the model cannot draw by sample.
+        """
         self.groups = groups
+        self._options = options
         self._entries = [_entry_point(model, group) for group in groups]
-        self._seed = seed
-        self._precision = precision
         self._device = device
-        self._output = output
-        self._readout = readout
         self._differentiated = differentiated
-        self._taps = taps
-        self._sample_streams = sample_streams
+        self._taps = Taps(model, options.penalties)
+        by_sample = options.streams == "sample"
+        self._by_sample = SampleStreams(model, groups, seed=options.seed) if by_sample else None
 
     def __call__(
-        self,
-        position: Position,
-        arguments: dict[str, Any],
-        *,
-        with_values: bool = False,
-        graph: bool = True,
-    ) -> Passage:
+        self, position: Position, arguments: dict[str, Any], *, with_penalties: bool = False
+    ) -> ShardGraph:
         """Put a shard through the model and return z with its graph.
 
         Args:
-            with_values: whether to evaluate the penalties; otherwise they wait for the way back.
-            graph: whether there is to be one.
+            with_penalties: whether to evaluate the penalties here too; in the backward pass they
+                are in any case.
 
         Raises:
             ModelCallFailed: the model or the readout raised; the message says on which shard.
             BadOutput: there is no floating-point tensor where z was looked for.
+            torch.OutOfMemoryError: the shard does not fit.
         """
         leaves = self._leaves(position, arguments)
         arguments = {**arguments, **leaves}
         by_place, by_name = call_arguments(arguments)
-        entry = self._entries[position.group]
+        entry, readout = self._entries[position.group], self._options.readout
         self.begin(position)
         with (
             blaming("the model", self.where(position)),
-            torch.set_grad_enabled(graph),
+            torch.enable_grad(),
             self._drawing(position),
-            autocast(self._precision, self._device),
-            self._taps.listening(with_values=with_values) as tapped,
+            autocast(self._options.precision, self._device),
+            self._taps.hooked(with_values=with_penalties) as tapped,
         ):
-            value = choose(entry(*by_place, **by_name), self._output)
-            if self._readout is not None:
-                value = self._readout(value, arguments)
-        source = "model" if self._readout is None else "readout"
-        return Passage(
+            value = choose(entry(*by_place, **by_name), self._options.output)
+            if readout is not None:
+                value = readout(value, arguments)
+        source = "model" if readout is None else "readout"
+        return ShardGraph(
             outputs=as_outputs(value, source=source),
             inputs=leaves,
             taps=tapped.taps,
@@ -112,7 +112,7 @@ class ModelCalls:
 
     def begin(self, position: Position) -> None:
         """Put the global generators where a shard's stream begins."""
-        begin_stream(self._seed, *self._stream(position))
+        begin_stream(self._options.seed, *self._stream(position))
 
     @property
     def has_penalties(self) -> bool:
@@ -121,16 +121,16 @@ class ModelCalls:
 
     def backward(self) -> AbstractContextManager[None]:
         """Return the context in which a shard's backward pass runs."""
-        return nullcontext() if self._sample_streams is None else self._sample_streams.backward()
+        return nullcontext() if self._by_sample is None else self._by_sample.backward()
 
     def _stream(self, position: Position) -> tuple[int, int]:
         streams = self.groups[position.group].streams
         return position if streams is None else streams[position.shard]
 
     def _drawing(self, position: Position) -> AbstractContextManager[None]:
-        if self._sample_streams is None:
+        if self._by_sample is None:
             return nullcontext()
-        return self._sample_streams.drawing(position, self._device)
+        return self._by_sample.drawing(position, self._device)
 
     def where(self, position: Position) -> str:
         """Name a shard in a message."""

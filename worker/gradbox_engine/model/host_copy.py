@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 
-class Arrival:
+class HostCopy:
     """A copy of a device tensor on its way to the host.
 
-    On a CPU it is there at once. On CUDA it travels behind the kernels that compute it, and
+    On a CPU it is done at once. On CUDA it runs behind the kernels that compute it, and
     `value` waits for no other work than that.
     """
 
@@ -24,15 +24,15 @@ class Arrival:
             self._value = tensor.detach().cpu()
 
     @property
-    def here(self) -> bool:
+    def done(self) -> bool:
         """Whether `value` would return at once."""
         if self._event is None:
             return True
-        arrived: bool = self._event.query()  # type: ignore[no-untyped-call]
-        return arrived
+        done: bool = self._event.query()  # type: ignore[no-untyped-call]
+        return done
 
     def value(self) -> Tensor:
-        """Return the tensor on the host, waiting for it if need be."""
+        """Return the tensor on the host, waiting for the copy if need be."""
         if self._event is not None:
             self._event.synchronize()
         return self._value

@@ -1,21 +1,21 @@
 """Eager penalties: L + Σᵢ weight · loss(tapᵢ), without the memory that adding them to L would take.
 
-The first pass takes a penalty's value where its tap is, and keeps no graph of it. On the way back,
-when the cotangent of a tap is complete, the penalty is evaluated once more on the tap's values,
-differentiated there and then, and its gradient joins the cotangent:
+The first pass takes a penalty's value where its tap is, and keeps no graph of it. In the backward
+pass, when the cotangent of a tap is complete, the penalty is evaluated once more on the tap's
+values, differentiated there and then, and its gradient joins the cotangent:
 
-    ∂L/∂tap = (what comes back from z) + s_b · weight · ∂loss/∂tap
+    ∂L/∂tap = (cotangent from z) + s_b · weight · ∂loss/∂tap
 
-Its graph is gone before the next layer's backward pass, so the peak is that of the largest penalty,
-not of their sum. s_b = per_sample_scale(zᵢ)_b multiplies the rows of sample b; it is a constant in
-the differentiation, and no part of the value.
+Its graph is freed before the next layer's backward pass, so the peak is that of the largest
+penalty, not of their sum. s_b = per_sample_scale(zᵢ)_b multiplies the rows of sample b; it is a
+constant in the differentiation, and no part of the value.
 
 A tap that the model overwrites in place (a normalisation before `ReLU(inplace=True)`) has to be
-copied to be there on the way back. That shows at the end of a call, by the tensor's version: the
-call's graph is then not used, and from there on the penalty's taps are copied.
+copied to be there in the backward pass. Its version tells, at the end of a call: that call's graph
+is not used, and from then on the penalty's taps are copied.
 
 Cost: two forwards and one backward of each penalty for every shard; the memory of a tap that the
-model does not itself keep for its backward pass, such as the input of a ReLU. Not supported:
+model does not itself save for its backward pass, such as the input of a ReLU. Not supported:
 parameters of the penalty's own, which are held constant. Not noticed: a tap overwritten through
 `.data`, which leaves no trace in its version.
 """
@@ -42,33 +42,33 @@ AT = re.compile(r"(?P<module>[^\[\]]*)(\[(?P<element>[^\[\]]+)\])?")
 
 
 class Tap:
-    """One activation of one shard under a penalty, from the forward pass to its way back."""
+    """One activation of one shard under a penalty, from the forward to the backward pass."""
 
     def __init__(self, index: int, penalty: Penalty, activation: Tensor, *, copied: bool) -> None:
         self.index = index
         self._penalty = penalty
-        held = activation.detach()
-        self._held = held.clone() if copied else held
-        self._version = self._held._version
+        value = activation.detach()
+        self._value = value.clone() if copied else value
+        self._version = self._value._version
         self._z: Outputs = {}
         self._factor = 1.0
         if activation.requires_grad:
-            activation.register_hook(self._join)  # type: ignore[no-untyped-call]
+            activation.register_hook(self._add_gradient)  # type: ignore[no-untyped-call]
 
     @property
     def overwritten(self) -> bool:
         """Whether the model has changed the activation in place."""
-        return self._held._version != self._version
+        return self._value._version != self._version
 
     def value(self) -> Tensor:
         """Return weight · loss(tap), 0-dim, by the kernels that a graph would use, without one."""
         with saved_tensors_hooks(lambda _tensor: None, lambda saved: saved):
-            return _evaluate(self._penalty, _leaf(self._held)).detach()
+            return _evaluate(self._penalty, _leaf(self._value)).detach()
 
     def start(self, z: Outputs, factor: float) -> Tensor:
-        """Make ready for the way back; return the zeros with which it starts at this tap.
+        """Make ready for the backward pass; return the zeros with which it starts at this tap.
 
-        They make it pass by here also where no path leads from z.
+        They make it reach the tap also where no path leads there from z.
 
         Args:
             z: the shard's outputs.
@@ -76,11 +76,11 @@ class Tap:
         """
         self._z = {n: t.detach().to(accumulation_dtype(t.dtype)) for n, t in z.items()}
         self._factor = factor
-        return self._held.new_zeros(()).expand(self._held.shape)
+        return self._value.new_zeros(()).expand(self._value.shape)
 
-    def _join(self, cotangent: Tensor) -> Tensor:
+    def _add_gradient(self, cotangent: Tensor) -> Tensor:
         with blaming("its loss", f"penalty at {self._penalty.at!r}"):
-            leaf = _leaf(self._held)
+            leaf = _leaf(self._value)
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 value = _evaluate(self._penalty, leaf)
             if not value.requires_grad:
@@ -107,8 +107,8 @@ class Tap:
 class Tapped:
     """The taps of one call in the order of the call, and their values where they are wanted.
 
-    An edge is the tap's place in the graph, None where nothing below requires grad. The graph holds
-    the taps, so these do not hold the edges: such a cycle would never be freed.
+    An edge is the tap's place in the graph, None where nothing below requires grad. The graph's
+    hooks hold the taps, so these do not hold the edges: such a cycle would never be freed.
     """
 
     def __init__(self, *, with_values: bool) -> None:
@@ -130,15 +130,15 @@ class Taps:
         self._sites = [_site(model, penalty) for penalty in penalties]
         self._copied: set[int] = set()
 
-    def listening(self, *, with_values: bool) -> AbstractContextManager[Tapped]:
-        """Collect what is tapped, and if wanted evaluated, while this lasts."""
+    def hooked(self, *, with_values: bool) -> AbstractContextManager[Tapped]:
+        """Register forward hooks that collect the taps, until this ends."""
         tapped = Tapped(with_values=with_values)
-        return self._hung_up(tapped) if self._sites else nullcontext(tapped)
+        return self._hooks(tapped) if self._sites else nullcontext(tapped)
 
     @contextmanager
-    def _hung_up(self, tapped: Tapped) -> Iterator[Tapped]:
+    def _hooks(self, tapped: Tapped) -> Iterator[Tapped]:
         handles = [
-            module.register_forward_hook(partial(self._hook, index, element, tapped))
+            module.register_forward_hook(partial(self._tap, index, element, tapped))
             for index, (module, element) in enumerate(self._sites)
         ]
         try:
@@ -156,7 +156,7 @@ class Taps:
         self._copied |= overwritten
         return not overwritten
 
-    def _hook(
+    def _tap(
         self,
         index: int,
         element: str | int | None,
@@ -183,7 +183,7 @@ class Taps:
                 f'{describe(activation)}; name an element of it, as in "{penalty.at}[0]"'
             )
         if activation.is_leaf and activation.requires_grad:
-            # Shared by all calls: what is hung on it for one shard would act in every other.
+            # Shared by all calls: a hook registered on it for one shard would run in every other.
             if activation is not output:
                 raise BadPenalty(
                     f"penalty at {penalty.at!r}: expected an activation, got a parameter or an "
@@ -213,8 +213,8 @@ def _evaluate(penalty: Penalty, leaf: Tensor) -> Tensor:
         return value.sum() * penalty.weight
 
 
-def _leaf(held: Tensor) -> Tensor:
-    return held.detach().to(accumulation_dtype(held.dtype)).requires_grad_()
+def _leaf(value: Tensor) -> Tensor:
+    return value.detach().to(accumulation_dtype(value.dtype)).requires_grad_()
 
 
 def _site(model: nn.Module, penalty: Penalty) -> tuple[nn.Module, str | int | None]:

@@ -7,10 +7,12 @@ always gets Z in float32 or wider, and gradients are summed in float32 or wider.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch import Tensor
 
 from gradbox_engine.requests import Precision
 
@@ -29,6 +31,9 @@ REPLAY_TOLERANCE: dict[torch.dtype | Precision, float] = {
 on a CPU the difference is zero; on CUDA some kernels add in no fixed order. About 1000 units in the
 last place for float32, 8 for the 16-bit dtypes; another dropout mask moves z by 0.1 to 1."""
 
+MOST_DOUBLINGS = 120
+"""Scales stay within float32, in which cotangents are scaled and sums divided."""
+
 _SWITCHES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 
 
@@ -40,6 +45,18 @@ def replay_tolerance(precision: Precision, dtype: torch.dtype) -> float:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients of `dtype` are summed: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def fp16_scale(tensors: Iterable[Tensor], *, largest: float) -> float:
+    """Return the power of two that lifts the largest entry of some tensors to about `largest`.
+
+    1 where they are all zero, or not finite. Waits for the device.
+    """
+    found = [tensor.abs().amax() for tensor in tensors if tensor.numel()]
+    top = float(torch.stack(found).amax()) if found else 0.0
+    if not 0 < top < math.inf:
+        return 1.0
+    return 2.0 ** min(round(math.log2(largest / top)), MOST_DOUBLINGS)
 
 
 @contextmanager

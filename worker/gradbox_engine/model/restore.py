@@ -1,6 +1,6 @@
 """The registered model comes out of a job as it went in.
 
-A job sets flags, hangs up hooks, swaps data, and the model itself may rebind attributes. All of
+A job sets flags, registers hooks, swaps data, and the model itself may rebind attributes. All of
 that is put back, also after an error: every attribute of every submodule, the entries of its dicts
 (parameters, buffers, hooks), and of every tensor its data, `requires_grad`, `.grad` and hooks; of
 buffers and of tensors that are plain attributes, which a forward pass may overwrite, also the
@@ -12,8 +12,7 @@ library's cache), and a forward pass that writes to its own parameters in place.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,32 +22,17 @@ from torch import Tensor, nn
 from gradbox_engine.model.tensor_equality import same_values
 
 CONTAINERS = (dict, list, set)
-SET_BY_A_JOB = frozenset({"training", "sparse"})
-
-
-class Preserved:
-    """The attributes of all submodules as they were."""
-
-    def __init__(self, modules: Sequence[_ModuleState]) -> None:
-        self._modules = modules
-
-    def rebound(self) -> bool:
-        """Return whether an attribute, or an entry of one, is now another object.
-
-        Buffers are left out, of which `buffers` takes care, and what jobs set themselves.
-        """
-        return any(state.rebound() for state in self._modules)
 
 
 @contextmanager
-def preserved(model: nn.Module) -> Iterator[Preserved]:
+def restored(model: nn.Module) -> Iterator[None]:
     """Put the model back on the way out, whatever happened inside."""
     modules = [_ModuleState(module) for module in model.modules()]
     plain = (tensor for state in modules for tensor in state.plain_tensors)
     states = [_TensorState(parameter) for parameter in model.parameters()]
     states += [_TensorState(tensor, with_value=True) for tensor in (*model.buffers(), *plain)]
     try:
-        yield Preserved(modules)
+        yield
     finally:
         with torch.no_grad():
             for state in states:
@@ -60,7 +44,7 @@ def preserved(model: nn.Module) -> Iterator[Preserved]:
 class _ModuleState:
     """A submodule's attributes, and the entries of those that are dicts, lists or sets.
 
-    Most of these are empty, hooks that nobody has hung up: no copy is made of them. `plain_tensors`
+    Most of these are empty, for nobody registered a hook: no copy is made of them. `plain_tensors`
     are tensors of its own that are registered nowhere.
     """
 
@@ -77,37 +61,11 @@ class _ModuleState:
             elif isinstance(value, Tensor) and value.is_leaf and not value.is_inference():
                 self.plain_tensors.append(value)
 
-    def rebound(self) -> bool:
-        now = vars(self._module)
-        if now.keys() != self._attributes.keys():
-            return True
-        for name, value in self._attributes.items():
-            if now[name] is not value and name not in SET_BY_A_JOB:
-                return True
-        own = now.get("_buffers")
-        return any(
-            container is not own and not _same_entries(container, entries)
-            for container, entries in self._entries
-        )
-
     def restore(self) -> None:
         for container, entries in self._entries:
             _refill(container, entries)
         vars(self._module).clear()
         vars(self._module).update(self._attributes)
-
-
-def _same_entries(container: Any, entries: Any) -> bool:
-    """Return whether a dict, list or set has just these entries; None stands for none."""
-    if not container or not entries:
-        return not container and not entries
-    if isinstance(container, dict):
-        return container.keys() == entries.keys() and all(
-            container[key] is value for key, value in entries.items()
-        )
-    if isinstance(container, list):
-        return len(container) == len(entries) and all(map(operator.is_, container, entries))
-    return set(map(id, container)) == set(map(id, entries))
 
 
 def _refill(container: Any, entries: Any) -> None:
@@ -122,7 +80,7 @@ def _refill(container: Any, entries: Any) -> None:
 
 
 class _TensorState:
-    """A parameter's or buffer's identity: which data it holds, and what hangs on it."""
+    """A parameter's or buffer's identity: which data it holds, its flags and its hooks."""
 
     __slots__ = ("_data", "_grad", "_hooks", "_later_hooks", "_requires_grad", "_tensor", "_value")
 

@@ -34,7 +34,7 @@ def all_positions(groups: Sequence[Group]) -> list[Position]:
     ]
 
 
-class Feed:
+class ShardFeed:
     """Hands out the arguments of shards on the model's device."""
 
     def __init__(self, groups: Sequence[Group], device: torch.device, *, widened: bool) -> None:
@@ -113,6 +113,24 @@ class Feed:
                 f"{where}: expected positions counted from 0 without gaps, got {places}"
             )
         self._arguments[position.group] = names
+
+
+def permutation(order: Sequence[int] | Tensor, num_rows: int, *, group: str) -> Tensor:
+    """Return `order` as an int64 tensor of shape (N,).
+
+    Raises:
+        BadInputs: it is not a permutation of 0 … N−1.
+    """
+    index_N = torch.as_tensor(order, dtype=torch.int64).cpu()
+    if index_N.shape != (num_rows,) or not torch.equal(
+        index_N.sort().values, torch.arange(num_rows)
+    ):
+        raise BadInputs(
+            f"group {group!r}: expected order to be a permutation of {num_rows} samples, got "
+            f"shape {tuple(index_N.shape)} with {len(set(index_N.flatten().tolist()))} different "
+            f"entries"
+        )
+    return index_N
 
 
 def call_arguments(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Which parameters a job differentiates."""
+"""Which parameters, and which arguments of the model, a job differentiates."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradbox_engine.errors import UnknownParameter
+from gradbox_engine.requests import Group
 
 INPUTS = "inputs."
 
@@ -61,6 +62,31 @@ def select(
     return Selection(parameters, patterns)
 
 
+def matched_inputs(groups: Sequence[Group], patterns: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return which arguments of which group the patterns name, as the first shards tell.
+
+    Raises:
+        UnknownParameter: a pattern matches no floating-point argument.
+    """
+    if not patterns:
+        return {group.name: () for group in groups}
+    known = {
+        group.name: [
+            name
+            for name, value in group.shards[0].items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        ]
+        for group in groups
+    }
+    for pattern in patterns:
+        if not any(_matches(g, name, [pattern]) for g, names in known.items() for name in names):
+            raise UnknownParameter(
+                f"wrt: expected {INPUTS + pattern!r} to match a floating-point argument, got none; "
+                f"there are {known}"
+            )
+    return {g: tuple(n for n in names if _matches(g, n, patterns)) for g, names in known.items()}
+
+
 def _firsts(
     by_name: dict[str, nn.Parameter], first_names: dict[int, str]
 ) -> list[tuple[str, nn.Parameter]]:
@@ -72,4 +98,11 @@ def _no_match(pattern: str, by_name: dict[str, nn.Parameter]) -> str:
     return (
         f"wrt: expected a pattern that matches a floating-point parameter, got {pattern!r}, which "
         f"matches none of {len(by_name)}; did you mean {', '.join(map(repr, close)) or 'nothing'}?"
+    )
+
+
+def _matches(group: str, name: str, patterns: Sequence[str]) -> bool:
+    return any(
+        fnmatchcase(name, pattern) or fnmatchcase(f"{group}.{name}", pattern)
+        for pattern in patterns
     )

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.errors import ReplayMismatch
-from gradbox_engine.model.host_copy import Arrival
+from gradbox_engine.model.host_copy import HostCopy
 from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.precision import replay_tolerance
+from gradbox_engine.model.tensor_equality import same_values
 from gradbox_engine.requests import Precision
 
 
@@ -28,25 +29,18 @@ def relative_difference(again: Tensor, first: Tensor) -> Tensor:
     return torch.where(largest == 0, 0.0, largest / size).float()
 
 
-def same_bits(again: Outputs, first: Outputs) -> bool:
-    """Return whether two outputs are equal in every entry; NaN is not. Waits for the device."""
-    return again.keys() == first.keys() and all(
-        again[name].dtype == z.dtype and torch.equal(again[name], z) for name, z in first.items()
-    )
-
-
 class ReplayComparison:
     """Compares each replayed shard with its first pass, without waiting for the device."""
 
     def __init__(self, precision: Precision) -> None:
         self.largest = 0.0
         self._precision = precision
-        self._pending: list[tuple[str, float, Arrival]] = []
+        self._pending: list[tuple[str, float, HostCopy]] = []
 
     def compare(self, where: str, again: Outputs, first: Outputs) -> None:
-        """Compare one shard, and look at those compared before that have arrived."""
-        if all(z.device.type == "cpu" for z in first.values()) and same_bits(again, first):
-            return  # as on a CPU, where the look costs no wait
+        """Compare one shard, and check those compared before whose result is on the host."""
+        if _same_bits_on_cpu(again, first):
+            return
         for name, tensor in first.items():
             tolerance = replay_tolerance(self._precision, tensor.dtype)
             if name not in again:
@@ -54,10 +48,10 @@ class ReplayComparison:
                     f"{where}: the replay returned no {name!r}, the first pass did"
                 )
             with torch.no_grad():
-                difference = Arrival(relative_difference(again[name].detach(), tensor))
+                difference = HostCopy(relative_difference(again[name].detach(), tensor))
             self._pending.append((where, tolerance, difference))
-        while self._pending and self._pending[0][2].here:
-            self._look(*self._pending.pop(0))
+        while self._pending and self._pending[0][2].done:
+            self._check(*self._pending.pop(0))
 
     def finish(self) -> float:
         """Wait for all comparisons and return the largest difference.
@@ -66,11 +60,11 @@ class ReplayComparison:
             ReplayMismatch: a shard differs by more than its dtype's tolerance.
         """
         while self._pending:
-            self._look(*self._pending.pop(0))
+            self._check(*self._pending.pop(0))
         return self.largest
 
-    def _look(self, where: str, tolerance: float, arrival: Arrival) -> None:
-        difference = arrival.value().item()
+    def _check(self, where: str, tolerance: float, copied: HostCopy) -> None:
+        difference = copied.value().item()
         self.largest = max(self.largest, difference)
         if difference > tolerance:
             raise ReplayMismatch(
@@ -79,3 +73,10 @@ class ReplayComparison:
                 f"nor a global random generator (a call counter, a generator of its own, a "
                 f"cache): move it into a buffer, or switch it off"
             )
+
+
+def _same_bits_on_cpu(again: Outputs, first: Outputs) -> bool:
+    """Return whether two outputs are equal in every entry, where asking costs no wait."""
+    return again.keys() == first.keys() and all(
+        z.device.type == "cpu" and same_values(again[name], z) for name, z in first.items()
+    )

@@ -1,4 +1,4 @@
-"""L = g(Z, extras) and its cotangents ∂L/∂Z: the only step that sees all shards at once.
+"""L = g(Z, extras) and its cotangents z̄ = ∂L/∂Z: the only step that sees all shards at once.
 
 Cost: one forward and one backward of g. Memory: Z, ∂L/∂Z and the graph of g.
 """
@@ -18,17 +18,16 @@ from gradbox_engine.errors import LossNotFinite, LossNotScalar
 from gradbox_engine.model.blame import blaming
 from gradbox_engine.model.outputs import Outputs, as_z, describe
 from gradbox_engine.model.precision import accumulation_dtype
+from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.shard_rng import begin_stream
 from gradbox_engine.model.weights import wide_dtype
-from gradbox_engine.replay.z import permutation
+from gradbox_engine.replay.z import ordered
 from gradbox_engine.requests import Group, Objective, Z
-
-SOLE_GROUP = "z"
 
 
 @dataclass(frozen=True)
 class Differentiated:
-    """The loss and what flows back from it.
+    """The loss and its derivatives.
 
     `cotangents` have the shards' order, `seen` and `seen_cotangents` that in which g saw Z. A
     cotangent is None where no path leads from the loss; a parameter's gradient is zero then, and
@@ -56,7 +55,7 @@ def differentiate(
 ) -> Differentiated:
     """Evaluate g at Z and differentiate it there.
 
-    The global generators are left where g leaves them, see `preparation`.
+    The global generators stay where g leaves them; `prepared` puts them back.
 
     Args:
         outputs: by group, Z in the shards' order; g gets it in float32 or wider.
@@ -70,7 +69,7 @@ def differentiate(
         LossNotFinite: that number is NaN or infinite.
     """
     leaves = {group: _leaves(named) for group, named in outputs.items()}
-    orders = _orders(groups, outputs)
+    by_name = {group.name: group for group in groups}
     # Not a shard's stream: a loss that draws numbers gets the same ones in every run.
     begin_stream(seed, len(groups), 0)
     with (
@@ -79,14 +78,14 @@ def differentiate(
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
     ):
-        seen = {group: _ordered(named, orders.get(group)) for group, named in leaves.items()}
+        seen = {group: ordered(named, by_name[group]) for group, named in leaves.items()}
         inputs = {name: moved(v, device, widened=widened) for name, v in objective.inputs.items()}
         loss = _evaluate(objective, {group: as_z(named) for group, named in seen.items()}, inputs)
         value = finite_number(loss, penalty, called=called)
         flat = [z for named in leaves.values() for z in named.values()]
-        flowing = iter(_gradients(loss, [*flat, *objective.parameters.values()]))
-    cotangents = {g: {name: next(flowing) for name in named} for g, named in leaves.items()}
-    parameters = dict(zip(objective.parameters, flowing, strict=True))
+        gradients = iter(_gradients(loss, [*flat, *objective.parameters.values()]))
+    cotangents = {g: {name: next(gradients) for name in named} for g, named in leaves.items()}
+    parameters = dict(zip(objective.parameters, gradients, strict=True))
     return Differentiated(
         loss=value,
         cotangents=cotangents,
@@ -97,7 +96,7 @@ def differentiate(
         unreached=tuple(name for name, gradient in parameters.items() if gradient is None),
         seen={g: as_z({n: z.detach() for n, z in named.items()}) for g, named in seen.items()},
         seen_cotangents={
-            group: as_z(_ordered(_filled(named, leaves[group]), orders.get(group)))
+            group: as_z(ordered(_filled(named, leaves[group]), by_name[group]))
             for group, named in cotangents.items()
         },
     )
@@ -107,14 +106,6 @@ def _leaves(named: Outputs) -> Outputs:
     return {
         name: z.detach().to(accumulation_dtype(z.dtype)).requires_grad_()
         for name, z in named.items()
-    }
-
-
-def _orders(groups: Sequence[Group], outputs: Mapping[str, Outputs]) -> dict[str, Tensor]:
-    return {
-        group.name: permutation(group.order, _num_rows(outputs[group.name]), group=group.name)
-        for group in groups
-        if group.order is not None
     }
 
 
@@ -161,12 +152,6 @@ def real_number(value: Any, *, called: str) -> Tensor:
     )
 
 
-def _ordered(named: Outputs, order_N: Tensor | None) -> Outputs:
-    if order_N is None:
-        return named
-    return {name: z.index_select(0, order_N.to(z.device)) for name, z in named.items()}
-
-
 def _filled(named: Mapping[str, Tensor | None], like: Outputs) -> Outputs:
     return {n: torch.zeros_like(like[n]) if c is None else c for n, c in named.items()}
 
@@ -182,8 +167,21 @@ def _wide(gradient: Tensor) -> Tensor:
     return gradient.to(accumulation_dtype(gradient.dtype))
 
 
-def _num_rows(named: Outputs) -> int:
-    return next(iter(named.values())).shape[0]
+def nonzero(cotangents: Mapping[Position, Outputs]) -> dict[Position, Outputs]:
+    """Return the cotangents that are not zero, and one in each group that has only zeros.
+
+    A shard whose cotangent is zero needs no backward pass. The one in each group tells the
+    parameters that the loss reaches from those that it does not. Waits for the device once.
+    """
+    given = {position: part for position, part in cotangents.items() if part}
+    flags = [(position, c.any()) for position, part in given.items() for c in part.values()]
+    found = torch.stack([flag for _, flag in flags]).tolist() if flags else []
+    chosen = {position for (position, _), flag in zip(flags, found, strict=True) if flag}
+    for group in {position.group for position in given}:
+        members = [position for position in given if position.group == group]
+        if not chosen.intersection(members):
+            chosen.add(members[-1])
+    return {position: part for position, part in given.items() if position in chosen}
 
 
 @contextmanager

@@ -1,18 +1,17 @@
 """A first pass whose graphs wait for their cotangents, beyond the call that made them.
 
 Between the two halves the model is as it was registered: requires_grad, data and buffers have been
-put back. The graphs do not mind. What they saved are tensors of their own, or aliases of the
-parameters' data as it then was; copies of buffers; and the nodes that hand gradients to the
-parameters, which take them again once the second half has made the model ready in the same way.
+put back. That changes nothing in the graphs. What they saved are tensors of their own, aliases of
+the parameters' data as it then was, and copies of buffers; and the nodes that accumulate gradients
+into the parameters do so again once the second half has prepared the model in the same way.
 
-One thing does not go together: such a node, which all graphs of a parameter share, fixes its dtype.
-While a pass in float64 is kept, none of the same model in another precision may begin, nor the
-other way round.
+One limit: such a node, which all graphs of a parameter share, fixes its dtype. While a pass in
+float64 is kept, none of the same model in another precision may begin, nor the other way round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradbox_engine.model.shard_feed import Position
@@ -22,7 +21,7 @@ from gradbox_engine.replay.shard_record import ShardRecord
 
 @dataclass(eq=False)
 class KeptPass:
-    """The shards of a first pass in order, with those of their graphs that are still there.
+    """The records of a first pass in order, with those of their graphs that are still kept.
 
     `parameters` and `inputs` are what the graphs differentiate: names of parameters, and arguments
     by group. `rows` are as in `SetOutputs`. `overlay_bytes` is the data of parameters that only
@@ -37,8 +36,8 @@ class KeptPass:
 
     @property
     def num_kept(self) -> int:
-        """How many shards' graphs are there."""
-        return sum(record.kept for record in self.records)
+        """How many shards' graphs are kept."""
+        return sum(record.graph is not None for record in self.records)
 
     @property
     def num_bytes(self) -> float:
@@ -49,25 +48,25 @@ class KeptPass:
     @property
     def newest_bytes(self) -> int:
         """Saved tensors of the last one."""
-        return next((record.num_bytes for record in reversed(self.records) if record.kept), 0)
+        return next((record.num_bytes for record in reversed(self.records) if record.graph), 0)
 
-    def drop_one(self) -> None:
-        """Let go of the first graph that is there."""
-        next(record for record in self.records if record.kept).drop()
+    def free_one(self) -> None:
+        """Free the first graph that is kept."""
+        next(record for record in self.records if record.graph).free_graph()
 
-    def drop(self) -> None:
-        """Let go of all graphs."""
+    def free(self) -> None:
+        """Free all graphs."""
         for record in self.records:
-            record.drop()
+            record.free_graph()
 
-    def taken(
+    def usable_for(
         self,
-        positions: Collection[Position],
+        positions: Container[Position],
         *,
         parameters: frozenset[str],
         inputs: Mapping[str, Sequence[str]],
     ) -> list[ShardRecord]:
-        """Return the records of these shards, without graphs that differentiate anything else.
+        """Return the records, having freed graphs at positions that differentiate anything else.
 
         A graph that differentiates more would do, but not to the last bit: kernels may depend on
         what is wanted.
@@ -76,9 +75,10 @@ class KeptPass:
             inputs: arguments by group, in the order of the groups.
         """
         wanted = list(inputs.items())
-        records = [record for record in self.records if record.position in positions]
-        for record in records:
+        for record in self.records:
+            if record.position not in positions:
+                continue
             group, names = wanted[record.position.group]
             if parameters != self.parameters or set(names) != set(self.inputs[group]):
-                record.drop()
-        return records
+                record.free_graph()
+        return self.records

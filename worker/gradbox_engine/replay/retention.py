@@ -5,39 +5,18 @@ forward more; between, the cost is linear in the number of shards that are kept.
 
 The budget is in bytes of memory. A shard's graph takes about HELD_FACTOR times the bytes of its
 saved tensors: the rest is nodes, rounding by the allocator, and what custom functions keep aside.
+While a shard runs, its own graph is there beside the kept ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections import ChainMap
-from collections.abc import Hashable
 from pathlib import Path
-from typing import Final, Literal, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Final, Protocol
 
 import torch
-from torch import nn
 
-from gradbox_engine.replay.saved_tensors import SavedTensors
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-Retain = int | Literal["auto"]
-
-Form = tuple[Hashable, ...]
-"""What the graphs of two shards have in common that can be expected to be of one size."""
-
-AMPLE = 4
-"""Graphs of one form may differ by what a model leaves out at random, not by this much."""
-
-MOST_KNOWN = 1024
-MOST_SETTINGS = 64
-"""Forms, and settings of a model, that are remembered from job to job."""
-
-_known_by_model: WeakKeyDictionary[nn.Module, dict[Hashable, dict[Form, int]]]
-_known_by_model = WeakKeyDictionary()
+from gradbox_engine.requests import Retain
 
 HELD_FACTOR = 1.3
 CUDA_RESERVE = 0.1
@@ -70,8 +49,8 @@ class OlderGraphs(Protocol):
     def newest_bytes(self) -> int:
         """Saved tensors of the one that was kept last."""
 
-    def drop_oldest(self) -> None:
-        """Let go of one of them, if there is any."""
+    def free_oldest(self) -> None:
+        """Free one of them, if there is any."""
 
 
 class NoneOlder:
@@ -80,124 +59,57 @@ class NoneOlder:
     num_bytes: Final = 0.0
     newest_bytes: Final = 0
 
-    def drop_oldest(self) -> None: ...
+    def free_oldest(self) -> None: ...
 
 
 NONE_OLDER: Final = NoneOlder()
 
 
 class GraphBudget:
-    """Decides, shard by shard, whether the next graph may be kept, and whether it is measured.
-
-    Measuring takes 2 to 3 % of a shard of 80 ms. It decides nothing where there is room for AMPLE
-    times what all shards to come would take; then those of a form that was measured before, in this
-    job or in an earlier one, are counted like it.
-
-    `unmeasured` is set once the model turns out to differentiate in its own forward pass: such
-    graphs can be neither emptied nor measured, and only the last shard's is kept.
-    """
+    """Decides, shard by shard, whether a graph may be kept."""
 
     def __init__(
-        self,
-        total_bytes: float,
-        *,
-        with_headroom: bool = False,
-        older: OlderGraphs = NONE_OLDER,
-        known: dict[Form, int] | None = None,
+        self, total_bytes: float, *, with_headroom: bool = False, older: OlderGraphs = NONE_OLDER
     ) -> None:
         """Begin with nothing held.
 
         Args:
             total_bytes: memory that kept graphs may take, beside the older ones.
-            with_headroom: whether one more shard's graph, that of the replay running beside
+            with_headroom: whether one more shard's graph, that of the shard running beside
                 them, comes out of the same memory.
             older: their memory is added as they have to go, one after the other.
-            known: bytes of graphs by form, from earlier jobs; see `remember`.
         """
         self._total_bytes = total_bytes
         self._with_headroom = with_headroom
         self._older = older
         self._held_bytes = 0
         self._latest_bytes = 0
-        self._known = {} if known is None else known
-        self._bytes_by_form: dict[Form, int] = {}
-        self._expected = ChainMap(self._bytes_by_form, self._known)
-        self.unmeasured = False
 
-    def room_bytes(self) -> float:
-        """Return how many bytes of saved tensors the next shard may keep; 0 for none at all."""
-        # As large as the shard before, most likely: not worth beginning to keep what will not fit.
-        while (before := self._older.num_bytes) and not self._room_for(
+    def has_room(self) -> bool:
+        """Return whether a graph as large as the one before fits; frees older ones for it."""
+        while (before := self._older.num_bytes) and not self._fits(
             max(self._latest_bytes, self._older.newest_bytes)
         ):
-            self._older.drop_oldest()
+            self._older.free_oldest()
             self._total_bytes += before - self._older.num_bytes
-        return self._room_for(self._latest_bytes)
+        return self._fits(self._latest_bytes)
 
-    def _room_for(self, expected_bytes: int) -> float:
-        free_bytes = self._total_bytes / HELD_FACTOR - self._held_bytes
-        if self._with_headroom:
-            free_bytes -= expected_bytes
-        return free_bytes if free_bytes > 0 and free_bytes >= expected_bytes else 0
-
-    def count(self, saved: SavedTensors, form: Form | None = None) -> None:
-        """Take note of what a shard has kept, or of how far it came before it was too much."""
-        if not saved.kept and not saved.num_bytes:
-            return
-        self._latest_bytes = max(saved.num_bytes, 1)
-        if saved.kept:
-            self._held_bytes += saved.num_bytes
-            if form is not None:
-                self._bytes_by_form[form] = self._latest_bytes
-
-    def count_like(self, form: Form) -> int:
-        """Take note of a shard that was kept unmeasured, and return its bytes."""
-        num_bytes = self._bytes_by_form[form] = self._expected[form]
-        self._held_bytes += num_bytes
-        return num_bytes
-
-    def is_ample(self, form: Form | None, num_left: int) -> bool:
-        """Return whether a shard of this form can be kept unmeasured, and those after it."""
-        if self.unmeasured or form is None or form not in self._expected:
+    def admit(self, num_bytes: int) -> bool:
+        """Say whether a graph is kept, given the bytes that it holds, and count it if it is."""
+        self._latest_bytes = max(num_bytes, 1)
+        if not self._fits(num_bytes):
             return False
-        largest = max([self._expected[form], *self._bytes_by_form.values()])
-        return self.room_bytes() >= AMPLE * num_left * largest
-
-    @property
-    def has_measured(self) -> bool:
-        """Whether there is anything to remember."""
-        return bool(self._bytes_by_form)
-
-    def remember(self) -> None:
-        """Let later jobs know the bytes of the forms that came."""
-        self._known.update(self._bytes_by_form)
-        forget_oldest(self._known, MOST_KNOWN)
-
-    def release(self) -> None:
-        """Take note that all graphs are gone."""
-        self._held_bytes = 0
+        self._held_bytes += num_bytes
+        return True
 
     def exhaust(self) -> None:
         """Keep nothing from here on."""
         self._total_bytes, self._older = 0, NONE_OLDER
 
-
-def known_bytes(model: nn.Module, setting: Hashable) -> dict[Form, int]:
-    """Return what jobs in this setting know of the bytes of a model's graphs, to be added to.
-
-    Args:
-        setting: everything beside a shard's form that its graph may depend on.
-    """
-    by_setting = _known_by_model.setdefault(model, {})
-    known = by_setting[setting] = by_setting.pop(setting, {})
-    forget_oldest(by_setting, MOST_SETTINGS)
-    return known
-
-
-def forget_oldest(known: dict[K, V], most: int) -> None:
-    """Leave no more than the entries that came last."""
-    for key in list(known)[:-most]:
-        del known[key]
+    def _fits(self, num_bytes: int) -> bool:
+        free_bytes = self._total_bytes / HELD_FACTOR - self._held_bytes
+        needed_bytes = 2 * num_bytes if self._with_headroom else num_bytes
+        return free_bytes > 0 and free_bytes >= needed_bytes
 
 
 def graph_budget(
@@ -207,7 +119,6 @@ def graph_budget(
     sums_bytes: int,
     overlay_bytes: int = 0,
     older: OlderGraphs = NONE_OLDER,
-    known: dict[Form, int] | None = None,
 ) -> GraphBudget:
     """Return the budget that `retain` stands for on a device.
 
@@ -215,15 +126,14 @@ def graph_budget(
         sums_bytes: what the sums of gradients will take, which "auto" leaves free.
         overlay_bytes: what the graphs hold beside what they saved.
         older: graphs that the budget has to do for, too.
-        known: bytes of graphs by form, from earlier jobs.
     """
     if retain == "auto":
         total_bytes = _free_bytes(device) - sums_bytes - overlay_bytes
-        return GraphBudget(total_bytes, with_headroom=True, older=older, known=known)
+        return GraphBudget(total_bytes, with_headroom=True, older=older)
     if retain == 0:
         return GraphBudget(0)
     total_bytes = retain - overlay_bytes - older.num_bytes
-    return GraphBudget(total_bytes, older=older, known=known)
+    return GraphBudget(total_bytes, older=older)
 
 
 def _free_bytes(device: torch.device) -> float:

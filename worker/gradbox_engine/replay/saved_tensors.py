@@ -1,89 +1,86 @@
-"""What a shard's graph holds in memory, and the choice to hold it or not.
+"""What a shard's graph holds in memory.
 
-A shard of the first pass builds a graph, unless `ungraphed` knows better. What differs is whether
-the tensors that backward would need are kept: without them the graph is a few kilobytes of nodes
-and the memory is that of a pass under `no_grad`. Both ways run the very same kernels; `no_grad` may
-not (an LSTM's inference kernel rounds otherwise), and the results of a job would depend on how much
-it could keep.
+On CUDA the allocator knows. Elsewhere the tensors that the forward pass saves for its backward
+pass are counted by torch's hooks on saved tensors: bytes by storage, each once, without the
+parameters, which are there anyway. A graph that is to outlive the job goes through the hooks on
+every device: it then holds aliases of the tensors as they are now, whatever data the model's
+parameters point to later, and copies of buffers.
 
-Bytes are counted by storage, each once; parameters, which are there anyway, are not counted.
+Cost: about 10 µs for each tensor that a graph saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
+from gradbox_engine.errors import ModelCallFailed
+from gradbox_engine.model.calls import ShardGraph
 
-class GraphDropped(RuntimeError):
-    """A backward pass asked for tensors of a graph that was not kept."""
+Saved = tuple[Tensor, int]
+"""A tensor and the version in which it was saved."""
 
 
-def needs_its_own_graph(error: BaseException | None) -> bool:
-    """Return whether a model failed because it differentiates in its own forward pass.
+def counted(
+    call: Callable[[], ShardGraph],
+    *,
+    device: torch.device,
+    parameters: Collection[int],
+    copied: Collection[int] = (),
+    through_hooks: bool = False,
+) -> tuple[ShardGraph, int] | None:
+    """Make a call of the model and return its graph with the bytes that it holds.
 
-    By `torch.autograd.grad` it then asks for tensors that were let go; by `torch.func` it meets
-    torch's refusal to combine that with hooks on saved tensors.
+    Args:
+        parameters: addresses of storages that are not counted.
+        copied: addresses of storages, those of buffers, that are copied where they are saved.
+        through_hooks: whether the graph is to outlive the job.
+
+    Returns:
+        None where the model cannot be called under hooks: `torch.func` refuses them.
     """
-    return isinstance(error, GraphDropped) or "saved tensor hooks" in str(error)
-
-
-Saved = tuple[Tensor | None, int]
-"""A tensor, or None where it was let go, and the version in which it was saved."""
-
-LET_GO: Saved = (None, 0)
+    if device.type == "cuda" and not through_hooks:
+        before = torch.cuda.memory_allocated(device)
+        return call(), torch.cuda.memory_allocated(device) - before
+    saved = SavedTensors(parameters=parameters, copied=copied)
+    try:
+        with saved.hooks():
+            return call(), saved.num_bytes
+    except ModelCallFailed as error:
+        if "saved tensor hooks" in str(error.__cause__):
+            return None
+        raise
 
 
 class SavedTensors:
-    """The tensors that one shard's backward pass needs; its graph owns them."""
+    """Counts the tensors that one shard's graph saves."""
 
-    def __init__(
-        self, *, limit_bytes: float, parameters: Collection[int], buffers: Collection[int]
-    ) -> None:
-        """Keep tensors up to a limit; above it nothing that comes is kept.
-
-        What had come by then, at most the limit, goes with the graph, of which nobody has a use.
-
-        Args:
-            limit_bytes: 0 keeps nothing.
-            parameters: addresses of the parameters' storages.
-            buffers: addresses of the buffers' storages. What a graph saves of a buffer is copied,
-                for later shards write to it.
-        """
+    def __init__(self, *, parameters: Collection[int], copied: Collection[int] = ()) -> None:
         self.num_bytes = 0
-        self.kept = limit_bytes > 0
-        self._limit_bytes = limit_bytes
-        self._buffers = buffers
+        self._copied = copied
         self._counted = set(parameters)
 
-    def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the context in which the shard's forward pass runs."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Saved:
-        if not self.kept:
-            return LET_GO
         # Without its place in the graph: a node that owned its own output would never be freed.
         tensor = tensor.detach()
         if tensor.layout is not torch.strided:
-            self._count(_bytes_of(tensor))
-        else:
-            storage = tensor.untyped_storage()
-            address = storage.data_ptr()
-            if address not in self._counted:
-                if address in self._buffers:
-                    tensor = tensor.clone()
-                    self._count(tensor.nbytes)
-                else:
-                    self._counted.add(address)
-                    self._count(storage.nbytes())
-        return (tensor, tensor._version) if self.kept else LET_GO
-
-    def _count(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        self.kept = self.num_bytes <= self._limit_bytes
+            self.num_bytes += _bytes_of(tensor)
+            return tensor, tensor._version
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address in self._copied:
+            tensor = tensor.clone()
+            self.num_bytes += tensor.nbytes
+        elif address not in self._counted:
+            self._counted.add(address)
+            self.num_bytes += storage.nbytes()
+        return tensor, tensor._version
 
 
 def _bytes_of(tensor: Tensor) -> int:
@@ -94,8 +91,6 @@ def _bytes_of(tensor: Tensor) -> int:
 
 def _unpack(saved: Saved) -> Tensor:
     tensor, version = saved
-    if tensor is None:
-        raise GraphDropped("the graph of this shard was not kept")
     if tensor._version != version:
         raise RuntimeError(
             "a tensor needed for the gradient was modified by an in-place operation: "

@@ -1,4 +1,4 @@
-"""`set_outputs`: the first phase alone, for a loss that runs elsewhere.
+"""`set_outputs`: the first pass alone, for a loss that runs elsewhere.
 
     Z = cat(z₁ … zₙ),   zᵢ = f(xᵢ; θ)
 
@@ -11,25 +11,32 @@ Cost: n forwards; memory beyond the model: Z, one shard's graph, and the graphs 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 from torch import Tensor, nn
 
-from gradbox_engine.model.outputs import Outputs, as_z
-from gradbox_engine.model.prepared import Streams, Terms, prepared
-from gradbox_engine.model.shard_feed import Position, all_positions
+from gradbox_engine.model.outputs import as_z
+from gradbox_engine.model.prepared import Prepared, prepared
+from gradbox_engine.model.shard_feed import all_positions
 from gradbox_engine.model.wrt import select
-from gradbox_engine.replay.attempts import attempted
-from gradbox_engine.replay.first_pass import FirstPass, forward
+from gradbox_engine.replay.first_pass import FirstPass, first_pass
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.kept_graphs import KeptPass
-from gradbox_engine.replay.retention import NONE_OLDER, OlderGraphs, Retain, graph_budget
-from gradbox_engine.replay.shard_record import Prepared
-from gradbox_engine.replay.z import Assembly, permutation
-from gradbox_engine.requests import Group, Mode, Observer, Phase, Precision, Silent, Z
+from gradbox_engine.replay.phase_clock import PhaseClock
+from gradbox_engine.replay.retention import NONE_OLDER, OlderGraphs, graph_budget
+from gradbox_engine.replay.z import concatenated, ordered
+from gradbox_engine.requests import (
+    CallKeywords,
+    CallOptions,
+    Group,
+    Observer,
+    Phase,
+    Retain,
+    Silent,
+    Z,
+)
 
 
 @dataclass(frozen=True)
@@ -37,12 +44,14 @@ class SetOutputs:
     """Z of each group, in the order that the group asks for and in the model's own dtype.
 
     `rows` has each shard's number of rows in Z, before that order; None where z has no dimension.
-    `buffers` are the model's buffers advanced once per shard. `kept` is there if graphs were to be.
+    `buffers` are the model's buffers advanced once per shard, and `stateful` says whether any of
+    them changed. `kept` is there if graphs were to be kept.
     """
 
     outputs: dict[str, Z]
     rows: dict[str, tuple[int | None, ...]]
     buffers: dict[str, Tensor]
+    stateful: bool
     seconds: dict[Phase, float]
     kept: KeptPass | None = None
 
@@ -51,101 +60,68 @@ def set_outputs(
     model: nn.Module,
     groups: Sequence[Group],
     *,
-    seed: int = 0,
-    mode: Mode = "eval",
-    precision: Precision = "fp32",
-    output: str | int | None = None,
-    readout: Callable[[Any, dict[str, Any]], Any] | None = None,
-    weights: Mapping[str, Tensor] | None = None,
     wrt: Sequence[str] | None = None,
-    streams: Streams = "shard",
     retain: Retain = 0,
     older: OlderGraphs = NONE_OLDER,
     observer: Observer | None = None,
+    **options: Unpack[CallKeywords],
 ) -> SetOutputs:
-    """Return the outputs of all shards; the arguments are those of `set_gradient`.
+    """Return the outputs of all shards.
 
     Args:
         wrt: what the second half will be asked for.
-        retain: memory in bytes for graphs that are kept for it, or "auto": what is free. These do
-            not outlive `SetOutputs.kept`.
-        older: what other calls kept, which `retain` has to do for, too.
+        retain: memory in bytes for graphs that are kept for it, or "auto": what is free. They
+            live as long as `SetOutputs.kept`.
+        older: what other calls kept, which comes out of the same `retain`.
+        options: how the model is called, see `CallOptions`.
 
     Raises:
         EngineError: see `errors`; each says what was expected, what came, and what to do.
         torch.OutOfMemoryError: one shard does not fit.
     """
-    terms = Terms(
-        seed=seed,
-        mode=mode,
-        precision=precision,
-        output=output,
-        readout=readout,
-        weights=weights or {},
-        streams=streams,
-    )
     selection = select(model, wrt)
-
-    def attempt() -> SetOutputs:
-        began = time.perf_counter()
-        registered = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        with prepared(model, groups, selection, terms) as ready:
-            overlay_bytes = _bytes_beside(registered, model)
-            budget = graph_budget(
-                retain,
-                ready.device,
-                sums_bytes=GradientSums(selection.parameters).expected_bytes(),
-                overlay_bytes=overlay_bytes,
-                older=older,
-            )
-            first = forward(
+    registered = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    told = CallOptions(**options).without_penalties("set_outputs")
+    with prepared(model, groups, selection, told) as ready:
+        clock = PhaseClock(ready.device)
+        overlay_bytes = _bytes_beside(registered, model)
+        with clock.timed("forward"):
+            first = first_pass(
                 ready,
                 all_positions(groups),
                 before=ready.buffers.first,
-                budget=budget,
+                budget=graph_budget(
+                    retain,
+                    ready.device,
+                    sums_bytes=GradientSums(selection.parameters).expected_bytes(),
+                    overlay_bytes=overlay_bytes,
+                    older=older,
+                ),
                 observer=observer or Silent(),
-                outliving=True,
+                outlives_the_job=True,
             )
-            return _answer(ready, first, frozenset(selection.parameters), overlay_bytes, began)
-
-    return attempted(model, attempt)
+        return _answer(ready, first, frozenset(selection.parameters), overlay_bytes, clock)
 
 
 def _answer(
-    ready: Prepared, first: FirstPass, parameters: frozenset[str], overlay_bytes: int, began: float
+    ready: Prepared,
+    first: FirstPass,
+    parameters: frozenset[str],
+    overlay_bytes: int,
+    clock: PhaseClock,
 ) -> SetOutputs:
     groups = ready.calls.groups
-    outputs = {record.position: record.outputs for record in first.records}
-    rows = {
-        group.name: tuple(
-            _num_rows(outputs[Position(index, shard)]) for shard in range(len(group.shards))
-        )
-        for index, group in enumerate(groups)
-    }
+    whole, num_rows = concatenated(groups, {r.position: r.outputs for r in first.records})
+    rows = {group: tuple(numbers) for group, numbers in num_rows.items()}
     kept = KeptPass(first.records, parameters, ready.inputs, rows, overlay_bytes)
-    assembly = Assembly(groups, outputs)
     return SetOutputs(
-        outputs={
-            group.name: as_z(_ordered(assembly.groups[group.name], group)) for group in groups
-        },
+        outputs={group.name: as_z(ordered(whole[group.name], group)) for group in groups},
         rows=rows,
         buffers=ready.buffers.named(first.after),
-        seconds={"forward": time.perf_counter() - began},
+        stateful=not first.after.equals(ready.buffers.first),
+        seconds=clock.seconds,
         kept=kept if kept.num_kept else None,
     )
-
-
-def _num_rows(outputs: Outputs) -> int | None:
-    z = next(iter(outputs.values()))
-    return None if z.ndim == 0 else z.shape[0]
-
-
-def _ordered(whole: Outputs, group: Group) -> Outputs:
-    if group.order is None:
-        return whole
-    num_rows = len(next(iter(whole.values())))
-    order_N = permutation(group.order, num_rows, group=group.name)
-    return {name: z.index_select(0, order_N.to(z.device)) for name, z in whole.items()}
 
 
 def _bytes_beside(registered: Collection[int], model: nn.Module) -> int:

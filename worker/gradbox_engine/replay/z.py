@@ -1,7 +1,9 @@
 """Z, and where each shard lies in it.
 
-Z of a group is the concatenation of its shards' z along dim 0; a 0-dim z counts as one row.
-Legend: N rows of a group, b rows of a shard.
+Z of a group is the concatenation of its shards' z along dim 0; a 0-dim z counts as one row. The
+loss sees it in the order that the group asks for, Z[order].
+
+Legend: N rows of a group.
 """
 
 from __future__ import annotations
@@ -11,91 +13,113 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradbox_engine.errors import BadInputs, BadOutput
+from gradbox_engine.errors import BadOutput
 from gradbox_engine.model.outputs import Outputs
-from gradbox_engine.model.shard_feed import Position
-from gradbox_engine.replay.chunks import joined
+from gradbox_engine.model.shard_feed import Position, permutation
 from gradbox_engine.requests import Group
 
+NumRows = Mapping[str, Sequence[int | None]]
+"""By group, each shard's number of rows in Z; None where its z is 0-dim."""
 
-class Assembly:
-    """The outputs of all groups in one piece each, and each shard's part of them."""
 
-    def __init__(self, groups: Sequence[Group], outputs: Mapping[Position, Outputs]) -> None:
-        """Put together; where the shards' rows lie one behind the other nothing is copied.
+class ShardRows:
+    """The rows of each shard in tensors shaped like Z, in the order of the shards."""
 
-        Raises:
-            BadOutput: shards of one group differ in names, dtypes or trailing dimensions.
-        """
-        self.groups: dict[str, Outputs] = {}
-        self._rows: dict[Position, tuple[int, int]] = {}
-        self._bare: set[tuple[Position, str]] = set()  # whose z is 0-dim
-        for index, group in enumerate(groups):
-            shards = {p: outputs[p] for p in sorted(outputs) if p.group == index}
-            if shards:
-                self.groups[group.name] = self._concatenate(group.name, shards)
+    def __init__(self, groups: Sequence[Group], num_rows: NumRows) -> None:
         self._names = [group.name for group in groups]
+        self._slices: dict[Position, int | slice] = {}
+        for index, group in enumerate(groups):
+            start = 0
+            for shard, number in enumerate(num_rows[group.name]):
+                stop = start + (1 if number is None else number)
+                rows = start if number is None else slice(start, stop)
+                self._slices[Position(index, shard)] = rows
+                start = stop
 
-    def part(
-        self, position: Position, groups: Mapping[str, Mapping[str, Tensor | None]]
-    ) -> Outputs:
-        """Return a shard's views of tensors shaped like Z; names without a tensor are left out."""
-        whole = groups[self._names[position.group]]
-        start, stop = self._rows[position]
+    def parts(self, whole: Mapping[str, Mapping[str, Tensor | None]]) -> dict[Position, Outputs]:
+        """Return each shard's views, by the names that have a tensor."""
         return {
-            name: tensor[start] if (position, name) in self._bare else tensor[start:stop]
-            for name, tensor in whole.items()
-            if tensor is not None
+            position: {
+                name: tensor[rows]
+                for name, tensor in whole.get(self._names[position.group], {}).items()
+                if tensor is not None
+            }
+            for position, rows in self._slices.items()
         }
 
-    def _concatenate(self, group: str, shards: Mapping[Position, Outputs]) -> Outputs:
-        first_position, first = next(iter(shards.items()))
-        start = 0
-        for position, outputs in shards.items():
-            for name, z in outputs.items():
-                _check_alike(group, position, z, first.get(name), first_position)
-            num_rows = {1 if z.ndim == 0 else z.shape[0] for z in outputs.values()}
-            if outputs.keys() != first.keys() or len(num_rows) != 1:
-                raise BadOutput(
-                    f"group {group!r}, shard {position.shard}: expected {sorted(first)} with the "
-                    f"same number of samples, got {_shapes(outputs)}"
-                )
-            stop = start + num_rows.pop()
-            self._rows[position] = (start, stop)
-            self._bare.update((position, name) for name, z in outputs.items() if z.ndim == 0)
-            start = stop
-        return {name: joined([z[name] for z in shards.values()]) for name in first}
 
+def concatenated(
+    groups: Sequence[Group], outputs: Mapping[Position, Outputs]
+) -> tuple[dict[str, Outputs], NumRows]:
+    """Return Z of each group in the order of the shards, and each shard's number of rows.
 
-def permutation(order: Sequence[int] | Tensor, num_rows: int, *, group: str) -> Tensor:
-    """Return `order` as an int64 tensor of shape (N,).
+    Args:
+        outputs: z of every shard.
 
     Raises:
-        BadInputs: it is not a permutation of 0 … N−1.
+        BadOutput: shards of one group differ in names, dtypes or trailing dimensions.
     """
-    index_N = torch.as_tensor(order, dtype=torch.int64).cpu()
-    if index_N.shape != (num_rows,) or not torch.equal(
-        index_N.sort().values, torch.arange(num_rows)
-    ):
-        raise BadInputs(
-            f"group {group!r}: expected order to be a permutation of {num_rows} samples, got "
-            f"shape {tuple(index_N.shape)} with {len(set(index_N.flatten().tolist()))} different "
-            f"entries"
+    whole: dict[str, Outputs] = {}
+    num_rows: dict[str, list[int | None]] = {}
+    for index, group in enumerate(groups):
+        shards = [outputs[Position(index, shard)] for shard in range(len(group.shards))]
+        num_rows[group.name] = [_num_rows(group.name, i, z) for i, z in enumerate(shards)]
+        for shard, z in enumerate(shards):
+            _check_alike(group.name, shard, z, shards[0])
+        whole[group.name] = {
+            name: torch.cat([_as_rows(z[name]) for z in shards]) for name in shards[0]
+        }
+    return whole, num_rows
+
+
+def ordered(whole: Outputs, group: Group) -> Outputs:
+    """Return Z in the order in which the loss sees it."""
+    if group.order is None:
+        return whole
+    order_N = permutation(group.order, _length(whole), group=group.name)
+    return {name: z.index_select(0, order_N.to(z.device)) for name, z in whole.items()}
+
+
+def unordered(whole: Outputs, group: Group) -> Outputs:
+    """Return a tensor shaped like Z[order] in the order of the shards."""
+    if group.order is None or not whole:
+        return whole
+    inverse_N = permutation(group.order, _length(whole), group=group.name).argsort()
+    return {name: z.index_select(0, inverse_N.to(z.device)) for name, z in whole.items()}
+
+
+def _as_rows(z: Tensor) -> Tensor:
+    return z.unsqueeze(0) if z.ndim == 0 else z
+
+
+def _length(whole: Outputs) -> int:
+    return next(iter(whole.values())).shape[0]
+
+
+def _num_rows(group: str, shard: int, outputs: Outputs) -> int | None:
+    found = {None if z.ndim == 0 else z.shape[0] for z in outputs.values()}
+    if len(found) != 1:
+        raise BadOutput(
+            f"group {group!r}, shard {shard}: expected outputs with one number of samples, got "
+            f"{_shapes(outputs)}"
         )
-    return index_N
+    return found.pop()
 
 
-def _check_alike(
-    group: str, position: Position, z: Tensor, first: Tensor | None, first_position: Position
-) -> None:
-    if first is None or (z.shape[1:] == first.shape[1:] and z.dtype == first.dtype):
-        return
-    raise BadOutput(
-        f"group {group!r}: expected the z of all shards to have one dtype and to differ in dim 0 "
-        f"alone, got {z.dtype} {tuple(z.shape)} from shard {position.shard} and {first.dtype} "
-        f"{tuple(first.shape)} from shard {first_position.shard}; pool over the dimension that "
-        f"varies by readout="
-    )
+def _check_alike(group: str, shard: int, outputs: Outputs, first: Outputs) -> None:
+    if outputs.keys() != first.keys():
+        raise BadOutput(
+            f"group {group!r}, shard {shard}: expected {sorted(first)} as from shard 0, got "
+            f"{_shapes(outputs)}"
+        )
+    for name, z in outputs.items():
+        like = first[name]
+        if z.shape[1:] != like.shape[1:] or z.dtype != like.dtype:
+            raise BadOutput(
+                f"group {group!r}: expected the z of all shards to have one dtype and to differ in "
+                f"dim 0 alone, got {z.dtype} {tuple(z.shape)} from shard {shard} and {like.dtype} "
+                f"{tuple(like.shape)} from shard 0; pool over the dimension that varies by readout="
+            )
 
 
 def _shapes(outputs: Outputs) -> str:

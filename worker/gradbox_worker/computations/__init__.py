@@ -1,19 +1,7 @@
-"""The computations: for each, what the engine is told and how its answer is named."""
+"""One job on the device: from its spec to its result file.
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Final
-
-from gradbox_worker.computations import forward, gradient, mixed_gradient, per_sample
-from gradbox_worker.computations.job import Compute, Computed, Job
-
-COMPUTATIONS: Final[Mapping[str, Compute]] = {
-    "gradient": gradient.compute,
-    "forward": forward.compute,
-    "per_sample_gradient": per_sample.compute_gradient,
-    "jacobian": per_sample.compute_jacobian,
-    "mixed_gradient": mixed_gradient.compute,
-}
-
-__all__ = ["COMPUTATIONS", "Compute", "Computed", "Job"]
+Read `execution` first, then `job`, which is what each computation is handed and hands back, and
+`engine_inputs`. Then one module a computation: `gradient`, `cotangents`, `forward`, `per_sample`
+with `factors`, `mixed_gradient`; they name what the engine returns by `sections`. `kept_graphs`
+holds graphs between two jobs. `placement`, `memory` and `memory_limit` know the device.
+"""

@@ -79,7 +79,9 @@ def _first_outputs(path: Path | None, job_id: str, device: torch.device) -> Firs
             for name in file.keys()  # noqa: SIM118 - the file is no mapping
             if name.startswith(OUTPUTS)
         }
-    return FirstOutputs(outputs=_grouped(named), rows=receipt.rows or {})
+    return FirstOutputs(
+        outputs=_grouped(named), rows=receipt.rows or {}, stateful=receipt.stateful is not False
+    )
 
 
 def _grouped(flat: Mapping[str, Tensor]) -> dict[str, Outputs]:

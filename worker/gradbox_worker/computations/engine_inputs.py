@@ -25,7 +25,7 @@ from gradbox.protocol import (
     TracedFunction,
 )
 from gradbox_engine import Group, Objective, Penalty
-from gradbox_worker.device.placement import memory_bytes
+from gradbox_worker.computations.placement import memory_bytes
 from gradbox_worker.files.blob_tensors import BlobTensors
 from gradbox_worker.models.registry import Loaded
 

@@ -8,23 +8,37 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import time
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
+from typing import Final
 
 import torch
 
 from gradbox.protocol import PROTOCOL, Receipt, Seconds, spec_digest
 from gradbox_engine import Observer
-from gradbox_worker.computations import COMPUTATIONS, Computed, Job
+from gradbox_service.store import Room
+from gradbox_worker.computations import forward, gradient, mixed_gradient, per_sample
 from gradbox_worker.computations.engine_inputs import build_function, input_groups
+from gradbox_worker.computations.job import Compute, Computed, Job
 from gradbox_worker.computations.kept_graphs import KeptGraphs
-from gradbox_worker.device.memory import PeakMemory, default_result_memory_bytes
-from gradbox_worker.device.work import Finished, Stopped, Work
-from gradbox_worker.failures import Caught, caught, is_out_of_memory
+from gradbox_worker.computations.memory import PeakMemory, default_result_memory_bytes
+from gradbox_worker.computations.memory_limit import MemoryLimit
+from gradbox_worker.exceptions_to_problems import Caught, caught, is_out_of_memory
 from gradbox_worker.files.blob_tensors import Blobs, BlobTensors
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.models.registry import Registry
+from gradbox_worker.work import Finished, Stopped, Work
 
 log = logging.getLogger(__name__)
+
+COMPUTATIONS: Final[Mapping[str, Compute]] = {
+    "gradient": gradient.compute,
+    "forward": forward.compute,
+    "per_sample_gradient": per_sample.compute_gradient,
+    "jacobian": per_sample.compute_jacobian,
+    "mixed_gradient": mixed_gradient.compute,
+}
 
 
 class StopNow(BaseException):
@@ -39,6 +53,7 @@ def attempt(
     kept: KeptGraphs,
     observer: Observer,
     result_memory_bytes: int | None = None,
+    limit: MemoryLimit | None = None,
 ) -> Finished | Stopped | Caught:
     """Run a job; whatever its model or its loss raises comes back as a problem."""
     answer: Finished | Stopped | Caught
@@ -51,6 +66,7 @@ def attempt(
                 kept=kept,
                 observer=observer,
                 result_memory_bytes=result_memory_bytes,
+                limit=limit,
             ),
             doing=f"job {work.job_id}",
             let_through=StopNow,
@@ -71,6 +87,7 @@ def execute(
     kept: KeptGraphs,
     observer: Observer,
     result_memory_bytes: int | None = None,
+    limit: MemoryLimit | None = None,
 ) -> Finished:
     """Run a job and write its result file.
 
@@ -78,6 +95,7 @@ def execute(
         kept: graphs of earlier jobs; without them a job that runs out of memory is begun again.
         result_memory_bytes: what may be in memory of a result on its way into its file; None is
             `default_result_memory_bytes`.
+        limit: what the job may allocate; None is no limit.
 
     Raises:
         GradboxError: the job's parts do not fit the model or each other.
@@ -85,7 +103,7 @@ def execute(
         StopNow: the observer said so; nothing is left behind and the models stay loaded.
     """
     kept.begin(work, loaded=registry.holds(work.model))
-    run = partial(_run, work, registry, blobs, kept, observer, result_memory_bytes)
+    run = partial(_run, work, registry, blobs, kept, observer, result_memory_bytes, limit)
     crowded = kept.num_bytes > 0
     try:
         return run()
@@ -107,12 +125,15 @@ def _run(
     kept: KeptGraphs,
     observer: Observer,
     result_memory_bytes: int | None,
+    limit: MemoryLimit | None,
 ) -> Finished:
     spec = work.spec
     began = time.perf_counter()
     loaded = registry.get(work.model, work.model_version)
-    result_file = ResultOnDisk(work.result_path)
-    with BlobTensors(blobs, device=registry.device) as tensors, result_file:
+    room = Room(work.result_path.parent, work.disk_reserve_bytes)
+    result_file = ResultOnDisk(work.result_path, room=room)
+    held = nullcontext() if limit is None else limit.held()
+    with held, BlobTensors(blobs, device=registry.device) as tensors, result_file:
         peak = PeakMemory(registry.device)
         readout = None
         if spec.readout is not None:

@@ -32,7 +32,7 @@ def compute(job: Job, spec: ForwardSpec) -> Computed:
             for returned in spec.returns
             for name, tensor in section(returned, sections[returned]).items()
         },
-        facts={"rows": answer.rows},
+        facts={"rows": answer.rows, "stateful": answer.stateful},
         seconds=answer.seconds,
         kept=answer.kept,
     )

@@ -12,10 +12,10 @@ from torch import Tensor
 from gradbox_engine import Group, KeptPass, Observer
 from gradbox_engine.requests import Phase
 from gradbox_worker.computations.kept_graphs import KeptGraphs
-from gradbox_worker.device.work import Work
 from gradbox_worker.files.blob_tensors import BlobTensors
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.models.registry import Loaded
+from gradbox_worker.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, JobSpec, SharedSpec
 from gradbox_engine import KeptPass
-from gradbox_worker.device.work import Work
+from gradbox_worker.work import Work
 
 IDLE_S: Final = 60.0
 
@@ -108,11 +108,11 @@ class KeptGraphs:
                 return entry.kept
         return None
 
-    def drop_oldest(self) -> None:
-        """Let go of one shard's graph, if there is any."""
+    def free_oldest(self) -> None:
+        """Free one shard's graph, if there is any."""
         self._forget_empty()
         if self._entries:
-            self._entries[0].kept.drop_one()
+            self._entries[0].kept.free_one()
             self._forget_empty()
 
     def drop(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from gradbox_engine.model.input_gradients import InputGrads
+from gradbox_engine.replay.input_gradients import InputGrads
 from gradbox_engine.requests import Z
 
 

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gradbox_engine import shard_stream
+from gradbox_worker.computations.memory import PeakMemory
 from gradbox_worker.demo import task
-from gradbox_worker.device.memory import PeakMemory
 
 
 def naive_gradient(size: task.Size, out: Path) -> dict[str, float]:

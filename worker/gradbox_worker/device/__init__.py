@@ -1,34 +1,12 @@
-"""Where jobs run: a warm process that keeps the models, or for tests this very process.
+"""The device process: computes one job after the other and keeps the models between them.
 
-`work` says what a device is asked and answers, `messages` how that travels over the pipe,
-`process` is the parent's side of it and `gradbox_worker.device.main` the child's; `inline` is the
-twin that runs in the calling process. Only `inline` and `device_main` need torch.
+On the worker's side, without torch: `process` has one that is ready and runs a job on it, `child`
+is one such process from its start to its end, `exits` says how it ended and whether it would end so
+again, `descendants` ends what it leaves behind. `messages` is what travels over the pipe. On the
+device's side: `main` is its entry point, `serving` its loop once torch is there.
 """
 
-from gradbox_worker.device.process import DeviceNotStarted, DeviceProcess, DeviceSettings
-from gradbox_worker.device.work import (
-    Device,
-    Died,
-    Failed,
-    Finished,
-    Outcome,
-    StopOrder,
-    Stopped,
-    Supervision,
-    Work,
-)
+from gradbox_worker.device.child import DeviceSettings
+from gradbox_worker.device.process import DeviceProcess
 
-__all__ = [
-    "Device",
-    "DeviceNotStarted",
-    "DeviceProcess",
-    "DeviceSettings",
-    "Died",
-    "Failed",
-    "Finished",
-    "Outcome",
-    "StopOrder",
-    "Stopped",
-    "Supervision",
-    "Work",
-]
+__all__ = ["DeviceProcess", "DeviceSettings"]

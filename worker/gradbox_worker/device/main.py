@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
-from gradbox_worker.device.messages import Run, Stop, receive_order
+from gradbox_worker.device.messages import Begin, Run, Stop, receive_order
 
 PR_SET_PDEATHSIG: Final = 1
 
@@ -30,9 +30,14 @@ class Inbox:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._begins: queue.SimpleQueue[Begin] = queue.SimpleQueue()
         self._runs: queue.SimpleQueue[Run] = queue.SimpleQueue()
         self._stopped: tuple[str, int] | None = None
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
+
+    def begin(self) -> Begin:
+        """Wait for the first message."""
+        return self._begins.get()
 
     def next_run(self, within_s: float | None) -> Run | None:
         """Wait for the next job, not longer than `within_s`; None if none has come by then."""
@@ -52,6 +57,8 @@ class Inbox:
             except (EOFError, OSError):
                 os._exit(0)
             match order:
+                case Begin():
+                    self._begins.put(order)
                 case Run():
                     self._runs.put(order)
                 case Stop():
@@ -80,6 +87,7 @@ def main(arguments: list[str]) -> None:
         device_name=options.device,
         budget_bytes=options.model_memory_bytes,
         result_memory_bytes=options.result_memory_bytes,
+        job_memory_bytes=options.job_memory_bytes,
     )
 
 
@@ -92,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", required=True)
     parser.add_argument("--model-memory-bytes", type=int)
     parser.add_argument("--result-memory-bytes", type=int)
+    parser.add_argument("--job-memory-bytes", type=int)
     return parser
 
 

@@ -1,6 +1,6 @@
 """The messages between a worker and its device process: JSON over a pipe, one message a frame.
 
-    worker → device   run, stop
+    worker → device   begin; then run, stop
     device → worker   ready | unready; then, for each run, progress* and one of finished, failed,
                       stopped
 
@@ -23,6 +23,17 @@ class Frame(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Begin(Frame):
+    """The first message.
+
+    `known` are the versions of the models that an earlier device process described from the same
+    models file. Where it is not empty, none is loaded before a job needs it.
+    """
+
+    kind: Literal["begin"] = "begin"
+    known: dict[str, str]
+
+
 class Run(Frame):
     kind: Literal["run"] = "run"
     job_id: str
@@ -33,6 +44,7 @@ class Run(Frame):
     result_path: Path
     forward_result: Path | None = None
     queued_s: float
+    disk_reserve_bytes: int | None = None
 
 
 class Stop(Frame):
@@ -44,7 +56,10 @@ class Stop(Frame):
 
 
 class Ready(Frame):
-    """The models are loaded, on the device that `placement` names."""
+    """Jobs can run, on the device that `placement` names.
+
+    `models` describes the models, unless the worker knew them.
+    """
 
     kind: Literal["ready"] = "ready"
     placement: str
@@ -52,7 +67,7 @@ class Ready(Frame):
 
 
 class Unready(Frame):
-    """The models cannot be loaded; the process ends."""
+    """The device cannot be used, or a model cannot be built; the process ends."""
 
     kind: Literal["unready"] = "unready"
     problem: Problem
@@ -83,7 +98,7 @@ class RunStopped(Frame):
     kind: Literal["stopped"] = "stopped"
 
 
-ToDevice = Run | Stop
+ToDevice = Begin | Run | Stop
 FromDevice = Ready | Unready | ProgressMade | RunFinished | RunFailed | RunStopped
 
 TO_DEVICE: Final[TypeAdapter[ToDevice]] = TypeAdapter(

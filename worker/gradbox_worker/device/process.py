@@ -1,27 +1,25 @@
-"""The worker's side of its device process: starting it, asking it, and noticing its death.
+"""The worker's side of its device: having a process that is ready, and running a job on it.
 
-The process is started afresh (never forked: a CUDA context does not survive a fork) and keeps the
-models between jobs. When it dies, the job it ran ends as `Died` and the next one starts another.
+The process keeps the models between jobs. When it dies, the job it ran ends as `Died` and the next
+one starts another, which loads a model when the first job needs it: the models are known from the
+process before it, as long as the models file is the same. A process that is killed before it is
+ready is started again, after a pause that grows; one that meets a fault of its own twice is not.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
 from gradbox.protocol import ModelView
+from gradbox_worker.device.child import POLL_S, DeviceChild, DeviceSettings
+from gradbox_worker.device.exits import OUT_OF_MEMORY, Exit
 from gradbox_worker.device.messages import (
-    FromDevice,
+    Begin,
     ProgressMade,
     Ready,
     Run,
@@ -30,38 +28,14 @@ from gradbox_worker.device.messages import (
     RunStopped,
     Stop,
     Unready,
-    receive_answer,
-    send,
 )
-from gradbox_worker.device.work import (
-    Died,
-    Failed,
-    Finished,
-    Outcome,
-    Stopped,
-    Supervision,
-    Work,
-)
+from gradbox_worker.errors import DeviceNotStarted
+from gradbox_worker.work import Died, Failed, Finished, Outcome, Stopped, Supervision, Work
 
 log = logging.getLogger(__name__)
 
-POLL_S: Final = 0.2
-LEAVE_S: Final = 5.0  # to end by itself, once told or once it said so
-
-
-class DeviceNotStarted(RuntimeError):
-    """The device process ended before its models were loaded; the message says why."""
-
-
-@dataclass(frozen=True)
-class DeviceSettings:
-    """What a device process is started with."""
-
-    models_file: Path
-    data: Path  # the folder with the blobs
-    device: str = "auto"  # auto | cpu | cuda:N | mps
-    model_memory_bytes: int | None = None  # of weights kept on the device; None: half of it
-    result_memory_bytes: int | None = None  # of a result on its way to disk; None: an eighth
+# Between one start that failed and the next; a process that was ready begins anew.
+START_PAUSES_S: Final = (0.0, 0.25, 0.5, 1.0, 2.0, 5.0, 5.0)
 
 
 class DeviceProcess:
@@ -70,9 +44,10 @@ class DeviceProcess:
     def __init__(self, settings: DeviceSettings) -> None:
         """Start nothing yet."""
         self._settings = settings
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._child: DeviceChild | None = None
+        self._ready = False  # whether the child said that jobs can run
         self._models: list[ModelView] = []
+        self._models_file_digest = ""  # of the file that they were described from
         self._placement = settings.device
 
     @property
@@ -88,34 +63,39 @@ class DeviceProcess:
     @property
     def pid(self) -> int | None:
         """The process, or None if none runs."""
-        return (
-            None if self._process is None or self._process.poll() is not None else self._process.pid
-        )
+        return None if self._child is None else self._child.pid
+
+    @property
+    def ready(self) -> bool:
+        """Whether a process runs that has said that jobs can run."""
+        return self._ready and self.pid is not None
 
     def ensure(self, *, while_waiting: Callable[[], object] = lambda: None) -> None:
-        """Have a process that runs and has loaded its models.
+        """Have a process that runs and is ready for jobs.
 
         Args:
-            while_waiting: called every 0.2 s until then, to keep leases and heartbeats alive.
+            while_waiting: called every 0.2 s until then, to keep leases and heartbeats alive. What
+                it raises comes through; the process goes on starting, and the next call waits on.
 
         Raises:
-            DeviceNotStarted: it ended before that, or a model cannot be loaded.
+            DeviceNotStarted: a model cannot be built, or starting it failed again and again.
         """
-        if self.pid is not None:
-            return
-        self.close()
-        self._start()
-        answer = self._next_answer(while_waiting)
-        if isinstance(answer, Ready):
-            self._models, self._placement = answer.models, answer.placement
-            log.info("device process %s is ready with %d models", self.pid, len(answer.models))
-            return
-        if isinstance(answer, Unready):
-            reason = answer.problem.detail
-        else:
-            reason = f"the device process ended before it was ready: {self._how_it_ended()}"
-        self.close()
-        raise DeviceNotStarted(reason)
+        faults: set[str] = set()
+        pauses = iter(START_PAUSES_S)
+        while not self.ready:
+            ended = self._try_to_start(while_waiting)
+            if ended is None:
+                return
+            pause_s = next(pauses, None)
+            if pause_s is None or ended.fault in faults:
+                raise DeviceNotStarted(
+                    f"the device process ended again and again before it was ready: the last time "
+                    f"{ended.reason}; the lines above say more"
+                )
+            if ended.fault is not None:
+                faults.add(ended.fault)
+            log.warning("%s before it was ready; starting it again in %g s", ended.reason, pause_s)
+            _pause(pause_s, while_waiting)
 
     def run(self, work: Work, supervision: Supervision) -> Outcome:
         """Run a job to its end, starting the process first if none runs.
@@ -124,6 +104,8 @@ class DeviceProcess:
             DeviceNotStarted: none runs, and none can be started.
         """
         self.ensure(while_waiting=supervision.poll)
+        child = self._child
+        assert child is not None  # since ensure
         order = Run(
             job_id=work.job_id,
             attempt=work.attempt,
@@ -133,14 +115,14 @@ class DeviceProcess:
             result_path=work.result_path,
             forward_result=work.forward_result,
             queued_s=work.queued_s,
+            disk_reserve_bytes=work.disk_reserve_bytes,
         )
-        assert self._connection is not None  # since ensure
         try:
-            send(self._connection, order)
+            child.send(order)
         except OSError:
-            return Died(self._how_it_ended())
+            return Died(child.end().reason)
         try:
-            return self._outcome(work, supervision)
+            return self._outcome(child, work, supervision)
         except BaseException:
             self.kill()  # or its answer to this job would be taken for one to the next
             self.close()
@@ -148,61 +130,69 @@ class DeviceProcess:
 
     def kill(self) -> None:
         """End the process at once, with those it started; a job it runs ends as `Died`."""
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._child is not None:
+            self._child.kill()
 
     def close(self) -> None:
-        """End the process and wait until it is gone."""
-        if self._connection is not None:
-            self._connection.close()  # the process ends at the end of its input
-            self._connection = None
-        if self._process is not None:
-            try:
-                self._process.wait(LEAVE_S)
-            except subprocess.TimeoutExpired:
-                self.kill()
-                self._process.wait()
-            self._process = None
+        """End the process and what it started, and wait until all are gone."""
+        self._ready = False
+        if self._child is not None:
+            self._child.end()
+            self._child = None
 
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        settings = self._settings
-        command = [sys.executable, "-m", "gradbox_worker.device.main"]
-        command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
-        command += ["--models", str(settings.models_file), "--data", str(settings.data)]
-        command += ["--device", settings.device]
-        if settings.model_memory_bytes is not None:
-            command += ["--model-memory-bytes", str(settings.model_memory_bytes)]
-        if settings.result_memory_bytes is not None:
-            command += ["--result-memory-bytes", str(settings.result_memory_bytes)]
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what a model prints goes to the worker's log
-                pass_fds=[theirs.fileno()],
-                # Ctrl-C on the terminal is the worker's business; and a group can be killed whole.
-                start_new_session=True,
-            )
-        self._connection = Connection(ours.detach())
+    def _try_to_start(self, while_waiting: Callable[[], object]) -> Exit | None:
+        """Have a process say that it is ready; returns how it ended if it did so before.
 
-    def _outcome(self, work: Work, supervision: Supervision) -> Outcome:
+        Raises:
+            DeviceNotStarted: it says itself that it cannot be used.
+        """
+        if self.pid is None:
+            self.close()
+            self._begin()
+        child = self._child
+        assert child is not None
+        match child.next_answer(while_waiting):
+            case Ready() as answer:
+                self._ready, self._placement = True, answer.placement
+                self._models = answer.models or self._models
+                log.info("device process %s is ready with %d models", child.pid, len(self._models))
+                return None
+            case Unready() as answer:
+                self.close()
+                raise DeviceNotStarted(answer.problem.detail)
+        ended = child.end()
+        self.close()
+        return ended
+
+    def _begin(self) -> None:
+        digest = _digest(self._settings.models_file)
+        if digest != self._models_file_digest:
+            self._models, self._models_file_digest = [], digest
+        self._child = DeviceChild(self._settings)
+        try:
+            self._child.send(Begin(known={view.name: view.version for view in self._models}))
+        except OSError:
+            log.info("the device process ended at once")  # as the wait for its answer will find
+
+    def _outcome(self, child: DeviceChild, work: Work, supervision: Supervision) -> Outcome:
         kill_at: float | None = None
+        progress: ProgressMade | None = None
 
         def watch() -> None:
             nonlocal kill_at
             order = supervision.poll()
             if order is not None and kill_at is None:
                 kill_at = time.monotonic() + order.grace_s
-                self._tell_to_stop(work)
+                _tell_to_stop(child, work)
             if kill_at is not None and time.monotonic() >= kill_at:
                 log.warning("job %s does not stop: killing the device process", work.job_id)
-                self.kill()
+                child.kill()
 
         while True:
-            answer = self._next_answer(watch)
+            answer = child.next_answer(watch)
             match answer:
                 case ProgressMade():
+                    progress = answer
                     supervision.progress(answer.phase, answer.done, answer.total)
                 case RunFinished():
                     return Finished(answer.receipt, answer.result)
@@ -213,58 +203,36 @@ class DeviceProcess:
                 case RunStopped():
                     return Stopped()
                 case _:
-                    reason = self._how_it_ended()
-                    return Died(reason) if kill_at is None else Stopped(killed=True)
-
-    def _next_answer(self, while_waiting: Callable[[], object]) -> FromDevice | None:
-        """Wait for the next message; None if the process ended instead."""
-        assert self._connection is not None
-        while True:
-            # Between messages too: a device that reports often must not keep the worker busy.
-            while_waiting()
-            try:
-                if self._connection.poll(POLL_S):
-                    return receive_answer(self._connection)
-                # A process that a model started may hold the pipe open after the device's death.
-                if self.pid is None and not self._connection.poll():
-                    return None
-            except (EOFError, OSError):
-                return None
-
-    def _tell_to_stop(self, work: Work) -> None:
-        assert self._connection is not None
-        try:
-            send(self._connection, Stop(job_id=work.job_id, attempt=work.attempt))
-        except OSError:
-            log.info("job %s: its device process is gone already", work.job_id)
-
-    def _how_it_ended(self) -> str:
-        assert self._process is not None
-        try:
-            code = self._process.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
-            return "it closed its end of the pipe"
-        finally:
-            self.close()
-        return describe_exit(code)
+                    ended = child.end()
+                    self.close()
+                    return _died(ended, progress) if kill_at is None else Stopped(killed=True)
 
 
-def describe_exit(code: int) -> str:
-    """Say how a process ended, as a clause.
+def _died(ended: Exit, progress: ProgressMade | None) -> Died:
+    if ended.fault is None:
+        return Died(ended.reason)
+    where = "before its first shard"
+    if progress is not None:
+        where = f"in phase {progress.phase!r} after {progress.done} of {progress.total} steps"
+    out_of_memory = ended.fault == OUT_OF_MEMORY
+    return Died(ended.reason, fault=f"{ended.fault} {where}", out_of_memory=out_of_memory)
 
-    Args:
-        code: its exit code, or minus the signal that ended it.
-    """
-    if code >= 0:
-        return f"it exited with code {code}"
+
+def _digest(path: Path) -> str:
+    """Return a file's digest; that of nothing if there is no file, as the device will say."""
+    content = path.read_bytes() if path.is_file() else b""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _tell_to_stop(child: DeviceChild, work: Work) -> None:
     try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    hints = {
-        "SIGKILL": ", perhaps by the kernel for lack of memory",
-        "SIGSEGV": ": a crash in native code",
-        "SIGABRT": ": an abort in native code",
-        "SIGBUS": ": a crash in native code, or a file that shrank while it was read",
-    }
-    return f"it was killed by {name}{hints.get(name, '')}"
+        child.send(Stop(job_id=work.job_id, attempt=work.attempt))
+    except OSError:
+        log.info("job %s: its device process is gone already", work.job_id)
+
+
+def _pause(seconds: float, while_waiting: Callable[[], object]) -> None:
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        while_waiting()
+        time.sleep(min(POLL_S, left))

@@ -10,7 +10,10 @@ from typing import Final, Protocol
 from gradbox_service.store import blob_store
 from gradbox_worker.computations.execution import StopNow, attempt
 from gradbox_worker.computations.kept_graphs import KeptGraphs
+from gradbox_worker.computations.memory_limit import MemoryLimit
+from gradbox_worker.computations.placement import choose_device, memory_bytes
 from gradbox_worker.device.messages import (
+    Begin,
     ProgressMade,
     Ready,
     Run,
@@ -20,11 +23,10 @@ from gradbox_worker.device.messages import (
     Unready,
     send,
 )
-from gradbox_worker.device.placement import choose_device, memory_bytes
-from gradbox_worker.device.work import Finished, Stopped, Work
-from gradbox_worker.failures import Caught, caught
+from gradbox_worker.exceptions_to_problems import Caught, caught
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.registry import Registry
+from gradbox_worker.work import Finished, Stopped, Work
 
 REPORT_S: Final = 0.1
 
@@ -32,6 +34,7 @@ REPORT_S: Final = 0.1
 class Orders(Protocol):
     """What the worker asks for."""
 
+    def begin(self) -> Begin: ...
     def next_run(self, within_s: float | None) -> Run | None: ...
     def stop_requested(self, job_id: str, attempt: int) -> bool: ...
 
@@ -45,17 +48,26 @@ def serve(
     device_name: str,
     budget_bytes: int | None,
     result_memory_bytes: int | None,
+    job_memory_bytes: int | None,
 ) -> None:
-    """Load the models, then run jobs until one spoils the device's state.
+    """Load the models unless the worker knows them, then run jobs until one spoils the device.
 
     The process ends elsewhere, when the worker closes the pipe.
     """
 
+    known = orders.begin().known
+
     def load() -> Registry:
         device = choose_device(device_name)
         budget = memory_bytes(device) // 2 if budget_bytes is None else budget_bytes
-        registry = Registry(read_models_file(models_file), device=device, budget_bytes=budget)
-        send(connection, Ready(models=registry.describe(), placement=str(device)))
+        registry = Registry(
+            read_models_file(models_file),
+            device=device,
+            budget_bytes=budget,
+            versions=known,
+        )
+        described = [] if known else registry.describe()
+        send(connection, Ready(models=described, placement=str(device)))
         return registry
 
     registry = caught(load, doing="the device process's start", let_through=OSError)
@@ -63,6 +75,7 @@ def serve(
         send(connection, Unready(problem=registry.problem))
         return
     blobs, kept = blob_store(data), KeptGraphs()
+    limit = MemoryLimit(registry.device, job_bytes=job_memory_bytes)
     while True:
         order = orders.next_run(kept.idle_left_s())
         if order is None:
@@ -77,6 +90,7 @@ def serve(
             kept=kept,
             observer=observer,
             result_memory_bytes=result_memory_bytes,
+            limit=limit,
         )
         match answer:
             case Finished():
@@ -119,4 +133,5 @@ def _work(order: Run) -> Work:
         result_path=order.result_path,
         forward_result=order.forward_result,
         queued_s=order.queued_s,
+        disk_reserve_bytes=order.disk_reserve_bytes,
     )

@@ -6,31 +6,30 @@ once; here one tensor at a time leaves the device.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from gradbox.errors import InvalidInputs, StorageFull
+from gradbox.errors import InvalidInputs
 from gradbox.protocol import ResultView
 from gradbox_service.store.files import make_folder, put_in_place
+from gradbox_service.store.room import Room
 from gradbox_worker.files.safetensors_types import SAFETENSORS_NAMES
 
 ALIGNMENT_BYTES: Final = 8
 LENGTH_BYTES: Final = 8
+RESULT: Final = "the result"
 
 
 def write_result(
-    path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str]
+    path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str], room: Room
 ) -> ResultView:
     """Write `path` so that it is there whole or not at all, and return its size and digest.
 
@@ -45,11 +44,12 @@ def write_result(
     entries = laid_out({name: (tensors[name].shape, tensors[name].dtype) for name in names})
     beside = path.with_suffix(".partial")  # as ResultStore names it, which discards it
     digest = hashlib.sha256()
+    room.check(sum(tensor.nbytes for tensor in tensors.values()), what=RESULT)
     make_folder(path.parent)
     try:
         with (
+            room.noticing_a_full_disk(what=RESULT),
             beside.open("wb") as file,
-            noticing_a_full_disk(path.parent),
             ThreadPoolExecutor(1, "digest") as beside_writing,
         ):
             for piece in _pieces(entries, tensors, metadata):
@@ -118,21 +118,6 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     view: memoryview = flat.view(torch.uint8).numpy().data
     return view
-
-
-@contextmanager
-def noticing_a_full_disk(folder: Path) -> Iterator[None]:
-    """Turn the system's word for a full disk into ours."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        free = shutil.disk_usage(folder).free
-        raise StorageFull(
-            f"expected room for the result on the box's disk, which has {free / 2**30:.1f} GiB "
-            f"left; ask for less (wrt, reduce, form='factored'), or have the box's owner make room"
-        ) from error
 
 
 def _pieces(

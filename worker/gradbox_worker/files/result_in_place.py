@@ -23,13 +23,14 @@ from torch import Tensor
 
 from gradbox.protocol import ResultView
 from gradbox_service.store.files import make_folder, put_in_place
+from gradbox_service.store.room import Room
 from gradbox_worker.files.result_file import (
     ALIGNMENT_BYTES,
     LENGTH_BYTES,
+    RESULT,
     check_storable,
     header_bytes,
     laid_out,
-    noticing_a_full_disk,
     tensor_bytes,
     write_result,
 )
@@ -57,9 +58,10 @@ class Region:
 class ResultOnDisk:
     """A result file while it is made. Leaving the context without `commit` leaves nothing."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, room: Room) -> None:
         """Write nothing yet."""
         self._path = path
+        self._disk = room
         self._beside = path.with_suffix(".partial")  # as ResultStore names it, which discards it
         self._descriptor: int | None = None
         self._entries: dict[str, dict[str, Any]] = {}
@@ -116,8 +118,8 @@ class ResultOnDisk:
         make_folder(self._path.parent)
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
         self._descriptor = os.open(self._beside, flags, 0o600)
-        with noticing_a_full_disk(self._path.parent):
-            _reserve(self._descriptor, self._data_start + self._end)
+        size_bytes = self._data_start + self._end
+        self._disk.allocate(self._descriptor, size_bytes, what=RESULT)
 
     def write(self, name: str, at: tuple[slice, slice, slice], piece: Tensor) -> None:
         """Write the piece (b, y, r, ...) at these samples, outputs and rows.
@@ -150,7 +152,8 @@ class ResultOnDisk:
             StorageFull: the disk does not hold it.
         """
         if self._descriptor is None:
-            return write_result(self._path, tensors, metadata=metadata)
+            return write_result(self._path, tensors, metadata=metadata, room=self._disk)
+        self._disk.check(sum(tensor.nbytes for tensor in tensors.values()), what=RESULT)
         for name, tensor in tensors.items():
             check_storable(name, tensor.dtype)
         filler = torch.zeros(-self._end % ALIGNMENT_BYTES, dtype=torch.uint8)
@@ -177,7 +180,8 @@ class ResultOnDisk:
 
     def _put_in_place(self) -> ResultView:
         assert self._descriptor is not None
-        os.fsync(self._descriptor)
+        with self._disk.noticing_a_full_disk(what=RESULT):
+            os.fsync(self._descriptor)
         size_bytes = os.fstat(self._descriptor).st_size
         with self._beside.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -188,15 +192,7 @@ class ResultOnDisk:
 
     def _put(self, data: memoryview, offset: int) -> None:
         assert self._descriptor is not None
-        with noticing_a_full_disk(self._path.parent):
+        with self._disk.noticing_a_full_disk(what=RESULT):
             while len(data):
                 written = os.pwrite(self._descriptor, data, offset)
                 data, offset = data[written:], offset + written
-
-
-def _reserve(descriptor: int, size_bytes: int) -> None:
-    """Take the room now where the system can, so that a full disk is noticed before the work."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size_bytes)
-    else:
-        os.ftruncate(descriptor, size_bytes)

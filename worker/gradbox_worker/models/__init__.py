@@ -4,6 +4,6 @@
 read the file; `builders`, `version` and `registry` do.
 """
 
-from gradbox_worker.models.models_file import Builder, ModelEntry, ModelsFileError, read_models_file
+from gradbox_worker.models.models_file import Builder, ModelEntry, read_models_file
 
-__all__ = ["Builder", "ModelEntry", "ModelsFileError", "read_models_file"]
+__all__ = ["Builder", "ModelEntry", "read_models_file"]

@@ -23,7 +23,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from gradbox_worker.models.models_file import Builder, ModelEntry, ModelsFileError
+from gradbox_worker.errors import ModelsFileError
+from gradbox_worker.models.models_file import Builder, ModelEntry
 
 INITIAL_SEED: Final = 0
 

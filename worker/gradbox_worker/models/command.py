@@ -36,7 +36,8 @@ def _action(actions: Any, name: str, *, help: str, run: Callable[[Any], int]) ->
 
 def list_models(args: argparse.Namespace) -> int:
     """Print the entries of the models file; 2 if it cannot be read."""
-    from gradbox_worker.models import ModelsFileError, read_models_file
+    from gradbox_worker.errors import ModelsFileError
+    from gradbox_worker.models import read_models_file
 
     try:
         entries = read_models_file(args.models)
@@ -68,7 +69,8 @@ def verify_models(args: argparse.Namespace) -> int:
     Returns:
         0 if all can be served, 1 if one cannot, 2 if the file cannot be read.
     """
-    from gradbox_worker.models import ModelsFileError, read_models_file
+    from gradbox_worker.errors import ModelsFileError
+    from gradbox_worker.models import read_models_file
 
     try:
         entries = read_models_file(args.models)

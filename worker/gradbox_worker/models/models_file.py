@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+from gradbox_worker.errors import ModelsFileError
+
 Builder = Literal["hf", "torchvision", "timm", "python"]
 
 BUILDERS: Final[tuple[str, ...]] = get_args(Builder)
@@ -32,10 +34,6 @@ REFUSED_KWARGS: Final[Mapping[str, tuple[str, ...]]] = {
     "timm": ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"),
     "python": (),
 }
-
-
-class ModelsFileError(ValueError):
-    """The models file, or a model it names, is not usable; the message says where and the fix."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The models a device process holds: each is built once and stays on the device.
 
 The least recently used ones leave the device when the budget for weights is exceeded, and are
-built again when a job asks for them; the version is then checked against the first one's.
+built again when a job asks for them; the version is then checked against the first one's. So it is
+with models that an earlier process described: each is built when a job needs it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from torch import nn
 
 from gradbox.errors import UnknownModel
 from gradbox.protocol import ModelView
-from gradbox_worker.failures import Caught, caught
+from gradbox_worker.errors import ModelsFileError
+from gradbox_worker.exceptions_to_problems import Caught, caught
 from gradbox_worker.models.builders import build_model, source_code_digest
 from gradbox_worker.models.describe import describe_model
-from gradbox_worker.models.models_file import ModelEntry, ModelsFileError
+from gradbox_worker.models.models_file import ModelEntry
 from gradbox_worker.models.version import model_version
 
 log = logging.getLogger(__name__)
@@ -45,10 +47,13 @@ class Registry:
         *,
         device: torch.device,
         budget_bytes: int | None = None,
+        versions: Mapping[str, str] | None = None,
     ) -> None:
         """Hold no model yet.
 
         Args:
+            versions: what the box has been told of them; a model that is built as another version
+                is refused.
             budget_bytes: how many bytes of weights may stay on the device, or None for no limit.
                 A single model larger than that is loaded all the same.
         """
@@ -56,7 +61,7 @@ class Registry:
         self._entries = dict(entries)
         self._budget_bytes = budget_bytes
         self._loaded: OrderedDict[str, Loaded] = OrderedDict()  # the last one was used last
-        self._versions: dict[str, str] = {}
+        self._versions = dict(versions or {})
 
     def describe(self) -> list[ModelView]:
         """Build every model once and describe it.

@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradbox.protocol import ModelView
-from gradbox_worker.failures import Caught, caught
+from gradbox_worker.errors import ModelsFileError
+from gradbox_worker.exceptions_to_problems import Caught, caught
 from gradbox_worker.models.builders import build_model, source_code_digest
 from gradbox_worker.models.describe import describe_model
-from gradbox_worker.models.models_file import ModelEntry, ModelsFileError
+from gradbox_worker.models.models_file import ModelEntry
 from gradbox_worker.models.version import model_version
 
 

@@ -16,13 +16,13 @@ from gradbox_service.jobs import Fleet, MemoryTurns, Records
 from gradbox_service.store import BlobStore, ResultStore
 from gradbox_worker.computations.execution import StopNow, attempt
 from gradbox_worker.computations.kept_graphs import KeptGraphs
-from gradbox_worker.device import Failed, Outcome, Supervision, Work
-from gradbox_worker.failures import Caught
+from gradbox_worker.exceptions_to_problems import Caught
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.registry import Registry
 from gradbox_worker.turns.presence import Announcer
 from gradbox_worker.turns.supervision import Patience
 from gradbox_worker.turns.turn import TurnRunner
+from gradbox_worker.work import Failed, Outcome, Supervision, Work
 
 
 class InlineDevice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import socket
 import time
@@ -10,15 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
+import redis
+
 from gradbox.protocol import ModelView
 from gradbox_service.jobs import Fleet, WorkerPresence
+from gradbox_service.jobs.refusals import store_refuses
+from gradbox_worker.errors import NameTaken
+
+log = logging.getLogger(__name__)
 
 PRESENCE_TTL_S: Final = 20.0
 ANNOUNCE_S: Final = 5.0
-
-
-class NameTaken(RuntimeError):
-    """Another living process holds the worker's name."""
 
 
 class NameLock:
@@ -80,12 +83,14 @@ class Announcer:
     def announce(
         self, state: Literal["starting", "idle", "busy"], *, job: str | None = None
     ) -> None:
-        """Say what the worker does, if that is new or was last said a while ago."""
+        """Say what the worker does, if that is new or was last said a while ago.
+
+        What Redis refuses for now is said with the next call.
+        """
         saying = (state, job, self._device, *self._models.items())
         now = time.monotonic()
         if saying == self._said and now - self._said_at < ANNOUNCE_S:
             return
-        self._said, self._said_at = saying, now
         presence = WorkerPresence(
             name=self._name,
             device=self._device,
@@ -94,7 +99,14 @@ class Announcer:
             job=job,
             started_s=self._started_s,
         )
-        self._fleet.announce(presence, ttl_s=PRESENCE_TTL_S)
+        try:
+            self._fleet.announce(presence, ttl_s=PRESENCE_TTL_S)
+        except redis.RedisError as error:
+            if not store_refuses(error):
+                raise
+            log.warning("Redis refuses for now to hear that %s is %s: %s", self._name, state, error)
+            return
+        self._said, self._said_at = saying, now
 
     def retire(self) -> None:
         """Say that the worker has stopped."""

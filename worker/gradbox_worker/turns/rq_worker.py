@@ -12,29 +12,39 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Final
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import redis
 from rq import SimpleWorker
+from rq.exceptions import StopRequested
 from rq.job import Job
 from rq.queue import Queue
 from rq.timeouts import BaseDeathPenalty
 from rq.worker.base import WorkerStatus
 
 from gradbox_service.jobs import QUEUE, SERIALIZER, RedisFleet, RedisRecords
+from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.store import ResultStore
-from gradbox_worker.device import DeviceNotStarted, DeviceProcess
+from gradbox_worker.device import DeviceProcess
+from gradbox_worker.errors import DeviceNotStarted
 from gradbox_worker.turns.presence import Announcer
 from gradbox_worker.turns.supervision import Patience
 from gradbox_worker.turns.turn import CURRENT, TurnRunner
 
 log = logging.getLogger(__name__)
 
-# RQ waits for a turn 15 s less than this, and forgets a silent worker 60 s later.
+T = TypeVar("T")
+
+# RQ forgets a worker that was silent for 60 s longer than this.
 WORKER_TTL_S: Final = 20
+DEQUEUE_S: Final = 1
 HEARTBEAT_TTL_S: Final = 20
 HEARTBEAT_S: Final = 5.0
 MAINTENANCE_S: Final = 5
+# Between two looks at a Redis that refuses.
+REFUSED_PAUSE_S: Final = 1.0
 
 
 class NoDeathPenalty(BaseDeathPenalty):
@@ -99,31 +109,59 @@ class GradboxWorker(SimpleWorker):
     def bootstrap(self, *args: Any, **kwargs: Any) -> None:
         """Take back what a killed predecessor held, load the models, and only then take turns."""
         self._runner.recover()
-        self.connection.delete(self.key)
-        super().bootstrap(*args, **kwargs)
+        register = super().bootstrap
+
+        def register_anew() -> None:
+            self.connection.delete(self.key)
+            register(*args, **kwargs)
+
+        self._until_taken(register_anew)
         self._have_device()
 
     def teardown(self) -> None:
         self._device.close()
-        self._announcer.retire()
-        super().teardown()  # type: ignore[no-untyped-call]
+        try:
+            self._announcer.retire()
+            super().teardown()  # type: ignore[no-untyped-call]
+        except redis.RedisError as error:
+            if not store_refuses(error):
+                raise
+            log.warning("Redis does not note that the worker ends: %s", error)
+
+    def dequeue_job_and_maintain_ttl(self, *args: Any, **kwargs: Any) -> tuple[Job, Queue] | None:
+        """Wait for a turn, also while Redis refuses: RQ alone waits for lost connections only."""
+        return self._until_taken(partial(super().dequeue_job_and_maintain_ttl, *args, **kwargs))
 
     def execute_job(self, job: Job, queue: Queue) -> None:
+        """Run a turn. One whose bookkeeping Redis refuses is lost, and the dispatcher's to feed."""
         self._turn, self._next_heartbeat = job, 0.0
         token = CURRENT.set(self._runner)
         try:
             super().execute_job(job, queue)
+            self._announcer.announce("idle")
+        except redis.RedisError as error:
+            self._wait_while_refused(error)
         finally:
             CURRENT.reset(token)
             self._turn = None
-        self._announcer.announce("idle")
 
     def heartbeat(self, *args: Any, **kwargs: Any) -> None:
         """Say that the worker lives; between jobs, also start the device anew if it died."""
-        super().heartbeat(*args, **kwargs)
+        self._until_taken(partial(super().heartbeat, *args, **kwargs))
         if self.get_state() == WorkerStatus.IDLE:
             self._have_device()
             self._announcer.announce("idle")
+
+    def run_maintenance_tasks(self) -> None:
+        self._until_taken(super().run_maintenance_tasks)
+
+    def check_for_suspension(self, burst: bool) -> None:
+        self._until_taken(partial(super().check_for_suspension, burst))
+
+    @property
+    def dequeue_timeout(self) -> int:
+        """How long to wait for a turn before looking after the device again, in seconds."""
+        return DEQUEUE_S
 
     def get_heartbeat_ttl(self, job: Job) -> int:
         return HEARTBEAT_TTL_S
@@ -142,12 +180,38 @@ class GradboxWorker(SimpleWorker):
             self._next_heartbeat = now + HEARTBEAT_S
             self.maintain_heartbeats(self._turn)
 
+    def _until_taken(self, call: Callable[[], T]) -> T:
+        """Call until Redis does not refuse only for now; return what the call returns.
+
+        Raises:
+            StopRequested: the worker was asked to end meanwhile.
+        """
+        while True:
+            try:
+                return call()
+            except redis.RedisError as error:
+                self._wait_while_refused(error)
+
+    def _wait_while_refused(self, error: redis.RedisError) -> None:
+        """Wait a moment if Redis refuses only for now, else raise what it said.
+
+        Raises:
+            StopRequested: the worker was asked to end meanwhile.
+        """
+        if not store_refuses(error):
+            raise error
+        if self.leaving:
+            raise StopRequested from error
+        log.warning("Redis refuses for now, waiting: %s", error)
+        time.sleep(REFUSED_PAUSE_S)
+
     def _have_device(self) -> None:
-        if self._device.pid is not None:
+        if self._device.ready:
             return
         try:
             self._device.ensure(while_waiting=lambda: self._announcer.announce("starting"))
         except DeviceNotStarted as error:
             self.failure = error
             raise
-        self._announcer.offer(self._device.models, device=self._device.placement)
+        placement = self._device.placement
+        self._until_taken(lambda: self._announcer.offer(self._device.models, device=placement))

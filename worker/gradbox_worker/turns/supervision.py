@@ -17,12 +17,10 @@ import redis
 
 from gradbox.protocol import ProgressView
 from gradbox_service.jobs import Records
-from gradbox_worker.device.work import StopOrder
+from gradbox_service.jobs.refusals import store_refuses
+from gradbox_worker.work import StopOrder
 
 log = logging.getLogger(__name__)
-
-# The store is away for a moment: it restarts, or the network does. Leases outlive that.
-STORE_AWAY: Final = (redis.ConnectionError, redis.TimeoutError)
 
 # A replayed shard costs a forward and a backward, about three forwards.
 REPLAY_COST: Final = 3.0
@@ -113,8 +111,10 @@ class Watch:
             self._records.update(
                 self._job_id, lambda record: record.advance(attempt=self._attempt, progress=view)
             )
-        except STORE_AWAY:
-            log.warning("job %s: its progress is not noted, the store is away", self._job_id)
+        except redis.RedisError as error:
+            if not store_refuses(error):
+                raise
+            log.warning("job %s: its progress is not noted: %s", self._job_id, error)
 
     def _beat(self) -> None:
         try:
@@ -122,8 +122,10 @@ class Watch:
                 self._job_id, attempt=self._attempt, lease_s=self._patience.lease_s
             )
             self._alive()
-        except STORE_AWAY as error:
-            log.warning("job %s: no beat, the store is away: %s", self._job_id, error)
+        except redis.RedisError as error:
+            if not store_refuses(error):
+                raise
+            log.warning("job %s: no beat, Redis refuses for now: %s", self._job_id, error)
             return
         if record is None or not record.held_by(self._attempt):
             self.stop_reason = StopReason.NOT_OURS

@@ -11,6 +11,7 @@ worker calls `TurnRunner.run`. What happens when:
     stopped because the time was up           failed with JobTimedOut
     stopped because the worker leaves         queued again, no attempt used up
     died                                      queued again, or WorkerLost after the last attempt
+    died of the same fault as the time before WorkerLost, or OutOfMemory: it would meet it again
     cannot be started                         queued again; the worker ends
     lacks the model, and another has it       stays queued; the dispatcher feeds it again
 """
@@ -25,21 +26,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from gradbox.errors import GradboxError, JobFailed, JobTimedOut
+import redis
+
+from gradbox.errors import GradboxError, JobFailed, JobTimedOut, OutOfMemory, WorkerLost
 from gradbox.protocol import CotangentsLoss, GradientSpec, JobSpec, JobState, Problem
 from gradbox_service.jobs import Fleet, JobRecord, Records, Transition
 from gradbox_service.jobs.fleet import may_be_run
+from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.store import ResultStore
-from gradbox_worker.device import (
-    Device,
-    DeviceNotStarted,
-    Died,
-    Failed,
-    Finished,
-    Outcome,
-    Work,
-)
-from gradbox_worker.turns.supervision import STORE_AWAY, Patience, StopReason, Watch
+from gradbox_worker.errors import DeviceNotStarted
+from gradbox_worker.turns.supervision import Patience, StopReason, Watch
+from gradbox_worker.work import Device, Died, Failed, Finished, Outcome, Work
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +148,7 @@ class TurnRunner:
             result_path=self.results.path(record.id, attempt=record.attempt),
             forward_result=self._forward_result(spec),
             queued_s=max(0.0, (record.started_s or record.created_s) - record.created_s),
+            disk_reserve_bytes=self.results.room.reserve_bytes,
         )
         return self.device.run(work, watch)
 
@@ -164,10 +162,10 @@ class TurnRunner:
         return self.results.path(forward.id, attempt=forward.attempt)
 
     def _end(self, record: JobRecord, transition: Transition | None) -> str:
-        """Change the record, waiting for a store that is away, and keep a result only if it counts.
+        """Change the record, waiting while Redis refuses, and keep a result only if it counts.
 
         Raises:
-            redis.ConnectionError, redis.TimeoutError: it stayed away longer than the lease lives.
+            redis.RedisError: Redis still refuses when the worker is asked to end.
         """
         after = None if transition is None else self._update(record, transition)
         if after is None:
@@ -180,13 +178,18 @@ class TurnRunner:
         return str(after.state)
 
     def _update(self, held: JobRecord, transition: Transition) -> JobRecord | None:
-        give_up_at = time.monotonic() + self.patience.lease_s
+        """Change the record as soon as Redis takes it.
+
+        However long that is: the dispatcher takes no job from a worker that Redis would not let
+        beat, and if it did all the same, the transition does not apply.
+        """
         while True:
             try:
                 return self.records.update(held.id, transition) or self._done_before(held)
-            except STORE_AWAY:
-                if time.monotonic() >= give_up_at:
+            except redis.RedisError as error:
+                if not store_refuses(error) or self.leaving():
                     raise
+                log.warning("job %s: its end is not noted yet: %s", held.id, error)
                 time.sleep(STORE_RETRY_S)
 
     def _done_before(self, held: JobRecord) -> JobRecord | None:
@@ -222,10 +225,31 @@ def _transition(
             return lambda r: r.fail(attempt=attempt, error=problem, now_s=time.time())
         case _, StopReason.LEAVING:
             return _release(attempt)
-        case Died(reason=reason), None:
-            return _requeue(attempt, f"its device process ended: {reason}")
+        case Died() as died, None:
+            return lambda r: _lose(r, died, attempt=attempt)
         case _:
             return None
+
+
+def _lose(record: JobRecord, died: Died, *, attempt: int) -> JobRecord | None:
+    """Count the attempt as lost, or end the job if the same fault has ended the one before."""
+    repeats = died.fault is not None and died.fault == record.last_fault
+    if repeats and not record.cancel_requested:
+        return record.fail(attempt=attempt, error=Problem.of(_repeated(died)), now_s=time.time())
+    reason = f"its device process ended: {died.reason}"
+    return record.requeue(attempt=attempt, reason=reason, fault=died.fault, now_s=time.time())
+
+
+def _repeated(died: Died) -> JobFailed:
+    if died.out_of_memory:
+        return OutOfMemory(
+            f"expected the job to fit into the machine's memory, but two attempts were {died.fault}"
+            f", and a third would be; submit it with smaller shards or a smaller retain"
+        )
+    return WorkerLost(
+        f"two attempts ended by the same fault ({died.fault}): {died.reason}, and a third would "
+        f"end so, too; if smaller shards do not help, ask the box's owner for the worker's log"
+    )
 
 
 def _out_of_time(record: JobRecord) -> JobTimedOut:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import errno
-import shutil
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated
 
 import anyio.to_thread
 from fastapi import APIRouter, HTTPException, Path, Request, Response
 from pydantic import BaseModel
 
-from gradbox.errors import BlobTooLarge, StorageFull
-from gradbox_service.http.auth import Box, Owner
+from gradbox.errors import BlobTooLarge
+from gradbox_service.admission.shares import check_quota
+from gradbox_service.backing import Backing
+from gradbox_service.http.auth import Box, Caller
+from gradbox_service.http.bodies import announced_bytes
 from gradbox_service.http.openapi import BLOB_BODY
 from gradbox_service.settings import MIB, Settings
-from gradbox_service.store import BlobStore
+from gradbox_service.store import OwnBlobs
+from gradbox_service.tokens import TokenInfo
 
 router = APIRouter(prefix="/v1/blobs", tags=["blobs"])
 
 # Written and hashed in a thread in pieces of this size: smaller ones cost throughput, and hashing
 # on the event loop would halve it.
 PIECE_BYTES = 4 * MIB
-DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Digest = Annotated[
     str,
@@ -36,9 +38,9 @@ class BlobView(BaseModel):
 
 
 @router.head("/{digest}")
-def has_blob(digest: Digest, box: Box, owner: Owner) -> Response:
-    """200 if the box has the blob, 404 if not."""
-    if box.blobs.size_bytes(digest) is None:
+def has_blob(digest: Digest, box: Box, caller: Caller) -> Response:
+    """200 if the caller has sent this blob before, 404 if not, whoever else has."""
+    if _own(box, caller).size_bytes(digest) is None:
         raise HTTPException(404, f"no blob {digest} is on this box; upload it with PUT")
     return Response()
 
@@ -46,38 +48,49 @@ def has_blob(digest: Digest, box: Box, owner: Owner) -> Response:
 @router.put(
     "/{digest}",
     status_code=201,
-    responses={200: {"description": "It was here already"}},
+    responses={200: {"description": "The caller had sent it before"}},
     openapi_extra=BLOB_BODY,
 )
 async def put_blob(
-    digest: Digest, request: Request, response: Response, box: Box, owner: Owner
+    digest: Digest, request: Request, response: Response, box: Box, caller: Caller
 ) -> BlobView:
-    """Take a safetensors file whose SHA-256 is `digest`."""
+    """Take a safetensors file whose SHA-256 is `digest`.
+
+    A blob that only others have sent is written and checked like one that is not here: knowing a
+    digest is not having the bytes. It then takes the place of the same file.
+    """
     settings: Settings = request.app.state.settings
     pieces = _pieces(request, limit_bytes=settings.max_blob_bytes)
-    size_bytes = await anyio.to_thread.run_sync(box.blobs.size_bytes, digest)
+    size_bytes = await anyio.to_thread.run_sync(_own(box, caller).size_bytes, digest)
     if size_bytes is not None:
         async for _ in pieces:  # a client that is cut off while it sends may miss the answer
             pass
         response.status_code = 200
         return BlobView(digest=digest, size_bytes=size_bytes)
-    try:
-        _check_room(request, settings)
-        size_bytes = await _store(box.blobs, digest, pieces)
-    except OSError as error:
-        if error.errno in DISK_IS_FULL:
-            raise StorageFull(_FULL) from error
-        raise
-    return BlobView(digest=digest, size_bytes=size_bytes)
-
-
-async def _store(blobs: BlobStore, digest: str, pieces: AsyncIterator[bytearray]) -> int:
-    upload = await anyio.to_thread.run_sync(blobs.upload, digest)
+    within_quota = partial(
+        check_quota,
+        caller.name,
+        quota_bytes=settings.owner_quota_bytes,
+        records=box.records,
+        owners=box.owners,
+    )
+    said_bytes = announced_bytes(request)
+    await anyio.to_thread.run_sync(partial(within_quota, more_bytes=said_bytes))
+    upload = await anyio.to_thread.run_sync(
+        partial(box.blobs.upload, digest, announced_bytes=said_bytes)
+    )
     with upload:
         async for piece in pieces:
             await anyio.to_thread.run_sync(upload.write, piece)
+        size_bytes = upload.size_bytes
+        await anyio.to_thread.run_sync(partial(within_quota, more_bytes=size_bytes))
         await anyio.to_thread.run_sync(upload.commit)
-    return upload.size_bytes
+    await anyio.to_thread.run_sync(box.owners.claim, caller.name, digest, size_bytes)
+    return BlobView(digest=digest, size_bytes=size_bytes)
+
+
+def _own(box: Backing, caller: TokenInfo) -> OwnBlobs:
+    return OwnBlobs(caller.name, blobs=box.blobs, owners=box.owners)
 
 
 async def _pieces(request: Request, *, limit_bytes: int) -> AsyncIterator[bytearray]:
@@ -86,8 +99,8 @@ async def _pieces(request: Request, *, limit_bytes: int) -> AsyncIterator[bytear
     Raises:
         BlobTooLarge: there is more of it, or it says that there will be.
     """
-    if _announced_bytes(request) > limit_bytes:
-        raise _too_large(_announced_bytes(request), limit_bytes)
+    if announced_bytes(request) > limit_bytes:
+        raise _too_large(announced_bytes(request), limit_bytes)
     piece, taken = bytearray(), 0
     async for chunk in request.stream():
         taken += len(chunk)
@@ -106,18 +119,3 @@ def _too_large(found_bytes: int, limit_bytes: int) -> BlobTooLarge:
         f"the blob has {found_bytes} bytes or more, this box takes {limit_bytes}; cut the shards "
         "into several blobs"
     )
-
-
-def _check_room(request: Request, settings: Settings) -> None:
-    free_bytes = shutil.disk_usage(settings.data).free
-    if _announced_bytes(request) > free_bytes:
-        raise StorageFull(_FULL)
-
-
-def _announced_bytes(request: Request) -> int:
-    """Return the Content-Length; 0 for a body that comes in chunks."""
-    length = request.headers.get("content-length", "")
-    return int(length) if length.isascii() and length.isdigit() else 0
-
-
-_FULL = "the box's disk has no room for this blob; ask the box's owner to make some"

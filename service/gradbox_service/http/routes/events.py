@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from gradbox_service.http.auth import OwnJob
+from gradbox_service.http.auth import VisibleJob
 from gradbox_service.http.event_hub import Hub
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -16,7 +16,7 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 @router.get("/{job_id}/events", response_class=EventSourceResponse)
 async def job_events(
-    request: Request, record: OwnJob, last_event_id: Annotated[str | None, Header()] = None
+    request: Request, record: VisibleJob, last_event_id: Annotated[str | None, Header()] = None
 ) -> AsyncIterable[ServerSentEvent]:
     """`state` events (data: the job) and `progress` events; ends after the final state.
 

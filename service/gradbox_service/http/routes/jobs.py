@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from functools import partial
+from itertools import islice
 from typing import Annotated
 
-import anyio.to_thread
 from fastapi import APIRouter, Header, Query, Request
 from pydantic import BaseModel
 
-from gradbox.errors import BlobTooLarge
+from gradbox.errors import OwnerOnly
 from gradbox.protocol import JobState, JobView
-from gradbox_service.http.auth import Box, Owner, OwnJob
+from gradbox_service.admission import post
+from gradbox_service.http.auth import Box, Caller, VisibleJob
+from gradbox_service.http.bodies import Bodies
 from gradbox_service.http.openapi import JOB_BODY
-from gradbox_service.http.posting import post
 from gradbox_service.jobs import JobRecord
-from gradbox_service.settings import Settings
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -32,20 +33,19 @@ class JobList(BaseModel):
 
 @router.post("", status_code=202, openapi_extra=JOB_BODY)
 async def post_job(
-    request: Request, box: Box, owner: Owner, idempotency_key: IdempotencyKey = None
+    request: Request, box: Box, caller: Caller, idempotency_key: IdempotencyKey = None
 ) -> JobView:
     """Accept a job. It then ends in exactly one of done, failed, cancelled."""
-    settings: Settings = request.app.state.settings
-    body = await _body(request, limit_bytes=settings.max_spec_bytes)
-    record = await anyio.to_thread.run_sync(
+    bodies: Bodies = request.app.state.bodies
+    record = await bodies.handle(
+        request,
         partial(
             post,
-            body,
-            owner=owner,
+            caller=caller,
             idempotency_key=idempotency_key,
             box=box,
-            max_attempts=settings.max_attempts,
-        )
+            settings=request.app.state.settings,
+        ),
     )
     return record.view()
 
@@ -53,36 +53,36 @@ async def post_job(
 @router.get("")
 def list_jobs(
     box: Box,
-    owner: Owner,
+    caller: Caller,
     state: JobState | None = None,
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100,
+    everybodys: Annotated[
+        bool, Query(alias="all", description="Everybody's; for the box's owner alone")
+    ] = False,
 ) -> JobList:
     """The caller's jobs, newest first."""
+    if everybodys and not caller.admin:
+        raise OwnerOnly(
+            "all=true lists everybody's jobs, which only the box's owner may: leave it out, or use "
+            "the token that `gradbox up` wrote"
+        )
+    owners = box.records.owners() if everybodys else [caller.name]
+    found = [box.records.owned(owner, state=state, limit=limit) for owner in owners]
+    newest_first = heapq.merge(*found, key=lambda record: record.created_s, reverse=True)
     positions = box.records.positions()
-    records = box.records.owned(owner, state=state, limit=limit)
-    return JobList(jobs=[r.view(queue_position=positions.get(r.id)) for r in records])
+    return JobList(
+        jobs=[r.view(queue_position=positions.get(r.id)) for r in islice(newest_first, limit)]
+    )
 
 
 @router.get("/{job_id}")
-def one_job(record: OwnJob, box: Box) -> JobView:
+def one_job(record: VisibleJob, box: Box) -> JobView:
     """One job."""
     return record.view(queue_position=box.records.positions().get(record.id))
 
 
 @router.delete("/{job_id}", status_code=202)
-def cancel_job(record: OwnJob, box: Box) -> JobView:
+def cancel_job(record: VisibleJob, box: Box) -> JobView:
     """Cancel a job: at once if it waits, within a shard if it runs. One that has ended stays so."""
     box.records.update(record.id, partial(JobRecord.request_cancel, now_s=time.time()))
     return (box.records.get(record.id) or record).view()
-
-
-async def _body(request: Request, *, limit_bytes: int) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit_bytes:
-            raise BlobTooLarge(
-                f"a posted job has at most {limit_bytes} bytes here: put tensors into blobs, and "
-                "shards into fewer groups"
-            )
-    return bytes(body)

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from gradbox.errors import GradboxError, ServiceUnavailable
+from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.http.auth import Box
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.jobs.fleet import offered_versions
@@ -28,17 +29,23 @@ class Ready(BaseModel):
 
 @router.get("/livez")
 async def livez(request: Request) -> Live:
-    """The process runs, and so do its two threads."""
-    hub: Hub = request.app.state.hub
-    dispatcher: Dispatcher = request.app.state.dispatcher
-    if not (hub.alive and dispatcher.alive):
-        raise GradboxError("a thread of the service has ended: see its log, and restart it")
+    """The process runs, and so do its threads."""
+    ended = _ended_threads(request)
+    if ended:
+        raise GradboxError(
+            f"a thread of the service has ended ({', '.join(ended)}): see its log, and restart it"
+        )
     return Live()
 
 
 @router.get("/readyz")
-def readyz(box: Box) -> Ready:
-    """Jobs can run: Redis answers, and a live worker has described its models."""
+def readyz(request: Request, box: Box) -> Ready:
+    """Jobs can run: all threads live, Redis answers, and a live worker has described its models."""
+    ended = _ended_threads(request)
+    if ended:
+        raise ServiceUnavailable(
+            f"a thread of the service has ended ({', '.join(ended)}); `gradbox up` restarts it"
+        )
     box.records.ping()
     workers = [worker for worker in box.fleet.workers() if worker.state != "starting"]
     if not workers:
@@ -47,3 +54,14 @@ def readyz(box: Box) -> Ready:
             "the worker's log"
         )
     return Ready(workers=len(workers), models=list(offered_versions(workers)))
+
+
+def _ended_threads(request: Request) -> list[str]:
+    """Return the names of the service's threads that live no more."""
+    state = request.app.state
+    threads: dict[str, Hub | Dispatcher | Cleaner] = {
+        "events": state.hub,
+        "dispatcher": state.dispatcher,
+        "cleaner": state.cleaner,
+    }
+    return [name for name, thread in threads.items() if not thread.alive]

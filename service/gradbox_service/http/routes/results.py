@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import time
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse
 
-from gradbox.errors import ResultNotReady
+from gradbox.errors import ResultGone, ResultNotReady
 from gradbox.protocol import JobState
-from gradbox_service.http.auth import Box, OwnJob
+from gradbox_service.http.auth import Box, VisibleJob
 from gradbox_service.http.problems import plain_problem, problem_response
 from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import MIB
@@ -25,21 +27,22 @@ class ResultFile(FileResponse):
 
 @router.head("/{job_id}/result", response_class=FileResponse, include_in_schema=False)
 @router.get("/{job_id}/result", response_class=FileResponse)
-def job_result(request: Request, record: OwnJob, box: Box) -> Response:
+def job_result(request: Request, record: VisibleJob, box: Box) -> Response:
     """The safetensors file of a job that is done; `Range`, `If-Range` and `If-None-Match` work."""
     if record.result is None:
         raise ResultNotReady(_why_not(record))
+    if record.result_gone_s is not None:
+        raise ResultGone(_gone(record))
     etag = f'"{record.result.sha256}"'
     headers = {"ETag": etag, "Cache-Control": "private, immutable, max-age=31536000"}
     if _matches(request.headers.get("if-none-match", ""), etag):
         return Response(status_code=304, headers=headers)
     path = box.results.path(record.id, attempt=record.attempt)
+    box.results.touch(record.id, attempt=record.attempt)
     try:
         found = path.stat()
     except FileNotFoundError:
-        raise ResultNotReady(
-            f"the result of job {record.id} is no longer on the box; submit the job again"
-        ) from None
+        raise ResultGone(_gone(record)) from None
     refused = _refused_range(request, size_bytes=found.st_size)
     if refused is not None:
         return refused
@@ -49,6 +52,25 @@ def job_result(request: Request, record: OwnJob, box: Box) -> Response:
         media_type="application/octet-stream",
         filename=f"{record.id}.safetensors",
         stat_result=found,
+    )
+
+
+@router.delete("/{job_id}/result", status_code=204)
+def delete_result(record: VisibleJob, box: Box) -> None:
+    """Delete the result of a job that has ended; nothing happens where there is none (any more)."""
+    if not record.state.final:
+        raise ResultNotReady(
+            f"job {record.id} is {record.state}: cancel it first, or delete its result once it is "
+            "done"
+        )
+    box.records.update(record.id, partial(JobRecord.drop_result, now_s=time.time()))
+    box.results.discard(record.id, attempt=record.attempt)
+
+
+def _gone(record: JobRecord) -> str:
+    return (
+        f"the result of job {record.id} is no longer on the box: it was deleted, or not read for "
+        "too long; submit the job again"
     )
 
 

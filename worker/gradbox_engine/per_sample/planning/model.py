@@ -19,7 +19,8 @@ from gradbox_engine.model.blame import blaming
 from gradbox_engine.model.buffers import Buffers
 from gradbox_engine.model.outputs import BARE, as_outputs, choose
 from gradbox_engine.model.precision import AUTOCAST, accumulation_dtype, arithmetic, autocast
-from gradbox_engine.model.restore import preserved
+from gradbox_engine.model.prepared import model_device
+from gradbox_engine.model.restore import restored
 from gradbox_engine.model.shard_feed import call_arguments
 from gradbox_engine.model.shard_rng import shard_stream
 from gradbox_engine.model.weights import lay_over, wide_dtype, widen
@@ -32,7 +33,7 @@ from gradbox_engine.per_sample.planning.probe_runs import SAMPLES, plan_for
 from gradbox_engine.per_sample.planning.verify import check_head, check_rows, mixed, reaches
 from gradbox_engine.per_sample.planning.watched_model import fresh
 from gradbox_engine.per_sample.recording.function_calls import PlanStale
-from gradbox_engine.requests import Mode, Precision, model_device
+from gradbox_engine.requests import Mode, Precision
 
 CHECKS = frozenset({"coupling", "self"})
 MOST_PLANS = 64  # of a model; a readout that a job brings makes a plan of its own
@@ -91,7 +92,7 @@ class Session:
     def __enter__(self) -> Session:
         with ExitStack() as exits:
             exits.enter_context(arithmetic(self._precision))
-            exits.enter_context(preserved(self.model))
+            exits.enter_context(restored(self.model))
             self.parameters = dict(select(self.model, self._wrt).parameters)
             _refuse_complex(self.parameters)
             if self._weights:

@@ -1,0 +1,163 @@
+"""What all computations have in common, and how one becomes a spec with its blobs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from gradbox.computations.traced_function import traced
+from gradbox.errors import InvalidInputs, InvalidJob
+from gradbox.inputs.shards import ShardGroup, read_groups
+from gradbox.inputs.uploads import Uploads
+from gradbox.protocol import CotangentGradientSpec, JobSpec, TracedFunction
+from gradbox.protocol.spec import describe_validation
+from gradbox.tensors.blob import Blob
+from gradbox.tensors.tensor_bytes import Tensor, tensor_bytes
+
+Spec = TypeVar("Spec", bound=BaseModel)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A job ready to be posted: its spec, and the blobs that the spec names."""
+
+    spec: JobSpec | CotangentGradientSpec
+    blobs: tuple[Blob, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Computation(ABC):
+    """What every computation is told.
+
+    Args:
+        model: NAME, or NAME@VERSION with at least 8 digits of the version.
+        inputs: a list of shards, or {group: list of shards}; a shard is {argument: tensor}, a bare
+            tensor (the first argument) or a tuple. Torch tensors and NumPy arrays alike.
+        output: which part of the model's output is z: a name or an index. Not needed if the model
+            returns one tensor.
+        readout: a function (output, inputs) → z that runs on the box after `output`: pooling, say.
+            It is traced, as the loss is.
+        method: the entry point, or {group: entry point}.
+        mode: "train" has dropout and batch norm do what they do in training.
+        seed: of the random streams; shard i of group k draws from (seed, k, i) alone.
+        weights: a partial state dict laid over the registered weights for this job.
+        priority: from -10 to 10; higher goes first.
+        timeout_s: how long the job may run.
+        precision: "fp32" computes in the weights' own dtype; "tf32", "bf16" and "fp16" in less
+            where the model's arithmetic can, "fp64" in float64 throughout. Gradients are summed in
+            float32 or wider.
+        streams: whether random numbers belong to shards, or to samples ("sample"), so that another
+            cut into shards gives the same gradient.
+        order: the permutation that puts Z into the order that the loss expects, as `pack` gives it:
+            integers of shape (samples,), or {group: integers}.
+        name: what listings show.
+    """
+
+    model: str
+    inputs: Any
+    output: str | int | None = None
+    readout: Callable[..., Any] | None = None
+    method: str | Mapping[str, str] = "forward"
+    mode: Literal["eval", "train"] = "eval"
+    seed: int = 0
+    weights: Mapping[str, Tensor] | None = None
+    priority: int = 0
+    timeout_s: float = 3600.0
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
+    streams: Literal["shard", "sample"] = "shard"
+    order: Tensor | Mapping[str, Tensor] | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        _ = self.groups
+
+    @cached_property
+    def groups(self) -> tuple[ShardGroup, ...]:
+        """`inputs`, read into groups of named shards."""
+        return read_groups(self.inputs, method=self.method, order=self.order)
+
+    @abstractmethod
+    def prepare(self) -> Prepared:
+        """Trace the functions, and name every tensor by the blob it lies in.
+
+        Raises:
+            UntraceableLoss: a function is not made of allowed operations.
+            InvalidInputs: something that should be a tensor is none.
+            InvalidJob: a field has a value that no job can have.
+        """
+
+    def shared_fields(self, uploads: Uploads) -> dict[str, Any]:
+        """Return the fields of a spec that all computations have."""
+        overlay = {} if self.weights is None else self.weights
+        if not isinstance(overlay, Mapping):
+            raise InvalidInputs(
+                f"weights: expected {{name: tensor}}, got {type(overlay).__name__}; "
+                f"write model.state_dict()"
+            )
+        weights = {
+            name: tensor_bytes(value, where=f"weights[{name!r}]") for name, value in overlay.items()
+        }
+        return {
+            "model": self.model,
+            "inputs": uploads.groups(self.groups),
+            "output": self.output,
+            "readout": self._traced_readout(uploads),
+            "mode": self.mode,
+            "seed": self.seed,
+            "weights": uploads.tensors(weights),
+            "priority": self.priority,
+            "timeout_s": self.timeout_s,
+            "precision": self.precision,
+            "streams": self.streams,
+            "name": self.name,
+        }
+
+    def _traced_readout(self, uploads: Uploads) -> TracedFunction | None:
+        if self.readout is None:
+            return None
+        return traced(self.readout, uploads, what="readout", positional=2, structured=True)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Differentiated(Computation):
+    """What every computation is told that gives gradients of the model's own parameters.
+
+    Args:
+        wrt: globs over parameter names; by default every floating-point parameter.
+        retain: memory in bytes for graphs kept from the first pass, so that fewer shards are
+            replayed; 0 keeps one shard's graph at a time, "auto" takes what is free on the device.
+    """
+
+    wrt: str | Sequence[str] | None = None
+    retain: int | Literal["auto"] = "auto"
+
+    def shared_fields(self, uploads: Uploads) -> dict[str, Any]:
+        return super().shared_fields(uploads) | {
+            "wrt": None if self.wrt is None else listed(self.wrt),
+            "retain": self.retain,
+        }
+
+
+def listed(names: str | Sequence[str]) -> list[str]:
+    """Return one name, or several, as a list."""
+    return [names] if isinstance(names, str) else list(names)
+
+
+def checked(spec: type[Spec], *, where: str = "", **fields: Any) -> Spec:
+    """Return the spec of these fields.
+
+    Args:
+        where: what an error begins with.
+
+    Raises:
+        InvalidJob: a field has a value that no job can have.
+    """
+    try:
+        return spec(**fields)
+    except ValidationError as error:
+        raise InvalidJob((where and f"{where}: ") + describe_validation(error)) from None

@@ -1,0 +1,105 @@
+"""What a job uploads: its tensors cut into blobs, and the references that its spec makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from gradbox.inputs.shards import Shard, ShardGroup
+from gradbox.protocol import InputGroup, ShardRef, TensorRef
+from gradbox.tensors.blob import Blob
+from gradbox.tensors.tensor_bytes import TensorBytes
+
+# Shards are pooled up to this size: a thousand small shards are a few requests.
+PACK_BYTES: Final = 64 * 2**20
+# A single tensor from this size on is a blob of its own, named by its value alone: it is not sent
+# again while it does not change, whatever its neighbours do.
+LONE_BYTES: Final = 64 * 2**10
+LONE_NAME: Final = "tensor"
+
+
+class Uploads:
+    """Collects the blobs of one job, each once."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[str, Blob] = {}
+
+    @property
+    def blobs(self) -> tuple[Blob, ...]:
+        return tuple(self._blobs.values())
+
+    def groups(self, groups: Iterable[ShardGroup]) -> list[InputGroup]:
+        """Pool shards into blobs, tensors named GROUP/INDEX/ARGUMENT.
+
+        Groups of one shard are pooled with each other, larger ones each by itself: a tower whose
+        shards did not change is not sent again.
+        """
+        groups = list(groups)
+        lone = [group for group in groups if len(group.shards) == 1]
+        refs = self._pooled(lone)
+        for group in groups:
+            if len(group.shards) > 1:
+                refs |= self._pooled([group])
+        return [self._group(group, refs[group.name]) for group in groups]
+
+    def tensors(self, tensors: Mapping[str, TensorBytes]) -> dict[str, TensorRef]:
+        """Pool small tensors and keep large ones apart; gives a reference for each name."""
+        refs: dict[str, TensorRef] = {}
+        small: dict[str, TensorBytes] = {}
+        for name, tensor in tensors.items():
+            if tensor.size_bytes >= LONE_BYTES:
+                digest = self._add(Blob({LONE_NAME: tensor}))
+                refs[name] = TensorRef(blob=digest, tensor=LONE_NAME)
+            else:
+                small[name] = tensor
+        for pack in _packs({name: {name: tensor} for name, tensor in sorted(small.items())}):
+            digest = self._add(Blob({name: small[name] for name in pack}))
+            refs |= {name: TensorRef(blob=digest, tensor=name) for name in pack}
+        return {name: refs[name] for name in tensors}
+
+    def _group(self, group: ShardGroup, shards: list[ShardRef]) -> InputGroup:
+        order = {} if group.order is None else {"order": group.order}
+        return InputGroup(
+            name=group.name,
+            shards=shards,
+            method=group.method,
+            order=self.tensors(order).get("order"),
+        )
+
+    def _pooled(self, groups: list[ShardGroup]) -> dict[str, list[ShardRef]]:
+        """Return the references to the groups' shards, by group."""
+        prefixed: dict[str, Shard] = {}
+        places: dict[str, tuple[str, tuple[int, int] | None]] = {}
+        for group in groups:
+            for index, shard in enumerate(group.shards):
+                prefix = f"{group.name}/{index}/"
+                prefixed[prefix] = shard
+                places[prefix] = (group.name, group.streams[index] if group.streams else None)
+        refs: dict[str, list[ShardRef]] = {group.name: [] for group in groups}
+        for pack in _packs(prefixed):
+            digest = self._add(
+                Blob({prefix + name: t for prefix in pack for name, t in prefixed[prefix].items()})
+            )
+            for prefix in pack:
+                name, stream = places[prefix]
+                refs[name].append(ShardRef(blob=digest, prefix=prefix, stream=stream))
+        return refs
+
+    def _add(self, blob: Blob) -> str:
+        self._blobs.setdefault(blob.digest, blob)
+        return blob.digest
+
+
+def _packs(members: Mapping[str, Mapping[str, TensorBytes]]) -> Iterable[list[str]]:
+    """Cut members, in order, into runs of at most `PACK_BYTES` (or of one that is larger)."""
+    pack: list[str] = []
+    held_bytes = 0
+    for name, tensors in members.items():
+        size_bytes = sum(tensor.size_bytes for tensor in tensors.values())
+        if pack and held_bytes + size_bytes > PACK_BYTES:
+            yield pack
+            pack, held_bytes = [], 0
+        pack.append(name)
+        held_bytes += size_bytes
+    if pack:
+        yield pack

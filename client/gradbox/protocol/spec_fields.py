@@ -1,0 +1,146 @@
+"""What the specs of all computations are made of.
+
+Tensors never stand in a spec: it names blobs by digest and tensors inside them by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from pydantic import ConfigDict, Field, StringConstraints
+
+from gradbox.graphs.schema import Graph
+from gradbox.graphs.wire_form import Entries, Items, WireForm
+
+PROTOCOL: Final = 1
+
+# A remote callable makes every call a group of its own.
+MAX_GROUPS: Final = 1000
+
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
+JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", max_length=100)]
+StreamNumber = Annotated[int, Field(ge=0, lt=2**63)]
+TensorName = Annotated[str, StringConstraints(min_length=1, max_length=500)]
+Priority = Annotated[int, Field(ge=-10, le=10, strict=True)]
+Timeout = Annotated[float, Field(gt=0, le=7 * 24 * 3600, strict=True)]
+Name = Annotated[str, StringConstraints(max_length=200)]
+Scalar = bool | int | float | str | None
+
+
+class Wire(WireForm):
+    """A form whose numbers are finite: JSON has no other, and infinity would come back as null."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class TensorRef(Wire):
+    """One tensor of one uploaded safetensors blob."""
+
+    blob: Digest
+    tensor: TensorName
+    requires_grad: bool = False
+
+
+class ShardRef(Wire):
+    """The arguments of one call of the model: a blob's tensors whose names begin with `prefix`.
+
+    What follows the prefix is the argument's name; a whole number is a position, `0` the first.
+    `stream` are the numbers (k, i) that the shard's random stream is derived from, beside the seed;
+    by default its group's position and its own.
+    """
+
+    blob: Digest
+    prefix: str = Field(default="", max_length=500)
+    stream: tuple[StreamNumber, StreamNumber] | None = None
+
+
+class InputGroup(Wire):
+    """One list of shards, all put through one entry point of the model.
+
+    `order` is the permutation that makes the loss's Z out of the shards' outputs, one after the
+    other: Z = cat(z_1..z_n)[order].
+    """
+
+    name: Identifier = "z"
+    shards: Annotated[Items[ShardRef], Field(min_length=1, max_length=1_000_000)]
+    method: str = "forward"
+    order: TensorRef | None = None
+
+
+class TracedFunction(Wire):
+    """A graph with the constants and parameters that it reads.
+
+    The tensors that have `requires_grad` are parameters: their gradients come back.
+    """
+
+    graph: Graph
+    tensors: Entries[str, TensorRef] = {}
+
+
+class GraphLoss(Wire):
+    """A loss that the client traced."""
+
+    kind: Literal["graph"] = "graph"
+    function: TracedFunction
+
+
+class BuiltinLoss(Wire):
+    """A loss that gradbox carries, by name: see `gradbox.losses`."""
+
+    kind: Literal["builtin"] = "builtin"
+    name: Identifier
+    options: Entries[Identifier, Scalar] = {}
+
+
+class CotangentsLoss(Wire):
+    """A loss that ran elsewhere: ∂L/∂Z at the outputs of the job `forward`.
+
+    `tensors` go by GROUP, or by GROUP/NAME where the readout gave several, as that job's outputs
+    do, and have their shapes. What is missing is zero.
+    """
+
+    kind: Literal["cotangents"] = "cotangents"
+    forward: JobId
+    tensors: Annotated[Entries[TensorName, TensorRef], Field(min_length=1)]
+
+
+class PenaltySpec(Wire):
+    """A term Σᵢ weight · loss(tapᵢ), tapᵢ being what submodule `at` gives for shard i.
+
+    `at` may name an element of that: "encoder[last_hidden_state]". `per_sample_scale` maps a
+    shard's z to one number a sample, by which that sample's gradient of the penalty is multiplied.
+    """
+
+    at: Annotated[str, StringConstraints(min_length=1, max_length=500)]
+    loss: TracedFunction
+    weight: float = 1.0
+    per_sample_scale: TracedFunction | None = None
+
+
+LossSpec = Annotated[GraphLoss | BuiltinLoss | CotangentsLoss, Field(discriminator="kind")]
+
+
+class SharedSpec(Wire):
+    """What every computation is told."""
+
+    protocol: Literal[1] = PROTOCOL
+    model: Annotated[str, StringConstraints(min_length=1, max_length=300)]
+    inputs: Annotated[Items[InputGroup], Field(min_length=1, max_length=MAX_GROUPS)]
+    output: str | int | None = None
+    readout: TracedFunction | None = None
+    mode: Literal["eval", "train"] = "eval"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
+    streams: Literal["shard", "sample"] = "shard"
+    weights: Entries[str, TensorRef] = {}
+    priority: Priority = 0
+    timeout_s: Timeout = 3600.0
+    name: Name = ""
+
+
+class DifferentiatedSpec(SharedSpec):
+    """What every computation is told that gives gradients of the model's own parameters."""
+
+    wrt: Annotated[Items[str], Field(min_length=1)] | None = None
+    retain: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"

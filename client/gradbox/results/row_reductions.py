@@ -1,0 +1,271 @@
+"""What the rows of a per-sample result are reduced to: on the box, or here from what came.
+
+Here it is done by `gradbox_factors`, which also the box uses, so both give the same. Rows that came
+as factors are never multiplied out for it.
+
+Shapes: B samples, Y outputs; a per-sample gradient has no dim Y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from gradbox.errors import InvalidInputs, InvalidJob
+from gradbox.protocol import Receipt
+from gradbox.results.factor_metadata import FACTORS, Piece, read_factors
+from gradbox.results.result_files import ResultFile
+from gradbox.tensors.lazy_tensor import LazyTensor, Region
+from gradbox.tensors.tensor_bytes import is_torch_importable
+
+if TYPE_CHECKING:
+    import torch
+
+    from gradbox_factors import Factored
+
+GRADIENT = "per_sample_gradient"
+PER_SAMPLE = (GRADIENT, "jacobian")
+
+
+class RowReductions:
+    """The rows of a result, reduced.
+
+    Each method returns what the box computed where the job's `reduce` asked for it, and otherwise
+    computes it from the rows, which takes torch.
+    """
+
+    manifest: Receipt
+    grads: Mapping[str, Any]
+    _file: ResultFile
+
+    @property
+    def losses(self) -> Any:
+        """The loss of every sample, shape (B,).
+
+        Raises:
+            InvalidJob: the result is not of a `PerSampleGradient`.
+        """
+        found = self._reduced("loss")
+        if found is None:
+            raise InvalidJob(
+                f"expected the result of a PerSampleGradient, got that of a "
+                f"{self.manifest.computation}, which has no loss for each sample"
+            )
+        return found
+
+    def norms(self) -> Any:
+        """Return the norm of every row over all parameters, shape (B,) or (B, Y).
+
+        Of a clipped sum they are the norms before clipping.
+
+        Raises:
+            InvalidJob: this result has neither rows nor norms.
+        """
+        found = self._reduced("norm")
+        return self._without_outputs(self._rows("norm").norms()) if found is None else found
+
+    def parameter_norms(self) -> dict[str, Any]:
+        """Return the norm of every row's part for each parameter, name → (B,) or (B, Y).
+
+        Raises:
+            InvalidJob: this result has neither rows nor norms.
+        """
+        prefix = "norms/"
+        stored = [f"{prefix}{name}" for name in self.manifest.names]
+        if all(name in self._file.names for name in stored) and stored:
+            return {name.removeprefix(prefix): self._file.tensor(name)[()] for name in stored}
+        squares = self._rows("norm").squared_norms()
+        return {name: self._without_outputs(square.sqrt()) for name, square in squares.items()}
+
+    def gram(self) -> Any:
+        """Return the inner products of all rows, shape (B, B) or (B, Y, B, Y).
+
+        Raises:
+            InvalidJob: this result has neither rows nor these products.
+        """
+        found = self._reduced("gram")
+        if found is not None:
+            return found
+        gram = self._rows("gram").gram()
+        return gram[:, 0, :, 0] if self._squeezed else gram
+
+    def gram_trace(self) -> Any:
+        """Return the inner products summed over outputs, Σ_y J_y J_yᵀ, shape (B, B).
+
+        Raises:
+            InvalidJob: this result has neither rows nor these products.
+        """
+        found = self._reduced("gram_trace")
+        if found is not None:
+            return found
+        whole = self._reduced("gram")
+        if whole is not None:
+            return whole if self._squeezed else whole.diagonal(dim1=1, dim2=3).sum(-1)
+        return self._rows("gram_trace").gram(trace=True)
+
+    def jvp(self, tangents: Mapping[str, Any] | None = None) -> Any:
+        """Return J v, shape (B,) or (B, Y).
+
+        Args:
+            tangents: by parameter name, each of the parameter's shape; zero for what is left out.
+                None stands for those that the box was given with reduce="jvp".
+
+        Raises:
+            InvalidJob: this result has no rows, or `tangents` is missing.
+            InvalidInputs: a name or a shape is not a parameter's.
+        """
+        if tangents is None:
+            return self._required("jvp", self._reduced("jvp"), "tangents")
+        rows = self._rows("jvp")
+        for name, tangent in tangents.items():
+            expected = rows.pieces[0][name].shape if name in rows.names else None
+            if expected is None or tuple(tangent.shape) != expected:
+                wanted = expected or f"a parameter of this result ({len(rows.names)})"
+                raise InvalidInputs(
+                    f"tangents[{name!r}]: expected {wanted}, got {tuple(tangent.shape)}"
+                )
+        return self._without_outputs(rows.jvp(dict(tangents)))
+
+    def vjp(self, cotangents: Any = None) -> dict[str, Any]:
+        """Return Jᵀ u by parameter, each of the parameter's shape.
+
+        Args:
+            cotangents: shape (B,) of a per-sample gradient, of a Jacobian (B, Y) or z's. None
+                stands for those that the box was given with reduce="vjp".
+
+        Raises:
+            InvalidJob: this result has no rows, or `cotangents` is missing.
+            InvalidInputs: they have another shape.
+        """
+        if cotangents is None:
+            stored = dict(self.grads) if self.manifest.reduce == "vjp" else None
+            found: dict[str, Any] = self._required("vjp", stored, "cotangents")
+            return found
+        rows = self._rows("vjp")
+        expected = (rows.samples, rows.outputs)
+        if cotangents.shape[:1] != expected[:1] or cotangents.numel() != expected[0] * expected[1]:
+            shape = expected[:1] if self._squeezed else expected
+            raise InvalidInputs(
+                f"cotangents: expected {shape}, or z's shape, got {tuple(cotangents.shape)}"
+            )
+        return rows.vjp(cotangents.reshape(expected))
+
+    def projection(self, dim: int | None = None, *, seed: int | None = None) -> Any:
+        """Return the seeded random projection of every row, shape (B, dim) or (B, Y, dim).
+
+        The same seed gives the same projection on every box and here.
+
+        Args:
+            dim: the numbers a row is projected to. None stands for what the box was told.
+            seed: by default the job's.
+
+        Raises:
+            InvalidJob: this result has no rows, or is projected already, otherwise.
+        """
+        seed = self.manifest.seed if seed is None else seed
+        found = self._reduced("projection")
+        if found is not None:
+            if dim not in (None, found.shape[-1]) or seed != self.manifest.seed:
+                raise InvalidJob(
+                    f"expected the projection to {found.shape[-1]} numbers by the seed "
+                    f"{self.manifest.seed}, which is all that this result has, got dim={dim}, "
+                    f"seed={seed}; submit a job for that"
+                )
+            return found
+        rows = self._rows("projection")
+        if dim is None or dim < 1:
+            raise InvalidJob(f"dim: expected a whole number from 1, got {dim!r}")
+        return self._without_outputs(rows.projection(dim, seed))
+
+    @property
+    def _squeezed(self) -> bool:
+        return self.manifest.computation == GRADIENT
+
+    @property
+    def _row_dims(self) -> int:
+        """How many dims stand before a parameter's own in `grads`."""
+        if self.manifest.computation not in PER_SAMPLE or self.manifest.reduce != "none":
+            return 0
+        return 1 if self._squeezed else 2
+
+    def _without_outputs(self, x: torch.Tensor) -> torch.Tensor:
+        return x.squeeze(1) if self._squeezed else x
+
+    def _reduced(self, name: str) -> Any:
+        stored = f"samples/{name}"
+        return self._file.tensor(stored)[()] if stored in self._file.names else None
+
+    def _required(self, name: str, found: Any, argument: str) -> Any:
+        if found is None:
+            raise InvalidJob(
+                f"{name}: expected {argument}, since the job was not told any with "
+                f"reduce={name!r}; got None"
+            )
+        return found
+
+    def _rows(self, wanted: str) -> Factored:
+        if not self._row_dims:
+            raise InvalidJob(
+                f"expected a result with rows for every sample, or one reduced to {wanted!r}, got "
+                f"that of a {self.manifest.computation} with reduce={self.manifest.reduce!r}; "
+                f"submit the job with reduce='none' or reduce={wanted!r}"
+            )
+        if not is_torch_importable():
+            raise InvalidJob(
+                f"{wanted}: expected torch on this machine to reduce rows with, found none: "
+                f"pip install 'gradregion[torch]', or have the box reduce them"
+            )
+        return self._factored
+
+    @cached_property
+    def _factored(self) -> Factored:
+        """The rows as terms: those that came, or the arrays themselves."""
+        if FACTORS in self._file.metadata:
+            return read_factors(self._file.metadata[FACTORS], self._factor)
+        from gradbox_factors import Block, Factored
+
+        piece = {}
+        for name, lazy in self.grads.items():
+            array = lazy[()]
+            array = array.unsqueeze(1) if self._squeezed else array
+            piece[name] = Block(name, tuple(array.shape[2:]), array)
+        return Factored([piece])
+
+    def _factor(self, name: str) -> Any:
+        return self._file.tensor(name)[()]
+
+    def _rows_of_factors(self, name: str) -> LazyTensor:
+        """Return a parameter's rows, made of factors as they are indexed."""
+        first = self._factored.pieces[0]
+        assert isinstance(first, Piece)
+        samples, outputs = self.manifest.samples or 0, self.manifest.outputs or 1
+        lead = (samples,) if self._squeezed else (samples, outputs)
+
+        def read(region: Region) -> Any:
+            whole = slice(None)
+            of_samples = region[0] if region else whole
+            of_outputs = region[1] if len(region) > 1 and not self._squeezed else whole
+            rows = self._without_outputs(self._factored.block(name, of_samples, of_outputs))
+            return rows[(*[whole] * min(len(region), len(lead)), *region[len(lead) :])]
+
+        return LazyTensor(lead + first.shape(name), read, dtype=lambda: first[name].dtype)
+
+
+class FactoredRows(Mapping[str, Any]):
+    """A factored result's rows by parameter, made as they are indexed."""
+
+    def __init__(self, reductions: RowReductions) -> None:
+        self._reductions = reductions
+        self._names = dict.fromkeys(reductions.manifest.names)
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._reductions._rows_of_factors(name)
+
+    def __iter__(self) -> Any:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

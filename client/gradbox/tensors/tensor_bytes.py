@@ -1,0 +1,150 @@
+"""One tensor as safetensors describes it: dtype, shape, and its own memory as bytes.
+
+Torch tensors (on any device, any layout that is dense) and NumPy arrays are tensors here. Neither
+torch nor its absence is assumed: a torch tensor can only exist where torch has been imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+
+from gradbox.errors import InvalidInputs
+
+if TYPE_CHECKING:
+    import torch
+
+Tensor: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
+
+# Names of dtypes, as torch and NumPy (with ml_dtypes) both spell them, and what safetensors says.
+DTYPES: Final[Mapping[str, tuple[str, int]]] = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "complex64": ("C64", 8),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+def is_tensor(value: object) -> bool:
+    """Tell whether `value` is a torch tensor or a NumPy array (or NumPy scalar)."""
+    return isinstance(value, np.ndarray | np.generic) or _is_torch(value)
+
+
+def is_torch_importable() -> bool:
+    """Tell whether torch is loaded or can be, without loading it."""
+    from importlib.util import find_spec
+
+    if "torch" in sys.modules:
+        return sys.modules["torch"] is not None
+    return find_spec("torch") is not None
+
+
+@dataclass(frozen=True, eq=False)
+class TensorBytes:
+    """One tensor as safetensors describes it; its bytes are read when they are asked for."""
+
+    source: Any
+    dtype: str  # safetensors' tag, such as BF16
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether the tensor holds real floating-point numbers, and so can have a gradient."""
+        return self.dtype in FLOATING
+
+    @property
+    def size_bytes(self) -> int:
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count * self.item_bytes
+
+    def view(self) -> memoryview:
+        """Return the bytes in row-major, little-endian order.
+
+        It is the tensor's own memory where that is possible: not for what lies on another device,
+        is strided, or big-endian.
+        """
+        if _is_torch(self.source):
+            return _torch_view(self.source)
+        array = np.ascontiguousarray(self.source)
+        if array.dtype.byteorder == ">":
+            array = array.astype(array.dtype.newbyteorder("<"))
+        return array.reshape(-1).view(np.uint8).data
+
+
+def tensor_bytes(value: object, *, where: str) -> TensorBytes:
+    """Describe a tensor.
+
+    Args:
+        where: what an error calls it, such as "shard 3 of group 'z', argument 'input_ids'".
+
+    Raises:
+        InvalidInputs: it is not a tensor, or one whose dtype or layout safetensors cannot hold.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        return _described(array, dtype=array.dtype.name, shape=array.shape, where=where)
+    if not _is_torch(value):
+        raise InvalidInputs(
+            f"{where}: expected a torch tensor or a NumPy array, got {_kind(value)}; "
+            f"convert it with torch.as_tensor, or ask the tokenizer for return_tensors='pt'"
+        )
+    tensor: torch.Tensor = value  # type: ignore[assignment]  # `_is_torch` said so
+    layout = str(tensor.layout).removeprefix("torch.")
+    if layout != "strided" or tensor.device.type == "meta":
+        got = "one on the meta device" if tensor.device.type == "meta" else f"layout {layout}"
+        raise InvalidInputs(
+            f"{where}: expected a dense tensor that holds values, got {got}; "
+            f"call .to_dense() on a sparse one"
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return _described(tensor, dtype=dtype, shape=tuple(tensor.shape), where=where)
+
+
+def _described(source: Any, *, dtype: str, shape: tuple[int, ...], where: str) -> TensorBytes:
+    if dtype not in DTYPES:
+        raise InvalidInputs(
+            f"{where}: expected a dtype that safetensors holds ({', '.join(DTYPES)}), got {dtype}; "
+            f"convert it"
+        )
+    tag, item_bytes = DTYPES[dtype]
+    return TensorBytes(source=source, dtype=tag, shape=shape, item_bytes=item_bytes)
+
+
+def _torch_view(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    # By way of uint8, because NumPy knows neither bfloat16 nor fp8.
+    return flat.view(torch.uint8).numpy().data
+
+
+def _is_torch(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "None"
+    text = repr(value)
+    return f"{type(value).__name__} {text[:60]}{'…' if len(text) > 60 else ''}"

@@ -1,0 +1,93 @@
+"""How a posted body becomes a queued job."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from gradbox.protocol import (
+    CotangentGradientSpec,
+    JobSpec,
+    parse_posted,
+    spec_digest,
+)
+from gradbox_service.admission.admit import admit
+from gradbox_service.admission.forward_job import ForwardJob, forward_job
+from gradbox_service.admission.limits import check_limits, check_queue, check_values
+from gradbox_service.admission.shares import check_memory, check_quota
+from gradbox_service.backing import Backing
+from gradbox_service.jobs import JobRecord
+from gradbox_service.settings import Settings
+from gradbox_service.store import OwnBlobs
+from gradbox_service.tokens import TokenInfo
+
+
+def post(
+    body: bytes,
+    *,
+    caller: TokenInfo,
+    idempotency_key: str | None,
+    box: Backing,
+    settings: Settings,
+) -> JobRecord:
+    """Check the body and queue its job, or return the job that it made before.
+
+    A repeated post is answered before the box is looked at, so that it gives the same job even if
+    the model or a blob has gone since. Only cotangents need the job that they continue.
+
+    Raises:
+        InvalidJob: the body is no job, or the box cannot run it (see `admit`).
+        OwnerOnly: see `check_limits`.
+        IdempotencyConflict: the key came before with another job.
+        QueueFull: as many of the caller's jobs wait as may.
+        StorageFull: the caller's quota is reached.
+        ServiceUnavailable: no worker has said yet which models there are, or Redis is full.
+    """
+    check_values(body, settings=settings)
+    posted = parse_posted(body)
+    check_limits(posted, caller=caller, settings=settings)
+    spec, forward = _completed(posted, owner=caller.name, box=box)
+    digest = spec_digest(spec)
+    if idempotency_key is not None:
+        earlier = box.records.posted(
+            caller.name, idempotency_key=idempotency_key, spec_digest=digest
+        )
+        if earlier is not None:
+            return earlier
+    check_memory(box.records)
+    check_quota(
+        caller.name,
+        more_bytes=0,
+        quota_bytes=settings.owner_quota_bytes,
+        records=box.records,
+        owners=box.owners,
+    )
+    check_queue(caller.name, records=box.records, settings=settings)
+    blobs = OwnBlobs(caller.name, blobs=box.blobs, owners=box.owners)
+    model = admit(spec, fleet=box.fleet, blobs=blobs)
+    if forward is not None and isinstance(posted, CotangentGradientSpec):
+        forward.check(posted.loss, blobs=blobs)
+    record = JobRecord(
+        id=uuid.uuid4().hex,
+        owner=caller.name,
+        computation=spec.computation,
+        model=model.name,
+        model_version=model.version,
+        spec_digest=digest,
+        created_s=time.time(),
+        name=spec.name,
+        priority=spec.priority,
+        timeout_s=spec.timeout_s,
+        max_attempts=settings.max_attempts,
+    )
+    return box.records.create(record, spec=spec, idempotency_key=idempotency_key)
+
+
+def _completed(
+    posted: JobSpec | CotangentGradientSpec, *, owner: str, box: Backing
+) -> tuple[JobSpec, ForwardJob | None]:
+    """Return the whole spec, and the forward job that it continues if it continues one."""
+    if not isinstance(posted, CotangentGradientSpec):
+        return posted, None
+    forward = forward_job(posted.loss.forward, owner=owner, box=box)
+    return forward.complete(posted), forward

@@ -1,0 +1,60 @@
+"""What is refused before it is taken: more bytes than an owner may have, more jobs than fit Redis.
+
+quota      an owner's blobs and results reach `owner_quota_bytes`           StorageFull
+memory     Redis takes four fifths of what it may; the rest is for jobs     ServiceUnavailable
+           that were accepted: their progress, their leases, their end
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gradbox.errors import ServiceUnavailable, StorageFull
+from gradbox_service.jobs import Records
+from gradbox_service.store import BlobOwners
+from gradbox_service.store.room import in_units
+
+# Of the memory that Redis may take, what new jobs may fill.
+NEW_JOBS_SHARE: Final = 0.8
+
+
+def check_quota(
+    owner: str,
+    *,
+    more_bytes: int,
+    quota_bytes: int | None,
+    records: Records,
+    owners: BlobOwners,
+) -> None:
+    """Check that an owner may have `more_bytes` more on the box.
+
+    Raises:
+        StorageFull: that would reach the quota.
+    """
+    if quota_bytes is None:
+        return
+    blob_bytes, result_bytes = owners.bytes_of(owner), records.result_bytes().get(owner, 0)
+    if blob_bytes + result_bytes + max(1, more_bytes) <= quota_bytes:
+        return
+    wanted = f"{in_units(more_bytes)} more do not fit" if more_bytes else "there is no room"
+    raise StorageFull(
+        f"{wanted}: of the {in_units(quota_bytes)} that one owner may have on this box, your blobs "
+        f"take {in_units(blob_bytes)} and your results {in_units(result_bytes)}; delete results "
+        f"(`job.delete()`), or wait: what was not used for an hour makes room, oldest first"
+    )
+
+
+def check_memory(records: Records) -> None:
+    """Check that Redis has memory for another job.
+
+    Raises:
+        ServiceUnavailable: it has not.
+    """
+    memory = records.memory()
+    if memory.bound_bytes is None or memory.used_bytes < NEW_JOBS_SHARE * memory.bound_bytes:
+        return
+    raise ServiceUnavailable(
+        f"the box's Redis takes {in_units(memory.used_bytes)} of the "
+        f"{in_units(memory.bound_bytes)} that it may, and new jobs {NEW_JOBS_SHARE:.0%} of that; "
+        f"wait until jobs have ended, or have the box's owner raise --redis-memory-bytes"
+    )

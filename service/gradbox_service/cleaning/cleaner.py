@@ -1,0 +1,148 @@
+"""Looks once a minute for what has expired, and removes it: records, results, blobs.
+
+A record says that its result is gone before the file goes, and a blob loses its owners before its
+file goes, so whoever asks in between hears that it is not there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import redis
+
+from gradbox_service.cleaning.expiry import SPARED_S, Limits, Stored, expired
+from gradbox_service.cleaning.needed import Needed
+from gradbox_service.jobs import JobRecord, Records
+from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.queue.leadership import Leadership
+from gradbox_service.settings import Settings
+from gradbox_service.store import BlobOwners, BlobStore, ResultStore
+
+log = logging.getLogger(__name__)
+
+LEADER_TTL_S = 5.0
+# Records that end in one look; the rest waits for the next one.
+MAX_RECORDS = 1000
+
+
+class Cleaner:
+    """Removes what the settings let expire; `start` and `close` belong to the app's lifespan."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        records: Records,
+        blobs: BlobStore,
+        results: ResultStore,
+        owners: BlobOwners,
+        leadership: Leadership,
+    ) -> None:
+        self._settings = settings
+        self._records = records
+        self._blobs = blobs
+        self._results = results
+        self._owners = owners
+        self._leadership = leadership
+        self._needed = Needed(records)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gradbox-cleaner", daemon=True)
+
+    def clean(self) -> list[Stored]:
+        """Remove what has expired; return the files that went."""
+        now_s = time.time()
+        self._end_records(before_s=now_s - self._settings.record_age_s)
+        self._blobs.sweep()
+        self._results.sweep(is_written=self._is_written, unused_since_s=now_s - SPARED_S)
+        files = list(self.stored(owned=self._settings.owner_quota_bytes is not None))
+        choose = partial(expired, files, self._limits(files), now_s=now_s)
+        if not choose(needed=frozenset()):
+            return []  # specs are read only where something could go
+        return self.remove(choose(needed=self._needed.names()))
+
+    def stored(self, *, owned: bool = True) -> Iterator[Stored]:
+        """Give every result and blob.
+
+        Args:
+            owned: whether to look up whose each is.
+        """
+        for name, file in self._results.files():
+            record = self._records.get(name) if owned else None
+            owner = record.owner if record else ""
+            yield Stored("result", name, owner, file.size_bytes, file.used_s)
+        for name, file in self._blobs.files():
+            owners = self._owners.owners_of(name) if owned else ()
+            yield Stored("blob", name, owners[0] if owners else "", file.size_bytes, file.used_s)
+
+    def needed(self) -> frozenset[str]:
+        """Return the names of files that jobs still read."""
+        return self._needed.names()
+
+    def remove(self, files: Iterable[Stored]) -> list[Stored]:
+        """Remove files, but those that were used since they were looked at; return what went."""
+        gone = [file for file in files if self._remove(file)]
+        if gone:
+            taken = sum(file.size_bytes for file in gone)
+            log.info("removed %d results and blobs of %d bytes together", len(gone), taken)
+        return gone
+
+    def start(self) -> None:
+        """Begin to look, at once and then every `clean_every_s`."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask it to stop; `join` waits until it has."""
+        self._stopping.set()
+
+    def join(self) -> None:
+        """Wait until it has stopped."""
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it looks."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                if self._leadership.hold(ttl_s=LEADER_TTL_S):
+                    self.clean()
+            except redis.RedisError as error:
+                if not store_refuses(error):
+                    log.exception("the cleaner failed; trying again")
+            except Exception:  # one file that cannot be looked at must not end all cleaning
+                log.exception("the cleaner failed; trying again")
+            self._stopping.wait(self._settings.clean_every_s)
+
+    def _limits(self, files: Sequence[Stored]) -> Limits:
+        taken_bytes = sum(file.size_bytes for file in files)
+        there_is_bytes = taken_bytes + self._blobs.room.left_bytes()
+        return Limits(
+            result_age_s=self._settings.result_age_s,
+            blob_age_s=self._settings.blob_age_s,
+            quota_bytes=self._settings.owner_quota_bytes,
+            total_bytes=self._settings.storage_share * there_is_bytes,
+        )
+
+    def _end_records(self, *, before_s: float) -> None:
+        for job_id in self._records.ended(before_s=before_s, limit=MAX_RECORDS):
+            record = self._records.get(job_id)
+            if record is not None:
+                self._results.discard(job_id, attempt=record.attempt)
+            self._records.forget(job_id)
+
+    def _is_written(self, job_id: str, attempt: int) -> bool:
+        record = self._records.get(job_id)
+        return record is not None and record.held_by(attempt)
+
+    def _remove(self, file: Stored) -> bool:
+        if file.kind == "blob":
+            self._owners.forget(file.name)
+            return self._blobs.remove(file.name, unused_since_s=file.used_s)
+        self._records.update(file.name, partial(JobRecord.drop_result, now_s=time.time()))
+        return self._results.remove(file.name)

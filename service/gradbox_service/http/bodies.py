@@ -1,0 +1,78 @@
+"""Bodies that are read whole: posted jobs.
+
+A body is gathered in a file once it is large, so that many slow ones take no memory, and large ones
+are checked one after the other: what a check holds at once is that of one body.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import SpooledTemporaryFile
+from typing import TypeVar
+
+import anyio.to_thread
+from anyio import CapacityLimiter
+from fastapi import Request
+
+from gradbox.errors import BlobTooLarge, StorageFull
+from gradbox_service.settings import KIB
+
+LARGE_BYTES = 256 * KIB
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Made = TypeVar("Made")
+
+
+class Bodies:
+    """Reads bodies of at most `limit_bytes`; what is large waits under `folder`, without a name."""
+
+    def __init__(self, *, folder: Path, limit_bytes: int) -> None:
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._one_at_a_time = CapacityLimiter(1)
+
+    async def handle(self, request: Request, function: Callable[[bytes], Made]) -> Made:
+        """Read the request's body and return what `function` makes of it, in a thread.
+
+        Raises:
+            BlobTooLarge: it has more bytes, or says that it will.
+            StorageFull: there was no room to gather it.
+        """
+        if announced_bytes(request) > self._limit_bytes:
+            raise self._too_large()
+        with SpooledTemporaryFile(max_size=LARGE_BYTES, dir=str(self._folder)) as gathered:
+            size_bytes = 0
+            async for chunk in request.stream():
+                size_bytes += len(chunk)
+                if size_bytes > self._limit_bytes:
+                    raise self._too_large()
+                try:
+                    gathered.write(chunk)
+                except OSError as error:
+                    if error.errno in DISK_IS_FULL:
+                        raise StorageFull(_FULL) from error
+                    raise
+
+            def run() -> Made:
+                gathered.seek(0)
+                return function(gathered.read())
+
+            limiter = self._one_at_a_time if size_bytes > LARGE_BYTES else None
+            return await anyio.to_thread.run_sync(run, limiter=limiter)
+
+    def _too_large(self) -> BlobTooLarge:
+        return BlobTooLarge(
+            f"a posted job has at most {self._limit_bytes} bytes here: put tensors into blobs, and "
+            "more samples into each shard"
+        )
+
+
+def announced_bytes(request: Request) -> int:
+    """Return the Content-Length; 0 for a body that comes in chunks."""
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isascii() and length.isdigit() else 0
+
+
+_FULL = "the box's disk has no room to take this request in; ask the box's owner to make some"

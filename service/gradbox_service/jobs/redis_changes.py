@@ -1,0 +1,125 @@
+"""How a change of a record is written to Redis: record, indices, sums, event and doorbell at once.
+
+Each function that takes a pipeline appends commands to it; its caller has put it into MULTI.
+`event_in` and `change_in` read the entries of the two streams back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from redis.client import Pipeline
+
+from gradbox.protocol import JobState
+from gradbox_service.jobs.events import event_of, state_event
+from gradbox_service.jobs.record import JobRecord
+from gradbox_service.jobs.records import MAX_EVENTS, Change, Event
+
+log = logging.getLogger(__name__)
+
+# The id and the fields of a stream's entry.
+Entry = tuple[bytes, dict[bytes, bytes]]
+
+ACTIVE = "gradbox:active"
+ENDED = "gradbox:ended"
+ORDER = "gradbox:order"
+CHANGES = "gradbox:changes"
+RESULT_BYTES = "gradbox:result-bytes"
+MAX_CHANGES = 10_000
+
+
+def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
+    """Store a record in place of its predecessor, and tell those who watch the job."""
+    pipe.set(job_key(after.id), after.to_json())
+    if after.state.final:
+        pipe.zrem(ACTIVE, after.id)
+        pipe.zadd(ENDED, {after.id: after.finished_s or after.created_s})
+    else:
+        pipe.zadd(ACTIVE, {after.id: after.created_s})
+    if after.state is not JobState.QUEUED:
+        pipe.zrem(ORDER, after.id)
+    count_result(pipe, after.owner, after.result_bytes - (before.result_bytes if before else 0))
+    event = event_of(before, after)
+    tell(pipe, after.id, event)
+    ring(pipe, after.id, event.kind)
+
+
+def erase(pipe: Pipeline, record: JobRecord) -> None:
+    """Remove all that is stored of a job."""
+    pipe.delete(job_key(record.id), spec_key(record.id), events_key(record.id))
+    for index in (ACTIVE, ENDED, ORDER, owner_key(record.owner)):
+        pipe.zrem(index, record.id)
+    count_result(pipe, record.owner, -record.result_bytes)
+
+
+def count_result(pipe: Pipeline, owner: str, num_bytes: int) -> None:
+    """Count bytes of results for their owner; below zero for those that are gone."""
+    if num_bytes:
+        pipe.hincrby(RESULT_BYTES, owner, num_bytes)
+
+
+def place(pipe: Pipeline, positions: Mapping[str, int], told: Sequence[JobRecord]) -> None:
+    """Store the order of queued jobs and tell some of them their position."""
+    pipe.delete(ORDER)
+    if positions:
+        pipe.zadd(ORDER, dict(positions))
+    for record in told:
+        tell(pipe, record.id, state_event(record, queue_position=positions[record.id]))
+        ring(pipe, record.id, "position")
+
+
+def tell(pipe: Pipeline, job_id: str, event: Event) -> None:
+    """Append an event to the job's stream."""
+    fields: dict[Any, Any] = {"kind": event.kind, "data": event.data, "final": int(event.final)}
+    pipe.xadd(events_key(job_id), fields, maxlen=MAX_EVENTS, approximate=True)
+
+
+def ring(pipe: Pipeline, job_id: str, kind: str) -> None:
+    """Say to all readers that the job has something new."""
+    pipe.xadd(CHANGES, {"job": job_id, "kind": kind}, maxlen=MAX_CHANGES, approximate=True)
+
+
+def grant(pipe: Pipeline, job_id: str, *, attempt: int, lease_s: float) -> None:
+    """Renew an attempt's lease."""
+    pipe.set(lease_key(job_id, attempt), 1, px=max(1, int(lease_s * 1000)))
+
+
+def event_in(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Event | None:
+    """Return the event; None, with its bytes logged, for an entry that is none."""
+    try:
+        kind = cast(Any, fields[b"kind"].decode())
+        return Event(entry_id.decode(), kind, fields[b"data"].decode(), fields[b"final"] == b"1")
+    except (KeyError, ValueError):
+        log.error("entry %r of a job's events is left out: %r", entry_id, fields)
+        return None
+
+
+def change_in(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Change | None:
+    """Return the change; None, with its bytes logged, for an entry that is none."""
+    try:
+        return Change(fields[b"job"].decode(), cast(Any, fields[b"kind"].decode()))
+    except (KeyError, ValueError):
+        log.error("entry %r of the box's changes is left out: %r", entry_id, fields)
+        return None
+
+
+def job_key(job_id: str) -> str:
+    return f"gradbox:job:{job_id}"
+
+
+def spec_key(job_id: str) -> str:
+    return f"gradbox:spec:{job_id}"
+
+
+def events_key(job_id: str) -> str:
+    return f"gradbox:events:{job_id}"
+
+
+def owner_key(owner: str) -> str:
+    return f"gradbox:owner:{owner}"
+
+
+def lease_key(job_id: str, attempt: int) -> str:
+    return f"gradbox:lease:{job_id}:{attempt}"

@@ -1,0 +1,166 @@
+"""Whose blobs are whose.
+
+A blob is stored once, and belongs to every owner who has sent all of its bytes: knowing a digest
+is not having the bytes. To everybody else the box answers as if the blob were not there. Its size
+counts against the owner who sent it first.
+
+    gradbox:blob:DIGEST      hash: `first` (owner), `size_bytes`, and `owner:NAME` for each owner
+    gradbox:blob-bytes       hash: owner → bytes of the blobs that they sent first
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import redis
+
+BYTES = "gradbox:blob-bytes"
+FIRST = b"first"
+SIZE = b"size_bytes"
+OWNER = b"owner:"
+# Digests asked about in one round trip.
+ASKED_AT_ONCE = 1000
+
+
+class BlobOwners(Protocol):
+    """Who has sent the bytes of which blob. Safe to call from several processes at once."""
+
+    def claim(self, owner: str, digest: str, size_bytes: int) -> None:
+        """Note that `owner` has sent all bytes of a blob that is in its place; may be repeated."""
+
+    def owns(self, owner: str, digest: str) -> bool:
+        """Tell whether `owner` has sent the blob's bytes."""
+
+    def owned_among(self, owner: str, digests: Collection[str]) -> frozenset[str]:
+        """Return those of `digests` whose bytes `owner` has sent."""
+
+    def owners_of(self, digest: str) -> Sequence[str]:
+        """Return the blob's owners, the one it counts against first; empty for an unknown blob."""
+
+    def bytes_of(self, owner: str) -> int:
+        """Return the bytes of the blobs that `owner` sent before anybody else did."""
+
+    def totals(self) -> Mapping[str, int]:
+        """Return `bytes_of` for every owner who has any."""
+
+    def forget(self, digest: str) -> None:
+        """Note that the blob is no longer stored: it belongs to nobody and counts against nobody.
+
+        Call it before the file is removed. A claim in between is of bytes that are written anew.
+        """
+
+
+class RedisBlobOwners:
+    """Implements `BlobOwners`, with one hash a blob and one of sums."""
+
+    def __init__(self, connection: redis.Redis) -> None:
+        self._redis = connection
+
+    def claim(self, owner: str, digest: str, size_bytes: int) -> None:
+        while True:
+            with self._redis.pipeline() as pipe:
+                try:
+                    cast(Any, pipe).watch(_key(digest))  # redis-py leaves this method untyped
+                    known = bool(pipe.exists(_key(digest)))
+                    pipe.multi()
+                    pipe.hset(_key(digest), _field(owner), 1)
+                    if not known:
+                        pipe.hset(_key(digest), mapping={FIRST: owner, SIZE: size_bytes})
+                        pipe.hincrby(BYTES, owner, size_bytes)
+                    pipe.execute()
+                except redis.WatchError:
+                    continue
+                return
+
+    def owns(self, owner: str, digest: str) -> bool:
+        return bool(self._redis.hexists(_key(digest), _field(owner)))
+
+    def owned_among(self, owner: str, digests: Collection[str]) -> frozenset[str]:
+        asked, found = list(digests), list[str]()
+        for start in range(0, len(asked), ASKED_AT_ONCE):
+            some = asked[start : start + ASKED_AT_ONCE]
+            with self._redis.pipeline(transaction=False) as pipe:
+                for digest in some:
+                    pipe.hexists(_key(digest), _field(owner))
+                found += [d for d, owned in zip(some, pipe.execute(), strict=True) if owned]
+        return frozenset(found)
+
+    def owners_of(self, digest: str) -> Sequence[str]:
+        fields = cast("dict[bytes, bytes]", self._redis.hgetall(_key(digest)))
+        names = [name[len(OWNER) :].decode() for name in fields if name.startswith(OWNER)]
+        first = fields.get(FIRST, b"").decode()
+        return sorted(names, key=lambda name: (name != first, name))
+
+    def bytes_of(self, owner: str) -> int:
+        return int(cast("bytes | None", self._redis.hget(BYTES, owner)) or 0)
+
+    def totals(self) -> Mapping[str, int]:
+        found = cast("dict[bytes, bytes]", self._redis.hgetall(BYTES))
+        return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
+
+    def forget(self, digest: str) -> None:
+        while True:
+            with self._redis.pipeline() as pipe:
+                try:
+                    cast(Any, pipe).watch(_key(digest))
+                    stored = cast(Any, pipe.hmget(_key(digest), [FIRST, SIZE]))
+                    first, size_bytes = cast("list[bytes | None]", stored)
+                    pipe.multi()
+                    pipe.delete(_key(digest))
+                    if first is not None and size_bytes is not None:
+                        pipe.hincrby(BYTES, first.decode(), -int(size_bytes))
+                    pipe.execute()
+                except redis.WatchError:
+                    continue
+                return
+
+
+class MemoryBlobOwners:
+    """The in-memory twin of `RedisBlobOwners`."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[str, tuple[int, list[str]]] = {}
+        self._lock = threading.Lock()
+
+    def claim(self, owner: str, digest: str, size_bytes: int) -> None:
+        with self._lock:
+            _, owners = self._blobs.setdefault(digest, (size_bytes, []))
+            if owner not in owners:
+                owners.append(owner)
+
+    def owns(self, owner: str, digest: str) -> bool:
+        return owner in self.owners_of(digest)
+
+    def owned_among(self, owner: str, digests: Collection[str]) -> frozenset[str]:
+        return frozenset(digest for digest in digests if self.owns(owner, digest))
+
+    def owners_of(self, digest: str) -> Sequence[str]:
+        with self._lock:
+            owners = self._blobs.get(digest, (0, []))[1]
+            return [*owners[:1], *sorted(owners[1:])]
+
+    def bytes_of(self, owner: str) -> int:
+        with self._lock:
+            return sum(size for size, owners in self._blobs.values() if owners[0] == owner)
+
+    def totals(self) -> Mapping[str, int]:
+        with self._lock:
+            found: Counter[str] = Counter()
+            for size_bytes, owners in self._blobs.values():
+                found[owners[0]] += size_bytes
+        return dict(found)
+
+    def forget(self, digest: str) -> None:
+        with self._lock:
+            self._blobs.pop(digest, None)
+
+
+def _key(digest: str) -> str:
+    return f"gradbox:blob:{digest}"
+
+
+def _field(owner: str) -> bytes:
+    return OWNER + owner.encode()

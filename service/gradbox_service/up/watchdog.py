@@ -1,0 +1,107 @@
+"""Asks the parts of a box whether they answer, so that one that hangs can be started again.
+
+service   /livez answers with 200
+Redis     answers at all, be it with a refusal
+worker    its entry in the fleet is fresh: it renews it every five seconds, busy or not
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Final
+
+import redis
+
+from gradbox_service.jobs.connection import connect
+from gradbox_service.jobs.fleet import RedisFleet
+
+SERVICE: Final = "service"
+REDIS: Final = "redis"
+LOOK_S: Final = 1.0
+ANSWER_S: Final = 5.0
+# After so long a silence a part is taken to hang. A worker's entry lives 20 s by itself.
+SILENCE_S: Final = 15.0
+WORKER_SILENCE_S: Final = 45.0
+# Loading a large append-only file, or importing on a slow disk, is no silence.
+START_S: Final = 60.0
+
+
+class Watchdog:
+    """Notes when each part last answered; whoever supervises them reads it."""
+
+    def __init__(self, url: str, *, redis_url: str, workers: Sequence[str]) -> None:
+        """Ask nobody yet.
+
+        Args:
+            url: of the service.
+            workers: the names of the workers.
+        """
+        self._url = url
+        self._connection = connect(redis_url, retries=0, timeout_s=ANSWER_S)
+        self._fleet = RedisFleet(self._connection)
+        self._workers = tuple(workers)
+        self._heard: dict[str, float] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gradbox-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to ask, once a second."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it."""
+        self._stopping.set()
+        self._thread.join()
+        self._connection.close()
+
+    def heard_s(self, name: str) -> float:
+        """Return when a part last answered, by the monotonic clock; 0 if it never did."""
+        return self._heard.get(name, 0.0)
+
+    def hangs(self, name: str, *, started_s: float) -> bool:
+        """Tell whether a part that was started at this time, by the same clock, hangs."""
+        silence_s = WORKER_SILENCE_S if name in self._workers else SILENCE_S
+        heard_s = self.heard_s(name)
+        awaited_since_s = heard_s if heard_s > started_s else started_s + START_S
+        return time.monotonic() - awaited_since_s > silence_s
+
+    def _run(self) -> None:
+        while not self._stopping.wait(LOOK_S):
+            self._hear(self._live_parts())
+            if answers(f"{self._url}/livez"):
+                self._hear([SERVICE])
+
+    def _live_parts(self) -> Sequence[str]:
+        """Return which of Redis and the workers live, as far as Redis lets them say so."""
+        try:
+            self._connection.set("gradbox:watchdog", 1, px=int(LOOK_S * 1000))
+            return [REDIS, *(worker.name for worker in self._fleet.workers())]
+        except (redis.ConnectionError, redis.TimeoutError):
+            return self._workers
+        except redis.RedisError:  # it refuses, for one because the disk is full
+            return [REDIS, *self._workers]
+
+    def _hear(self, names: Sequence[str]) -> None:
+        now = time.monotonic()
+        self._heard |= dict.fromkeys(names, now)
+
+
+def answers(url: str) -> bool:
+    """Tell whether a service of this machine answers with 200."""
+    # Not by a proxy that the environment names: this is the same machine, and so its certificate
+    # need not name the address that is asked.
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trusting)
+    )
+    try:
+        with opener.open(url, timeout=ANSWER_S) as answer:
+            return int(answer.status) == 200
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,227 @@
+"""What expires, in which order, and that nothing goes that a job needs."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradbox_service.backing import Backing
+from gradbox_service.cleaning.cleaner import Cleaner
+from gradbox_service.cleaning.expiry import SPARED_S, Limits, Stored, expired
+from gradbox_service.jobs import JobRecord
+from gradbox_service.settings import DAY_S, Settings
+from tests.service.boxes import SHARDS, a_record, a_spec, begin, blob_of, finish, ones
+
+NOW_S = 1000 * DAY_S
+ROOMY = Limits(result_age_s=7 * DAY_S, blob_age_s=30 * DAY_S, quota_bytes=None, total_bytes=1e18)
+
+
+def stored(name: str, *, days: float, kind: Any = "result", owner: str = "ann") -> Stored:
+    return Stored(kind, name, owner, 10, NOW_S - days * DAY_S)
+
+
+def names(
+    files: list[Stored], limits: Limits = ROOMY, *, needed: frozenset[str] = frozenset()
+) -> list[str]:
+    return [file.name for file in expired(files, limits, needed=needed, now_s=NOW_S)]
+
+
+def test_results_go_after_a_week_and_blobs_after_a_month() -> None:
+    files = [stored(f"r{days}", days=days) for days in (6, 8, 31)]
+    files += [stored(f"b{days}", days=days, kind="blob") for days in (6, 8, 31)]
+    assert names(files) == ["r31", "b31", "r8"]
+
+
+def test_what_a_job_needs_stays_however_old_it_is() -> None:
+    assert names([stored("a", days=99), stored("b", days=98)], needed=frozenset("a")) == ["b"]
+
+
+def test_above_the_bound_what_was_used_least_lately_goes_first() -> None:
+    files = [stored(name, days=days) for name, days in (("new", 1), ("old", 3), ("mid", 2))]
+    bound = Limits(7 * DAY_S, 30 * DAY_S, quota_bytes=None, total_bytes=20)
+    assert names(files, bound) == ["old"]
+    assert names(files, bound, needed=frozenset({"old"})) == ["mid"]
+
+
+def test_the_quota_takes_from_its_owner_alone() -> None:
+    files = [stored(f"ann{days}", days=days) for days in (1, 2, 3)]
+    files += [stored("bob", days=5, owner="bob")]
+    quota = Limits(7 * DAY_S, 30 * DAY_S, quota_bytes=10, total_bytes=1e18)
+    assert names(files, quota) == ["ann3", "ann2"]
+
+
+def test_what_was_just_used_is_spared_by_all_but_age() -> None:
+    fresh = stored("fresh", days=0.5 * SPARED_S / DAY_S)
+    full = Limits(7 * DAY_S, 30 * DAY_S, quota_bytes=0, total_bytes=0)
+    assert names([fresh], full) == []
+    assert names([fresh], Limits(1.0, 1.0, quota_bytes=None, total_bytes=1e18)) == ["fresh"]
+
+
+def test_what_expires_by_age_makes_room_first() -> None:
+    files = [stored("old", days=8), stored("new", days=1)]
+    bound = Limits(7 * DAY_S, 30 * DAY_S, quota_bytes=None, total_bytes=10)
+    assert names(files, bound) == ["old"]
+
+
+def cleaner_of(box: Backing, data: Path, **settings: Any) -> Cleaner:
+    return Cleaner(
+        Settings(data=data, **settings),
+        records=box.records,
+        blobs=box.blobs,
+        results=box.results,
+        owners=box.owners,
+        leadership=box.leadership,
+    )
+
+
+def put_blob(box: Backing, *, owner: str = "ann", days: float = 0.0, size: int = 3) -> str:
+    digest, data = blob_of({"x": ones(size), **SHARDS})
+    box.blobs.put(digest, [data])
+    box.owners.claim(owner, digest, len(data))
+    age(box.blobs.path(digest), days=days)
+    return digest
+
+
+def put_result(box: Backing, job_id: str, *, days: float = 0.0, owner: str = "ann") -> Path:
+    if box.records.get(job_id) is None:
+        box.records.create(a_record(job_id, owner=owner), spec=a_spec())
+    finish(box, job_id, attempt=begin(box.records, job_id).attempt, data=b"result")
+    path = box.results.path(job_id, attempt=1)
+    age(path, days=days)
+    return path
+
+
+def age(path: Path, *, days: float) -> None:
+    then = time.time() - days * DAY_S
+    os.utime(path, (then, then))
+
+
+def test_old_files_go_with_what_the_box_knows_of_them(backing: Backing, tmp_path: Path) -> None:
+    old, new = put_blob(backing, days=31, size=1), put_blob(backing, days=29, size=2)
+    gone, kept = put_result(backing, "gone", days=8), put_result(backing, "kept", days=6)
+    assert {file.name for file in cleaner_of(backing, tmp_path / "data").clean()} == {old, "gone"}
+    assert (gone.exists(), kept.exists()) == (False, True)
+    assert (backing.blobs.size_bytes(old), backing.owners.owns("ann", old)) == (None, False)
+    assert backing.owners.owns("ann", new)
+    record = backing.records.get("gone")
+    assert record is not None
+    assert record.result_gone_s is not None
+    assert dict(backing.records.result_bytes()) == {"ann": 6}
+
+
+def test_nothing_goes_that_an_active_job_needs(backing: Backing, tmp_path: Path) -> None:
+    blob = put_blob(backing, days=99)
+    weights = put_blob(backing, days=99, size=7)
+    forward = put_result(backing, "f" * 32, days=99)
+    other = put_blob(backing, days=99, size=9)
+    spec = a_spec(
+        inputs=[{"shards": [{"blob": blob, "prefix": "0/"}]}],
+        weights={"layer.bias": {"blob": weights, "tensor": "x"}},
+        loss={
+            "kind": "cotangents",
+            "forward": "f" * 32,
+            "tensors": {"z": {"blob": blob, "tensor": "x"}},
+        },
+        loss_inputs={},
+    )
+    backing.records.create(a_record("waits"), spec=spec)
+    cleaner = cleaner_of(backing, tmp_path / "data")
+    assert [file.name for file in cleaner.clean()] == [other]
+    assert forward.exists()
+    backing.records.update("waits", partial(JobRecord.request_cancel, now_s=1.0))
+    assert {file.name for file in cleaner.clean()} == {blob, weights, "f" * 32}
+
+
+def test_whoever_looks_at_a_blob_keeps_it(backing: Backing, tmp_path: Path) -> None:
+    digest = put_blob(backing, days=99)
+    assert backing.blobs.size_bytes(digest)
+    assert cleaner_of(backing, tmp_path / "data").clean() == []
+
+
+def test_a_blob_used_since_it_was_chosen_stays(backing: Backing, tmp_path: Path) -> None:
+    digest = put_blob(backing, days=99)
+    cleaner = cleaner_of(backing, tmp_path / "data")
+    chosen = list(cleaner.stored())
+    assert backing.blobs.header(digest) is not None
+    assert cleaner.remove(chosen) == []
+    assert backing.blobs.header(digest) is not None
+    assert cleaner.clean() == []
+
+
+def test_the_bound_is_a_share_of_the_room_there_is(backing: Backing, tmp_path: Path) -> None:
+    for size in (1, 2, 3):
+        put_blob(backing, days=size, size=size)
+    assert cleaner_of(backing, tmp_path / "data").clean() == []
+    cleaner = cleaner_of(backing, tmp_path / "data", storage_share=1e-12)
+    assert len(cleaner.clean()) == 3
+
+
+def test_records_end_after_their_time_with_all_that_is_stored(
+    backing: Backing, tmp_path: Path
+) -> None:
+    result = put_result(backing, "old")
+    put_result(backing, "new")
+    backing.records.create(a_record("waits"), spec=a_spec())
+    backing.records.update("new", lambda record: record.drop_result(now_s=time.time()))
+    cleaner_of(backing, tmp_path / "data").clean()
+    assert backing.records.get("old") is not None
+    time.sleep(0.01)
+    cleaner_of(backing, tmp_path / "data", record_age_s=0.001).clean()
+    assert backing.records.get("old") is None
+    assert backing.records.spec("old") is None
+    assert backing.records.events("old") == []
+    assert not result.exists()
+    assert dict(backing.records.result_bytes()) == {}
+    assert [record.id for record in backing.records.owned("ann")] == ["waits"]
+    assert [record.id for record in backing.records.active()] == ["waits"]
+
+
+def test_an_ended_record_leaves_no_key(
+    connection: Any, redis_settings: Settings, tmp_path: Path
+) -> None:
+    box = Backing.on_redis(redis_settings)
+    put_result(box, "old")
+    time.sleep(0.01)
+    connection.delete("gradbox:lease:old:1")
+    cleaner_of(box, redis_settings.data, record_age_s=0.001).clean()
+    assert sorted(connection.keys()) in ([b"gradbox:changes"], [b"gradbox:changes", RESULT_BYTES])
+
+
+RESULT_BYTES = b"gradbox:result-bytes"
+
+
+def test_half_written_results_go_unless_their_attempt_runs(
+    backing: Backing, tmp_path: Path
+) -> None:
+    backing.records.create(a_record("runs"), spec=a_spec())
+    begin(backing.records, "runs")
+    for job_id in ("runs", "dead"):
+        path = backing.results.beside(job_id, attempt=1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+        age(path, days=1)
+    cleaner_of(backing, tmp_path / "data").clean()
+    assert backing.results.beside("runs", attempt=1).exists()
+    assert not backing.results.beside("dead", attempt=1).exists()
+
+
+def test_the_running_cleaner_goes_on_after_a_failure(
+    backing: Backing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleaner = cleaner_of(backing, tmp_path / "data", clean_every_s=0.01)
+    with monkeypatch.context() as patched:
+        patched.setattr(backing.records, "ended", lambda **_: 1 / 0)
+        cleaner.start()
+        time.sleep(0.1)
+    result = put_result(backing, "old", days=8)
+    give_up = time.monotonic() + 10.0
+    while result.exists():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    cleaner.close()
+    cleaner.join()

@@ -1,0 +1,74 @@
+"""A blob is stored once, belongs to all who sent its bytes, and counts against the first."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gradbox_service.backing import Backing
+from gradbox_service.settings import Settings
+from gradbox_service.store.owners import BlobOwners
+
+ONE, TWO = "1" * 64, "2" * 64
+
+
+@pytest.fixture
+def owners(backing: Backing) -> BlobOwners:
+    return backing.owners
+
+
+def test_a_blob_belongs_to_those_who_claimed_it(owners: BlobOwners) -> None:
+    owners.claim("bob", ONE, 10)
+    owners.claim("ann", ONE, 10)
+    assert owners.owns("ann", ONE)
+    assert owners.owns("bob", ONE)
+    assert not owners.owns("eve", ONE)
+    assert not owners.owns("ann", TWO)
+    assert list(owners.owners_of(ONE)) == ["bob", "ann"]
+    assert list(owners.owners_of(TWO)) == []
+
+
+def test_bytes_count_once_against_the_first(owners: BlobOwners) -> None:
+    for owner, digest, size_bytes in [("ann", ONE, 10), ("bob", ONE, 10), ("ann", TWO, 5)]:
+        owners.claim(owner, digest, size_bytes)
+        owners.claim(owner, digest, size_bytes)
+    assert (owners.bytes_of("ann"), owners.bytes_of("bob"), owners.bytes_of("eve")) == (15, 0, 0)
+
+
+def test_a_forgotten_blob_belongs_to_nobody(owners: BlobOwners) -> None:
+    owners.claim("ann", ONE, 10)
+    owners.claim("bob", ONE, 10)
+    owners.forget(ONE)
+    owners.forget(ONE)
+    assert not owners.owns("ann", ONE)
+    assert owners.bytes_of("ann") == 0
+    owners.claim("bob", ONE, 10)
+    assert (owners.bytes_of("ann"), owners.bytes_of("bob")) == (0, 10)
+
+
+def test_many_are_asked_about_at_once(owners: BlobOwners) -> None:
+    digests = [f"{number:064x}" for number in range(2500)]
+    for digest in digests[::500]:
+        owners.claim("ann", digest, 1)
+    assert owners.owned_among("ann", digests) == frozenset(digests[::500])
+    assert owners.owned_among("bob", digests) == frozenset()
+    assert owners.owned_among("ann", []) == frozenset()
+
+
+def test_claims_at_once_count_once(owners: BlobOwners) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: owners.claim(f"user{number}", ONE, 7), range(8)))
+    assert len(owners.owners_of(ONE)) == 8
+    assert sum(owners.bytes_of(f"user{number}") for number in range(8)) == 7
+
+
+def test_a_name_cannot_stand_for_another_field(owners: BlobOwners) -> None:
+    owners.claim("ann", ONE, 7)
+    for name in ("first", "size_bytes", "owner:ann"):
+        assert not owners.owns(name, ONE)
+
+
+def test_ownership_outlives_the_process(redis_settings: Settings) -> None:
+    Backing.on_redis(redis_settings).owners.claim("ann", ONE, 7)
+    assert Backing.on_redis(redis_settings).owners.owns("ann", ONE)

@@ -1,0 +1,61 @@
+"""Settings come from arguments, then from the environment, then from their defaults."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from gradbox_service.settings import BadSettings, Settings, add_arguments, arguments_of, given_in
+
+
+def parsed(*arguments: str) -> Settings:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return Settings.read(**given_in(parser.parse_args(arguments)))
+
+
+def test_arguments_win_over_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("PORT", "1"), ("HOST", "h"), ("REDIS_URL", "unix://x")):
+        monkeypatch.setenv(f"GRADBOX_{name}", value)
+    settings = Settings.read(port="2", data=str(tmp_path), host=None)
+    assert (settings.port, settings.host, settings.redis_url) == (2, "h", "unix://x")
+    assert settings.data == tmp_path
+
+
+def test_every_setting_is_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parsed("--max-blob-bytes", "77").max_blob_bytes == 77
+    monkeypatch.setenv("GRADBOX_MAX_BLOB_BYTES", "78")
+    assert parsed().max_blob_bytes == 78
+
+
+def test_every_setting_says_what_it_is() -> None:
+    assert [name for name, field in Settings.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize("port", ["x", "-1", "65536", ""])
+def test_a_port_is_a_number(port: str) -> None:
+    with pytest.raises(BadSettings, match=r"port.*--port or GRADBOX_PORT"):
+        Settings.read(port=port)
+
+
+def test_a_limit_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADBOX_MAX_SPEC_BYTES", "8 MB")
+    with pytest.raises(BadSettings, match=r"max_spec_bytes.*'8 MB'"):
+        Settings.read()
+
+
+def test_arguments_of_settings_read_back_as_the_same() -> None:
+    settings = parsed("--max-spec-bytes", "5", "--drain-s", "2.5", "--data", "/x")
+    assert parsed(*arguments_of(settings)) == settings
+
+
+def test_the_help_of_every_setting_can_be_printed() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    printed = " ".join(parser.format_help().split())
+    assert all(f"GRADBOX_{name.upper()}" in printed for name in Settings.model_fields)
+    assert "5 % of the" in printed

@@ -1,0 +1,92 @@
+"""What one owner may take, and what Redis may: refused with the numbers, before it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from gradbox_service.backing import Backing
+from gradbox_service.jobs import MemoryRecords
+from gradbox_service.jobs.records import Memory
+from gradbox_service.settings import Settings
+from tests.service.boxes import SHARDS, blob_of, ones, run_job, spec_for, submit, upload
+from tests.service.conftest import Box, serve
+
+QUOTA_BYTES = 10_000
+
+
+@pytest.fixture
+def quota_box(backing: Backing, tmp_path: Path) -> Iterator[Box]:
+    yield from serve(backing, Settings(data=tmp_path / "data", owner_quota_bytes=QUOTA_BYTES))
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_upload_above_the_quota_is_refused_with_the_numbers(
+    quota_box: Box, announced: bool
+) -> None:
+    upload(quota_box.client, {"x": ones(1500)})
+    digest, data = blob_of({"x": ones(1501)})
+    content = data if announced else iter([data])
+    answer = quota_box.client.put(f"/v1/blobs/{digest}", content=content)
+    assert (answer.status_code, answer.json()["category"]) == (507, "transient")
+    assert "9.8 KiB that one owner may have" in answer.json()["detail"]
+    assert "Retry-After" in answer.headers
+    assert quota_box.backing.blobs.size_bytes(digest) is None
+    assert quota_box.client_of("bob").put(f"/v1/blobs/{digest}", content=data).status_code == 201
+
+
+def test_results_count_and_a_deleted_one_makes_room(quota_box: Box) -> None:
+    job_id = submit(quota_box.client)
+    run_job(quota_box.backing, job_id, data=bytes(QUOTA_BYTES))
+    blob = blob_of(SHARDS)[0]
+    refused = quota_box.client.post("/v1/jobs", json=spec_for(blob))
+    assert refused.status_code == 507
+    assert "your results 9.8 KiB" in refused.json()["detail"]
+    quota_box.client.delete(f"/v1/jobs/{job_id}/result")
+    assert quota_box.client.post("/v1/jobs", json=spec_for(blob)).status_code == 202
+
+
+class FullMemory(MemoryRecords):
+    def memory(self) -> Memory:
+        return Memory(used_bytes=900, bound_bytes=1000)
+
+
+def test_new_jobs_are_refused_before_the_memory_is_full(tmp_path: Path) -> None:
+    settings = Settings(data=tmp_path)
+    backing = replace(Backing.in_memory(tmp_path), records=FullMemory())
+    for box in serve(backing, settings):
+        blob = upload(box.client, SHARDS)
+        answer = box.client.post("/v1/jobs", json=spec_for(blob))
+        assert (answer.status_code, answer.json()["category"]) == (503, "transient")
+        assert "900 B of the 1000 B" in answer.json()["detail"]
+        assert int(answer.headers["retry-after"]) > 0
+        assert box.client.get("/v1/jobs").status_code == 200
+
+
+def test_jobs_fill_the_memory_up_to_a_clear_refusal_and_no_further(
+    redis_settings: Settings, connection: redis.Redis
+) -> None:
+    bound = int(connection.info("memory")["used_memory"]) + 4 * 2**20
+    connection.config_set("maxmemory", bound)
+    try:
+        for box in serve(Backing.on_redis(redis_settings), redis_settings):
+            blob = upload(box.client, SHARDS)
+            body = spec_for(blob, name="x" * 100)
+            first = box.client.post("/v1/jobs", json=body).json()["id"]
+            filler = np.zeros(2**19, np.uint8).tobytes()
+            numbers = iter(range(100))
+            while box.client.post("/v1/jobs", json=body).status_code == 202:
+                connection.set(f"filler{next(numbers)}", filler)
+            answer = box.client.post("/v1/jobs", json=body)
+            assert answer.status_code == 503
+            assert "takes" in answer.json()["detail"]
+            run_job(box.backing, first, data=b"result")
+            assert box.client.get(f"/v1/jobs/{first}").json()["state"] == "done"
+            assert box.client.delete(f"/v1/jobs/{first}/result").status_code == 204
+    finally:
+        connection.config_set("maxmemory", 0)

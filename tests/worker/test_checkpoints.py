@@ -1,0 +1,168 @@
+"""When a job's state is written, and when another attempt may go on from it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradbox_worker.computations.checkpoints import CheckpointFile, Pace
+
+IDENTITY = {"spec_digest": "a", "model_version": "b"}
+
+
+class Clock:
+    """Stands still until told otherwise; `step_s` seconds pass between two looks."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.step_s = 0.0
+
+    def __call__(self) -> float:
+        self.now += self.step_s
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def checkpoint(folder: Path, *, attempt: int = 1, **given: Any) -> CheckpointFile:
+    return CheckpointFile(
+        folder, job_id="j", attempt=attempt, **{"identity": IDENTITY, "pace": Pace(), **given}
+    )
+
+
+def write_taking(file: CheckpointFile, clock: Clock, seconds: float) -> None:
+    """Write a state, which takes so long by the clock."""
+    clock.step_s = seconds
+    file.write({"x": torch.ones(2)}, {})
+    clock.step_s = 0.0
+
+
+def test_a_short_job_writes_none(tmp_path: Path, clock: Clock) -> None:
+    file = checkpoint(tmp_path, clock=clock)
+    clock.now += 59
+    assert not file.due()
+    clock.now += 1
+    assert file.due()
+
+
+def test_the_next_one_is_due_half_a_minute_later(tmp_path: Path, clock: Clock) -> None:
+    file = checkpoint(tmp_path, clock=clock)
+    clock.now += 60
+    write_taking(file, clock, 0.01)
+    clock.now += 29
+    assert not file.due()
+    clock.now += 1
+    assert file.due()
+
+
+def test_writing_takes_three_percent_of_the_time_at_most(tmp_path: Path, clock: Clock) -> None:
+    file = checkpoint(tmp_path, clock=clock)
+    began, spent = clock.now, 0.0
+    clock.now += 60
+    for _ in range(5):
+        while not file.due():
+            clock.now += 1
+        write_taking(file, clock, 3.0)
+        spent += 3.0
+    # The first one's cost is not known before it is written.
+    assert spent - 3.0 <= 0.03 * (clock.now - began)
+
+
+def test_another_attempt_finds_the_state_bit_for_bit(tmp_path: Path) -> None:
+    state = {
+        "z": torch.randn(3, 5).t(),  # in another order than its bytes
+        "sums/weight": torch.tensor([float("nan"), -0.0, 1e-45], dtype=torch.float32),
+        "flag": torch.tensor(True),
+        "none": torch.empty(0, 4, dtype=torch.float64),
+    }
+    meta = {"phase": "replay", "done": 50, "loss": 0.25}
+    checkpoint(tmp_path).write(state, meta)
+    found = checkpoint(tmp_path, attempt=2).read()
+    assert found is not None
+    assert found[1] == meta
+    assert found[0].keys() == state.keys()
+    for name, tensor in state.items():
+        assert found[0][name].dtype == tensor.dtype
+        assert found[0][name].shape == tensor.shape
+        assert bits(found[0][name]) == bits(tensor)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def test_a_job_counts_how_often_it_was_resumed(tmp_path: Path) -> None:
+    first = checkpoint(tmp_path)
+    assert first.read() is None
+    first.write({}, {})
+    assert first.resumed == 0
+    for resumed in (1, 2):
+        file = checkpoint(tmp_path, attempt=1 + resumed)
+        assert file.read() is not None
+        assert file.resumed == resumed
+        file.write({}, {})
+
+
+@pytest.mark.parametrize("key", IDENTITY)
+def test_the_state_of_another_run_is_not_used(tmp_path: Path, key: str) -> None:
+    checkpoint(tmp_path).write({"x": torch.ones(2)}, {})
+    other = checkpoint(tmp_path, attempt=2, identity=IDENTITY | {key: "other"})
+    assert other.read() is None
+    assert other.resumed == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"\x10" * 9, b"\x02\0\0\0\0\0\0\0{}", "half"])
+def test_a_file_that_is_not_whole_is_not_used(tmp_path: Path, content: bytes | str) -> None:
+    checkpoint(tmp_path).write({"x": torch.ones(1000)}, {})
+    path = tmp_path / "j.safetensors"
+    path.write_bytes(content if isinstance(content, bytes) else path.read_bytes()[:2000])
+    assert checkpoint(tmp_path, attempt=2).read() is None
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = checkpoint(tmp_path)
+    file.write({"x": torch.ones(2)}, {"done": 1})
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        file.write({"x": torch.zeros(2)}, {"done": 2})
+    found = checkpoint(tmp_path, attempt=2).read()
+    assert found is not None
+    assert found[1] == {"done": 1}
+    assert names(tmp_path) == {"j.safetensors"}
+
+
+def test_it_goes_when_the_job_has_ended(tmp_path: Path) -> None:
+    file = checkpoint(tmp_path)
+    file.write({"x": torch.ones(2)}, {})
+    file.remove()
+    assert names(tmp_path) == set()
+    file.remove()  # of a job that never wrote one
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_state_that_is_read_does_not_change_with_the_file(tmp_path: Path) -> None:
+    file = checkpoint(tmp_path)
+    state: Mapping[str, torch.Tensor] = {"x": torch.ones(4)}
+    file.write(state, {})
+    found = file.read()
+    file.write({"x": torch.zeros(4)}, {})
+    assert found is not None
+    assert found[0]["x"].tolist() == [1.0] * 4

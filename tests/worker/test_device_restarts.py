@@ -1,0 +1,184 @@
+"""A worker lives through its device: restarts, and what a new device process need not do again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradbox.protocol import JobState, ModelView
+from gradbox_service.backing import Backing
+from gradbox_worker.device import DeviceProcess, DeviceSettings
+from gradbox_worker.errors import DeviceNotStarted
+from tests.worker import zoo
+from tests.worker.box import Box, WorkerProcess, running_box, running_worker, shards_of
+
+NUM_MODELS = 16
+
+
+def register_affine(box: Box, *, num: int = NUM_MODELS) -> None:
+    box.models_file.write_text(
+        "".join(
+            f'[models.m{index}]\nbuilder = "python"\nsource = "{zoo.__file__}:affine"\n'
+            for index in range(num)
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+    with running_box(tmp_path_factory.mktemp("restarts")) as box:
+        register_affine(box)
+        yield box
+
+
+@pytest.fixture(scope="module")
+def worker(box: Box) -> Iterator[WorkerProcess]:
+    with running_worker(box) as worker:
+        yield worker
+
+
+def next_device(worker: WorkerProcess, after: int) -> int:
+    """Wait for a device process that is not `after`; it has only just been started."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            pid = worker.child_pid
+        except ValueError:  # none, for a moment
+            pid = after
+        if pid != after:
+            return pid
+        time.sleep(0.01)
+    raise AssertionError(worker.log.read_text())
+
+
+def test_a_device_killed_as_it_starts_is_started_again_by_the_same_worker(
+    box: Box, worker: WorkerProcess
+) -> None:
+    device = worker.child_pid
+    for _ in range(6):  # the first was ready
+        os.kill(device, signal.SIGKILL)
+        device = next_device(worker, device)
+    assert worker.process.poll() is None
+    job = box.submit(box.spec(shards_of(2), model="m0"), version=version_of(box, worker, "m0"))
+    assert box.wait(job).state is JobState.DONE
+    assert worker.child_pid == device
+
+
+def test_a_new_device_loads_only_the_model_that_a_job_needs(
+    box: Box, worker: WorkerProcess
+) -> None:
+    worker.wait_until_ready()
+    loads = worker.log.read_text().count("loaded m")
+    os.kill(worker.child_pid, signal.SIGKILL)
+    job = box.submit(box.spec(shards_of(2), model="m7"), version=version_of(box, worker, "m7"))
+    assert box.wait(job).state is JobState.DONE
+    log = worker.log.read_text()
+    assert log.count("loaded m") == loads + 1
+    assert log.rpartition("loaded m")[2].startswith("7 ")
+
+
+def test_the_models_are_announced_while_a_new_device_starts(
+    box: Box, worker: WorkerProcess
+) -> None:
+    worker.wait_until_ready()
+    device = worker.child_pid
+    os.kill(device, signal.SIGKILL)
+    states = set()
+    while "starting" not in states or worker_state(box, worker) != "idle":
+        presence = next(w for w in box.backing.fleet.workers() if w.name == worker.name)
+        assert len(presence.models) == NUM_MODELS
+        states.add(presence.state)
+        time.sleep(0.02)
+
+
+def version_of(box: Box, worker: WorkerProcess, model: str) -> str:
+    presence = next(w for w in box.backing.fleet.workers() if w.name == worker.name)
+    return presence.models[model]
+
+
+def worker_state(box: Box, worker: WorkerProcess) -> str:
+    return next(w.state for w in box.backing.fleet.workers() if w.name == worker.name)
+
+
+# The device process by itself, without a worker around it.
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Box:
+    return Box(tmp_path, Backing.in_memory(tmp_path))
+
+
+def device_of(box: Box) -> DeviceProcess:
+    return DeviceProcess(DeviceSettings(models_file=box.models_file, data=box.folder, device="cpu"))
+
+
+def names(models: list[ModelView]) -> list[str]:
+    return [model.name for model in models]
+
+
+def test_a_models_file_that_has_changed_is_described_anew(folder: Box) -> None:
+    register_affine(folder, num=1)
+    device = device_of(folder)
+    device.ensure()
+    device.close()
+    device.ensure()
+    assert names(device.models) == ["m0"]
+    device.close()
+    register_affine(folder, num=2)
+    device.ensure()
+    assert names(device.models) == ["m0", "m1"]
+    device.close()
+
+
+def test_an_interrupted_wait_goes_on_with_the_process_that_was_started(folder: Box) -> None:
+    register_affine(folder, num=1)
+    device = device_of(folder)
+
+    def store_is_away() -> None:
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        device.ensure(while_waiting=store_is_away)
+    started = device.pid
+    assert started is not None
+    device.ensure()
+    assert device.pid == started
+    assert names(device.models) == ["m0"]
+    device.close()
+
+
+def test_a_builder_that_crashes_is_not_tried_a_third_time(folder: Box) -> None:
+    folder.models_file.write_text(
+        f'[models.m]\nbuilder = "python"\nsource = "{zoo.__file__}:crashes"\n'
+    )
+    device = device_of(folder)
+    pids = set()
+
+    def note() -> None:
+        pids.add(device.pid)
+
+    with pytest.raises(DeviceNotStarted, match="SIGSEGV: a crash in native code"):
+        device.ensure(while_waiting=note)
+    assert len(pids - {None}) == 2
+    assert device.pid is None
+
+
+def test_a_killed_start_is_tried_again(folder: Box) -> None:
+    register_affine(folder, num=1)
+    device = device_of(folder)
+    killed: set[int] = set()
+
+    def kill_the_first_two() -> None:
+        if device.pid is not None and len(killed) < 2:
+            killed.add(device.pid)
+            os.kill(device.pid, signal.SIGKILL)
+
+    device.ensure(while_waiting=kill_the_first_two)
+    assert device.ready
+    assert len(killed) == 2
+    device.close()

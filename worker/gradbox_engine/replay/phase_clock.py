@@ -1,0 +1,28 @@
+"""How long each phase of a job took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gradbox_engine.requests import Phase
+
+
+class PhaseClock:
+    """Seconds by phase; on CUDA a phase ends when its kernels do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[Phase, float] = {}
+        self._device = device
+
+    @contextmanager
+    def timed(self, phase: Phase) -> Iterator[None]:
+        """Time what runs until this ends."""
+        start = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.seconds[phase] = time.perf_counter() - start

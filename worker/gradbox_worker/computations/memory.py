@@ -1,0 +1,68 @@
+"""How much memory a job needed at its peak, and what was taken before it began.
+
+On CUDA both figures are the allocator's: bytes of tensors, weights of loaded models included. On a
+CPU they are the process's resident set, interpreter included; the kernel's high-water mark is reset
+when the measurement begins (Linux, proc(5), clear_refs). Where that is not possible the peak is the
+process's since its start, which is too high when an earlier job needed more.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from gradbox_worker.computations.placement import memory_bytes
+
+CLEAR_REFS: Final = Path("/proc/self/clear_refs")
+STATUS: Final = Path("/proc/self/status")
+RESET_HIGH_WATER_MARK: Final = "5"
+RESULT_SHARE: Final = 8
+MOST_RESULT_BYTES: Final = 4 * 2**30
+
+
+def default_result_memory_bytes(device: torch.device) -> int:
+    """Return how much of a result may be in memory on its way into its file."""
+    return min(MOST_RESULT_BYTES, memory_bytes(device) // RESULT_SHARE)
+
+
+class PeakMemory:
+    """A measurement that begins when it is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before_bytes = torch.cuda.memory_allocated(device)
+        else:
+            _reset_high_water_mark()
+            self._before_bytes = _resident("VmRSS")
+
+    def measure(self) -> tuple[int, int]:
+        """Return (bytes at the peak so far, bytes at the beginning)."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return torch.cuda.max_memory_allocated(self._device), self._before_bytes
+        return _resident("VmHWM"), self._before_bytes
+
+
+def _reset_high_water_mark() -> None:
+    try:
+        CLEAR_REFS.write_text(RESET_HIGH_WATER_MARK)
+    except OSError:  # not Linux, or a container that forbids it
+        return
+
+
+def _resident(field: str) -> int:
+    try:
+        for line in STATUS.read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

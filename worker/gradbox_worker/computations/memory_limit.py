@@ -1,0 +1,136 @@
+"""The hard limit of what a job may allocate, kept by the operating system or the allocator.
+
+A graph of a user's can be checked call by call before it runs, but not what its kernels allocate
+inside, nor its backward: `kthvalue` copies an expanded input, the gradient of `expand(n)[0]` has n
+entries. So everything that a job does, model, loss and backward, runs under a limit under which an
+allocation fails, as an error like any other: the job ends as OutOfMemory, and the models stay.
+
+On a host (Linux) it is RLIMIT_DATA, which counts the process's private writable memory (heap,
+anonymous mappings, files mapped privately) whether it was touched or not; read-only and shared
+mappings are free. What the process has when the job begins is added to it. On CUDA the allocator
+itself ends at the device's memory; a smaller limit becomes its fraction. Elsewhere there is none.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from gradbox_worker.computations.placement import memory_bytes
+
+MEMINFO: Final = Path("/proc/meminfo")
+STATUS: Final = Path("/proc/self/status")
+CGROUP_OF_SELF: Final = Path("/proc/self/cgroup")
+CGROUPS: Final = Path("/sys/fs/cgroup")
+KIB: Final = 1024
+
+# What a job leaves free for the rest of the machine, if it is not told how much it may take.
+RESERVE_BYTES: Final = 2**30
+RESERVE_SHARE: Final = 0.05
+
+
+class MemoryLimit:
+    """How much memory a job may take beyond what the process has when it begins."""
+
+    def __init__(self, device: torch.device, *, job_bytes: int | None = None) -> None:
+        """Limit nothing yet.
+
+        Args:
+            job_bytes: None is what the host has available when a job begins, less a reserve of
+                1 GiB or 5 % of its memory, whichever is more; on CUDA, what the device has.
+        """
+        self._device = device
+        self._job_bytes = job_bytes
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the process to the limit until the context ends."""
+        if self._device.type == "cuda":
+            with self._held_on_cuda():
+                yield
+        elif self._device.type == "cpu" and sys.platform == "linux":
+            with self._held_on_host():
+                yield
+        else:
+            yield
+
+    @contextmanager
+    def _held_on_host(self) -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = private_bytes() + self._host_bytes()
+        highest = limit if before[1] == resource.RLIM_INFINITY else min(limit, before[1])
+        resource.setrlimit(resource.RLIMIT_DATA, (highest, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+
+    def _host_bytes(self) -> int:
+        if self._job_bytes is not None:
+            return self._job_bytes
+        reserve = max(RESERVE_BYTES, int(memory_bytes(self._device) * RESERVE_SHARE))
+        return max(0, available_bytes() - reserve)
+
+    @contextmanager
+    def _held_on_cuda(self) -> Iterator[None]:
+        if self._job_bytes is None:
+            yield
+            return
+        taken = torch.cuda.memory_allocated(self._device) + self._job_bytes
+        torch.cuda.empty_cache()  # what the allocator has cached counts towards its fraction
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, taken / memory_bytes(self._device)), self._device
+        )
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+
+
+def available_bytes() -> int:
+    """Return how much memory this process could take on the host (Linux): cached files don't count.
+
+    It is the machine's, or what the control groups around the process leave (cgroup v2).
+    """
+    machine = _field(MEMINFO, "MemAvailable:") * KIB
+    return min([machine, *_left_in_cgroups()])
+
+
+def private_bytes() -> int:
+    """Return what RLIMIT_DATA counts of this process so far."""
+    return _field(STATUS, "VmData:") * KIB
+
+
+def _left_in_cgroups() -> Iterator[int]:
+    try:
+        own = CGROUP_OF_SELF.read_text().rpartition("0::")[2].strip().lstrip("/")
+    except OSError:
+        return
+    for folder in (CGROUPS / own, *(CGROUPS / own).parents):
+        try:
+            limit = (folder / "memory.max").read_text().strip()
+            used = int((folder / "memory.current").read_text())
+            cached = _field(folder / "memory.stat", "inactive_file")
+        except (OSError, ValueError):  # not a group, or the root, which has no limit
+            continue
+        if limit != "max":
+            yield max(0, int(limit) - used + cached)
+
+
+def _field(path: Path, name: str) -> int:
+    """Return the number behind a name in a file of lines.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    for line in path.read_text().splitlines():
+        words = line.split()
+        if words and words[0] == name:
+            return int(words[1])
+    raise ValueError(f"expected a line {name!r} in {path}, found none")

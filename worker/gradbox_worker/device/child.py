@@ -1,0 +1,133 @@
+"""One device process, as the worker started it: its pipe, its death, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final
+
+from gradbox_worker.device.descendants import MARK, Guardian, end_descendants
+from gradbox_worker.device.exits import Exit, count_oom_kills, exit_of
+from gradbox_worker.device.messages import FromDevice, ToDevice, receive_answer, send
+
+POLL_S: Final = 0.2
+LEAVE_S: Final = 5.0  # to end by itself, once told or once it said so
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """What a device process is started with."""
+
+    models_file: Path
+    data: Path  # the folder with the blobs
+    device: str = "auto"  # auto | cpu | cuda:N | mps
+    model_memory_bytes: int | None = None  # of weights kept on the device; None: half of it
+    result_memory_bytes: int | None = None  # of a result on its way to disk; None: an eighth
+    job_memory_bytes: int | None = None  # what a job may allocate; None: see MemoryLimit
+
+    def options(self) -> list[str]:
+        """Return them as `gradbox_worker.device.main` reads them."""
+        options = ["--models", str(self.models_file), "--data", str(self.data)]
+        options += ["--device", self.device]
+        if self.model_memory_bytes is not None:
+            options += ["--model-memory-bytes", str(self.model_memory_bytes)]
+        if self.result_memory_bytes is not None:
+            options += ["--result-memory-bytes", str(self.result_memory_bytes)]
+        if self.job_memory_bytes is not None:
+            options += ["--job-memory-bytes", str(self.job_memory_bytes)]
+        return options
+
+
+class DeviceChild:
+    """A process that runs `gradbox_worker.device.main`, from its start to its end.
+
+    It is started afresh, never forked: a CUDA context does not survive a fork.
+    """
+
+    def __init__(self, settings: DeviceSettings) -> None:
+        """Start it, and the guardian of what it will start."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "gradbox_worker.device.main"]
+        command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+        self._mark = secrets.token_hex(16)
+        self._exit: Exit | None = None
+        self._num_oom_kills = count_oom_kills()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, *settings.options()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a model prints goes to the worker's log
+                env=os.environ | {MARK: self._mark},
+                pass_fds=[theirs.fileno()],
+                # Ctrl-C on the terminal is the worker's business; and a group can be killed whole.
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
+        self._guardian = Guardian(self._process.pid, self._mark)
+
+    @property
+    def pid(self) -> int | None:
+        """The process, or None if it has ended."""
+        return None if self._process.poll() is not None else self._process.pid
+
+    def send(self, message: ToDevice) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the process is gone.
+        """
+        send(self._connection, message)
+
+    def next_answer(self, while_waiting: Callable[[], object]) -> FromDevice | None:
+        """Wait for the next message; None if the process ended instead.
+
+        Args:
+            while_waiting: called before each wait of at most 0.2 s; what it raises comes through,
+                and a later call goes on waiting.
+        """
+        while True:
+            # Between messages too: a device that reports often must not keep the worker busy.
+            while_waiting()
+            try:
+                if self._connection.poll(POLL_S):
+                    return receive_answer(self._connection)
+                # A process that a model started may hold the pipe open after the device's death.
+                if self.pid is None and not self._connection.poll():
+                    return None
+            except (EOFError, OSError):
+                return None
+
+    def kill(self) -> None:
+        """End the process at once, with those of its group."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> Exit:
+        """Wait until the process and all that it started are gone; kill what does not go.
+
+        Returns:
+            How the process ended, also when asked again.
+        """
+        if self._exit is None:
+            self._exit = self._ended()
+            end_descendants(self._process.pid, self._mark)
+            self._guardian.dismiss()
+        return self._exit
+
+    def _ended(self) -> Exit:
+        self._connection.close()  # a process that is idle ends at the end of its input
+        try:
+            code = self._process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait()
+            return Exit("it closed its end of the pipe, or did not end in time", fault=None)
+        return exit_of(code, num_oom_kills=count_oom_kills() - self._num_oom_kills)

@@ -1,0 +1,134 @@
+"""The boundary of the worker: what a model, a loss or the engine raises becomes a problem.
+
+    raised                                        becomes
+    ────────────────────────────────────────────  ──────────────────────────────────────
+    out of memory, in the error or in its causes  OutOfMemory
+    a GradboxError, likewise                      itself
+    an EngineError                                the class that ENGINE_ERRORS pairs with it
+    ModelsFileError                               UnknownModel
+    anything else, KeyboardInterrupt and all      JobFailed
+
+Tracebacks go to the worker's log and never over the wire.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import torch
+
+from gradbox import errors
+from gradbox.errors import GradboxError
+from gradbox.protocol import Problem
+from gradbox_engine import errors as engine_errors
+from gradbox_engine.per_sample import SelfCheckFailed
+from gradbox_worker.errors import ModelsFileError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How the CPU allocator and the CUDA libraries say it, which raise plain RuntimeErrors.
+OUT_OF_MEMORY_TEXTS: Final = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory",
+    "std::bad_alloc",
+)
+
+ENGINE_ERRORS: Final[tuple[tuple[type[engine_errors.EngineError], type[GradboxError]], ...]] = (
+    (engine_errors.ReplayMismatch, errors.ReplayMismatch),
+    (engine_errors.LossNotScalar, errors.LossNotScalar),
+    (engine_errors.LossNotFinite, errors.LossNotFinite),
+    (engine_errors.ModelCallFailed, errors.ModelCallFailed),
+    (SelfCheckFailed, errors.JobFailed),
+    (engine_errors.EngineError, errors.InvalidInputs),
+)
+
+
+@dataclass(frozen=True)
+class Caught:
+    """What became of an error. `spoilt`: the device's state is, so its process should end."""
+
+    problem: Problem
+    spoilt: bool
+
+
+def caught(
+    call: Callable[[], T], *, doing: str, let_through: type[BaseException] | tuple[()] = ()
+) -> T | Caught:
+    """Call user code; return its value, or the problem that it ended in.
+
+    Args:
+        doing: what it is, for messages: "job 4f2a", "the model 'minilm'".
+        let_through: raised on as it is.
+    """
+    try:
+        return call()
+    except let_through:
+        raise
+    except BaseException as error:  # a model's KeyboardInterrupt is no reason to end, either
+        log.exception("%s failed", doing)
+        return Caught(Problem.of(translated(error, doing=doing)), spoilt=_spoils_device(error))
+
+
+def translated(error: BaseException, *, doing: str) -> GradboxError:
+    """Return the error of ours that tells the user what this one means."""
+    chain = list(_chain(error))
+    for link in chain:
+        if _says_out_of_memory(link):
+            return errors.OutOfMemory(
+                f"{doing} does not fit into the device's memory ({_first_line(link)}); cut the "
+                f"inputs into smaller shards, or ask for fewer gradients with wrt"
+            )
+    for link in chain:
+        if isinstance(link, GradboxError):
+            return link
+        if isinstance(link, ModelsFileError):
+            return errors.UnknownModel(str(link))
+    for raised, ours in ENGINE_ERRORS:
+        if isinstance(error, raised):
+            return ours(str(error))
+    return errors.JobFailed(
+        f"{doing} failed with {type(error).__name__}: {_first_line(error)}; this is not foreseen, "
+        f"and the worker's log has the traceback for the box's owner"
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether memory ran out, by the error or one of its causes."""
+    return any(_says_out_of_memory(link) for link in _chain(error))
+
+
+def _says_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        text in str(error) for text in OUT_OF_MEMORY_TEXTS
+    )
+
+
+def _spoils_device(error: BaseException) -> bool:
+    """Tell whether CUDA refuses all further work in this process, as after a failed assertion."""
+    return any(
+        isinstance(link, torch.AcceleratorError) and not _says_out_of_memory(link)
+        for link in _chain(error)
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:500]

@@ -1,0 +1,93 @@
+"""What a device is asked to do, how it is watched meanwhile, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from gradbox.protocol import JobSpec, ModelView, Problem, Receipt, ResultView
+
+
+@dataclass(frozen=True)
+class Work:
+    """One attempt at one job."""
+
+    job_id: str
+    attempt: int  # 1 for the first
+    model: str  # as registered
+    model_version: str  # which the box had when it accepted the job
+    spec: JobSpec
+    result_path: Path  # written whole or not at all
+    queued_s: float  # how long the job waited, for its receipt
+    forward_result: Path | None = None  # of the job whose outputs the loss is cotangents of
+    disk_reserve_bytes: int | None = None  # see `gradbox_service.store.Room`
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The result file stands at `Work.result_path`."""
+
+    receipt: Receipt
+    result: ResultView
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The job cannot be done as it is; another attempt would end the same way."""
+
+    problem: Problem
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """It ended because `Supervision.poll` ordered so; `killed` if it had to be forced."""
+
+    killed: bool = False
+
+
+@dataclass(frozen=True)
+class Died:
+    """The process that computed it ended.
+
+    Attributes:
+        reason: says how, as a clause: "it was killed by …".
+        fault: what the job's own code ran into, and at which shard; None if the process was ended
+            from outside. Another attempt that ends by the same fault has met what will repeat.
+        out_of_memory: whether the kernel ended it for lack of memory.
+    """
+
+    reason: str
+    fault: str | None = None
+    out_of_memory: bool = False
+
+
+Outcome = Finished | Failed | Stopped | Died
+
+
+@dataclass(frozen=True)
+class StopOrder:
+    """Stop before the next shard; after `grace_s` seconds the process is killed."""
+
+    grace_s: float
+
+
+class Supervision(Protocol):
+    """Who watches a running job."""
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Hear how far the job is: `done` of `total` shards of `phase`."""
+
+    def poll(self) -> StopOrder | None:
+        """Look after the job's lease and say whether it is to stop; called every 0.2 s or so."""
+
+
+class Device(Protocol):
+    """A place where one job at a time runs, with models that stay loaded between jobs."""
+
+    @property
+    def models(self) -> list[ModelView]:
+        """The models it offers."""
+
+    def run(self, work: Work, supervision: Supervision) -> Outcome:
+        """Run a job to its end."""
