@@ -67,7 +67,7 @@ class Settings(BaseSettings):
     """largest blob that is taken"""
     max_spec_bytes: Bytes = 8 * MIB
     """largest posted job that is taken"""
-    max_spec_values: Count = 250_000
+    max_spec_values: Count = 100_000
     """most values in a posted job: its commas and opening brackets together"""
     max_head_bytes: Bytes = 64 * KIB
     """largest request line and headers together"""

@@ -12,9 +12,15 @@
     ├── NoTangent                       an operation has no derivative of the kind that is needed
     ├── LossNotScalar (TypeError)       the loss is not one real number
     ├── LossNotFinite                   the loss is NaN or infinite
-    └── ReplayMismatch                  a replay did not reproduce the first pass
+    ├── ReplayMismatch                  a replay did not reproduce the first pass
+    │                                   of per-sample computations:
+    ├── CoupledSamples                  one sample's output depends on another sample
+    ├── NoBatchAxis                     the samples cannot be found in the inputs or the output
+    ├── BadReduction (ValueError)       a reduction or an argument of one that does not fit
+    ├── BadSampleLoss                   the loss does not return one number a sample
+    └── SelfCheckFailed                 the rules' rows are not autograd's: a defect in gradbox
 
-Running out of memory stays `torch.OutOfMemoryError`.
+Running out of memory is `torch.OutOfMemoryError` on every device.
 """
 
 from __future__ import annotations
@@ -70,3 +76,23 @@ class LossNotFinite(EngineError):
 
 class ReplayMismatch(EngineError):
     """A replayed shard differs from its first pass by more than rounding."""
+
+
+class CoupledSamples(EngineError):
+    """One sample's output depends on another, so it has no gradient of its own."""
+
+
+class NoBatchAxis(EngineError):
+    """The samples cannot be found in the inputs or in the output."""
+
+
+class BadReduction(EngineError, ValueError):
+    """A reduction, or an argument of one, does not fit."""
+
+
+class BadSampleLoss(EngineError):
+    """The loss does not return one number for each sample."""
+
+
+class SelfCheckFailed(EngineError):
+    """The rows differ from the gradient that autograd gives: a defect in gradbox."""

@@ -172,13 +172,16 @@ def describe_validation(error: ValidationError, *, below: int = 0) -> str:
     return "; ".join(lines)
 
 
-def _shown(given: Any) -> str:
-    """Return the beginning of a value's repr, without making all of it."""
+def _shown(given: Any, *, inside: bool = False) -> str:
+    """Return the beginning of a value's repr, made without the rest of it."""
     if isinstance(given, dict):
-        given = dict(islice(given.items(), 10))
-    elif isinstance(given, list | str):
-        given = given[:120]
-    text = repr(given)
+        entries = [f"{k!r}: {_shown(v, inside=True)}" for k, v in islice(given.items(), 10)]
+        text = "{…}" if inside and given else "{" + ", ".join(entries) + "}"
+    elif isinstance(given, list):
+        entries = [_shown(entry, inside=True) for entry in given[:10]]
+        text = "[…]" if inside and given else "[" + ", ".join(entries) + "]"
+    else:
+        text = repr(given[:120] if isinstance(given, str) else given)
     return text if len(text) <= 120 else f"{text[:120]}…"
 
 

@@ -1,0 +1,90 @@
+"""One user's many jobs and requests: refused clearly, and told when to come back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gradbox.errors import QueueFull, TooManyRequests
+from gradbox.protocol import Problem
+from gradbox_service.settings import Settings
+from tests.attacks.services import Service, running, while_live
+from tests.service.boxes import SHARDS, begin, run_job, spec_for, upload
+
+MAX_JOBS = 5
+REQUESTS_PER_S = 20
+
+
+@pytest.fixture(scope="module")
+def service(settings: Settings) -> Iterator[Service]:
+    limits = ("--max-queued-jobs", str(MAX_JOBS), "--requests-per-s", str(REQUESTS_PER_S))
+    with running(settings, *limits) as found:
+        yield found
+
+
+def test_a_full_queue_is_said_until_a_job_has_ended(service: Service) -> None:
+    client = service.client_of("greedy")
+    spec = spec_for(upload(client, SHARDS))
+    answers = [client.post("/v1/jobs", json=spec) for _ in range(MAX_JOBS + 1)]
+    assert [answer.status_code for answer in answers] == [202] * MAX_JOBS + [429]
+    refused = answers[-1]
+    assert isinstance(Problem.model_validate(refused.json()).error(), QueueFull)
+    assert int(refused.headers["retry-after"]) > 0
+
+    other = service.client_of("modest")
+    assert other.post("/v1/jobs", json=spec_for(upload(other, SHARDS))).status_code == 202
+
+    ids = [answer.json()["id"] for answer in answers[:MAX_JOBS]]
+    begin(service.backing.records, ids[0])
+    assert client.post("/v1/jobs", json=spec).status_code == 429
+    run_job(service.backing, ids[1], data=b"")
+    assert client.delete(f"/v1/jobs/{ids[2]}").status_code == 202
+    statuses = [client.post("/v1/jobs", json=spec).status_code for _ in range(3)]
+    assert statuses == [202, 202, 429]
+
+
+def test_a_repeated_post_is_answered_though_the_queue_is_full(service: Service) -> None:
+    client = service.client_of("repeating")
+    spec, key = spec_for(upload(client, SHARDS)), {"Idempotency-Key": "once"}
+    first = client.post("/v1/jobs", json=spec, headers=key)
+    for _ in range(MAX_JOBS):
+        client.post("/v1/jobs", json=spec)
+    assert client.post("/v1/jobs", json=spec).status_code == 429
+    assert client.post("/v1/jobs", json=spec, headers=key).json()["id"] == first.json()["id"]
+
+
+def test_a_flood_of_one_token_is_refused_and_the_others_are_answered(service: Service) -> None:
+    flooding = [service.client_of("flooding")] * 4
+    token = flooding[0].headers["Authorization"]
+
+    def flood() -> Counter[int]:
+        with ThreadPoolExecutor(4) as pool:
+            sent = [pool.submit(flooding[0].get, "/v1/jobs") for _ in range(REQUESTS_PER_S * 12)]
+            return Counter(one.result().status_code for one in sent)
+
+    seen = while_live(service, flood)
+    assert seen[200] >= 1
+    assert seen[429] >= REQUESTS_PER_S
+    assert set(seen) == {200, 429}
+    refused = next(
+        answer
+        for answer in (flooding[0].get("/v1/jobs") for _ in range(1000))
+        if answer.status_code == 429
+    )
+    error = Problem.model_validate(refused.json()).error()
+    assert isinstance(error, TooManyRequests)
+    assert not isinstance(error, QueueFull)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.headers["x-request-id"] == refused.json()["request_id"]
+    assert token not in refused.text
+    assert service.client_of("calm").get("/v1/jobs").status_code == 200
+
+
+def test_one_user_with_two_tokens_has_an_allowance_for_each(service: Service) -> None:
+    clients = [service.client_of("twice") for _ in range(2)]
+    while clients[0].get("/v1/jobs").status_code == 200:
+        pass
+    assert clients[1].get("/v1/jobs").status_code == 200
