@@ -14,7 +14,6 @@ from tests.attacks.target import Target, own_box
     "share: above everybody",
     tries="a job with priority 10, by a user who does not own the box",
     must="403 or 422: priorities above 0 are the owner's",
-    open="issue 13 A.5: every user may go first",
 )
 def _priority(target: Target) -> None:
     assert target.post(target.eve, priority=10).status_code in (403, 422)
@@ -25,7 +24,6 @@ def _priority(target: Target) -> None:
     "share: for ever",
     tries="a job with a time limit of 25 hours, and of thirty years",
     must="422 that names the longest one",
-    open="issue 13 A.5: 25 hours are taken",
 )
 def _timeout(target: Target) -> None:
     for seconds in (1e9, 25 * 3600.0):

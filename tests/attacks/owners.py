@@ -121,7 +121,6 @@ def _key_twice(target: Target) -> None:
     "another's blob: is it there?",
     tries="HEAD of a blob that only somebody else has sent",
     must="404, as for a blob that is not there",
-    open="issue 13 A.10: blobs belong to nobody",
 )
 def _anothers_blob(target: Target) -> None:
     blob = target.upload(target.ann, {"0": torch.rand(4, 3)})
@@ -132,7 +131,6 @@ def _anothers_blob(target: Target) -> None:
     "another's blob: used",
     tries="a job over a blob that only somebody else has sent",
     must="422 missing-blobs",
-    open="issue 13 A.10: blobs belong to nobody",
 )
 def _anothers_blob_used(target: Target) -> None:
     blob = target.upload(target.ann, {"0": torch.rand(4, 3)})
@@ -144,7 +142,6 @@ def _anothers_blob_used(target: Target) -> None:
     "another's blob: claimed without its bytes",
     tries="PUT of the digest of somebody else's blob with other bytes, or none",
     must="422 blob-rejected, and it is still not eve's",
-    open="issue 13 A.10: a PUT of what is there reads no byte",
 )
 def _anothers_blob_claimed(target: Target) -> None:
     blob = target.upload(target.ann, {"0": torch.rand(4, 3)})
@@ -237,7 +234,6 @@ def _on_disk(target: Target) -> None:
     "the owner: sees and cancels everybody's jobs",
     tries="the token that `gradbox up` wrote, on jobs of users",
     must="GET and DELETE answer as for one's own",
-    open="issue 13 A.5: there is no admin token",
 )
 def _owner_sees(target: Target) -> None:
     job = target.job(target.ann, loss=graph_loss(SUM))

@@ -135,7 +135,6 @@ def _hangs(target: Target) -> None:
     "address: reached by others without TLS",
     tries="`gradbox up --host` with an address that is not of this machine alone",
     must="wrong usage, exit code 2, and a word on --insecure and --tls-cert",
-    open="issue 13 A.11: tokens go over the network in the clear, and nobody says so",
 )
 def _in_the_clear(target: Target) -> None:
     models = write_models(target.folder / "models.toml", {"plain": "tests.attacks.models:plain"})

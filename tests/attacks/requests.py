@@ -37,7 +37,6 @@ def _statuses(answer: bytes) -> list[int]:
     "request: headers of 100 kB",
     tries="a request with one header of 100 kB, and one with 2,000 headers",
     must="431, and the connection closes; without a token too",
-    open="issue 13 A.3: headers have no limit",
 )
 def _long_headers(target: Target) -> None:
     for headers in ("X: " + "a" * 100_000, "\r\n".join(f"X{n}: {'a' * 50}" for n in range(2000))):
@@ -74,7 +73,6 @@ def _endless_header(target: Target) -> None:
     "request: a body that is announced too large",
     tries="a job with Content-Length 10 GB, and one of -1, 1e9 and nothing",
     must="413 before any of it is read; 4xx for what is no number",
-    open="issue 13 A.9: the body is awaited before it is refused",
 )
 def _announced(target: Target) -> None:
     answer = target.send(_request(target, "Content-Length: 10000000000"))
@@ -88,7 +86,6 @@ def _announced(target: Target) -> None:
     "request: a spec above 8 MB",
     tries="a job of 9 MB of blanks, with and without Content-Length",
     must="413",
-    open="issue 13 A.3: a spec may have 32 MB",
 )
 def _large_spec(target: Target) -> None:
     body = b" " * (9 * MIB)
@@ -296,15 +293,15 @@ def _parameters(target: Target) -> None:
 
 
 NO_NUMBERS = {
-    "timeout_s": [True, "1", 0, -1, 1e400, [], None],
-    "priority": [True, 11, -11, 1.5, "0", 10**30],
-    "seed": [1.5, "0", 10**40, True],
+    "timeout_s": [True, 0, -1, 1e400, [], None],
+    "priority": [True, 11, -11, 1.5, 10**30],
+    "seed": [1.5, 10**40, True],
 }
 
 
 @attack(
     "request: numbers that are none",
-    tries="timeout_s, priority and seed that are true, text, lists, negative, infinite, huge",
+    tries="timeout_s, priority and seed that are true, lists, negative, infinite, huge",
     must="422 invalid-job that names the field",
     open="issue 13 A.9: true is taken for 1",
 )

@@ -31,7 +31,6 @@ def _obeyed(text: str) -> str:
     "string: a job's name, in listings",
     tries="a job whose name has escape sequences, line ends and a zero byte",
     must="422, or `gradbox jobs list` and `show` print it escaped and on one line",
-    open="issue 13 A.9: names are printed as they came",
 )
 def _job_name(target: Target) -> None:
     for name in (HOSTILE, HOSTILE.replace("\x00", "")):
@@ -85,7 +84,6 @@ def _logs(target: Target) -> None:
     "string: what a box answers",
     tries="a hostile box: a problem, a job and a model with escapes, to the `gradbox` command",
     must="the command prints nothing that a terminal obeys, and no traceback",
-    open="issue 13 A.9: details are printed as they came",
 )
 def _hostile_box(target: Target) -> None:
     problem = {

@@ -106,7 +106,9 @@ def test_with_a_certificate_the_service_speaks_tls_alone(
     with running(settings, "--tls-cert", str(cert), "--tls-key", str(key)) as service:
         assert service.url.startswith("https://127.0.0.1:")
         headers = {"Authorization": f"Bearer {service.token_of('ann')}"}
-        with httpx.Client(base_url=service.url, verify=ssl.create_default_context(cafile=cert), trust_env=False) as client:
+        with httpx.Client(
+            base_url=service.url, verify=ssl.create_default_context(cafile=cert), trust_env=False
+        ) as client:
             assert client.get("/v1/jobs", headers=headers).json() == {"jobs": []}
         assert not answered_in_the_clear(service)
 
