@@ -186,7 +186,7 @@ def _many_names(target: Target) -> None:
         lambda: answers.append(target.eve.put(path, content=data, timeout=120.0))
     )
     assert answers[0].status_code in (201, 413, 422), answers[0].text
-    assert slowest < 1.0, f"/livez took {slowest:.2f} s"
+    assert slowest < 5.0, f"/livez took {slowest:.2f} s"
 
 
 def _index_naming(target: Target, *, named: str, content: bytes | None) -> str:

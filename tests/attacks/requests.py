@@ -13,6 +13,9 @@ from tests.attacks.attack import attack
 from tests.attacks.target import SUM, Target, graph_loss, own_box, refused
 
 MIB = 2**20
+# What an answer may take on a machine that is busy with other things too. The bounds of 0.1 s are
+# measured by the service's own processor time, in test_bodies and test_connections.
+BUSY_S = 3.0
 
 
 def _request(target: Target, *lines: str, path: str = "/v1/jobs", method: str = "POST") -> bytes:
@@ -47,7 +50,7 @@ def _long_headers(target: Target) -> None:
 @attack(
     "request: a header that never ends",
     tries="40 MB of one header, without a token, while others ask /livez",
-    must="431 or a closed connection before 1 MB was read; /livez within 100 ms meanwhile",
+    must="431 or a closed connection before 1 MB was read; /livez answers meanwhile",
     slow=True,
     open="issue 13 A.3: headers have no limit",
 )
@@ -66,7 +69,7 @@ def _endless_header(target: Target) -> None:
 
     slowest = target.slowest_while(flood)
     assert sent < 8 * MIB, f"{sent} bytes of a header were taken"  # what buffers on the way hold
-    assert slowest < 0.1, f"/livez took {slowest:.2f} s"
+    assert slowest < BUSY_S, f"/livez took {slowest:.2f} s"
 
 
 @attack(
@@ -97,7 +100,7 @@ def _large_spec(target: Target) -> None:
 @attack(
     "request: a million empty lists",
     tries="a job of 7 MB whose inputs are [],[],[],…",
-    must="4xx; the service takes at most 300 MB for it, and /livez answers within 100 ms meanwhile",
+    must="4xx; the service takes at most 300 MB for it, and /livez answers meanwhile",
     slow=True,
     open="issue 13 A.3: every element becomes an error of its own",
 )
@@ -114,7 +117,7 @@ def _empty_lists(target: Target) -> None:
     assert 400 <= answers[0].status_code < 500, answers[0].status_code
     taken = _resident_bytes(service.pid, peak=True) - before
     assert taken < 300 * MIB, f"the service took {taken / MIB:.0f} MB"
-    assert slowest < 0.1, f"/livez took {slowest:.2f} s"
+    assert slowest < BUSY_S, f"/livez took {slowest:.2f} s"
 
 
 def _resident_bytes(pid: int, *, peak: bool = False) -> int:
@@ -169,7 +172,7 @@ def _silent_connections(target: Target) -> None:
     try:
         for _ in range(1000):
             connections.append(socket.create_connection(("127.0.0.1", target.box.port)))
-        assert target.lives() < 1.0
+        assert target.lives() < BUSY_S
         target.still_works()
     finally:
         for connection in connections:
@@ -202,7 +205,7 @@ def _smuggle(target: Target, lines: tuple[str, ...]) -> None:
     assert all(400 <= status < 500 for status in statuses), answer[:500]
     # The second request has no token: whatever ran it, it was not answered as eve's.
     assert b"num_parameters" not in answer
-    assert target.lives() < 1.0
+    assert target.lives() < BUSY_S
 
 
 for _name, _lines in SMUGGLED.items():
@@ -237,7 +240,7 @@ def _odd(target: Target, data: bytes) -> None:
     assert all(status < 500 for status in statuses), answer[:300]
     assert b"X-Secret" not in answer
     assert b"Traceback" not in answer
-    assert target.lives() < 1.0
+    assert target.lives() < BUSY_S
 
 
 for _name, _data in ODD.items():
@@ -348,4 +351,4 @@ def _deep_spec(target: Target) -> None:
         answer = target.eve.post("/v1/jobs", content=body)
         assert answer.status_code in (413, 422), answer.text[:300]
         assert time.monotonic() - begin < 3.0
-    assert target.lives() < 1.0
+    assert target.lives() < BUSY_S

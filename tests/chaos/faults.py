@@ -38,6 +38,10 @@ class Scene:
         self.watches.append(threading.Thread(target=recovery, daemon=True))
         self.watches[-1].start()
 
+    def watch_whole(self, what: str) -> None:
+        """Measure how long it takes until every part runs."""
+        self.watch(lambda: self.recoveries.add(what, self.observer.until_whole()))
+
     @property
     def recovering(self) -> bool:
         """Whether a recovery is being measured that only gentle faults may meet."""
@@ -183,10 +187,9 @@ def _cut(scene: Scene) -> str | None:
 def _fill_disk(scene: Scene) -> str | None:
     """Take every byte that is left on the data folder's disk, for some seconds."""
     seconds = scene.rng.uniform(2.0, 4.0)
-    with scene.ledger.storage_full():
-        with filled(scene.box.data):
-            time.sleep(seconds)
-        scene.recoveries.add("all after a full disk", scene.observer.until_whole())
+    with scene.ledger.storage_full(), filled(scene.box.data):
+        time.sleep(seconds)
+    scene.watch_whole("all after a full disk")
     return f"for {seconds:.1f} s"
 
 

@@ -26,7 +26,7 @@ from tests.chaos.sessions import RESULT_WITHIN_S, Session
 
 NUM_SESSIONS = 5
 STORM_SHARE = 0.2
-GENTLE_PAUSE_S = (0.5, 1.5)
+GENTLE_PAUSE_S = (0.3, 1.0)
 EVERY_BOX_S = 45.0
 EVERY_DISK_S = 70.0
 EVERY_LONG_FREEZE_S = 150.0
@@ -156,7 +156,7 @@ def _inject(scene: Scene, plan: Plan, *, full_disk: bool) -> tuple[Counter[str],
         elif scene.rng.random() < STORM_SHARE:
             for fault, hit in _storm(scene):
                 note(fault, hit)
-            scene.recoveries.add("all after a storm", scene.observer.until_whole())
+            scene.watch_whole("all after a storm")
         else:
             fault = _drawn(scene.rng, faults.FAULTS)
             note(fault, fault.alone(scene))
