@@ -83,7 +83,7 @@ TokenCommand = Callable[[RedisTokens, argparse.Namespace], int]
 def _with_tokens(function: TokenCommand, args: argparse.Namespace) -> int:
     """Run one of the commands below against the Redis that the arguments name."""
     try:
-        connection = connect(_redis_url(args))
+        connection = connect(redis_url(args))
         try:
             return function(RedisTokens(connection), args)
         finally:
@@ -102,7 +102,7 @@ def _with_tokens(function: TokenCommand, args: argparse.Namespace) -> int:
         return UNREACHABLE
 
 
-def _redis_url(args: argparse.Namespace) -> str:
+def redis_url(args: argparse.Namespace) -> str:
     """Return --redis-url, else the Redis of the `gradbox up` that runs on this data folder."""
     settings = Settings.read(redis_url=args.redis_url, data=args.data)
     if args.redis_url is None and args.data is not None:

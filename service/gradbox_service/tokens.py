@@ -7,6 +7,7 @@ nothing about the token by its timing.
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 import threading
 import time
@@ -17,6 +18,8 @@ import redis
 from pydantic import BaseModel, ConfigDict
 
 from gradbox.errors import GradboxError
+
+log = logging.getLogger(__name__)
 
 TOKENS = "gradbox:tokens"
 PREFIX = "gbx_"
@@ -87,13 +90,12 @@ class RedisTokens:
 
     def find(self, token: str) -> TokenInfo | None:
         text = cast("bytes | None", self._redis.hget(TOKENS, digest_of(token)))
-        return None if text is None else TokenInfo.model_validate_json(text)
+        return None if text is None else _read(text)
 
     def _all(self) -> dict[str, TokenInfo]:
         stored = cast("dict[bytes, bytes]", self._redis.hgetall(TOKENS))
-        return {
-            digest.decode(): TokenInfo.model_validate_json(text) for digest, text in stored.items()
-        }
+        found = {digest.decode(): _read(text) for digest, text in stored.items()}
+        return {digest: info for digest, info in found.items() if info is not None}
 
 
 class MemoryTokens:
@@ -153,3 +155,12 @@ def _fresh(name: str, *, admin: bool) -> tuple[str, str, TokenInfo]:
 
 def _named(info: TokenInfo, name_or_id: str) -> bool:
     return name_or_id in (info.name, info.id)
+
+
+def _read(text: bytes) -> TokenInfo | None:
+    """Return what is known of a token; None, with the bytes logged, where they are damaged."""
+    try:
+        return TokenInfo.model_validate_json(text)
+    except ValueError:
+        log.error("an entry that is no token is left out: %r", text[:2000])
+        return None

@@ -225,3 +225,15 @@ def test_the_running_cleaner_goes_on_after_a_failure(
         time.sleep(0.01)
     cleaner.close()
     cleaner.join()
+
+
+def test_checkpoints_go_with_their_job_alone(backing: Backing, tmp_path: Path) -> None:
+    put_result(backing, "ended")
+    backing.records.create(a_record("runs"), spec=a_spec())
+    folder = tmp_path / "data" / "checkpoints"
+    folder.mkdir(parents=True)
+    for job_id in ("ended", "runs", "unknown"):
+        (folder / f"{job_id}.safetensors").write_bytes(b"x")
+        age(folder / f"{job_id}.safetensors", days=1)
+    cleaner_of(backing, tmp_path / "data").clean()
+    assert [path.stem for path in folder.iterdir()] == ["runs"]

@@ -137,6 +137,14 @@ def test_a_turn_that_is_none_of_ours_is_passed_over(
     assert backing.turns.started() == frozenset()
 
 
+def test_a_damaged_token_hides_no_other(redis_box: Box, connection: redis.Redis) -> None:
+    connection.hset("gradbox:tokens", "0" * 64, "{")
+    tokens = redis_box.backing.tokens
+    assert [info.name for info in tokens.list()] == ["ann"]
+    assert redis_box.client.get("/v1/jobs").status_code == 200
+    assert tokens.revoke("ann") == 1
+
+
 def test_threads_go_on_after_any_exception(
     redis_box: Box,
     monkeypatch: pytest.MonkeyPatch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from gradbox_service.up import part as part_module
 from gradbox_service.up.part import LONGEST_PAUSE_S, Part
+from tests.disks import small_disk
 
 MIB = 2**20
 
@@ -77,3 +79,15 @@ def test_pauses_grow_to_five_seconds_and_shrink_once_the_part_was_ready(
     while part.running:
         time.sleep(0.01)
     assert "in 0.5 s" in str(part.keep_running())
+
+
+def test_a_log_that_fills_the_disk_is_emptied(tmp_path: Path, module: Path) -> None:
+    module.write_text("import os\nwhile os.write(1, bytes(2**20)):\n    pass\n")
+    with small_disk(tmp_path / "disk", size_bytes=24 * MIB) as disk:
+        part = Part("chatter", "chatter", [], log=disk / "chatter.log")
+        part.start()
+        while part.running:
+            time.sleep(0.01)
+        assert shutil.disk_usage(disk).free == 0
+        part.rotate_log()
+        assert shutil.disk_usage(disk).free > 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
+import time
 from pathlib import Path
 
 import httpx
@@ -12,9 +14,11 @@ import pytest
 from gradbox.protocol import Problem
 from gradbox_service.backing import Backing
 from gradbox_service.http.app import create_app
-from gradbox_service.settings import BadSettings, Settings
+from gradbox_service.settings import MIB, BadSettings, Settings
 from gradbox_service.testing.inprocess import InProcessTransport
 from gradbox_service.up.embedded_redis import EmbeddedRedis
+from tests.disks import small_disk
+from tests.service.boxes import SHARDS, announce, spec_for, upload
 from tests.service.conftest import Box, client_with
 
 
@@ -138,3 +142,42 @@ def test_the_schema_names_what_is_posted(memory_box: Box) -> None:
     assert told_apart["mapping"]["mixed_gradient"] == "#/components/schemas/MixedGradientSpec"
     assert told_apart["mapping"]["forward"] == "#/components/schemas/ForwardSpec"
     assert "computation" in schemas["GradientSpec"]["required"]
+
+
+def test_a_full_disk_is_a_transient_problem_until_there_is_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=4 * MIB) as disk:
+        server = EmbeddedRedis.start(disk / "redis")
+        settings = Settings(redis_url=server.url, data=tmp_path / "data")
+        backing = Backing.on_redis(settings)
+        announce(backing)
+        token = backing.tokens.create("ann")
+        try:
+            with InProcessTransport(create_app(settings)) as transport:
+                client = client_with(transport, token)
+                blob = upload(client, SHARDS)
+                hog = disk / "hog"
+                fill(hog)
+                give_up = time.monotonic() + 20.0
+                statuses = set()
+                while 503 not in statuses:  # Redis notices once it appends
+                    answer = client.post("/v1/jobs", json=spec_for(blob))
+                    statuses.add(answer.status_code)
+                    assert time.monotonic() < give_up
+                assert statuses <= {202, 503}
+                assert answer.json()["category"] == "transient"
+                assert int(answer.headers["retry-after"]) > 0
+                assert "full" in answer.json()["detail"]
+                assert client.get("/v1/jobs").status_code == 200
+                assert client.get("/livez").status_code == 200
+                hog.unlink()
+                while client.post("/v1/jobs", json=spec_for(blob)).status_code != 202:
+                    assert time.monotonic() < give_up
+                    time.sleep(0.1)
+        finally:
+            server.stop()
+
+
+def fill(hog: Path) -> None:
+    with hog.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))

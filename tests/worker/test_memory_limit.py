@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradbox.protocol import JobState
+from gradbox_worker.computations import memory_limit
 from gradbox_worker.computations.memory_limit import (
     RESERVE_BYTES,
     MemoryLimit,
@@ -105,6 +107,21 @@ def test_without_a_setting_a_job_leaves_the_machine_a_reserve() -> None:
         limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     # Other programs take and give back memory between two looks.
     assert available_bytes() / 2 < limit - private_bytes() < available_bytes() - RESERVE_BYTES / 2
+
+
+def test_what_a_container_may_take_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = tmp_path / "pod" / "box"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text(f"{100 * MIB}\n")
+    (group / "memory.stat").write_text("anon 1\ninactive_file 0\n")
+    (group.parent / "memory.max").write_text(f"{300 * MIB}\n")
+    (group.parent / "memory.current").write_text(f"{120 * MIB}\n")
+    (group.parent / "memory.stat").write_text(f"anon 1\ninactive_file {20 * MIB}\n")
+    (tmp_path / "cgroup").write_text("0::/pod/box\n")
+    monkeypatch.setattr(memory_limit, "CGROUPS", tmp_path)
+    monkeypatch.setattr(memory_limit, "CGROUP_OF_SELF", tmp_path / "cgroup")
+    assert available_bytes() == 200 * MIB
 
 
 def test_the_limit_ends_with_the_job_also_when_it_fails() -> None:

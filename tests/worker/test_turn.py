@@ -212,6 +212,40 @@ def test_a_device_that_dies_loses_the_attempt_until_none_is_left(box: Box) -> No
     assert "its device process ended: it was killed by SIGKILL" in error.detail
 
 
+def test_the_same_fault_twice_ends_the_job_and_says_so(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+    died = Died("it was killed by SIGSEGV", fault="SIGSEGV after 3 of 5 steps")
+    turn = runner(box, lambda *_: died)
+    assert [turn.run(job) for _ in range(2)] == ["queued", "failed"]
+    error = box.record(job).error
+    assert error is not None
+    assert error.code == "worker-lost"
+    assert "two attempts ended by the same fault (SIGSEGV after 3 of 5 steps)" in error.detail
+
+
+def test_memory_that_the_kernel_takes_back_twice_is_out_of_memory(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+    died = Died("it was killed", fault="killed after 3 of 5 steps", out_of_memory=True)
+    turn = runner(box, lambda *_: died)
+    assert [turn.run(job) for _ in range(2)] == ["queued", "failed"]
+    error = box.record(job).error
+    assert error is not None
+    assert error.code == "out-of-memory"
+    assert "smaller shards" in error.detail
+
+
+@pytest.mark.parametrize(
+    "other", ["SIGSEGV after 4 of 5 steps", "SIGABRT after 3 of 5 steps", None]
+)
+def test_another_fault_or_none_between_two_leaves_the_job_its_attempts(
+    box: Box, other: str | None
+) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+    faults = iter(["SIGSEGV after 3 of 5 steps", other])
+    turn = runner(box, lambda *_: Died("it was killed", fault=next(faults)))
+    assert [turn.run(job) for _ in range(2)] == ["queued", "queued"]
+
+
 def test_a_device_that_dies_while_a_cancellation_is_pending_ends_the_job(box: Box) -> None:
     job = box.submit(box.spec(shards_of(1)))
 

@@ -1,6 +1,10 @@
 """Removes results, blobs and job records that nobody needs any more.
 
-Read in this order: `expiry` chooses by age, quota and room, least recently used first; `needed`
-tells what waiting and running jobs still read; `cleaner` does it once a minute in the service that
-leads; `command` is `gradbox storage`, which lists and cleans by hand.
+To read in this order:
+
+    expiry     what goes by age, quota and room, least recently used first; touches no disk
+    needed     what jobs that have not ended still read
+    cleaner    does it once a minute, in the service process that leads
+
+`gradbox storage`, which lists and cleans by hand, is `gradbox_service.storage_command`.
 """

@@ -21,6 +21,7 @@ from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.queue.leadership import Leadership
 from gradbox_service.settings import Settings
 from gradbox_service.store import BlobOwners, BlobStore, ResultStore
+from gradbox_service.store.files import use_of
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Cleaner:
         self._end_records(before_s=now_s - self._settings.record_age_s)
         self._blobs.sweep()
         self._results.sweep(is_written=self._is_written, unused_since_s=now_s - SPARED_S)
+        self._sweep_checkpoints(unused_since_s=now_s - SPARED_S)
         files = list(self.stored(owned=self._settings.owner_quota_bytes is not None))
         choose = partial(expired, files, self._limits(files), now_s=now_s)
         if not choose(needed=frozenset()):
@@ -135,6 +137,15 @@ class Cleaner:
             if record is not None:
                 self._results.discard(job_id, attempt=record.attempt)
             self._records.forget(job_id)
+
+    def _sweep_checkpoints(self, *, unused_since_s: float) -> None:
+        """Remove what jobs left that ended while no worker could."""
+        for path in (self._settings.data / "checkpoints").glob("*"):
+            found = use_of(path)
+            record = self._records.get(path.name.partition(".")[0])
+            over = record is None or record.state.final
+            if over and found is not None and found.used_s < unused_since_s:
+                path.unlink(missing_ok=True)
 
     def _is_written(self, job_id: str, attempt: int) -> bool:
         record = self._records.get(job_id)

@@ -1,6 +1,14 @@
 """Job records, turns and the fleet: what the service and the workers share in Redis.
 
-Each has a protocol, an implementation on Redis and a twin in memory.
+Each has a protocol, an implementation on Redis and a twin in memory. To read in this order:
+
+    record                          one job, and how it may change
+    records, events                 the protocol of the store; what a change says to watchers
+    redis_records, redis_changes    the store on Redis; how one change is written
+    damaged                         what becomes of a record that cannot be read
+    memory_records                  the twin
+    turns, fleet                    RQ's short list; the workers and what they offer
+    connection, refusals            how Redis is reached; when it refuses only for now
 """
 
 from gradbox_service.jobs.connection import connect

@@ -40,7 +40,11 @@ class Room:
 
     def left_bytes(self) -> int:
         """Return how much may be written now, never below zero."""
-        return max(0, self._usage().free - self._reserved_bytes())
+        return max(0, self.free_bytes() - self._reserved_bytes())
+
+    def free_bytes(self) -> int:
+        """Return what the disk has free, the reserve included."""
+        return self._usage().free
 
     def check(self, num_bytes: int, *, what: str) -> None:
         """Check that `num_bytes` more may be written.

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -106,6 +106,7 @@ class Box:
             service = self._service(bound, self._redis.url)
             workers = self._workers(self._redis.url)
             _say(f"starting a service and {len(workers)} worker(s); logs in {service.log.parent}")
+            stack.callback(self._rotate_logs([service, *workers]))
             stack.callback(self._stop_parts, [service], within_s=SERVICE_STOP_S)
             stack.callback(self._stop_parts, workers, within_s=WORKER_STOP_S)
             for part in (service, *workers):
@@ -171,7 +172,6 @@ class Box:
         """Wait until jobs can run; False if told to stop before."""
         while not self._stop.wait(LOOK_S):
             for part in parts:
-                part.rotate_log()
                 code = part.exit_code()
                 if code is not None:
                     raise PartFailed(
@@ -183,11 +183,32 @@ class Box:
                 return True
         return False
 
+    def _rotate_logs(self, parts: Sequence[Part]) -> Callable[[], None]:
+        """Keep logs short in a thread of its own, for Redis may take a while to start again.
+
+        Returns:
+            What ends it.
+        """
+        ending = threading.Event()
+
+        def rotate() -> None:
+            while not ending.wait(LOOK_S):
+                for part in parts:
+                    part.rotate_log()
+
+        thread = threading.Thread(target=rotate, name="gradbox-logs", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            ending.set()
+            thread.join()
+
+        return end
+
     def _supervise(self, parts: Sequence[Part], watchdog: Watchdog) -> None:
         while not self._stop.wait(LOOK_S):
             self._keep_redis(watchdog)
             for part in parts:
-                part.rotate_log()
                 if watchdog.heard_s(part.name) > part.started_s:
                     part.settle()
                 if part.running and watchdog.hangs(part.name, started_s=part.started_s):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -107,8 +108,8 @@ class Part:
     def rotate_log(self) -> None:
         """Put a long log aside, also while the process writes to it.
 
-        The process keeps its descriptor, so the log is copied and emptied; what is written between
-        the two is lost.
+        The process keeps its descriptor, so the log is read and emptied; what is written between
+        the two is lost. It is emptied before its end is kept, since it may have filled the disk.
         """
         try:
             size_bytes = self.log.stat().st_size
@@ -116,12 +117,13 @@ class Part:
             return
         if size_bytes <= LONGEST_LOG_BYTES:
             return
-        aside = self.log.with_suffix(".log.1")
-        with self.log.open("rb") as file, aside.open("wb") as kept:
+        with self.log.open("rb") as file:
             file.seek(size_bytes - LONGEST_LOG_BYTES)
-            kept.write(file.read(LONGEST_LOG_BYTES))
+            end = file.read(LONGEST_LOG_BYTES)
         os.truncate(self.log, 0)
         self._log_start = 0
+        with suppress(OSError):  # on a full disk the box matters more than its log
+            self.log.with_suffix(".log.1").write_bytes(end)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, if the process runs."""
