@@ -37,7 +37,6 @@ def _timeout(target: Target) -> None:
     tries="30 waiting jobs where a user may have 10",
     must="429 with Retry-After from the eleventh on; others may still post",
     slow=True,
-    open="issue 13 A.5: queues have no limit",
 )
 def _queue(target: Target) -> None:
     with own_box(models=["slow"], environment={"GRADBOX_MAX_QUEUED_JOBS": "10"}) as own:
@@ -55,7 +54,6 @@ def _queue(target: Target) -> None:
     tries="300 requests at once where a token may send 10 a second",
     must="429 with Retry-After for most of them; another token is answered",
     slow=True,
-    open="issue 13 A.5: requests have no limit",
 )
 def _rate(target: Target) -> None:
     with own_box(environment={"GRADBOX_REQUESTS_PER_S": "10"}) as own:

@@ -210,7 +210,9 @@ def _revoked(target: Target) -> None:
         target.box.tokens.pop(name)
         assert mallory.get("/v1/jobs").status_code == 200
         command = [sys.executable, "-m", "gradbox", "tokens", "revoke", name]
-        subprocess.run([*command, "--data", str(target.box.data)], check=True, cwd=ROOT)
+        subprocess.run(
+            [*command, "--data", str(target.box.data)], check=True, cwd=ROOT, capture_output=True
+        )
         assert mallory.get("/v1/jobs").status_code == 401
         assert mallory.post("/v1/jobs", json={}).status_code == 401
 

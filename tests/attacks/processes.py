@@ -38,7 +38,6 @@ def _next(target: Target, role: str, *, after: int) -> Process:
     tries="kill -9 of the device process five times, each as soon as there is one",
     must="the same worker starts it again each time, and runs the next job",
     slow=True,
-    open="issue 13 A.7: the worker gives up on a device that does not become ready",
 )
 def _killed_while_starting(target: Target) -> None:
     with own_box() as own:
@@ -56,7 +55,6 @@ def _killed_while_starting(target: Target) -> None:
     tries="a model that raises KeyboardInterrupt",
     must="its job fails in its first attempt; the device lives",
     slow=True,
-    open="issue 13 A.7: the device process ends as if it had been told to",
 )
 def _interrupts(target: Target) -> None:
     with own_box(models=["plain", "hostile"]) as own:
