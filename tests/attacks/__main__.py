@@ -59,7 +59,7 @@ def _described(attack: Attack) -> str:
 def _tried(attack: Attack, target: Target) -> bool:
     """Try an attack and print how it ended; False if that is not as the table says."""
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gbx-attack-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gradbox-attack-") as folder:
         target.folder = Path(folder)
         try:
             attack.run(target)

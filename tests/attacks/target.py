@@ -207,7 +207,7 @@ def own_box(
     """
     with ExitStack() as stack:
         # Short, so that the socket of Redis is in the data folder.
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gbx-")))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradbox-attacks-")))
         if disk_bytes and not stack.enter_context(small_disk(folder / "data", disk_bytes)):
             raise NotHere("mounting a small disk takes root, this user may not")
         box = Box(

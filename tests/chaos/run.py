@@ -74,7 +74,7 @@ def run(plan: Plan) -> Outcome:
     begin = time.monotonic()
     skipped: list[str] = []
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gbx-")))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradbox-chaos-")))
         full_disk = plan.full_disk and stack.enter_context(small_disk(folder / "data", DISK_BYTES))
         if plan.full_disk and not full_disk:
             skipped.append("full disk: mounting a tmpfs takes root, this user may not")
