@@ -16,7 +16,8 @@ USER gradbox
 EXPOSE 8642
 HEALTHCHECK --interval=10s --timeout=5s --start-period=20s \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8642/livez', timeout=4)"]
-CMD ["gradbox", "service", "--host", "0.0.0.0", "--port", "8642"]
+# Without TLS: the port is published to the host's loopback alone, see docker-compose.yml.
+CMD ["gradbox", "service", "--host", "0.0.0.0", "--port", "8642", "--insecure"]
 
 FROM base AS worker
 # On Linux the registry's torch wheel brings its CUDA libraries; the host brings the driver.

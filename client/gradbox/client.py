@@ -46,7 +46,7 @@ class GradClient:
         token: the user's token, likewise.
         transport: an httpx transport in place of the network: the in-process service's, or a mock.
         timeout_s: how long one read or write may stall.
-        retry: how long transient faults are borne.
+        retry: how long requests are repeated after transient faults, and with which pauses.
 
     Raises:
         ServiceUnavailable, Unauthorized: no address or no token was found.
@@ -87,7 +87,7 @@ class GradClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connections; jobs go on."""
+        """Close the connections; jobs continue on the box."""
         self._connection.close()
 
     def submit(self, computation: Computation) -> Job:
@@ -166,8 +166,8 @@ class GradClient:
             mode: of the first calls; `train()` and `eval()` change it.
             weights: a partial state dict laid over the registered weights. Its tensors may change
                 between calls: each call sees the numbers they have when it is made.
-            retain: memory in bytes for graphs that wait on the box from the calls to `backward()`,
-                so that fewer calls are replayed; 0 keeps none, "auto" takes what is free there.
+            retain: memory in bytes on the box for graphs kept from the calls until `backward()`, so
+                that fewer calls are replayed; 0 keeps none, "auto" takes what is free there.
             progress: whether its jobs show progress bars, as for `Job.wait`.
 
         All else is as computations take it.
@@ -206,21 +206,21 @@ class GradClient:
         missing = [blob for blob in blobs if blob.digest not in self._present]
         if not missing:
             return
-        over = threading.Event()
+        stop = threading.Event()
         pool = ThreadPoolExecutor(UPLOADS_AT_ONCE)
         try:
-            self._present.update(pool.map(partial(self._upload_one, over=over), missing))
+            self._present.update(pool.map(partial(self._upload_one, stop=stop), missing))
         finally:
             # After an error or Ctrl-C the other uploads stop too.
-            over.set()
+            stop.set()
             pool.shutdown(cancel_futures=True)
 
-    def _upload_one(self, blob: Blob, *, over: threading.Event) -> str:
-        """Upload a blob unless the box has it; return its digest. Stops once `over` is set."""
+    def _upload_one(self, blob: Blob, *, stop: threading.Event) -> str:
+        """Upload a blob unless the box has it; return its digest. Stops once `stop` is set."""
 
         def chunks() -> Iterator[memoryview]:
             for chunk in blob.chunks():
-                if over.is_set():
+                if stop.is_set():
                     raise CancelledError
                 yield chunk
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from gradbox.errors import GradboxError, JobCancelled, JobFailed, ResultNotReady
+from gradbox.errors import GradboxError, JobCancelled, JobFailed, ResultGone, ResultNotReady
 from gradbox.http.connection import Connection, parsed
 from gradbox.http.download import download
 from gradbox.http.events import JobEvent, follow
@@ -68,7 +68,7 @@ class Job:
             progress: whether to show a progress bar; None shows one where stderr is a terminal.
 
         Raises:
-            TimeoutError: the job was not over in time; it goes on.
+            TimeoutError: the job was not over in time; it continues on the box.
         """
         if self._view.state.final:
             return self._view
@@ -79,7 +79,7 @@ class Job:
                     bar.show(event)
         except KeyboardInterrupt:
             print(
-                f"\njob {self.id} goes on at {self._connection.url}. Back to it: "
+                f"\njob {self.id} continues at {self._connection.url}. To return to it: "
                 f"GradClient().job({self.id!r}), or `gradbox jobs watch {self.id}`. "
                 f"To stop it: `gradbox jobs cancel {self.id}`",
                 file=sys.stderr,
@@ -98,7 +98,7 @@ class Job:
             JobFailed: it failed; the subclass says why.
             JobCancelled: it was cancelled.
             ResultGone: its result was deleted or has expired.
-            TimeoutError: it was not over in time; it goes on.
+            TimeoutError: it was not over in time; it continues on the box.
         """
         self.wait(timeout, progress=progress)
         folder = Path(tempfile.mkdtemp(prefix="gradbox-"))
@@ -157,7 +157,7 @@ class Job:
         return self._view
 
     def delete(self) -> None:
-        """Delete what the box keeps of a job that is over: its result, and its record's details.
+        """Delete the result of a job that is over, and what the job's record says of it.
 
         Afterwards `result`, `open` and `fetch` raise ResultGone. Nothing happens if it is gone.
 
@@ -192,6 +192,11 @@ class Job:
             error = view.error.job_failure()
             error.add_note(f"job {self.id} at {self._connection.url}")
             return error
+        if view.state is JobState.DONE:
+            return ResultGone(
+                f"the result of job {self.id} is no longer on the box: it was deleted or has "
+                f"expired; submit the job again to have it"
+            )
         if view.state.final:
             return JobFailed(f"job {self.id} ended as {view.state.value} and the box says no more")
         return ResultNotReady(

@@ -132,8 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, leave_out: tuple[str, ...]
     for name, field in Settings.model_fields.items():
         if name not in leave_out:
             default = "" if field.default in (None, False) else f", {field.default}"
-            described = f"{field.description} (GRADBOX_{name.upper()}{default})"
-            described = described.replace("%", "%%")  # which argparse formats
+            described = f"{field.description} (GRADBOX_{name.upper()}{default})".replace("%", "%%")
             if field.annotation is bool:
                 parser.add_argument(
                     _flag(name), action=BooleanOptionalAction, default=None, help=described

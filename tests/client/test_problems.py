@@ -124,6 +124,13 @@ def test_a_deleted_result_is_gone() -> None:
             again()
 
 
+def test_a_job_that_is_done_and_has_no_result_any_more_says_so() -> None:
+    job = client_of(lambda request: answer(job_view(JobState.DONE))).job("j1")
+    for fetched in (job.result, job.open):
+        with pytest.raises(ResultGone, match="submit the job again"):
+            fetched()
+
+
 def test_the_result_of_a_job_that_runs_is_not_deleted() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         if request.method == "DELETE":

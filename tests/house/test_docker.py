@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import subprocess
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+
+from gradbox_service.http.listening import check_exposure, is_loopback
+from gradbox_service.settings import Settings, add_arguments, given_in
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -62,6 +66,18 @@ def test_the_service_image_installs_no_torch() -> None:
     stage = DOCKERFILE.split(" AS service\n")[1].split("\nFROM ")[0]
     (extras,) = re.findall(r"pip install .*'\.\[(.+?)\]'", stage)
     assert extras == "service"
+
+
+def test_the_service_image_may_listen_as_it_is_told_to() -> None:
+    """Beyond loopback the service starts with TLS or with a word that none is needed."""
+    stage = DOCKERFILE.split(" AS service\n")[1].split("\nFROM ")[0]
+    (line,) = re.findall(r"^CMD (\[.+\])$", stage, re.MULTILINE)
+    _, _, *options = yaml.safe_load(line)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    settings = Settings.read(**given_in(parser.parse_args(options)))
+    assert not is_loopback(settings.host)
+    assert check_exposure(settings) is not None
 
 
 @pytest.mark.parametrize("line", re.findall(r'^CMD (\["gradbox".+\])$', DOCKERFILE, re.MULTILINE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -127,9 +128,44 @@ def test_a_folder_with_pickled_weights_only_is_refused(tmp_path: Path) -> None:
         build_model(entry("hf", str(tmp_path)))
 
 
-def test_a_folder_that_brings_code_does_not_get_to_run_it(tmp_path: Path) -> None:
-    import json
+def sharded(folder: Path, weight_map: object) -> Path:
+    """A folder whose weights are one shard, named by an index."""
+    shutil.copy(minilm_folder() / "config.json", folder)
+    shutil.copy(minilm_folder() / "model.safetensors", folder / "one.safetensors")
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
 
+
+def test_sharded_weights_build(tmp_path: Path) -> None:
+    whole = build_model(entry("hf", str(minilm_folder()))).state_dict()
+    (tmp_path / "pytorch_model.bin.index.json").write_text("{}")  # of no interest here
+    folder = sharded(tmp_path, dict.fromkeys(whole, "one.safetensors"))
+    found = build_model(entry("hf", str(folder))).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["weights.bin", "../one.safetensors", "/etc/one.safetensors", "a\\one.safetensors",
+     ".safetensors", "one.safetensors/../weights.bin", "one.safetensors\n", 3, None, ["one"]],
+)  # fmt: skip
+def test_an_index_names_no_file_but_safetensors_in_its_folder(tmp_path: Path, name: object) -> None:
+    (tmp_path / "weights.bin").write_bytes(b"\x80\x04N.")
+    folder = sharded(tmp_path, {"a": "one.safetensors", "b": name})
+    with pytest.raises(ModelsFileError, match=r"model\.safetensors\.index\.json"):
+        build_model(entry("hf", str(folder)))
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": []}', "{}", "[" * 100_000])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    folder = sharded(tmp_path, {})
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelsFileError, match="weight_map"):
+        build_model(entry("hf", str(folder)))
+
+
+def test_a_folder_that_brings_code_does_not_get_to_run_it(tmp_path: Path) -> None:
     shutil.copy(minilm_folder() / "model.safetensors", tmp_path)
     config = json.loads((minilm_folder() / "config.json").read_text())
     config |= {"model_type": "mine", "auto_map": {"AutoModel": "code.Mine", "AutoConfig": "code.C"}}

@@ -46,8 +46,10 @@ MODEL_FAILED = gradbox_engine.ModelCallFailed
         (raise_from(MODEL_FAILED("m"), MemoryError()), "out-of-memory"),
         (raise_from(MODEL_FAILED("m"), torch.OutOfMemoryError("m")), "out-of-memory"),
         (raise_from(MODEL_FAILED("m"), cpu_exhaustion()), "out-of-memory"),
+        (raise_from(MODEL_FAILED("m"), RuntimeError("std::bad_alloc")), "out-of-memory"),
         (RuntimeError("m"), "job-failed"),
         (SystemExit(3), "job-failed"),
+        (KeyboardInterrupt(), "job-failed"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

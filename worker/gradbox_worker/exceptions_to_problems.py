@@ -20,6 +20,7 @@ from typing import Final, TypeVar
 
 import torch
 
+import gradbox_engine
 from gradbox import errors
 from gradbox.errors import GradboxError
 from gradbox.protocol import Problem
@@ -31,9 +32,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How the CPU allocator and the CUDA libraries say it, which raise plain RuntimeErrors.
+# How libraries below torch say it, beside what the engine knows; they raise plain RuntimeErrors.
 OUT_OF_MEMORY_TEXTS: Final = (
-    "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
@@ -115,7 +115,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _says_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if gradbox_engine.is_out_of_memory(error):
         return True
     return isinstance(error, RuntimeError) and any(
         text in str(error) for text in OUT_OF_MEMORY_TEXTS

@@ -1,4 +1,4 @@
-"""The losses that gradbox carries, on the box and on the laptop.
+"""The losses that are part of gradbox, for the box and for the laptop.
 
 `signatures` says what each takes, without torch, so that the service can refuse a wrong job;
 `functions` computes them. `gradbox.losses` is their public name.

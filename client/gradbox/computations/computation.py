@@ -83,7 +83,7 @@ class Computation(ABC):
 
     @abstractmethod
     def prepare(self) -> Prepared:
-        """Trace the functions, and name every tensor by the blob it lies in.
+        """Trace the functions, and name every tensor by the blob that holds it.
 
         Raises:
             UntraceableLoss: a function is not made of allowed operations.

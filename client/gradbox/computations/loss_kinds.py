@@ -18,7 +18,7 @@ SOLE_GROUP = "z"
 
 
 class Builtin:
-    """A loss that the box carries: `Builtin("info_nce", temperature=0.05)`.
+    """A loss that is part of gradbox: `Builtin("info_nce", temperature=0.05)`.
 
     `gradbox.losses` lists them; they need no torch on this side.
     """
@@ -33,7 +33,7 @@ class Builtin:
 
 
 class Cotangents:
-    """A loss that ran here: ∂L/∂Z at the outputs of a `Forward` job that is done.
+    """∂L/∂Z of a loss that was computed here, at the outputs of a `Forward` job that is done.
 
     Args:
         tensors: as that job's `result.outputs` are named and shaped: {GROUP: tensor}, or

@@ -31,8 +31,8 @@ class PerSample(Computation):
         form: how an unreduced result is stored: "dense", "factored" (layer inputs and output
             gradients in place of their products) or "auto", whichever is smaller for each layer.
         dim: the length of a projection, which `seed` names.
-        unchecked: checks to leave out: "coupling" (no sample sees another) and "self" (what comes
-            out first is compared with autograd).
+        unchecked: checks to leave out: "coupling" (no sample's output depends on another) and
+            "self" (the first rows of a plan are compared with autograd's).
     """
 
     wrt: str | Sequence[str] | None = None

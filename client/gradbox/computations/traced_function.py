@@ -23,7 +23,7 @@ def traced(
     if not callable(function):
         raise InvalidJob(
             f"{what}: expected a function, an nn.Module or a Builtin, got {function!r}; "
-            f"a loss that the box carries is written Builtin('info_nce')"
+            f"a loss of gradbox's own is written Builtin('info_nce')"
         )
     if not is_torch_importable():
         raise InvalidJob(

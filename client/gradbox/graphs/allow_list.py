@@ -6,7 +6,7 @@ there is nothing random, nothing that reads uninitialised memory (`empty`), noth
 callable or a string to evaluate, no input or output, no storage and no autograd engine. Nor is
 there a function whose kernel believes values that it should check (`ctc_loss`, `grid_sample`,
 `linalg.lu_solve`, `linalg.ldl_solve`): it would reach any memory of the box. What such a kernel can
-be spared by a check is in `kernels`.
+be spared by a check is in `gradbox.interpreting.kernel_arguments`.
 
 A function with two names has one here, the first of `FUNCTIONS` that is the same object; `targets`
 looks functions up by identity. A method's in-place twin (`add_`) is listed where gradients flow

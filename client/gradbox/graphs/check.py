@@ -1,9 +1,9 @@
 """What a graph must satisfy before anything of it runs. Torch-free: the service calls it too.
 
 A graph that comes over the wire is a stranger's. `check_graph` reads it once, node by node, and
-refuses what `allowed` does not list, what is not in the order in which it runs, and what exceeds
-the limits below. What depends on values (the size a list repetition makes, the memory an operation
-takes) is held by `scalars` and `cost` when the graph runs.
+refuses what `allow_list` does not name, what is not in the order in which it runs, and what exceeds
+the limits below. What depends on values (the size that a list repetition makes, the memory that an
+operation takes) is bounded when the graph runs: `gradbox.interpreting`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def check_graph(
     """Refuse a graph that must not run.
 
     Args:
-        graph: what came over the wire.
-        tensors: the names of the tensors that travel with it.
+        graph: what a client posted, or what was traced.
+        tensors: the names of the tensors that it may read.
         positional: how many of its arguments are given by position; unchecked when None.
         arguments: the names of those that are given by keyword; unchecked when None.
 
@@ -57,7 +57,7 @@ def check_graph(
         )
     for index, node in enumerate(graph.nodes):
         if node.name in seen:
-            raise _refusal(node, "the name stands twice: every node has one of its own")
+            raise _refusal(node, "the graph has this name twice: every node needs one of its own")
         _check_order(node, index, graph, seen)
         _check_target(node, names)
         for value in (*node.args, *node.kwargs.values()):
@@ -78,9 +78,7 @@ def _refusal(node: Node, rule: str) -> GraphRefused:
 def _check_order(node: Node, index: int, graph: Graph, seen: Collection[str]) -> None:
     last = index == len(graph.nodes) - 1
     if (node.op == "output") != last:
-        raise _refusal(
-            node, "a graph ends with its one output node, and no other node may stand there"
-        )
+        raise _refusal(node, "a graph ends with its one output node, and with no other")
     if node.op == "placeholder" and seen and graph.nodes[index - 1].op != "placeholder":
         raise _refusal(node, "the arguments come first, before every other node")
 
@@ -96,7 +94,8 @@ def _check_target(node: Node, tensors: Collection[str]) -> None:
         case "get_attr":
             if node.target not in tensors:
                 raise _refusal(
-                    node, f"no tensor of that name travels with the graph; it has {_few(tensors)}"
+                    node,
+                    f"the job gives the graph no tensor of that name; it gives {_few(tensors)}",
                 )
             _check_bare(node, num_args=0)
         case "output":

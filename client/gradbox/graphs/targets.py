@@ -59,7 +59,7 @@ def _resolve(name: str) -> Callable[..., Any] | None:
     return getattr(_MODULES[module], attribute, None)
 
 
-# Looked up at import: while a function is traced some of these names stand for something else.
+# Looked up at import: tracing replaces some of these functions for its duration.
 # A name that the installed torch lacks is left out.
 FUNCTIONS: Final = {
     name: function for name in allow_list.FUNCTIONS if (function := _resolve(name)) is not None

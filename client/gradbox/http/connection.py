@@ -48,7 +48,7 @@ class Backoff:
     """The pauses between the requests of one call: `pause` waits before the next, or gives up.
 
     Our own, not tenacity or stamina: both count patience from the call's start, whereas here it
-    counts from the first fault since bytes last came, so a download of hours has it whole.
+    counts from the first fault since the last progress, so a long download has it whole.
     """
 
     def __init__(self, retry: Retry) -> None:
@@ -117,7 +117,7 @@ class Connection:
         self._http = httpx.Client(
             base_url=settings.url,
             transport=transport,
-            # No proxy stands between a machine and itself, whatever the environment names.
+            # A machine reaches itself without a proxy, whatever the environment names.
             trust_env=urlsplit(settings.url).hostname not in LOOPBACK,
             headers={
                 "Authorization": f"Bearer {settings.token}",

@@ -77,7 +77,7 @@ def _append(
     expected: ResultView,
     on_bytes: OnBytes | None,
 ) -> None:
-    """Ask for what is missing of `file` and write it as it comes."""
+    """Ask for what is missing of `file` and write each chunk as it is received."""
     have = file.tell()
     # The bytes as they are stored: a range counts them, and so does the digest.
     headers = {"Accept-Encoding": "identity"}

@@ -81,14 +81,14 @@ def follow(
             if silent and isinstance(fault, StreamEnded):
                 if over:
                     return
-                # Asked once more if it is: the final event may have come after the silence.
+                # If it is, ask once more: the final event may have been written since.
                 over = _is_over(connection, job_id)
                 if over:
                     continue
             if deadline_s is None or time.monotonic() < deadline_s:
                 backoff.pause(fault)
         if deadline_s is not None and time.monotonic() >= deadline_s:
-            raise TimeoutError(f"job {job_id} was not over in time; it goes on")
+            raise TimeoutError(f"job {job_id} was not over in time; it continues on the box")
 
 
 def _is_over(connection: Connection, job_id: str) -> bool:
@@ -119,7 +119,7 @@ def _one_connection(
         yield from read_events(until(near_deadline, answer.iter_bytes()))
     if not near_deadline():
         raise StreamEnded(
-            f"the events of job {job_id} at {connection.url} ended before the job did; it goes on"
+            f"the events of job {job_id} at {connection.url} ended before the job did"
         )
 
 

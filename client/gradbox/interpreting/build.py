@@ -35,9 +35,9 @@ def build(
     """Make a function of a graph.
 
     Args:
-        graph: what `trace` made, or what came over the wire: it is checked first.
-        tensors: the constants and parameters it reads, by name. Gradients flow to those that
-            require grad.
+        graph: what `trace` made, or what a client posted: it is checked first.
+        tensors: the constants and parameters it reads, by name. Those that require grad
+            get gradients.
         device: where the function runs; its factories (`torch.eye`) make their tensors there,
             whatever device its author had.
 
@@ -67,9 +67,9 @@ class GraphFunction:
             _Step(
                 name=node.name,
                 run=self._operation(node, tensors, device),
-                forget=tuple(forget),
+                last_used=tuple(names),
             )
-            for node, forget in zip(graph.nodes, _last_uses(graph), strict=True)
+            for node, names in zip(graph.nodes, _last_uses(graph), strict=True)
             if node.op not in ("placeholder", "output")
         ]
         self._names = tuple(node.name for node in graph.nodes if node.op == "placeholder")
@@ -86,7 +86,7 @@ class GraphFunction:
         try:
             for step in self._steps:
                 values[step.name] = step.run(values)
-                for name in step.forget:
+                for name in step.last_used:
                     del values[name]
             return uncopied(self._output(values))
         finally:
@@ -144,7 +144,7 @@ class _Call:
 class _Step:
     name: str
     run: _Reader
-    forget: tuple[str, ...]  # values that no later step reads
+    last_used: tuple[str, ...]  # values that no later step reads: deleted after it
 
 
 def _call(node: Node, device: torch.device) -> _Reader:
@@ -242,14 +242,14 @@ def _literal(tag: str, inner: Any, device: torch.device) -> Any:
 
 def _last_uses(graph: Graph) -> list[list[str]]:
     """Return for every node the names that are read there for the last time."""
-    forget: list[list[str]] = []
+    last_used: list[list[str]] = []
     needed = set(_reads(graph.nodes[-1]))
     for node in reversed(graph.nodes[:-1]):
         reads = set(_reads(node))
         unused = set() if node.name in needed or node.op == "placeholder" else {node.name}
-        forget.append(sorted((reads - needed) | unused))
+        last_used.append(sorted((reads - needed) | unused))
         needed |= reads
-    return [*reversed(forget), []]
+    return [*reversed(last_used), []]
 
 
 def _reads(node: Node) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 
 
 class Copies:
-    """The copies of one run. A tensor that is reached by two ways is one copy.
+    """The copies of one run. A tensor that two arguments hold has one copy.
 
     Args:
         grad_enabled: the caller's grad mode.
@@ -25,7 +25,7 @@ class Copies:
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, value: Any) -> Any:
-        """Return a value with copies in place of all tensors that can be reached through it."""
+        """Return a value with copies in place of all tensors in it, at any depth."""
         if isinstance(value, torch.Tensor):
             return self._copy(value)
         if isinstance(value, Mapping):

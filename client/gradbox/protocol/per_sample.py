@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from gradbox.graphs.wire_form import Entries, Items
 from gradbox.protocol.spec_fields import (
+    NUMBER,
     GraphLoss,
     Identifier,
     InputGroup,
@@ -84,7 +85,7 @@ class PerSampleGradientSpec(SampleSpec):
     loss_inputs: Entries[Identifier, TensorRef | Scalar] = {}
     reduce: GradientReduction = "none"
     form: Form = "dense"
-    clip: Annotated[float | None, Field(validate_default=True)] = None
+    clip: Annotated[float | None, NUMBER, Field(validate_default=True)] = None
     dim: Annotated[int | None, Field(validate_default=True, le=MAX_DIM, strict=True)] = None
 
     @field_validator("clip")

@@ -28,7 +28,7 @@ BY_CATEGORY: dict[Category, type[GradboxError]] = {
 class Problem(BaseModel):
     """One problem+json document.
 
-    `detail` is a sentence for a person: what was expected, what came, what to do. `request_id`
+    `detail` is a sentence for a person: what was expected, what was found, what to do. `request_id`
     finds the request in the service's log.
     """
 

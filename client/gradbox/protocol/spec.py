@@ -17,6 +17,7 @@ from gradbox.errors import InvalidJob
 from gradbox.graphs.wire_form import Entries, Items
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec
 from gradbox.protocol.spec_fields import (
+    NUMBER,
     PROTOCOL,
     CotangentsLoss,
     DifferentiatedSpec,
@@ -57,7 +58,7 @@ class ForwardSpec(DifferentiatedSpec):
     """
 
     computation: Literal["forward"]
-    retain: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
+    retain: Literal["auto"] | Annotated[int, NUMBER, Field(ge=0)] = 0
     returns: Annotated[Items[ForwardReturned], Field(min_length=1)] = ["outputs"]
 
 
@@ -85,7 +86,7 @@ class CotangentGradientSpec(Wire):
     loss names, so they cannot be given.
     """
 
-    protocol: Literal[1] = PROTOCOL
+    protocol: Annotated[Literal[1], NUMBER] = PROTOCOL
     computation: Literal["gradient"]
     loss: CotangentsLoss
     wrt: Annotated[Items[str], Field(min_length=1)] | None = None
@@ -136,7 +137,7 @@ def parse_spec(body: bytes | str | dict[str, Any]) -> JobSpec:
 
     Raises:
         InvalidJob: it is not JSON, or not a job; the message names the field, what was expected
-            and what came.
+            and what was given.
     """
     return _validated(body if isinstance(body, dict) else _parse_json(body))
 

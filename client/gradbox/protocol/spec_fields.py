@@ -1,13 +1,14 @@
 """What the specs of all computations are made of.
 
-Tensors never stand in a spec: it names blobs by digest and tensors inside them by name.
+A spec holds no tensors: it names blobs by digest and tensors inside them by name.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Field, StringConstraints
+from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, StringConstraints
+from pydantic_core import PydanticCustomError
 
 from gradbox.graphs.schema import Graph
 from gradbox.graphs.wire_form import Entries, Items, WireForm
@@ -17,13 +18,24 @@ PROTOCOL: Final = 1
 # A remote callable makes every call a group of its own.
 MAX_GROUPS: Final = 1000
 
+
+def _no_other_than_a_number(value: Any) -> Any:
+    """Refuse what Python, or Pydantic, would read as a number: `true` is not 1, nor is "1"."""
+    if isinstance(value, bool | str | bytes):
+        raise PydanticCustomError("number", "a number is needed, and no boolean or string")
+    return value
+
+
+# Before the type of every numeric field of a spec.
+NUMBER: Final = BeforeValidator(_no_other_than_a_number)
+
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
 JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", max_length=100)]
-StreamNumber = Annotated[int, Field(ge=0, lt=2**63)]
+StreamNumber = Annotated[int, NUMBER, Field(ge=0, lt=2**63)]
 TensorName = Annotated[str, StringConstraints(min_length=1, max_length=500)]
-Priority = Annotated[int, Field(ge=-10, le=10, strict=True)]
-Timeout = Annotated[float, Field(gt=0, le=7 * 24 * 3600, strict=True)]
+Priority = Annotated[int, NUMBER, Field(ge=-10, le=10)]
+Timeout = Annotated[float, NUMBER, Field(gt=0, le=7 * 24 * 3600)]
 Name = Annotated[str, StringConstraints(max_length=200)]
 Scalar = bool | int | float | str | None
 
@@ -39,7 +51,7 @@ class TensorRef(Wire):
 
     blob: Digest
     tensor: TensorName
-    requires_grad: bool = False
+    requires_grad: StrictBool = False
 
 
 class ShardRef(Wire):
@@ -86,7 +98,7 @@ class GraphLoss(Wire):
 
 
 class BuiltinLoss(Wire):
-    """A loss that gradbox carries, by name: see `gradbox.losses`."""
+    """A loss that is part of gradbox, by name: see `gradbox.losses`."""
 
     kind: Literal["builtin"] = "builtin"
     name: Identifier
@@ -97,7 +109,7 @@ class CotangentsLoss(Wire):
     """A loss that ran elsewhere: ∂L/∂Z at the outputs of the job `forward`.
 
     `tensors` go by GROUP, or by GROUP/NAME where the readout gave several, as that job's outputs
-    do, and have their shapes. What is missing is zero.
+    do, and have their shapes. Missing ones are zero.
     """
 
     kind: Literal["cotangents"] = "cotangents"
@@ -114,7 +126,7 @@ class PenaltySpec(Wire):
 
     at: Annotated[str, StringConstraints(min_length=1, max_length=500)]
     loss: TracedFunction
-    weight: float = 1.0
+    weight: Annotated[float, NUMBER] = 1.0
     per_sample_scale: TracedFunction | None = None
 
 
@@ -124,13 +136,13 @@ LossSpec = Annotated[GraphLoss | BuiltinLoss | CotangentsLoss, Field(discriminat
 class SharedSpec(Wire):
     """What every computation is told."""
 
-    protocol: Literal[1] = PROTOCOL
+    protocol: Annotated[Literal[1], NUMBER] = PROTOCOL
     model: Annotated[str, StringConstraints(min_length=1, max_length=300)]
     inputs: Annotated[Items[InputGroup], Field(min_length=1, max_length=MAX_GROUPS)]
-    output: str | int | None = None
+    output: str | Annotated[int, NUMBER] | None = None
     readout: TracedFunction | None = None
     mode: Literal["eval", "train"] = "eval"
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, NUMBER, Field(ge=0, lt=2**63)] = 0
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
     streams: Literal["shard", "sample"] = "shard"
     weights: Entries[str, TensorRef] = {}
@@ -143,4 +155,4 @@ class DifferentiatedSpec(SharedSpec):
     """What every computation is told that gives gradients of the model's own parameters."""
 
     wrt: Annotated[Items[str], Field(min_length=1)] | None = None
-    retain: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    retain: Literal["auto"] | Annotated[int, NUMBER, Field(ge=0)] = "auto"

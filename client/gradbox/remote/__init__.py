@@ -13,9 +13,9 @@ the random stream (seed, 0, i):
         with shard_stream(seed, group=0, shard=i):
             zs.append(model(**x))
 
-Read `model` first. It notes each call (`calls`) and returns a tensor that is fetched when it is
-first used (`output`); `batch` sends all calls so far as one forward job and builds the graph behind
-their outputs, of the functions in `autograd`.
+Read `model` first. It records each call (`calls`) and returns a tensor that is fetched when it is
+first used (`output`); `batch` sends all calls so far as one forward job and gives their
+outputs a `grad_fn`, made of the functions in `autograd`.
 """
 
 from gradbox.remote.model import RemoteModel

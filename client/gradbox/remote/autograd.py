@@ -1,14 +1,15 @@
 """The graph behind a remote model's outputs.
 
-    anchor → Committed ─┐
-    inputs ─────────────┴→ Replayed → Recorded → z of a call
-                                    → Recorded → z of another
+    anchor → AccumulatedGrads ─┐
+    inputs ────────────────────┴→ JobOutputs → CallOutput → z of a call
+                                             → CallOutput → z of another
 
-`Replayed` is one node for all calls of a forward job, so that autograd hands it their cotangents
-together and one gradient job serves them all. `Recorded` is one for each call: a second backward
+`JobOutputs` is one node for all calls of a forward job, so that autograd hands it their cotangents
+together and one gradient job serves them all. `CallOutput` is one for each call: a second backward
 pass through a call that was not retained fails, as it does in a local graph, while the other calls
-of the job can still have their first. `Committed` runs only where autograd wants the gradients of
-the model itself: `torch.autograd.grad(loss, x)` leaves them alone, as it does with local ones.
+of the job can still have their first. `AccumulatedGrads` runs only where autograd wants the
+gradients of the model itself: `torch.autograd.grad(loss, x)` leaves them alone, as it does with
+local ones. `anchor` is a leaf that requires grad, so that outputs do even where no input does.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class Job(Protocol):
     def replay(self, cotangents: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Run the gradient job; return the gradients of the inputs and keep the others."""
 
-    def commit(self) -> None:
+    def accumulate(self) -> None:
         """Add the gradients of the last replay to the model's."""
 
 
-class Committed(Function):
-    """Gives the model's gradients to the model."""
+class AccumulatedGrads(Function):
+    """The node whose backward adds the gradients of a job to the model's."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, job: Job) -> Tensor:
@@ -42,11 +43,11 @@ class Committed(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.job.commit()
+        ctx.job.accumulate()
         return gradients[0], None
 
 
-class Replayed(Function):
+class JobOutputs(Function):
     """The outputs of all calls of a job."""
 
     @staticmethod
@@ -67,7 +68,7 @@ class Replayed(Function):
         return None, None, torch.zeros(()), *input_grads
 
 
-class Recorded(Function):
+class CallOutput(Function):
     """One output of one call; used up by one backward pass unless the graph is retained."""
 
     @staticmethod
@@ -81,7 +82,7 @@ class Recorded(Function):
         return gradients[0]
 
 
-class Unfetched(Function):
+class NotFetched(Function):
     """Stands where an output is that was never fetched; no gradient must come here."""
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Calls that go to the box as one forward job, and come back through one gradient job."""
+"""Calls that are one forward job, and whose backward pass is one gradient job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from gradbox.computations import Cotangents, Forward, Gradient
 from gradbox.errors import GradboxError
 from gradbox.inputs.shards import ShardGroup
-from gradbox.remote.autograd import Committed, Recorded, Replayed
+from gradbox.remote.autograd import AccumulatedGrads, CallOutput, JobOutputs
 from gradbox.remote.calls import Call
 from gradbox.results.result import GradResult
 
@@ -28,19 +28,19 @@ class Owner(Protocol):
 
     anchor: Tensor
 
-    def settled(self) -> Mapping[str, Any]:
+    def job_options(self) -> Mapping[str, Any]:
         """Return what every forward job is told, beside calls, mode and weights."""
 
-    def compute(self, computation: Forward | Gradient) -> GradResult:
+    def run_job(self, computation: Forward | Gradient) -> GradResult:
         """Run a job."""
 
-    def wanted(self) -> list[str] | None:
+    def wrt_globs(self) -> list[str] | None:
         """Return the globs over parameters whose gradients are wanted."""
 
-    def retained(self) -> int | Literal["auto"]:
-        """Return what graphs may take that a forward job leaves for its gradient job."""
+    def retain_budget(self) -> int | Literal["auto"]:
+        """Return the bytes for graphs that a forward job keeps for its gradient job."""
 
-    def add(self, grads: Mapping[str, Tensor]) -> None:
+    def add_grads(self, grads: Mapping[str, Tensor]) -> None:
         """Add to the model's gradients."""
 
     def run_until(self, batch: Batch) -> None:
@@ -103,16 +103,16 @@ class Batch:
         """
         self._position = {call.index: position for position, call in enumerate(self.calls)}
         computation = CallsForward(
-            **self._owner.settled(),
+            **self._owner.job_options(),
             mode=self.mode,  # type: ignore[arg-type]  # one of the two that it was given
             weights=weights,
             calls=self.calls,
             returns=returns,
             wrt=self._wrt([(call.index, name) for call in self.calls for name in call.leaves]),
-            retain=self._owner.retained() if any(call.recorded for call in self.calls) else 0,
+            retain=self._owner.retain_budget() if any(call.recorded for call in self.calls) else 0,
         )
         try:
-            result = self._owner.compute(computation)
+            result = self._owner.run_job(computation)
         except GradboxError as error:
             self._error, self._done = self._located(error), True
             return None
@@ -133,14 +133,14 @@ class Batch:
             for place, c in given.items()
             if c is not None
         }
-        settled = self._owner.settled()
+        options = self._owner.job_options()
         computation = Gradient(
             loss=Cotangents(tensors, of=self._job_id),
             wrt=self._wrt([key for key in self._inputs if key[0] in reached]),
-            **{field: settled[field] for field in ("priority", "timeout_s", "name")},
+            **{field: options[field] for field in ("priority", "timeout_s", "name")},
         )
         try:
-            result = self._owner.compute(computation)
+            result = self._owner.run_job(computation)
         except GradboxError as error:
             raise self._located(error) from None
         unreached = set(result.manifest.unreached)
@@ -150,18 +150,18 @@ class Batch:
             for key, leaf in self._inputs.items()
         ]
 
-    def commit(self) -> None:
+    def accumulate(self) -> None:
         """Add the gradients of the last replay to the model's."""
         found, self._found = self._found, {}
-        self._owner.add(found)
+        self._owner.add_grads(found)
 
     def _wrt(self, inputs: Sequence[Place]) -> list[str] | None:
         """Return what a job differentiates: the parameters that are wanted, and these inputs."""
-        wanted = self._owner.wanted()
+        globs = self._owner.wrt_globs()
         if not inputs:
-            return wanted
+            return globs
         named = [f"inputs.{group_name(self._position[i])}.{name}" for i, name in inputs]
-        return [*(wanted or ["*"]), *named]
+        return [*(globs or ["*"]), *named]
 
     def _record(self, result: GradResult) -> None:
         self._inputs = {
@@ -176,12 +176,12 @@ class Batch:
         self._values = {place: z for place, z in outputs.items() if place[0] not in recorded}
         self._places = [place for place in outputs if place[0] in recorded]
         if self._places:
-            token = Committed.apply(self._owner.anchor, self)  # type: ignore[no-untyped-call]
-            zs = Replayed.apply(  # type: ignore[no-untyped-call]
+            token = AccumulatedGrads.apply(self._owner.anchor, self)  # type: ignore[no-untyped-call]
+            zs = JobOutputs.apply(  # type: ignore[no-untyped-call]
                 self, [outputs[p] for p in self._places], token, *self._inputs.values()
             )
             for place, z in zip(self._places, zs, strict=True):
-                self._values[place] = Recorded.apply(z)  # type: ignore[no-untyped-call]
+                self._values[place] = CallOutput.apply(z)  # type: ignore[no-untyped-call]
 
     def _output(self, result: GradResult, call: Call, name: str) -> Tensor:
         z: Tensor = result.outputs[self._section((call.index, name))]
@@ -199,7 +199,7 @@ class Batch:
         return f"{group}/{name}" if name else group
 
     def _located(self, error: GradboxError) -> GradboxError:
-        """Say at which line the call was made that the box complained of."""
+        """Say at which line the call was made that the box refused."""
         for position, call in enumerate(self.calls):
             if f"group {group_name(position)!r}" in str(error):
                 error.add_note(f"{group_name(position)!r} is the call at {call.where}")

@@ -1,4 +1,4 @@
-"""Calls of a remote model, as they were made."""
+"""Calls of a remote model: what each was given, and from which line of the user's code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_call(
     method: str,
     signature: MethodView,
 ) -> Call:
-    """Take note of a call. Tensors are copied, for the caller may write to them afterwards.
+    """Record a call. Tensors are copied, since the caller may write to them afterwards.
 
     Raises:
         InvalidInputs: an argument is not a tensor, or not one of the entry point's; or the call is

@@ -16,7 +16,7 @@ from gradbox.computations.computation import listed
 from gradbox.errors import InvalidInputs
 from gradbox.printable import printable
 from gradbox.protocol import ModelView
-from gradbox.remote.autograd import Unfetched
+from gradbox.remote.autograd import NotFetched
 from gradbox.remote.batch import BARE, Batch
 from gradbox.remote.calls import read_call
 from gradbox.remote.output import RemoteOutput
@@ -163,7 +163,7 @@ class RemoteModel:
         """
         add_gradients(module, self.grads, strict=strict)
 
-    def settled(self) -> Mapping[str, Any]:
+    def job_options(self) -> Mapping[str, Any]:
         """Return what every forward job is told, beside calls, mode and weights."""
         options = self._options
         return {
@@ -177,19 +177,19 @@ class RemoteModel:
             "name": options.name,
         }
 
-    def wanted(self) -> list[str] | None:
+    def wrt_globs(self) -> list[str] | None:
         """Return the globs over parameters whose gradients are wanted."""
         return None if self._options.wrt is None else listed(self._options.wrt)
 
-    def retained(self) -> int | Literal["auto"]:
-        """Return what graphs may take that a forward job leaves for its gradient job."""
+    def retain_budget(self) -> int | Literal["auto"]:
+        """Return the bytes for graphs that a forward job keeps for its gradient job."""
         return self._options.retain
 
-    def compute(self, computation: Forward | Gradient) -> GradResult:
+    def run_job(self, computation: Forward | Gradient) -> GradResult:
         """Run a job."""
         return self._client.submit(computation).result(progress=self._progress)
 
-    def add(self, grads: Mapping[str, Tensor]) -> None:
+    def add_grads(self, grads: Mapping[str, Tensor]) -> None:
         """Add to the gradients."""
         for name, gradient in grads.items():
             if name in self._grads:
@@ -233,7 +233,7 @@ class RemoteModel:
             name: RemoteOutput.standing_for(
                 batch,
                 (call.index, name),
-                holder=Unfetched.apply(self.anchor),  # type: ignore[no-untyped-call]
+                holder=NotFetched.apply(self.anchor),  # type: ignore[no-untyped-call]
             )
             for name in self._names
         }

@@ -19,6 +19,7 @@ from gradbox.errors import BlobRejected, ProtocolError
 from gradbox.http.connection import Connection
 from gradbox.http.download import download
 from gradbox.protocol import ResultView
+from gradbox.results.factor_checks import StoredTensor
 from gradbox.tensors.lazy_tensor import LazyTensor, Region, array_of
 from gradbox.tensors.safetensors_header import (
     DTYPE_BYTES,
@@ -45,6 +46,10 @@ class ResultFile(Protocol):
 
     metadata: Mapping[str, str]
     names: tuple[str, ...]
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """What the file's header says of every tensor."""
 
     def tensor(self, name: str) -> Any:
         """Return a tensor, whose memory is read as it is used."""
@@ -76,6 +81,14 @@ class LocalFile:
     def __str__(self) -> str:
         return str(self._path)
 
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        parts = {name: self._file.get_slice(name) for name in self.names}
+        return {
+            name: StoredTensor(part.get_dtype(), tuple(part.get_shape()))
+            for name, part in parts.items()
+        }
+
     def tensor(self, name: str) -> Any:
         return self._file.get_tensor(name)
 
@@ -103,6 +116,11 @@ class RemoteFile:
 
     def __str__(self) -> str:
         return f"{self._connection.url}{self._url_path}"
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        entries = self._header.tensors.items()
+        return {name: StoredTensor(entry.dtype, entry.shape) for name, entry in entries}
 
     def tensor(self, name: str) -> LazyTensor:
         entry = self._header.tensors[name]

@@ -1,7 +1,7 @@
-"""What the rows of a per-sample result are reduced to: on the box, or here from what came.
+"""What the rows of a per-sample result are reduced to: on the box, or here from its rows.
 
-Here it is done by `gradbox_factors`, which also the box uses, so both give the same. Rows that came
-as factors are never multiplied out for it.
+Both use `gradbox_factors`, so both give the same. Rows that are stored as factors are never
+multiplied out for it.
 
 Shapes: B samples, Y outputs; a per-sample gradient has no dim Y.
 """
@@ -109,7 +109,7 @@ class RowReductions:
 
         Args:
             tangents: by parameter name, each of the parameter's shape; zero for what is left out.
-                None stands for those that the box was given with reduce="jvp".
+                None is those that the box was given with reduce="jvp".
 
         Raises:
             InvalidJob: this result has no rows, or `tangents` is missing.
@@ -132,7 +132,7 @@ class RowReductions:
 
         Args:
             cotangents: shape (B,) of a per-sample gradient, of a Jacobian (B, Y) or z's. None
-                stands for those that the box was given with reduce="vjp".
+                is those that the box was given with reduce="vjp".
 
         Raises:
             InvalidJob: this result has no rows, or `cotangents` is missing.
@@ -157,7 +157,7 @@ class RowReductions:
         The same seed gives the same projection on every box and here.
 
         Args:
-            dim: the numbers a row is projected to. None stands for what the box was told.
+            dim: the numbers a row is projected to. None is what the box was told.
             seed: by default the job's.
 
         Raises:
@@ -184,7 +184,7 @@ class RowReductions:
 
     @property
     def _row_dims(self) -> int:
-        """How many dims stand before a parameter's own in `grads`."""
+        """The number of dims before a parameter's own in `grads`."""
         if self.manifest.computation not in PER_SAMPLE or self.manifest.reduce != "none":
             return 0
         return 1 if self._squeezed else 2
@@ -214,15 +214,22 @@ class RowReductions:
         if not is_torch_importable():
             raise InvalidJob(
                 f"{wanted}: expected torch on this machine to reduce rows with, found none: "
-                f"pip install 'gradregion[torch]', or have the box reduce them"
+                f"pip install 'gradbox[torch]', or have the box reduce them"
             )
         return self._factored
 
     @cached_property
     def _factored(self) -> Factored:
-        """The rows as terms: those that came, or the arrays themselves."""
+        """The rows as terms: the file's factors, or its arrays."""
         if FACTORS in self._file.metadata:
-            return read_factors(self._file.metadata[FACTORS], self._factor)
+            return read_factors(
+                self._file.metadata[FACTORS],
+                self._factor,
+                stored=self._file.stored,
+                names=self.manifest.names,
+                samples=self.manifest.samples,
+                outputs=self.manifest.outputs,
+            )
         from gradbox_factors import Block, Factored
 
         piece = {}

@@ -1,4 +1,4 @@
-"""A tensor that is made as it is indexed: fetched from a box, or multiplied out of factors."""
+"""A tensor that is read as it is indexed: fetched from a box, or multiplied out of factors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import numpy as np
 from gradbox.tensors.tensor_bytes import is_torch_importable
 
 Region = tuple[slice, ...]
-"""For each of the first dims the range that is wanted, in steps of 1; later dims come whole."""
+"""For each of the first dims the range that is wanted, in steps of 1; later dims are read whole."""
 
 
 class LazyTensor:
-    """Behaves like the tensor it stands for, and makes no more of it than is asked for.
+    """Behaves like a tensor, and reads no more of it than is indexed.
 
-    `x[3:5]`, `x[0, 2]` and the like make that part alone. All else a tensor can do (`x.norm()`,
-    `x * 2`, `torch.equal(x, y)`) makes it whole, each time anew: keep `x[:]` to do more with it.
+    `x[3:5]`, `x[0, 2]` and the like read that part alone. All else that a tensor can do
+    (`x.norm()`, `x * 2`, `torch.equal(x, y)`) reads it whole, each time again: keep `x[:]` to do
+    more with it.
     """
 
     def __init__(

@@ -80,8 +80,8 @@ class TensorBytes:
     def view(self) -> memoryview:
         """Return the bytes in row-major, little-endian order.
 
-        It is the tensor's own memory where that is possible: not for what lies on another device,
-        is strided, or big-endian.
+        They are the tensor's own memory where that is possible: not if it is on another device, is
+        strided, or is big-endian.
         """
         if _is_torch(self.source):
             return _torch_view(self.source)

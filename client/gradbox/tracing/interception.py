@@ -1,4 +1,4 @@
-"""The world around a function while it is traced: what is intercepted, and put back afterwards."""
+"""What is replaced around a function while it is traced, and put back afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ABSENT: Final = object()
 
 
 @contextmanager
-def surroundings(function: Callable[..., Any], recording: Recording) -> Iterator[None]:
+def intercepting(function: Callable[..., Any], recording: Recording) -> Iterator[None]:
     """Let Python's own calls on symbols be recorded, and leave the function's module as it was.
 
     `math` functions, `torch.finfo`, Python's and NumPy's random numbers and the like are replaced
@@ -42,7 +42,7 @@ def surroundings(function: Callable[..., Any], recording: Recording) -> Iterator
         yield
 
 
-def tensors_of(function: Callable[..., Any]) -> dict[int, str]:
+def trainable_parameters(function: Callable[..., Any]) -> dict[int, str]:
     """Return the names of the trainable parameters of the module behind a function."""
     root = _root(function)
     if root is None:

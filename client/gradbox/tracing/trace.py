@@ -25,7 +25,7 @@ from gradbox.graphs.call_signature import bound_names
 from gradbox.graphs.check import check_graph
 from gradbox.graphs.schema import Graph
 from gradbox.tracing.encode import encode
-from gradbox.tracing.interception import surroundings, tensors_of
+from gradbox.tracing.interception import intercepting, trainable_parameters
 from gradbox.tracing.recording import Recorder, Recording
 from gradbox.tracing.source_location import raised_line
 
@@ -87,10 +87,10 @@ def trace(
     options = dict(options or {})
     keywords = tuple(arguments or ())
     names = bound_names(function, positional, keywords, tuple(options))
-    recording = Recording(FxGraph(), tensors_of(function), structured=structured)
+    recording = Recording(FxGraph(), trainable_parameters(function), structured=structured)
     symbols = [recording.argument(name) for name in (*names, *keywords)]
     given = dict(zip(keywords, symbols[len(names) :], strict=True))
-    with surroundings(function, recording), Recorder(recording):
+    with intercepting(function, recording), Recorder(recording):
         result = _call(function, symbols[: len(names)], {**given, **options})
     _check_result(result, structured=structured)
     recording.output(result)

@@ -25,6 +25,7 @@ from torch import nn
 
 from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.models.models_file import Builder, ModelEntry
+from gradbox_worker.models.weight_index import wrong_indices
 
 INITIAL_SEED: Final = 0
 
@@ -121,6 +122,9 @@ def _build_hf(entry: ModelEntry) -> nn.Module:
             f"models.{entry.name}.source: expected a folder with config.json and "
             f"model.safetensors, found none at {folder}"
         )
+    indexed = folder if folder.is_dir() else _folder_of_downloaded_index(entry)
+    if indexed is not None and (wrong := wrong_indices(indexed)):
+        raise ModelsFileError(f"models.{entry.name}.source: {'; '.join(wrong)}; correct the index")
     transformers.utils.logging.disable_progress_bar()  # a worker's log is not a terminal
     built: nn.Module = factory.from_pretrained(
         str(folder) if folder.is_dir() else entry.source,
@@ -129,6 +133,19 @@ def _build_hf(entry: ModelEntry) -> nn.Module:
         **kwargs,
     )
     return built
+
+
+def _folder_of_downloaded_index(entry: ModelEntry) -> Path | None:
+    """Fetch a hub model's index of weights and return its folder; None if it has no index."""
+    hub = _package(entry, "huggingface_hub")
+    passed_on = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
+    given = {name: entry.kwargs[name] for name in passed_on if name in entry.kwargs}
+    variant = f".{entry.kwargs['variant']}" if entry.kwargs.get("variant") else ""
+    name = f"model.safetensors.index{variant}.json"
+    try:
+        return Path(hub.hf_hub_download(entry.source, name, **given)).parent
+    except (hub.errors.EntryNotFoundError, OSError, ValueError):
+        return None  # where it is the source that cannot be found, transformers says so
 
 
 def _build_torchvision(entry: ModelEntry) -> nn.Module:

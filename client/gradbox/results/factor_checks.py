@@ -1,0 +1,223 @@
+"""Whether the factors of a result file fit together, before any of them is used.
+
+The file is what a box sent, or what somebody stored. Its metadata says which tensors make which
+parameter's term; here their shapes, as the file's header states them, are held against the rules of
+docs/wire.md, "Factored arrays". So a file that lies is refused with a sentence instead of an error
+of some kernel, or a number that means nothing.
+
+Shapes: B samples, Y outputs, S the parameter's shape; the others as docs/wire.md has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, TypeAdapter, ValidationError
+
+from gradbox.errors import ProtocolError
+
+FLOATS: Final = ("F64", "F32", "F16", "BF16")
+INDICES: Final = ("I64",)
+# A total of totals of totals says nothing that a total does not.
+MAX_DEPTH: Final = 4
+
+Shape = tuple[int, ...]
+RowSizes = tuple[int, int]
+"""B and Y of a term."""
+
+Natural = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Positive = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file, as its header has it."""
+
+    dtype: str
+    shape: Shape
+
+
+class DescribedTerm(BaseModel):
+    """One entry of the metadata: a parameter's term, and where its tensors are in the file."""
+
+    model_config = ConfigDict(frozen=True)
+
+    parameter: str
+    shape: tuple[Natural, ...]
+    rule: str
+    geometry: dict[str, Any]
+    tensors: dict[str, str]
+
+
+class ConvolutionGeometry(BaseModel):
+    """The geometry of the rule `convolution`: one number a spatial dim."""
+
+    kernel: tuple[Positive, ...]
+    stride: tuple[Positive, ...]
+    padding: tuple[Natural, ...]
+    dilation: tuple[Positive, ...]
+    groups: Positive
+    transposed: StrictBool
+
+
+def check_term(term: DescribedTerm, stored: Mapping[str, StoredTensor]) -> RowSizes:
+    """Return B and Y of a term.
+
+    Args:
+        stored: the tensors of the file by their names there.
+
+    Raises:
+        ProtocolError: a tensor is missing, or has another dtype or shape than the rule asks for.
+    """
+    where = f"the factors of {term.parameter!r} (rule {term.rule})"
+    missing = sorted(name for name in term.tensors.values() if name not in stored)
+    if missing:
+        raise ProtocolError(f"{where}: expected the tensors {missing} in the file, got none")
+    factors = {own: stored[name] for own, name in term.tensors.items()}
+    try:
+        return _sizes(term.rule, _Term(term.shape, term.geometry, factors), depth=1)
+    except (_Misfit, ValidationError) as error:
+        raise ProtocolError(
+            f"{where} do not fit a parameter of shape {term.shape}: {error}; fetch the result "
+            f"again, and if that fails too, tell the box's owner"
+        ) from None
+
+
+class _Misfit(ValueError):
+    """A factor that the rule does not allow."""
+
+
+@dataclass(frozen=True)
+class _Term:
+    shape: Shape
+    geometry: Mapping[str, Any]
+    factors: Mapping[str, StoredTensor]
+
+    def factor(self, name: str, dims: str, *, dtypes: Sequence[str] = FLOATS) -> Shape:
+        """Return the shape of a factor that has as many dims as `dims` has letters."""
+        found = self.factors.get(name)
+        _expect(found is not None, f"it has no tensor {name!r}")
+        assert found is not None
+        _expect(found.dtype in dtypes, f"{name} is {found.dtype}, expected {' or '.join(dtypes)}")
+        _expect(len(found.shape) == len(dims), f"{name} has shape {found.shape}, expected ({dims})")
+        return found.shape
+
+    def flag(self, name: str) -> bool:
+        return _FLAG.validate_python(self.geometry.get(name))
+
+
+_FLAG: Final[TypeAdapter[bool]] = TypeAdapter(StrictBool)
+
+
+def _sizes(rule: str, term: _Term, *, depth: int) -> RowSizes:
+    if rule == "total":
+        return _total(term, depth=depth)
+    _expect(rule in _RULES, f"there is no rule {rule!r}")
+    return _RULES[rule](term)
+
+
+def _outer(term: _Term) -> RowSizes:
+    outputs, samples, positions, rows = term.factor("left", "YBTO")
+    right = term.factor("right", "BTI")
+    _expect(right[:2] == (samples, positions), f"right has shape {right}, not left's B and T")
+    sizes = (right[2], rows) if term.flag("transposed") else (rows, right[2])
+    _expect_rows(term.shape, sizes)
+    return samples, outputs
+
+
+def _positions(term: _Term) -> RowSizes:
+    outputs, samples, third, fourth = term.factor("left", "YBTO")
+    _expect_rows(term.shape, (third if term.flag("channels_first") else fourth, 1))
+    return samples, outputs
+
+
+def _lookup(term: _Term) -> RowSizes:
+    outputs, samples, positions, features = term.factor("left", "YBTD")
+    ids = term.factor("ids", "BT", dtypes=INDICES)
+    _expect(ids == (samples, positions), f"ids has shape {ids}, not left's B and T")
+    _expect(term.shape[1:] == (features,), f"left has {features} features")
+    return samples, outputs
+
+
+def _convolution(term: _Term) -> RowSizes:
+    walk = ConvolutionGeometry.model_validate(term.geometry)
+    dims = len(walk.kernel)
+    _expect(
+        1 <= dims <= 3 and dims == len(walk.stride) == len(walk.padding) == len(walk.dilation),
+        "kernel, stride, padding and dilation differ in length, or have not 1 to 3 numbers",
+    )
+    outputs, samples, images, rows, *out = term.factor("left", "YBMO" + "s" * dims)
+    right = term.factor("right", "BMC" + "s" * dims)
+    _expect(right[:2] == (samples, images), f"right has shape {right}, not left's B and M")
+    channels, size = right[2], right[3:]
+    first, second = (channels, rows) if walk.transposed else (rows, channels)
+    _expect(first % walk.groups == second % walk.groups == 0, f"not {walk.groups} equal groups")
+    expected = (first, second // walk.groups, *walk.kernel)
+    _expect(term.shape == expected, f"its tensors are those of shape {expected}")
+    image, steps = (tuple(out), size) if walk.transposed else (size, tuple(out))
+    counted = tuple(_steps(*sizes) for sizes in zip(image, *_each_dim(walk), strict=True))
+    # A transposed one may leave the last steps of its walk without numbers.
+    fits = all(map(int.__le__, steps, counted)) if walk.transposed else steps == counted
+    _expect(fits, f"a walk over {image} has {counted} steps, and there are {steps}")
+    return samples, outputs
+
+
+def _each_dim(walk: ConvolutionGeometry) -> tuple[Shape, Shape, Shape, Shape]:
+    return walk.kernel, walk.stride, walk.padding, walk.dilation
+
+
+def _steps(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+
+def _block(term: _Term) -> RowSizes:
+    array = term.factor("array", "BY" + "s" * len(term.shape))
+    _expect(array[2:] == term.shape, f"array has shape {array}")
+    return array[0], array[1]
+
+
+def _zero(term: _Term) -> RowSizes:
+    empty = term.factor("empty", "BY0")
+    _expect(empty[2] == 0, f"empty has shape {empty}")
+    return empty[0], empty[1]
+
+
+def _total(term: _Term, *, depth: int) -> RowSizes:
+    parts = term.geometry.get("terms")
+    _expect(isinstance(parts, list) and bool(parts), "a total has a list of terms")
+    _expect(depth < MAX_DEPTH, f"it is nested more than {MAX_DEPTH} deep")
+    found = set()
+    for index, part in enumerate(parts or []):
+        _expect(isinstance(part, dict), "a total's terms are objects")
+        own = {
+            name.partition(".")[2]: tensor
+            for name, tensor in term.factors.items()
+            if name.partition(".")[0] == str(index)
+        }
+        rule = str(part.get("rule"))
+        found.add(_sizes(rule, _Term(term.shape, part, own), depth=depth + 1))
+    _expect(len(found) == 1, f"its terms have different B and Y: {sorted(found)}")
+    return found.pop()
+
+
+_RULES: Final[Mapping[str, Callable[[_Term], RowSizes]]] = {
+    "outer": _outer,
+    "positions": _positions,
+    "lookup": _lookup,
+    "convolution": _convolution,
+    "block": _block,
+    "zero": _zero,
+}
+
+
+def _expect_rows(shape: Shape, sizes: tuple[int, int]) -> None:
+    found = (shape[0] if shape else 0, prod(shape[1:]))
+    _expect(found == sizes, f"its tensors make a matrix of {sizes[0]} by {sizes[1]}")
+
+
+def _expect(fits: bool, why: str) -> None:
+    if not fits:
+        raise _Misfit(why)

@@ -1,0 +1,71 @@
+"""What a posted spec's fields may be: a boolean is no number, and a string is none either."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gradbox import InvalidJob
+from gradbox.protocol import parse_posted, parse_spec
+
+SHARD = {"blob": "0" * 64}
+FUNCTION = {"graph": {"nodes": [{"op": "output", "name": "o", "target": "o", "args": [None]}]}}
+GRADIENT: dict[str, Any] = {
+    "computation": "gradient",
+    "model": "m",
+    "inputs": [{"shards": [SHARD]}],
+    "loss": {"kind": "builtin", "name": "info_nce"},
+}
+PER_SAMPLE = {
+    **GRADIENT,
+    "computation": "per_sample_gradient",
+    "loss": {"kind": "graph", "function": FUNCTION},
+    "reduce": "clipped_sum",
+}
+COTANGENTS = {
+    "computation": "gradient",
+    "loss": {"kind": "cotangents", "forward": "j1", "tensors": {"z": {**SHARD, "tensor": "z"}}},
+}
+
+
+def posted(base: dict[str, Any], **fields: Any) -> Any:
+    return parse_posted(json.dumps({**base, **fields}).encode())
+
+
+@pytest.mark.parametrize("value", [True, False, "1"])
+@pytest.mark.parametrize(
+    ("base", "field"),
+    [
+        *((GRADIENT, name) for name in ("timeout_s", "seed", "priority", "retain", "protocol")),
+        *((COTANGENTS, name) for name in ("timeout_s", "priority", "protocol")),
+        (PER_SAMPLE, "clip"),
+    ],
+)
+def test_a_boolean_or_a_string_is_no_number(base: dict[str, Any], field: str, value: Any) -> None:
+    with pytest.raises(InvalidJob, match=field):
+        posted(base, **{field: value})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"output": True},
+        {"inputs": [{"shards": [{**SHARD, "stream": [True, 0]}]}]},
+        {"inputs": [{"shards": [{**SHARD, "stream": [0, "0"]}]}]},
+        {"penalties": [{"at": "x", "loss": FUNCTION, "weight": True}]},
+        {"loss_inputs": {"labels": {**SHARD, "tensor": "l", "requires_grad": 1}}},
+    ],
+)
+def test_nor_is_one_deeper_in_a_spec(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidJob):
+        posted(GRADIENT, **fields)
+
+
+def test_numbers_stay_numbers_and_scalars_of_a_loss_keep_their_kind() -> None:
+    spec = posted(GRADIENT, timeout_s=5, seed=2**62, retain=10, loss_inputs={"a": True, "b": 1})
+    assert (spec.timeout_s, spec.seed, spec.retain) == (5.0, 2**62, 10)
+    assert spec.loss_inputs["a"] is True
+    assert spec.loss_inputs["b"] == 1
+    assert parse_spec(spec.model_dump_json()) == spec
