@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -82,6 +83,20 @@ def test_a_body_is_refused_in_little_time_and_memory(
     assert answer.status_code in (413, 422)
     assert answer.json()["category"] == "user"
     assert len(answer.content) < 2000
+    assert service.peak_bytes() - before < ADDED_BYTES
+
+
+@pytest.mark.parametrize("unit", [b"[],", b"0,", b'{"b":0},'], ids=["lists", "numbers", "objects"])
+def test_a_blob_with_a_header_of_16_mib_is_refused_while_the_service_answers(
+    service: Service, client: httpx.Client, unit: bytes
+) -> None:
+    header = repeated(b'{"a":[', unit, b"0]}", size_bytes=16 * MIB)
+    blob = len(header).to_bytes(8, "little") + header
+    digest = hashlib.sha256(blob).hexdigest()
+    before = service.peak_bytes()
+    answer = while_live(service, lambda: client.put(f"/v1/blobs/{digest}", content=blob))
+    assert answer.status_code == 422
+    assert answer.json()["type"] == "urn:gradbox:problem:blob-rejected"
     assert service.peak_bytes() - before < ADDED_BYTES
 
 

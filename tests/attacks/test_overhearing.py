@@ -109,7 +109,7 @@ def test_with_a_certificate_the_service_speaks_tls_alone(
         with httpx.Client(
             base_url=service.url, verify=ssl.create_default_context(cafile=cert), trust_env=False
         ) as client:
-            assert client.get("/v1/jobs", headers=headers).json() == {"jobs": []}
+            assert client.get("/v1/jobs", headers=headers).status_code == 200
         assert not answered_in_the_clear(service)
 
 

@@ -30,6 +30,7 @@ from gradbox_engine.replay.set_outputs import SetOutputs, set_outputs
 from gradbox_engine.requests import (
     CallKeywords,
     CallOptions,
+    Checkpoints,
     Group,
     MixedResult,
     Objective,
@@ -45,6 +46,7 @@ __all__ = [
     "BadWeights",
     "CallKeywords",
     "CallOptions",
+    "Checkpoints",
     "CotangentGradient",
     "EngineError",
     "FirstOutputs",

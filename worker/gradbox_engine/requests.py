@@ -134,7 +134,7 @@ class CallOptions:
 
 @dataclass(frozen=True)
 class SetGradient:
-    """dL/dθ and what is known of how it came about.
+    """dL/dθ and how it was computed.
 
     `unreached` names gradients that are zeros because no path leads from the loss to the parameter.
     `buffers` are the model's buffers advanced once per shard. `replay_difference` is the largest
@@ -158,7 +158,7 @@ class SetGradient:
 
 @dataclass(frozen=True)
 class MixedResult:
-    """dt/dy and what is known of how it came about.
+    """dt/dy and how it was computed.
 
     `grads` are in float32 or wider, under the names that the objectives gave their parameters;
     `unreached` names those that are zeros because no path leads to them. `fallbacks` counts, by
@@ -181,6 +181,34 @@ class Observer(Protocol):
 
     def step(self, phase: Phase, done: int, total: int) -> None:
         """Called before each shard, and once more when a phase ends."""
+
+
+class Checkpoints(Protocol):
+    """Where the state of a long job is kept, so that another process can go on from it."""
+
+    def due(self) -> bool:
+        """Tell whether it is time to write one."""
+
+    def write(self, state: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Write tensors and JSON values in place of what was written before."""
+
+    def read(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return what an earlier run of the same job wrote last, if it did."""
+
+
+class NoCheckpoints:
+    """None is ever written."""
+
+    def due(self) -> bool:
+        """Never."""
+        return False
+
+    def write(self, state: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def read(self) -> None:
+        """There is none."""
+        return
 
 
 class Silent:

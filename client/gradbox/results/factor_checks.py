@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
 
 from gradbox.errors import ProtocolError
 
@@ -43,7 +43,7 @@ class StoredTensor:
 class DescribedTerm(BaseModel):
     """One entry of the metadata: a parameter's term, and where its tensors are in the file."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
     parameter: str
     shape: tuple[Natural, ...]
@@ -54,6 +54,8 @@ class DescribedTerm(BaseModel):
 
 class ConvolutionGeometry(BaseModel):
     """The geometry of the rule `convolution`: one number a spatial dim."""
+
+    model_config = ConfigDict(defer_build=True)
 
     kernel: tuple[Positive, ...]
     stride: tuple[Positive, ...]
@@ -106,10 +108,9 @@ class _Term:
         return found.shape
 
     def flag(self, name: str) -> bool:
-        return _FLAG.validate_python(self.geometry.get(name))
-
-
-_FLAG: Final[TypeAdapter[bool]] = TypeAdapter(StrictBool)
+        found = self.geometry.get(name)
+        _expect(isinstance(found, bool), f"{name} is neither true nor false")
+        return bool(found)
 
 
 def _sizes(rule: str, term: _Term, *, depth: int) -> RowSizes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gradbox.errors import ProtocolError
 from gradbox.results.factor_checks import DescribedTerm, StoredTensor, check_term
@@ -23,6 +23,8 @@ FACTORS: Final = "gradbox_factors"
 
 class DescribedFactors(BaseModel):
     """The metadata's entry: for each shard the terms of all parameters, in one order."""
+
+    model_config = ConfigDict(defer_build=True)
 
     pieces: tuple[tuple[DescribedTerm, ...], ...]
 

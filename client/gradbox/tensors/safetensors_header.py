@@ -15,15 +15,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 from gradbox.errors import BlobRejected
+
+Value = TypeVar("Value")
 
 # Bytes of one entry. Types below a byte (F4, F6) are left out: torch has no plain tensor of them.
 DTYPE_BYTES: Final[Mapping[str, int]] = {
@@ -37,6 +40,7 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
 # gigabyte to take in.
 MAX_HEADER_BYTES: Final = 16 * 2**20
 MAX_DIMENSIONS: Final = 64
+MAX_ENTRY_CHARACTERS: Final = 4096
 LENGTH_BYTES: Final = 8
 
 
@@ -113,9 +117,7 @@ def parse_header(text: bytes, *, file_bytes: int) -> SafetensorsHeader:
     Raises:
         BlobRejected: any rule of the format is broken; the message names the tensor and the rule.
     """
-    document = _load(text)
-    metadata = _metadata(document.pop("__metadata__", {}))
-    tensors = {name: _entry(name, item) for name, item in document.items()}
+    tensors, metadata = _load(text)
     data_start = LENGTH_BYTES + len(text)
     position = 0
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
@@ -131,22 +133,86 @@ def parse_header(text: bytes, *, file_bytes: int) -> SafetensorsHeader:
     return SafetensorsHeader(tensors, metadata, data_start)
 
 
-def _load(text: bytes) -> dict[str, Any]:
+def _load(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Return the tensors and the metadata.
+
+    Entries are parsed one by one and checked at once. One call of the parser for all of a large
+    header would hold the interpreter for seconds, and so every other thread of the process.
+    """
     if not text.startswith(b"{"):
         _refuse("its header is not a JSON object")
     try:
-        document = json.loads(
-            text.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant
-        )
+        header = text.decode("utf-8")
     except UnicodeDecodeError:
         _refuse("its header is not UTF-8")
+    metadata: dict[str, str] = {}
+
+    def metadata_string(name: str, start: int) -> tuple[str, int]:
+        if header[start : start + 1] != '"':
+            _refuse(f"its __metadata__ is not a map of strings: {name!r} is none")
+        return _string(header, start)
+
+    def member(name: str, start: int) -> tuple[TensorEntry | None, int]:
+        if name == "__metadata__":
+            if header[start : start + 1] != "{":
+                _refuse("its __metadata__ is not a map of strings")
+            strings, end = _members(header, start, member=metadata_string)
+            metadata.update(strings)
+            return None, end
+        found, length = _parsed(header[start : start + MAX_ENTRY_CHARACTERS], 0)
+        return _entry(name, found), start + length
+
+    try:
+        members, end = _members(header, 0, member=member)
     except (ValueError, RecursionError) as error:
         if isinstance(error, BlobRejected):
             raise
-        _refuse(f"its header is not JSON ({error})")
-    if not isinstance(document, dict):
-        _refuse("its header is not a JSON object")
-    return document
+        _refuse(f"its header is not JSON, or a tensor's entry too long ({error})")
+    if _spaced(header, end) != len(header):
+        _refuse("its header is not JSON: something follows it")
+    return {name: entry for name, entry in members.items() if entry is not None}, metadata
+
+
+def _members(
+    text: str, start: int, *, member: Callable[[str, int], tuple[Value, int]]
+) -> tuple[dict[str, Value], int]:
+    """Parse the JSON object at `start`, whose values `member` parses; return it and its end."""
+    found: dict[str, Value] = {}
+    position = _passed(text, start, "{")
+    if text[position : position + 1] == "}":
+        return found, position + 1
+    while True:
+        name, position = _string(text, position)
+        if name in found:
+            _refuse(f"its header has the name {name!r} twice")
+        found[name], position = member(name, _passed(text, _spaced(text, position), ":"))
+        position = _spaced(text, position)
+        if text[position : position + 1] == "}":
+            return found, position + 1
+        position = _passed(text, position, ",")
+
+
+def _passed(text: str, position: int, mark: str) -> int:
+    """Return where the text goes on behind a mark and spaces."""
+    if text[position : position + 1] != mark:
+        _refuse(f"its header is not JSON: expected {mark!r}, got {text[position : position + 8]!r}")
+    return _spaced(text, position + 1)
+
+
+def _spaced(text: str, position: int) -> int:
+    match = _SPACES.match(text, position)
+    return position if match is None else match.end()
+
+
+def _string(text: str, position: int) -> tuple[str, int]:
+    if text[position : position + 1] != '"':
+        _refuse(f"its header is not JSON: expected a string, got {text[position : position + 8]!r}")
+    found, end = _parsed(text, position)
+    return str(found), end
+
+
+def _parsed(text: str, position: int) -> tuple[Any, int]:
+    return _DECODER.raw_decode(text, position)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -162,10 +228,10 @@ def _no_constant(name: str) -> NoReturn:
     _refuse(f"its header holds {name}, which is no JSON")
 
 
-def _metadata(found: Any) -> dict[str, str]:
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        _refuse("its __metadata__ is not a map of strings")
-    return found
+_SPACES: Final = re.compile(r"[ \t\n\r]*")
+_DECODER: Final = json.JSONDecoder(
+    object_pairs_hook=_without_duplicates, parse_constant=_no_constant
+)
 
 
 def _entry(name: str, found: Any) -> TensorEntry:

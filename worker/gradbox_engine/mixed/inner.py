@@ -1,6 +1,6 @@
 """The scalar function inner(y, v), and the two derivatives of it that are needed.
 
-a = ∂inner/∂v is the cotangent that goes back through G. Its own derivative, contracted with a
+a = ∂inner/∂v is the cotangent of G's backward pass. Its own derivative, contracted with a
 tangent w of v, is ∂⟨a(y, v), w⟩/∂y: double backward through `inner` alone.
 """
 

@@ -1,4 +1,4 @@
-"""Small results of the device that the host may look at later, without waiting for it now."""
+"""Small results of the device, copied to the host without waiting for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a device tensor on its way to the host.
+    """A copy of a device tensor in the host's memory.
 
     On a CPU it is done at once. On CUDA it runs behind the kernels that compute it, and
     `value` waits for no other work than that.

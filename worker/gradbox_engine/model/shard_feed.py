@@ -1,4 +1,4 @@
-"""Shards on their way to the model.
+"""Reads shards and copies them to the model's device.
 
 On CUDA the next shard is read, pinned and copied on a stream of its own while the kernels of the
 current one run; nothing waits on the host. No tensor that was handed in is ever given to the model

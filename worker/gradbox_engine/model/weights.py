@@ -48,7 +48,7 @@ def lay_over(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     _check_untied(registered, given)
     for tensor_name in given.values():
         target = registered[tensor_name]
-        # A copy, for the forward pass may write to a buffer, and what came in is not ours.
+        # A copy, for the forward pass may write to a buffer, and the given tensor is the caller's.
         target.data = weights[tensor_name].detach().to(target.device, copy=True).contiguous()
 
 

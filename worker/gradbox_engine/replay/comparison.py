@@ -32,8 +32,8 @@ def relative_difference(again: Tensor, first: Tensor) -> Tensor:
 class ReplayComparison:
     """Compares each replayed shard with its first pass, without waiting for the device."""
 
-    def __init__(self, precision: Precision) -> None:
-        self.largest = 0.0
+    def __init__(self, precision: Precision, *, largest: float = 0.0) -> None:
+        self.largest = largest
         self._precision = precision
         self._pending: list[tuple[str, float, HostCopy]] = []
 

@@ -139,7 +139,7 @@ def finite_number(value: Any, penalty: float = 0.0, *, called: str) -> float:
 
 
 def real_number(value: Any, *, called: str) -> Tensor:
-    """Return a function's value as it is, having looked at its form alone.
+    """Return a function's value as it is, having checked its dtype and size alone.
 
     Raises:
         LossNotScalar: it is not one real floating-point number.

@@ -11,7 +11,7 @@ one more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,6 +41,7 @@ def first_pass(
     budget: GraphBudget,
     observer: Observer,
     outlives_the_job: bool = False,
+    after_shard: Callable[[Sequence[ShardRecord]], None] = lambda _records: None,
 ) -> FirstPass:
     """Put a range of shards through the model, in order.
 
@@ -49,6 +50,7 @@ def first_pass(
         budget: how much of the graphs may be kept.
         outlives_the_job: whether the kept graphs are for a later job, before which the model is
             put back. The last shard's then counts like any other.
+        after_shard: called with the records so far.
 
     Raises:
         EngineError: a call failed, or a buffer carries a graph from shard to shard.
@@ -77,6 +79,7 @@ def first_pass(
             for older in records:
                 older.free_graph()
         records.append(record)
+        after_shard(records)
         prepared.feed.prefetch(None if last else positions[index + 1])
     observer.step("forward", len(positions), len(positions))
     return FirstPass(records, state)

@@ -2,7 +2,7 @@
 
 float16 ends at 6e-8 below and 65504 above. A replay in fp16 multiplies all cotangents by one power
 of two that lifts the largest entry to about 256, and divides the sums by it; where a gradient
-overflows on its way all the same, the replay is repeated at a 64th of the scale.
+overflows all the same, the replay is repeated at a 64th of the scale.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 """
@@ -15,7 +15,7 @@ from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.precision import fp16_scale
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.replay.gradient_sums import GradientSums
-from gradbox_engine.replay.replay import Replayed
+from gradbox_engine.replay.replay import ReplayProgress
 
 LARGEST = 2.0**8
 STEP = 2.0**-6
@@ -23,8 +23,8 @@ SMALLEST_SCALE = 2.0**-24
 
 
 def repeated_until_finite(
-    replay: Callable[[], Replayed], cotangents: Mapping[Position, Outputs], sums: GradientSums
-) -> Replayed:
+    replay: Callable[[], ReplayProgress], cotangents: Mapping[Position, Outputs], sums: GradientSums
+) -> ReplayProgress:
     """Replay, and again at a smaller scale for as long as a gradient overflows."""
     entries = (tensor for part in cotangents.values() for tensor in part.values())
     sums.scale = fp16_scale(entries, largest=LARGEST)
@@ -36,6 +36,6 @@ def repeated_until_finite(
         sums.scale *= STEP
 
 
-def _finite(sums: GradientSums, replayed: Replayed) -> bool:
+def _finite(sums: GradientSums, replayed: ReplayProgress) -> bool:
     inputs = [g for named in replayed.input_grads.values() for g in named.values()]
     return sums.finite() and all(bool(g.isfinite().all()) for g in inputs if g is not None)

@@ -9,8 +9,8 @@ are compared with the outputs that the cotangents belong to. The sum runs in the
 case, so on a CPU the result has the same bits, and those of `set_gradient`.
 
 Cost, with F and B one shard's forward and backward, n shards, k of them kept: nB + (n − k)F; from
-outputs alone n(B + F), and nF more for a model whose buffers change. A shard whose cotangent is
-zero needs no backward pass. Memory beyond the model: one graph and those kept, Z, ∂L/∂Z, and one
+outputs alone n(B + F), and up to nF more for a model whose buffers change. A shard whose cotangent
+is zero needs no backward pass. Memory beyond the model: one graph and those kept, Z, ∂L/∂Z, and one
 sum of gradients.
 """
 
@@ -37,11 +37,19 @@ from gradbox_engine.replay.input_gradients import InputGrads, collect
 from gradbox_engine.replay.kept_graphs import KeptPass
 from gradbox_engine.replay.phase_clock import PhaseClock
 from gradbox_engine.replay.replay import replay
-from gradbox_engine.replay.retention import GraphBudget
+from gradbox_engine.replay.retention import GraphBudget, graph_budget
 from gradbox_engine.replay.set_outputs import SetOutputs
 from gradbox_engine.replay.shard_record import ShardRecord, free_graphs
 from gradbox_engine.replay.z import NumRows, ShardRows, unordered
-from gradbox_engine.requests import CallKeywords, CallOptions, Group, Observer, Phase, Silent
+from gradbox_engine.requests import (
+    CallKeywords,
+    CallOptions,
+    Group,
+    Observer,
+    Phase,
+    Retain,
+    Silent,
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ def gradient_at_cotangents(
     first: FirstOutputs | KeptPass,
     *,
     wrt: Sequence[str] | None = None,
+    retain: Retain = 0,
     observer: Observer | None = None,
     **options: Unpack[CallKeywords],
 ) -> CotangentGradient:
@@ -90,6 +99,7 @@ def gradient_at_cotangents(
         cotangents: by group and name, of Z's shape; one that is missing is zero.
         first: what `set_outputs` returned, or what it kept. Graphs that differentiate something
             other than `wrt` are not used. Those of shards without a cotangent stay.
+        retain: memory in bytes for graphs, where the first pass has to run again.
 
     Raises:
         EngineError: see `errors`; ReplayMismatch where a shard does not repeat its first outputs.
@@ -111,7 +121,8 @@ def gradient_at_cotangents(
                 parameters = frozenset(selection.parameters)
                 records = first.usable_for(given, parameters=parameters, inputs=ready.inputs)
             elif first.stateful:
-                records = _repeated_first_pass(ready, first, observer)
+                budget = graph_budget(retain, ready.device, sums_bytes=sums.expected_bytes())
+                records = _repeated_first_pass(ready, first, budget, observer)
             else:
                 records = _records_of(ready, _parts(groups, first.outputs, first.rows))
             free_graphs(records, given.keys() - needed.keys())
@@ -155,7 +166,7 @@ def _records_of(ready: Prepared, outputs: Mapping[Position, Outputs]) -> list[Sh
 
 
 def _repeated_first_pass(
-    ready: Prepared, first: FirstOutputs, observer: Observer
+    ready: Prepared, first: FirstOutputs, budget: GraphBudget, observer: Observer
 ) -> list[ShardRecord]:
     """Run the first pass again, and compare it with the first time.
 
@@ -166,7 +177,7 @@ def _repeated_first_pass(
         ready,
         all_positions(ready.calls.groups),
         before=ready.buffers.first,
-        budget=GraphBudget(0),
+        budget=budget,
         observer=observer,
     )
     expected = _parts(ready.calls.groups, first.outputs, first.rows)

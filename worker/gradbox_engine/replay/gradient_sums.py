@@ -54,6 +54,14 @@ class GradientSums:
         """Forget all sums."""
         self._sums.clear()
 
+    def reached(self) -> dict[str, Tensor]:
+        """Return the sums of the parameters that a backward pass has reached."""
+        return dict(self._sums)
+
+    def resume(self, sums: Mapping[str, Tensor]) -> None:
+        """Go on from what `reached` returned in another process."""
+        self._sums = dict(sums)
+
     def finite(self) -> bool:
         """Return whether every entry of every sum is finite; waits for the device."""
         flags = [gradient.isfinite().all() for gradient in self._sums.values()]

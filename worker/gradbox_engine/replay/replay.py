@@ -21,9 +21,9 @@ Not optimal: a shard's graph is freed as a whole, so the peak is one graph and n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -43,14 +43,19 @@ from gradbox_engine.requests import Observer
 ShardInputGrads = dict[str, Tensor | None]
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """How a replay went: shards by where their graph came from, and the inputs' gradients."""
+@dataclass
+class ReplayProgress:
+    """How far a replay has come, in the order of the sum."""
 
-    num_retained: int
-    num_replayed: int
-    difference: float  # the largest, see `comparison`
-    input_grads: dict[Position, ShardInputGrads]
+    num_done: int = 0  # shards whose gradient has been added
+    num_retained: int = 0  # those of them whose graph was kept
+    difference: float = 0.0  # the largest, see `comparison`
+    input_grads: dict[Position, ShardInputGrads] = field(default_factory=dict)
+
+    @property
+    def num_replayed(self) -> int:
+        """Shards that went through the model once more."""
+        return self.num_done - self.num_retained
 
 
 def replay(
@@ -60,13 +65,17 @@ def replay(
     sums: GradientSums,
     *,
     observer: Observer,
-) -> Replayed:
+    resumed: ReplayProgress | None = None,
+    after_shard: Callable[[ReplayProgress], None] = lambda _progress: None,
+) -> ReplayProgress:
     """Carry each shard's cotangent back through the model and add up the gradients.
 
     Args:
         records: a range of shards in order; the graphs of those that have a cotangent are used up.
         cotangents: z̄ᵢ by shard; a shard that is not named has none and is left out.
         sums: cotangents are multiplied by its scale, and what is added divided.
+        resumed: how far an earlier process came, whose sums are these.
+        after_shard: called when a shard's gradient has been added.
 
     Raises:
         ReplayMismatch: a shard differs from its first pass by more than its dtype's tolerance.
@@ -75,8 +84,18 @@ def replay(
     """
     last_first = [*records[-1:], *records[:-1]]
     active = [record for record in last_first if record.position in cotangents]
-    once = partial(_replay, prepared, active, cotangents, sums, observer=observer)
-    return retried_without_kept_graphs(once, active, undo=sums.clear)
+    progress = resumed or ReplayProgress()
+
+    def once() -> ReplayProgress:
+        _replay(prepared, active, cotangents, sums, progress, observer, after_shard)
+        return progress
+
+    def undo() -> None:
+        nonlocal progress
+        progress = ReplayProgress()
+        sums.clear()
+
+    return retried_without_kept_graphs(once, active, undo=undo)
 
 
 def _replay(
@@ -84,38 +103,50 @@ def _replay(
     records: Sequence[ShardRecord],
     cotangents: Mapping[Position, Outputs],
     sums: GradientSums,
-    *,
+    progress: ReplayProgress,
     observer: Observer,
-) -> Replayed:
-    comparison = ReplayComparison(prepared.options.precision)
-    without_graph = [record.position for record in records if record.graph is None]
-    num_replayed = 0
-    input_grads: dict[Position, ShardInputGrads] = {}
-    for index, record in enumerate(records):
-        observer.step("replay", index, len(records))
+    after_shard: Callable[[ReplayProgress], None],
+) -> None:
+    comparison = ReplayComparison(prepared.options.precision, largest=progress.difference)
+    left = records[progress.num_done :]
+    without_graph = deque(record.position for record in left if record.graph is None)
+    for record in left:
+        observer.step("replay", progress.num_done, len(records))
         graph = record.graph
         if graph is None:
-            prepared.buffers.restore(record.before)
-            graph = prepared.calls(record.position, prepared.feed.take(record.position))
+            without_graph.popleft()
+            graph = _called_again(prepared, record)
             where = prepared.calls.where(record.position)
             comparison.compare(where, graph.outputs, record.outputs)
-            if not graph.intact:  # the first pass has found those that the shards overwrite
-                raise ReplayMismatch(
-                    f"{where}: expected the replay to leave the activations under penalties as "
-                    f"the first pass did, but the model overwrote one in place"
-                )
-            num_replayed += 1
         else:
             prepared.buffers.restore(record.after)
+            progress.num_retained += 1
         found = carry_back(prepared, record, graph, cotangents[record.position], sums)
         record.free_graph()
         del graph
         if found:
-            input_grads[record.position] = found
-        prepared.feed.prefetch(next(iter(without_graph[num_replayed:]), None))
-    difference = comparison.finish()
+            progress.input_grads[record.position] = found
+        progress.num_done += 1
+        progress.difference = comparison.largest
+        after_shard(progress)
+        prepared.feed.prefetch(without_graph[0] if without_graph else None)
+    progress.difference = comparison.finish()
     observer.step("replay", len(records), len(records))
-    return Replayed(len(records) - num_replayed, num_replayed, difference, input_grads)
+
+
+def _called_again(prepared: Prepared, record: ShardRecord) -> ShardGraph:
+    """Put a shard through the model once more, under the buffers that it began with."""
+    for _ in range(2):
+        prepared.buffers.restore(record.before)
+        graph = prepared.calls(record.position, prepared.feed.take(record.position))
+        # Activations under penalties that the model overwrites are copied from the next call on.
+        # The first pass finds them; a job that goes on from a checkpoint has none of its own.
+        if graph.intact:
+            return graph
+    raise ReplayMismatch(
+        f"{prepared.calls.where(record.position)}: expected the model to overwrite the same "
+        f"activations in place in every call, but it overwrote another one under a penalty"
+    )
 
 
 def carry_back(

@@ -22,20 +22,23 @@ from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.shard_feed import Position, all_positions
 from gradbox_engine.model.wrt import Selection, select
+from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.cotangents import Differentiated, differentiate, nonzero
 from gradbox_engine.replay.first_pass import FirstPass, first_pass
 from gradbox_engine.replay.fp16_scaling import repeated_until_finite
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.input_gradients import collect
 from gradbox_engine.replay.phase_clock import PhaseClock
-from gradbox_engine.replay.replay import Replayed, replay
+from gradbox_engine.replay.replay import ReplayProgress, replay
 from gradbox_engine.replay.retention import graph_budget
 from gradbox_engine.replay.shard_record import ShardRecord, free_graphs, retried_without_kept_graphs
 from gradbox_engine.replay.z import ShardRows, concatenated
 from gradbox_engine.requests import (
     CallKeywords,
     CallOptions,
+    Checkpoints,
     Group,
+    NoCheckpoints,
     Objective,
     Observer,
     Retain,
@@ -56,6 +59,7 @@ def set_gradient(
     retain: Retain = 0,
     returns: Collection[Returned] = GRADS_ALONE,
     observer: Observer | None = None,
+    checkpoints: Checkpoints | None = None,
     **options: Unpack[CallKeywords],
 ) -> SetGradient:
     """Return dL/dθ for L = g(Z, extras) + Σ penalties, one shard's graph in memory at a time.
@@ -69,6 +73,7 @@ def set_gradient(
         retain: memory in bytes for graphs kept from the first pass, or "auto": what is free.
         returns: what to give back beside the gradients.
         observer: told before each shard; may raise to stop the job.
+        checkpoints: where the state of a long job is written, and read when it begins again.
         options: how the model is called, see `CallOptions`.
 
     Raises:
@@ -81,21 +86,35 @@ def set_gradient(
     with prepared(model, groups, selection, told) as ready:
         clock = PhaseClock(ready.device)
         sums = GradientSums(selection.parameters)
+        checkpoint = JobCheckpoint(checkpoints or NoCheckpoints(), ready, sums)
+        resumed = checkpoint.resumed()
         with clock.timed("forward"):
+            done = resumed.records
             budget = graph_budget(retain, ready.device, sums_bytes=sums.expected_bytes())
             first = first_pass(
                 ready,
-                all_positions(groups),
-                before=ready.buffers.first,
+                all_positions(groups)[len(done) :],
+                before=done[-1].after if done else ready.buffers.first,
                 budget=budget,
                 observer=observer,
+                after_shard=lambda records: checkpoint.after_first_call([*done, *records]),
             )
+            records = [*done, *first.records]
         with clock.timed("cotangents"):
             observer.step("cotangents", 0, 1)
-            loss, cotangents = _cotangents(ready, objective, first.records)
+            loss, cotangents = _cotangents(ready, objective, records)
             observer.step("cotangents", 1, 1)
         with clock.timed("replay"):
-            once = partial(replay, ready, first.records, cotangents, sums, observer=observer)
+            once = partial(
+                replay,
+                ready,
+                records,
+                cotangents,
+                sums,
+                observer=observer,
+                resumed=resumed.replay,
+                after_shard=partial(checkpoint.after_replay, records),
+            )
             if told.precision == "fp16":
                 replayed = repeated_until_finite(once, cotangents, sums)
             else:
@@ -146,7 +165,7 @@ def _result(
     first: FirstPass,
     loss: Differentiated,
     sums: GradientSums,
-    replayed: Replayed,
+    replayed: ReplayProgress,
     clock: PhaseClock,
     returns: Collection[Returned],
 ) -> SetGradient:

@@ -39,6 +39,7 @@ def compute(job: Job, spec: GradientSpec, loss: CotangentsLoss) -> Computed:
         seed=spec.seed,
         mode=spec.mode,
         wrt=differentiated(spec),
+        retain=spec.retain,
         precision=spec.precision,
         output=spec.output,
         readout=job.readout,
