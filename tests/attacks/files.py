@@ -220,7 +220,6 @@ def _index_naming(target: Target, *, named: str, content: bytes | None) -> str:
     tries="a model's index file that names a .bin, which runs code when torch loads it",
     must="the model is refused with the name; the code does not run",
     slow=True,
-    open="issue 13 A.9: torch's restricted unpickler is asked to read it",
 )
 def _index_names_pickle(target: Target) -> None:
     runs = Runs(target.folder / "ran")
@@ -235,7 +234,6 @@ def _index_names_pickle(target: Target) -> None:
     tries="a model's index file that names ../secret.safetensors",
     must="the model is refused with the name, although the file is there",
     slow=True,
-    open="issue 13 A.9: an index file may name what it likes",
 )
 def _index_leaves(target: Target) -> None:
     weights = save({"embeddings.word_embeddings.weight": torch.ones(11, 8)})

@@ -71,7 +71,6 @@ def _interrupts(target: Target) -> None:
     tries="a model that forks a process into a session of its own; then kill -9 of everything",
     must="what it forked ends too",
     slow=True,
-    open="issue 13 A.7: what a model forks outlives its device",
 )
 def _forks(target: Target) -> None:
     with own_box(models=["plain", "hostile"]) as own:
@@ -94,7 +93,6 @@ def _forks(target: Target) -> None:
     tries="a model that ends its process by the same signal in every attempt",
     must="the job fails after the second attempt, not the third; others' jobs run",
     slow=True,
-    open="issue 13 A.7: what must repeat is tried three times",
 )
 def _crashes(target: Target) -> None:
     with own_box(models=["plain", "hostile"]) as own:

@@ -306,7 +306,6 @@ NO_NUMBERS = {
     "request: numbers that are none",
     tries="timeout_s, priority and seed that are true, lists, negative, infinite, huge",
     must="422 invalid-job that names the field",
-    open="issue 13 A.9: true is taken for 1",
 )
 def _no_numbers(target: Target) -> None:
     spec = target.spec(target.eve)
