@@ -60,7 +60,6 @@ for _name, _spoil in BAD.items():
         tries="a record among the active jobs that no version of ours can read",
         must="it is set aside; new jobs are dispatched, listed and done",
         slow=True,
-        open="issue 13 A.6: one bad record stops the dispatcher",
     )(partial(_bad_record, spoil=_spoil))
 
 
@@ -69,7 +68,6 @@ for _name, _spoil in BAD.items():
     tries="entries without fields, and with wrong ones, in the stream of changes",
     must="listeners of other jobs hear the end of theirs",
     slow=True,
-    open="issue 13 A.6: one bad event stops the reader",
 )
 def _bad_event(target: Target) -> None:
     with own_box() as own, redis.Redis(unix_socket_path=_socket(own)) as store:
@@ -89,7 +87,6 @@ def _bad_event(target: Target) -> None:
     tries="4,096 zero bytes behind the append-only file, as a power cut leaves them",
     must="`gradbox up` starts, says what it cut, and knows its tokens and jobs",
     slow=True,
-    open="issue 13 A.8: Redis refuses to start",
 )
 def _power_cut(target: Target) -> None:
     with own_box() as own:

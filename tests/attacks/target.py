@@ -73,7 +73,7 @@ class Target:
         headers = {"Authorization": f"Bearer {self.box.own_token()}"}
         return httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=60.0)
 
-    def send(self, data: bytes, *, read_s: float = 2.0) -> bytes:
+    def send(self, data: bytes, *, read_s: float = 1.0) -> bytes:
         """Send raw bytes, and return what is answered until it closes or `read_s` of silence."""
         with socket.create_connection(("127.0.0.1", self.box.port)) as connection:
             connection.settimeout(read_s)

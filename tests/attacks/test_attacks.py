@@ -28,7 +28,7 @@ def _parameter(attack: Attack) -> Any:
     return pytest.param(attack, marks=marks, id=attack.name)
 
 
-@pytest.mark.parametrize("attack", map(_parameter, ATTACKS.values()))
+@pytest.mark.parametrize("attack", [_parameter(attack) for attack in ATTACKS.values()])
 def test_an_attack_ends_as_it_must(attack: Attack, shared: Target, tmp_path: Path) -> None:
     shared.folder = tmp_path
     try:
