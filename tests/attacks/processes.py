@@ -111,7 +111,6 @@ def _crashes(target: Target) -> None:
     tries="SIGSTOP of the service, for good",
     must="`gradbox up` notices within 45 s, and starts another",
     slow=True,
-    open="issue 13 A.6: a service that hangs is left alone",
 )
 def _hangs(target: Target) -> None:
     with own_box() as own:
