@@ -121,8 +121,8 @@ class Settings(BaseSettings):
             item = error.errors(include_url=False)[0]
             name = str(item["loc"][0])
             raise BadSettings(
-                f"{name}: {item['msg']}, got {item['input']!r}; give {_flag(name)} or "
-                f"GRADBOX_{name.upper()}"
+                f"{name}: expected {cls.model_fields[name].description}, got {item['input']!r} "
+                f"({item['msg']}); give {_flag(name)} or GRADBOX_{name.upper()}"
             ) from None
         return found.model_copy(update={"data": found.data.expanduser()})
 

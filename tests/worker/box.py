@@ -177,6 +177,14 @@ def is_device(pid: int) -> bool:
         return False
 
 
+def is_zombie(pid: int) -> bool:
+    """Tell whether a process has ended, whether its parent knows or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
 @contextmanager
 def dispatching(backing: Backing, *, turn_grace_s: float = TURN_GRACE_S) -> Iterator[None]:
     """Feed the backing's turns from its records while the context lasts."""

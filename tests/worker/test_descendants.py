@@ -17,13 +17,13 @@ from gradbox_worker.device.descendants import MARK, end_descendants
 from tests.worker.box import (
     Box,
     WorkerProcess,
+    is_zombie,
     register_misbehaving,
     running,
     running_box,
     running_worker,
     shards_of,
 )
-from tests.worker.test_worker_life import is_zombie
 
 NUM_CHILDREN = 3  # of zoo.leave_children
 

@@ -18,6 +18,7 @@ from gradbox_worker.turns.presence import NameLock
 from tests.worker.box import (
     Box,
     WorkerProcess,
+    is_zombie,
     register_misbehaving,
     running,
     running_box,
@@ -168,10 +169,3 @@ def test_a_check_tells_a_living_worker_from_none(box: Box) -> None:
     with running_worker(box, name="w5"):
         assert check() == 0
     assert check() == 1
-
-
-def is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True

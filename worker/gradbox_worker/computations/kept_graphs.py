@@ -10,7 +10,7 @@ A cache: a gradient job replays what is not here, and the result is the same. So
     a model has to be loaded                                  all
     a job fails, is stopped, or runs out of memory            all
     nothing has run for `IDLE_S`                              all
-    their cotangents have come                                those
+    the gradient job at their cotangents has used them        those
 
 Steps of several models, or of several forward jobs, thus keep what they need, in whatever order the
 cotangents come. A plain `Forward` has `retain` 0 and keeps nothing.
@@ -116,7 +116,7 @@ class KeptGraphs:
             self._forget_empty()
 
     def drop(self) -> None:
-        """Let go of all."""
+        """Free all graphs."""
         self._entries.clear()
 
     def rest(self) -> None:

@@ -1,4 +1,4 @@
-"""The device process: loads the models once, then runs the jobs that the worker sends.
+"""The device process: keeps the models loaded and runs the jobs that the worker sends.
 
 Started by `gradbox_worker.device.process` as `python -m gradbox_worker.device.main`. It never
 talks to Redis and never outlives its worker. A second thread reads the pipe, so that a request to
@@ -40,7 +40,7 @@ class Inbox:
         return self._begins.get()
 
     def next_run(self, within_s: float | None) -> Run | None:
-        """Wait for the next job, not longer than `within_s`; None if none has come by then."""
+        """Wait for the next job, not longer than `within_s`; None if there is none by then."""
         try:
             return self._runs.get(timeout=within_s)
         except queue.Empty:

@@ -50,7 +50,7 @@ class InlineDevice:
         return Failed(answer.problem) if isinstance(answer, Caught) else answer
 
     def rest(self) -> None:
-        """Let go of what was kept for jobs that do not come; called between jobs."""
+        """Free graphs of forward jobs that no gradient job used in time; called between jobs."""
         if self._kept.idle_left_s() == 0:
             self._kept.drop()
 
