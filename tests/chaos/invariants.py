@@ -170,7 +170,7 @@ def _idle_keys(connection: redis.Redis, jobs: Mapping[str, Any]) -> list[str]:
             found.append(f"the key {key}, which no running job needs")
         elif key in ("gradbox:active", "gradbox:order") and connection.zcard(key):
             found.append(f"{connection.zcard(key)} jobs in {key}")
-        elif key.startswith(("rq:queue:", "rq:intermediate:")) and connection.llen(key):
+        elif connection.type(key) == b"list" and connection.llen(key):
             found.append(f"{connection.llen(key)} turns in {key}")
     return found
 
