@@ -140,9 +140,11 @@ def _autograd(args: argparse.Namespace) -> str:
 
 def _per_sample(args: argparse.Namespace) -> str:
     from benchmarks.per_sample import measure_per_sample
+    from benchmarks.per_sample_jobs import jobs_section, measure_jobs
     from benchmarks.per_sample_report import per_sample_section
 
-    return per_sample_section(measure_per_sample(list(args.workloads)))
+    calls = per_sample_section(measure_per_sample(list(args.workloads)))
+    return calls + "\n\n" + jobs_section(measure_jobs(list(args.workloads)))
 
 
 def _parser() -> argparse.ArgumentParser:

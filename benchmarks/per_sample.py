@@ -1,8 +1,9 @@
 """Per-sample gradients and Jacobians against one summed forward and backward of the same batch.
 
-Ratios of minimum CPU time over interleaved rounds, one thread, each workload in a process of its
-own, in two states of glibc's heap: as it is, where every large array is made of fresh pages, and
-keeping what is freed, so that memory is used again.
+What is timed is the public call on one shard, with all that it checks. Ratios of minimum CPU time
+over interleaved rounds, one thread, each workload in a process of its own, in two states of glibc's
+heap: as it is, where every large array is made of fresh pages, and keeping what is freed, so that
+memory is used again. `per_sample_jobs` measures the same through a box.
 
 The floor of a dense result is the base and the bytes of the result at the speed at which memory
 that is in use is copied into memory that is in use.
@@ -22,13 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.measure import QUIET
-from benchmarks.per_sample_peers import peers, wrong_shape
+from benchmarks.per_sample_peers import outputs_of, peers, wrong_shape
 from benchmarks.per_sample_workloads import WORKLOADS, Workload
-from gradbox_engine.per_sample import Arena, Session
-from gradbox_engine.per_sample.reductions import Keep, Norms, ToArena
+from gradbox_engine.per_sample import SampleResult, jacobian, per_sample_gradient
 from gradbox_worker.computations.factors import described
 from gradbox_worker.files.result_file import write_result
 
@@ -49,6 +48,9 @@ class Measured:
     workload: str
     heap: str
     seconds: dict[str, float] = field(default_factory=dict)
+    first_calls_s: list[float] = field(
+        default_factory=list
+    )  # wall, of the first two in the process
     absent: dict[str, str] = field(default_factory=dict)
     dense_bytes: int = 0
     factored_bytes: int = 0
@@ -58,6 +60,12 @@ class Measured:
         """Return a method's time to the base's."""
         seconds = self.seconds.get(method)
         return None if seconds is None else seconds / self.seconds["base"]
+
+    @property
+    def later_shard(self) -> float | None:
+        """Return what the factors of a further shard of a job take, to the base."""
+        one, three = self.ratio("factors"), self.ratio("factors, three shards")
+        return None if one is None or three is None else (three - one) / 2
 
     @property
     def floor(self) -> float:
@@ -77,62 +85,61 @@ def _in_a_process(name: str, heap: str) -> Measured:
     return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def methods(work: Workload, session: Session) -> dict[str, Callable[[], Any]]:
+def call(work: Workload, *, shards: int = 1, **how: Any) -> SampleResult:
+    """Call the engine as its users do, on the batch as one shard, or on several of them."""
+    inputs = [work.shard] * shards
+    if work.outputs > 1:
+        return jacobian(work.model, inputs, output=work.output, wrt=work.wrt, **how)
+    return per_sample_gradient(
+        work.model, inputs, work.loss, output=work.output, wrt=work.wrt, **how
+    )
+
+
+def methods(work: Workload) -> dict[str, Callable[[], Any]]:
     """Return what is timed of gradbox, by name; "base" first."""
-    arguments = session.arguments(work.shard)
-    parameters = list(session.parameters.values())
-    arena = Arena()
-
-    def head(z: Tensor) -> Tensor:
-        return z.flatten(1) if work.outputs > 1 else work.loss(z)[:, None]
-
-    def base() -> None:
-        torch.autograd.grad(work.loss(session.call(arguments)).sum(), parameters, allow_unused=True)
-
-    def collected(collector: Any) -> Any:
-        traced = session.trace(arguments, 0, head, foldable=work.outputs > 1)
-        found = traced.terms()
-        collector.begin(traced.samples, work.outputs)
-        collector.take(found, 0, range(work.outputs))
-        return collector
-
-    def vjp() -> None:
-        traced = session.trace(arguments, 0, head)
-        traced.pulled_back(torch.ones_like(traced.value))
-
-    return {
-        "base": base,
-        "dense": lambda: collected(ToArena(arena)),
-        "dense, a new arena": lambda: collected(ToArena(Arena())),
-        "norms": lambda: collected(Norms()),
-        "gram": lambda: collected(Keep()).factors.gram(),
-        "vjp": vjp,
-        "factors": lambda: collected(Keep()),
-        "smaller form": lambda: collected(Keep(smaller=True)),
+    parameters = list(work.model.parameters())
+    found: dict[str, Callable[[], Any]] = {
+        "base": lambda: torch.autograd.grad(
+            work.loss(outputs_of(work)).sum(), parameters, allow_unused=True
+        ),
+        "dense": lambda: call(work),
+        "norms": lambda: call(work, reduce="norm"),
+        "gram": lambda: call(work, reduce="gram"),
+        "factors": lambda: call(work, form="factored"),
+        "factors, three shards": lambda: call(work, form="factored", shards=3),
+        "smaller form": lambda: call(work, form="auto"),
     }
+    if work.outputs > 1:
+        cotangents = torch.ones_like(outputs_of(work))
+        found["vjp"] = lambda: call(work, reduce="vjp", vectors=cotangents)
+    return found
 
 
 def measure(work: Workload, heap: str) -> Measured:
     """Time all methods in turn; a method that raises says so."""
     found = Measured(work.name, heap)
-    with Session(work.model, output=work.output, wrt=work.wrt) as session:
-        ours = methods(work, session)
-        calls = {**ours, **peers(work)}
-        rounds = {name: _rounds(name, call, work, found) for name, call in calls.items()}
-        for index in range(work.rounds):
-            for name, (most, repeats) in rounds.items():
-                for _ in range(repeats if index < most else 0):
-                    found.seconds[name] = min(found.seconds[name], _cpu_s(calls[name]))
-        _sizes(found, ours["smaller form"]().factors)
+    ours = methods(work)
+    ours["base"]()
+    for _ in range(2):
+        start = time.perf_counter()
+        ours["factors"]()
+        found.first_calls_s.append(time.perf_counter() - start)
+    calls = {**ours, **peers(work)}
+    rounds = {name: _rounds(name, run, work, found) for name, run in calls.items()}
+    for index in range(work.rounds):
+        for name, (most, repeats) in rounds.items():
+            for _ in range(repeats if index < most else 0):
+                found.seconds[name] = min(found.seconds[name], _cpu_s(calls[name]))
+    _sizes(found, ours["smaller form"]().factors)
     found.copied_bytes_per_s = _copying_speed()
     return found
 
 
-def _rounds(name: str, call: Callable[[], Any], work: Workload, found: Measured) -> tuple[int, int]:
+def _rounds(name: str, run: Callable[[], Any], work: Workload, found: Measured) -> tuple[int, int]:
     """Call once unmeasured, and return how many rounds and repeats a method is worth."""
     try:
-        first = call()
-        once_s = _cpu_s(call)
+        first = run()
+        once_s = _cpu_s(run)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
         found.absent[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
         return (0, 0)
@@ -144,9 +151,9 @@ def _rounds(name: str, call: Callable[[], Any], work: Workload, found: Measured)
     return (2, 1) if once_s > SLOW_S else (work.rounds, REPEATS)
 
 
-def _cpu_s(call: Callable[[], Any]) -> float:
+def _cpu_s(run: Callable[[], Any]) -> float:
     start = time.process_time_ns()
-    call()
+    run()
     return (time.process_time_ns() - start) / 1e9
 
 

@@ -134,3 +134,8 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "W4": minilm,
     "W5": resnet,
 }
+
+
+def model(name: str) -> nn.Module:
+    """Build a workload's model, for a box."""
+    return WORKLOADS[name]().model

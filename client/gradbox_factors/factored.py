@@ -110,7 +110,7 @@ class Factored:
         return torch.cat(rows, 0 if trace else 1) if len(rows) > 1 else rows[0]
 
     def _cancels(self, gram: Tensor, *, trace: bool) -> bool:
-        """Whether a row is so small beside its positions that sums over pairs have lost it."""
+        """Whether a row is so small next to its positions that sums over pairs lost its digits."""
         bounds = [_pair_bound(piece) for piece in self.pieces]
         if all(bound is None for bound in bounds):
             return False
@@ -164,7 +164,11 @@ def squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     lefts: dict[int, Tensor] = {}  # by the factor that a layer's weight and bias share
     for name, term in terms.items():
-        if not isinstance(term, Outer | Positions) or term.left.shape[2] != 1 or _sideways(term):
+        if (
+            not isinstance(term, Outer | Positions)
+            or term.left.shape[2] != 1
+            or _channels_first(term)
+        ):
             found[name] = term.squared_norm()
             continue
         square = lefts.get(id(term.left))
@@ -178,7 +182,7 @@ def squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
     return found
 
 
-def _sideways(term: Term) -> bool:
+def _channels_first(term: Term) -> bool:
     """Whether dim 2 of the left factor does not count positions."""
     return isinstance(term, Positions) and term.channels_first
 

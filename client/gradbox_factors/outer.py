@@ -76,19 +76,19 @@ class Outer(Term):
     def _write_product(self, out: Tensor, *, accumulate: bool) -> None:
         """Write J into `out` (B, Y, rows, columns) as matrix products."""
         if self.transposed and not out.is_contiguous():
-            # Some outputs of an array with more: only one sample's matrices lie in a row.
+            # Some outputs of an array with more: only one sample's matrices are contiguous.
             for b in range(self.samples):
                 one = slice(b, b + 1)
                 self.narrow(one, slice(None)).write(out[one], accumulate=accumulate)
             return
         first, second = self._matrices()
-        # Transposed: BLAS then keeps a row in registers when T = 1.
+        # Transposed: BLAS is faster so when T = 1.
         flat_T = out.view(first.shape[0], first.shape[1], second.shape[2]).mT
         if accumulate:
             flat_T.baddbmm_(second.mT, first.mT)
         elif self.left.is_cpu and self.right.shape[1] > 1 and _fits_the_cache(flat_T):
             for n, each in enumerate(flat_T):
-                # A fill streams, and what it has just filled takes the product's stores at once.
+                # Filled memory is in the cache when the product is stored there.
                 each.mT.zero_()
                 torch.mm(second[n].mT, first[n].mT, out=each)
         else:
@@ -211,66 +211,68 @@ class Outer(Term):
 def _rows_are_short(sizes: tuple[int, int]) -> bool:
     """Whether a product of BLAS writes an outer product faster than a broadcast does.
 
-    A broadcast begins anew with every row; on rows of 300 numbers that halves its speed.
+    A broadcast restarts its inner loop at every row, which halves its speed on 300 numbers.
     """
     rows, columns = sizes
     return rows >= 64 and 64 <= columns <= 512
 
 
 def _fits_the_cache(arrays: Tensor) -> bool:
-    """Whether one of several arrays is worth filling first: not tiny, and still there after it."""
+    """Whether one of several arrays is not tiny, and still in the cache after it is filled."""
     return len(arrays) > 1 and 2**18 <= arrays[0].nbytes <= 2**22
 
 
 def gram_of_one_position(pairs: Sequence[tuple[Outer, Outer, float]]) -> Tensor:
     """Return the sum of the Grams of several layers with T = 1, (Y, B, Y', B').
 
-    Output by output through all layers, so that the strip of the result stays in the cache. Each
-    pair comes with its `shift`, see `add_gram_with`.
+    Output by output through all layers, so that each slice of the result stays in the cache. Each
+    pair has its `shift`, see `add_gram_with`.
     """
     first, second, _ = pairs[0]
     sizes = (first.outputs, first.samples, second.outputs, second.samples)
     gram = first.left.new_empty(sizes)
     varying: list[tuple[Tensor, Tensor, Tensor]] = []
-    steady: list[tuple[Tensor, Tensor, Tensor]] = []
+    constant: list[tuple[Tensor, Tensor, Tensor]] = []
     for mine, other, shift in pairs:
         feature = mine.right.select(1, 0) @ other.right.select(1, 0).T
         if shift:
             feature.add_(shift)
-        both_steady = _is_steady(mine.left) and (other is mine or _is_steady(other.left))
-        (steady if both_steady else varying).append((mine.left, other.left, feature))
+        both_constant = _is_constant(mine.left) and (other is mine or _is_constant(other.left))
+        (constant if both_constant else varying).append((mine.left, other.left, feature))
     if varying:
-        _write_strips(gram, varying)
+        _write_slices(gram, varying)
     else:
         gram.zero_()
-    for left, right, feature in steady:
+    for left, right, feature in constant:
         weights = left[:, 0, 0] @ right[:, 0, 0].T
         for y, z in weights.nonzero().tolist():
             gram[y, :, z].add_(feature, alpha=float(weights[y, z]))
     return gram
 
 
-def _write_strips(gram: Tensor, layers: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """Write Σ (left · right) ∘ feature of all layers to `gram`, the strip of one y after another.
+def _write_slices(gram: Tensor, layers: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """Write Σ (left · right) ∘ feature of all layers to `gram`, one slice y after another.
 
     Args:
         layers: left (Y, B, 1, O), right (Y', B', 1, O) and feature (B, B') of each.
     """
     B = gram.shape[1]
-    turned = [right.flatten(0, 2).T for _, right, _ in layers]
+    transposed_rights = [right.flatten(0, 2).T for _, right, _ in layers]
     features = [feature[:, None] for _, _, feature in layers]
     lefts = [left.select(2, 0) for left, _, _ in layers]
     scratch = gram.new_empty(gram.shape[1:]) if len(layers) > 1 else gram[0]
-    for y, strip in enumerate(gram):
-        torch.mm(lefts[0][y], turned[0], out=strip.view(B, -1))
-        strip.mul_(features[0])
-        for left, right, feature in zip(lefts[1:], turned[1:], features[1:], strict=True):
+    for y, slice_y in enumerate(gram):
+        torch.mm(lefts[0][y], transposed_rights[0], out=slice_y.view(B, -1))
+        slice_y.mul_(features[0])
+        for left, right, feature in zip(
+            lefts[1:], transposed_rights[1:], features[1:], strict=True
+        ):
             torch.mm(left[y], right, out=scratch.view(B, -1))
-            strip.addcmul_(scratch, feature)
+            slice_y.addcmul_(scratch, feature)
 
 
-def _is_steady(left: Tensor) -> bool:
-    """Whether all samples have the same output gradients, as those of z itself do: the cotangents.
+def _is_constant(left: Tensor) -> bool:
+    """Whether all samples have the same output gradients, as at z itself: the cotangents.
 
     A network that ends in a linear layer has them there, and a Gram then needs Y · Y' numbers of
     that layer instead of a product over all pairs of rows.

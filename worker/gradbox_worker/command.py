@@ -59,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "has available when it begins, less 1 GiB or 5 %% of its memory; of a GPU, all]",
     )
     parser.add_argument(
+        "--checkpoint-after-s",
+        type=float,
+        help="once a gradient job has run so long, and twice as often from there, its state is "
+        "written, from which another attempt goes on after a crash [60]",
+    )
+    parser.add_argument(
         "--lease-s",
         type=float,
         default=20.0,
@@ -152,6 +158,7 @@ def _work(args: argparse.Namespace) -> int:
             model_memory_bytes=_bytes(args.model_memory_gib),
             result_memory_bytes=_bytes(args.result_memory_gib),
             job_memory_bytes=_bytes(args.job_memory_gib),
+            checkpoint_after_s=args.checkpoint_after_s,
         )
     )
     name = args.name or default_name(args.device)

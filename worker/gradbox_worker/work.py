@@ -23,6 +23,11 @@ class Work:
     forward_result: Path | None = None  # of the job whose outputs the loss is cotangents of
     disk_reserve_bytes: int | None = None  # see `gradbox_service.store.Room`
 
+    @property
+    def checkpoints(self) -> Path:
+        """The folder that `ResultStore.checkpoints` names, beside that of the results."""
+        return self.result_path.parent.with_name("checkpoints")
+
 
 @dataclass(frozen=True)
 class Finished:

@@ -140,7 +140,7 @@ class Cleaner:
 
     def _sweep_checkpoints(self, *, unused_since_s: float) -> None:
         """Remove what jobs left that ended while no worker could."""
-        for path in (self._settings.data / "checkpoints").glob("*"):
+        for path in self._results.checkpoints.glob("*"):
             found = use_of(path)
             record = self._records.get(path.name.partition(".")[0])
             over = record is None or record.state.final

@@ -1,4 +1,4 @@
-"""Result files on disk: DATA/results/JOB.ATTEMPT.safetensors.
+"""Result files on disk: DATA/results/JOB.ATTEMPT.safetensors; unfinished jobs' checkpoints beside.
 
 The attempt is part of the name, so an attempt that was thought dead and ends late never replaces
 the file that the record speaks of.
@@ -28,6 +28,16 @@ class ResultStore:
     def beside(self, job_id: str, *, attempt: int) -> Path:
         """Return where the attempt writes its result before it renames it to `path`."""
         return self.path(job_id, attempt=attempt).with_suffix(".partial")
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the states from which jobs that were interrupted go on."""
+        return self._root.with_name("checkpoints")
+
+    def remove_checkpoint(self, job_id: str) -> None:
+        """Remove a job's state, whichever attempt wrote it: the job has ended."""
+        for path in self.checkpoints.glob(f"{glob.escape(job_id)}.*"):
+            path.unlink(missing_ok=True)
 
     def files(self) -> Iterator[tuple[str, FileUse]]:
         """Give the job's id, the size and the last use of every committed result."""

@@ -1,4 +1,4 @@
-"""What a plan was checked on does not vouch for another loss, other weights or other data."""
+"""What an earlier job has checked confirms nothing for another loss, other weights or data."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradbox_engine.per_sample import CoupledSamples, SampleResult, per_sample_gradient
+from gradbox_engine.per_sample.planning.probe_runs import SAMPLES
 from tests.engine.per_sample import naive
 from tests.engine.per_sample.zoo import Square, Written
 
@@ -63,6 +64,63 @@ def test_batch_norm_behind_a_weight_of_zero_is_refused_once_it_is_not(gate: str)
         per_sample_gradient(model, [_x(8, 5)], _squares, mode="train", weights=weights)
 
 
+def _gated_batch_statistics(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x)  # type: ignore[operator]
+    return h + m.gate * (h.argmax(0) * h.detach().mean(0))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_coupling_without_a_gradient_is_refused_once_its_gate_is_not_zero(precision: str) -> None:
+    """What is multiplied by the gate mixes samples, and leaves all rows autograd's."""
+    torch.manual_seed(1)
+    parts = {"a": nn.Linear(5, 3), "gate": nn.Parameter(torch.zeros(3))}
+    model = Written(_gated_batch_statistics, **parts)
+    inputs = {"0": torch.randn(8, 5)}
+    per_sample_gradient(model, [inputs], _squares, precision=precision, wrt=["a.*"])
+    with pytest.raises(CoupledSamples, match="one sample"):
+        per_sample_gradient(
+            model,
+            [inputs],
+            _squares,
+            precision=precision,
+            wrt=["a.*"],
+            weights={"gate": torch.ones(3)},
+        )
+
+
+def test_an_order_that_changes_among_small_samples_is_seen_beside_a_large_one() -> None:
+    """One row is 1e12 times as large as those that a permutation exchanges."""
+
+    def forward(m: nn.Module, x: Tensor, order: Tensor) -> Tensor:
+        P = F.one_hot(order, len(order)).to(x)
+        return P.T @ m.b(P @ m.a(x).tanh())  # type: ignore[operator,no-any-return]
+
+    torch.manual_seed(1)
+    model = Written(forward, a=nn.Linear(5, 4), b=nn.Linear(4, 3)).double()
+    scale = torch.tensor([1e12] + [1.0] * 5, dtype=torch.float64)
+    x = torch.randn(6, 5, dtype=torch.float64)
+
+    def loss(z: Tensor, scale: Tensor) -> Tensor:
+        return z.square().sum(1) * scale
+
+    def rows(order: Tensor) -> tuple[Tensor, Tensor]:
+        losses = loss(model(x, order), scale)[:, None]
+        expected = naive.flat(naive.rows(losses, dict(model.named_parameters())))[:, 0]
+        found = per_sample_gradient(
+            model,
+            [{"x": x, "order": order}],
+            loss,
+            loss_inputs={"scale": scale},
+            unchecked=["coupling"],
+        )
+        return naive.flat(found.arrays, lead=1), expected
+
+    for order in ([0, 1, 2, 3, 4, 5], [0, 2, 1, 3, 5, 4]):
+        found, expected = rows(torch.tensor(order))
+        for row, of_autograd in zip(found, expected, strict=True):
+            assert naive.difference(row, of_autograd) <= naive.TOLERANCE
+
+
 def test_rows_of_zero_are_compared_again_when_they_are_not() -> None:
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         return m.b(Square.apply(x, m.w)).tanh()  # type: ignore[operator,no-any-return,no-untyped-call]
@@ -91,7 +149,7 @@ def test_a_flat_first_shard_confirms_nothing() -> None:
     assert set(result.loops) == {"w"}
 
 
-def test_weights_that_stay_apart_are_planned_once() -> None:
+def test_a_plan_is_made_once_and_checked_on_the_first_shard_of_each_job() -> None:
     calls = []
 
     def forward(m: nn.Module, x: Tensor) -> Tensor:
@@ -103,8 +161,9 @@ def test_weights_that_stay_apart_are_planned_once() -> None:
     per_sample_gradient(model, [_x(6, 5)], _squares)
     calls.clear()
     weights = {name: p.detach() * 2 for name, p in model.named_parameters()}
-    per_sample_gradient(model, [_x(6, 5)], _squares, weights=weights)
-    assert calls == [6]
+    per_sample_gradient(model, [_x(6, 5)] * 3, _squares, weights=weights)
+    few = [SAMPLES, SAMPLES]  # of which one is replaced in the second call
+    assert calls == [*few, 6, 6, 6]
 
 
 def test_a_parameter_that_is_never_reached_costs_no_further_call() -> None:
@@ -118,8 +177,8 @@ def test_a_parameter_that_is_never_reached_costs_no_further_call() -> None:
     model = Written(forward, a=nn.Linear(5, 4), unused=nn.Linear(5, 4)).double()
     per_sample_gradient(model, [_x(6, 5)], _squares)
     calls.clear()
-    result = per_sample_gradient(model, [_x(6, 5)], _squares)
-    assert calls == [6]
+    result = per_sample_gradient(model, [_x(6, 5)] * 2, _squares)
+    assert calls == [SAMPLES, SAMPLES, 6, 6]
     assert set(result.unreached) == {"unused.weight", "unused.bias"}
 
 

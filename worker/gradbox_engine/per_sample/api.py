@@ -3,7 +3,8 @@
     g_b   = dℓ_b/dθ,      ℓ = loss(z, **loss_inputs) of shape (B,), entry b of sample b alone
     J_by  = dz_by/dθ,     z of shape (B, ...), its further dims flattened to Y
 
-No 1/B anywhere. Shard i runs under its own random stream, so masks are those of the batched pass.
+Nothing is divided by B. Shard i runs under its own random stream, so masks are those of the
+batched pass.
 Cost: one forward and one backward without weight gradients for each shard (Y cotangents at once for
 a Jacobian, in chunks within the budget), then the products.
 
@@ -17,10 +18,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradbox_engine.errors import BadInputs
-from gradbox_engine.per_sample.arena import Arena, Sink
 from gradbox_engine.per_sample.job import Job, Shard
-from gradbox_engine.per_sample.planning.model import Session
+from gradbox_engine.per_sample.pieces import Sink
+from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.request import (
     Form,
     GradientReduction,
@@ -29,7 +29,6 @@ from gradbox_engine.per_sample.request import (
     SampleObserver,
     SampleResult,
 )
-from gradbox_engine.per_sample.sample_loss import SampleLoss, rows_of
 
 BUDGET_BYTES = 2**30
 
@@ -49,8 +48,7 @@ def per_sample_gradient(
     observer: SampleObserver | None = None,
     budget_bytes: int = BUDGET_BYTES,
     sink: Sink | None = None,
-    arena: Arena | None = None,
-    **session: Any,
+    **setting: Any,
 ) -> SampleResult:
     """Compute dℓ_b/dθ for every sample b.
 
@@ -63,8 +61,8 @@ def per_sample_gradient(
         dim: the length of a `projection`, which `projection_seed` names.
         budget_bytes: memory for pieces of a dense result on their way to `sink`.
         sink: takes a dense result in pieces; without it arrays are returned.
-        arena: memory to write a dense result into; the arrays are its views until its next use.
-        session: mode, wrt, precision, output, readout, weights, method, unchecked: see `Session`.
+        setting: mode, wrt, precision, output, readout, weights, method, unchecked: see
+            `CallableModel`.
 
     Raises:
         BadReduction: the arguments do not fit together.
@@ -73,10 +71,9 @@ def per_sample_gradient(
     """
     request = Request(reduce, form, clip, dim, projection_seed)
     request.check(GradientReduction)
-    with Session(model, seed=seed, **session) as prepared:
-        counts = _samples_of(inputs, prepared)
-        job = Job(request, inputs, counts, observer, budget_bytes, sink, arena)
-        return job.run(prepared, SampleLoss(loss, loss_inputs or {}, counts))
+    with CallableModel(model, seed=seed, **setting) as ready:
+        job = Job(ready, request, inputs, observer=observer, budget_bytes=budget_bytes, sink=sink)
+        return job.gradients(loss, loss_inputs or {})
 
 
 def jacobian(
@@ -92,15 +89,14 @@ def jacobian(
     observer: SampleObserver | None = None,
     budget_bytes: int = BUDGET_BYTES,
     sink: Sink | None = None,
-    arena: Arena | None = None,
-    **session: Any,
+    **setting: Any,
 ) -> SampleResult:
     """Compute dz_by/dθ for every sample b and output y.
 
     Args:
         vectors: for `vjp` cotangents shaped like z over all shards; for `jvp` a tangent by
             parameter name, 0 for names left out.
-        session: and the others: see `per_sample_gradient`.
+        setting: and the others: see `per_sample_gradient`.
 
     Raises:
         BadReduction: the arguments do not fit together, or `vectors` does not fit z or θ.
@@ -108,16 +104,6 @@ def jacobian(
     """
     request = Request(reduce, form, None, dim, projection_seed, vectors)
     request.check(JacobianReduction)
-    with Session(model, seed=seed, **session) as prepared:
-        counts = _samples_of(inputs, prepared)
-        job = Job(request, inputs, counts, observer, budget_bytes, sink, arena)
-        if reduce == "vjp":
-            return job.pulled_back(prepared)
-        return job.run(prepared, rows_of)
-
-
-def _samples_of(inputs: Sequence[Shard], session: Session) -> list[int]:
-    """Return how many samples each shard has."""
-    if not len(inputs):
-        raise BadInputs("inputs: expected one shard or more, got none")
-    return [session.count(session.arguments(shard), index) for index, shard in enumerate(inputs)]
+    with CallableModel(model, seed=seed, **setting) as ready:
+        job = Job(ready, request, inputs, observer=observer, budget_bytes=budget_bytes, sink=sink)
+        return job.jacobians()

@@ -1,15 +1,15 @@
-"""One batched forward and one batched backward of a shard, turned into factors.
+"""One batched forward and one batched backward pass of a shard, turned into factors.
 
 Shapes: B samples, Y outputs (1 for a per-sample gradient), P parameters.
 Cost: one forward, one backward without weight gradients for each chunk of outputs, and the layer
-inputs and output gradients in memory at once. A parameter on the loop road costs B · Y backward
+inputs and output gradients in memory at once. A parameter that is looped over costs B · Y backward
 passes of the whole batch. Known not to be optimal: gradients are all alive before the first term is
 used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -17,56 +17,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradbox_engine.model.reentrant import plain_checkpoints
-from gradbox_engine.per_sample.derived_parameters import pulled_back
-from gradbox_engine.per_sample.errors import NoBatchAxis, SelfCheckFailed
+from gradbox_engine.errors import NoBatchAxis, SelfCheckFailed
+from gradbox_engine.model.kernels import checkpoints_inlined
+from gradbox_engine.per_sample.derived_parameters import parameter_terms
+from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.planning.plan import Plan
-from gradbox_engine.per_sample.planning.watched_model import WatchedModel
-from gradbox_engine.per_sample.recording.function_calls import Key, PlanStale, Run
+from gradbox_engine.per_sample.recording.function_calls import Key
+from gradbox_engine.per_sample.recording.step_recorder import StepRecorder
 from gradbox_factors import Block, Lookup, Outer, Positions, Term, Total, Zero
 
 Terms = dict[str, Term]
 
 
-class Traced:
+class RecordedGraph:
     """A shard's graph, from which factors are drawn.
 
     Args:
-        session: the model.
+        model: the model.
         plan: how its uses are treated.
-        arguments: the shard's.
+        arguments: the shard's, to which the model may write.
         head: maps z (B, ...) to what is differentiated, (B, Y).
     """
 
     def __init__(
         self,
-        session: WatchedModel,
+        model: CallableModel,
         plan: Plan,
         arguments: dict[str, Any],
         head: Callable[[Tensor], Tensor],
-        *,
-        copies: int = 1,
     ) -> None:
-        self.session, self.plan, self._copies = session, plan, copies
-        watched = session.parameters if plan.watched else {}
-        if copies > 1:
-            arguments = _repeated(arguments, plan.axes, copies)
-        expected = plan.samples(arguments) or 0
-        self._capture = Run(watched, plan.steps, samples=expected, copies=copies)
+        self._parameters, self._plan = model.parameters, plan
+        samples = plan.samples(arguments) or 0
+        recorded = model.parameters if plan.recorded else {}
+        self._recorder = StepRecorder(recorded, plan.steps, samples=samples)
         with torch.enable_grad():
-            with plain_checkpoints(), self._capture:
-                z = session.call(arguments)
-            if z.shape[0] != expected:
+            with checkpoints_inlined(), self._recorder:
+                self.z = model.call(arguments)
+            self._recorder.finish()
+            if not self.deviated and self.z.shape[0] != samples:
                 raise NoBatchAxis(
-                    f"the output: expected {expected} rows, one a sample, got shape "
-                    f"{tuple(z.shape)}: keep the samples on dim 0, also where there is one"
+                    f"the output: expected {samples} rows, one a sample, got shape "
+                    f"{tuple(self.z.shape)}: keep the samples on dim 0, also where there is one"
                 )
-            self._whole = head(z)
-        if self._capture.at != len(plan.steps):
-            raise PlanStale
-        samples = z.shape[0] // copies
-        self.value = self._whole[:samples] if copies > 1 else self._whole
-        self.z = z.detach()[:samples]
+            self.value = self.z if self.deviated else head(self.z)
+
+    @property
+    def deviated(self) -> bool:
+        """Whether a call was not as planned, so that no rows can be drawn from this graph."""
+        return self._recorder.deviated
 
     @property
     def samples(self) -> int:
@@ -78,31 +76,31 @@ class Traced:
         """Y."""
         return self.value.shape[1]
 
-    @property
-    def folded(self) -> bool:
-        """Whether the outputs run as copies of the batch, all of them at once."""
-        return self._copies > 1
+    def free(self) -> None:
+        """Free the graph; the numbers stay."""
+        self.z, self.value = self.z.detach(), self.value.detach()
+        self._recorder.edges.clear()
+        self._recorder.derived.clear()
 
     def gradient_bytes(self) -> int:
         """Return what the output gradients of one output take, as far as the graph tells."""
         return sum(
-            _edge_bytes(record.edge.node, record.edge.output_nr) for record in self._capture.records
+            _edge_bytes(record.edge.node, record.edge.output_nr) for record in self._recorder.edges
         )
 
-    def terms(self, outputs: range | None = None, *, last: bool = True) -> Terms:
-        """Return every parameter's term for some outputs; `last` gives the graph up."""
-        outputs = range(self.outputs) if outputs is None else outputs
-        records = self._capture.records
-        looped = bool(self.plan.loops)
+    def terms(self, outputs: range, *, keep_graph: bool) -> Terms:
+        """Return every parameter's term for some outputs."""
+        records = self._recorder.edges
+        looped = bool(self._plan.loops)
         gradients: Sequence[Tensor | None] = []
         if records:
             edges = [record.edge for record in records]
-            gradients = self._backward(edges, outputs, keep=looped or not last)
+            gradients = self._backward(edges, outputs, keep=looped or keep_graph)
         found: dict[Key, list[Term]] = {}
         for record, gradient in zip(records, gradients, strict=True):
             if gradient is None:
                 continue
-            if not record.unchanged():
+            if not record.input_unchanged():
                 raise RuntimeError(
                     "a layer's input was changed in place after the layer used it, which autograd "
                     "refuses in training as well: make the change out of place"
@@ -111,15 +109,14 @@ class Traced:
                 found.setdefault(key, []).append(term)
         self._pull_back(found)
         if looped:
-            self._loop(found, outputs, keep=not last)
+            self._loop(found, outputs)
         return {
-            name: self._merged(name, found.get(name, []), len(outputs))
-            for name in self.session.parameters
+            name: self._merged(name, found.get(name, []), len(outputs)) for name in self._parameters
         }
 
     def pulled_back(self, cotangents: Tensor) -> dict[str, Tensor]:
         """Return Jᵀ u by parameter, u of shape (B, Y), by one ordinary backward."""
-        parameters = self.session.parameters
+        parameters = self._parameters
         gradients = torch.autograd.grad(
             self.value, list(parameters.values()), cotangents, allow_unused=True
         )
@@ -133,19 +130,13 @@ class Traced:
     ) -> Sequence[Tensor | None]:
         """Return the gradients at the edges, (Y, ...) each."""
         value = self.value
-        if self._copies > 1:
-            cotangents = _stacked(self._copies, self.samples, value.dtype, value.device)
-            found = torch.autograd.grad(
-                self._whole, edges, cotangents, retain_graph=keep, allow_unused=True
-            )
-            return [None if g is None else g.unsqueeze(0) for g in found]
         if len(outputs) == 1:
             column = value if self.outputs == 1 else value[:, outputs.start]
             found = torch.autograd.grad(column.sum(), edges, retain_graph=keep, allow_unused=True)
             return [None if g is None else g.unsqueeze(0) for g in found]
         cotangents = _identity(self.outputs, outputs, self.samples, value.dtype, value.device)
-        untried = self.plan.batched_backward is None
-        if self.plan.batched_backward is not False:
+        untried = self._plan.batched_backward is None
+        if self._plan.batched_backward is not False:
             try:
                 found = torch.autograd.grad(
                     value,
@@ -155,12 +146,12 @@ class Traced:
                     allow_unused=True,
                     is_grads_batched=True,
                 )
-                self.plan.batched_backward = True
+                self._plan.batched_backward = True
                 return found
             except RuntimeError as error:
                 if "vmap" not in str(error) and "batching rule" not in str(error).lower():
                     raise
-                self.plan.batched_backward = False
+                self._plan.batched_backward = False
         rows = [
             torch.autograd.grad(value, edges, cotangent, retain_graph=True, allow_unused=True)
             for cotangent in cotangents
@@ -174,15 +165,13 @@ class Traced:
         """Turn terms of derived tensors into terms of the parameters they are made of."""
         for key in [key for key in found if not isinstance(key, str)]:
             terms = found.pop(key)
-            for name, term in pulled_back(
-                self._capture.derived[key], terms, self.session.parameters
-            ):
+            for name, term in parameter_terms(self._recorder.derived[key], terms, self._parameters):
                 found.setdefault(name, []).append(term)
 
-    def _loop(self, found: dict[Key, list[Term]], outputs: range, *, keep: bool) -> None:
+    def _loop(self, found: dict[Key, list[Term]], outputs: range) -> None:
         """One backward pass for each sample and output, for the parameters that need it."""
-        names = list(self.plan.loops)
-        wanted = [self.session.parameters[name] for name in names]
+        names = list(self._plan.loops)
+        wanted = [self._parameters[name] for name in names]
         arrays = [
             torch.zeros(self.samples, len(outputs), *p.shape, dtype=p.dtype, device=p.device)
             for p in wanted
@@ -200,8 +189,8 @@ class Traced:
 
     def _merged(self, name: str, terms: list[Term], num_outputs: int) -> Term:
         if not terms:
-            empty = self.session.parameters[name].new_empty(self.samples, num_outputs, 0)
-            return Zero(name, tuple(self.session.parameters[name].shape), empty)
+            empty = self._parameters[name].new_empty(self.samples, num_outputs, 0)
+            return Zero(name, tuple(self._parameters[name].shape), empty)
         for term in terms:
             if term.samples != self.samples:
                 raise SelfCheckFailed(
@@ -251,20 +240,6 @@ def _identity(
     """Return the cotangents of some outputs for every sample, (len(outputs), B, Y)."""
     eye = torch.eye(size, dtype=dtype, device=device)[outputs.start : outputs.stop]
     return eye[:, None].expand(len(outputs), samples, size)
-
-
-def _repeated(arguments: dict[str, Any], axes: Mapping[str, int], copies: int) -> dict[str, Any]:
-    """Return the arguments with their samples repeated, (copies, B) in this order."""
-    return {
-        name: torch.cat([value] * copies, axes[name]) if name in axes else value
-        for name, value in arguments.items()
-    }
-
-
-@lru_cache(maxsize=16)
-def _stacked(outputs: int, samples: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return cotangents of copies of the batch: copy y asks for output y, (Y · B, Y)."""
-    return torch.eye(outputs, dtype=dtype, device=device).repeat_interleave(samples, 0)
 
 
 def _edge_bytes(node: Any, output: int) -> int:

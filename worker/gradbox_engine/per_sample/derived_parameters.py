@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradbox_engine.per_sample.rules.layers import Target, lookup
+from gradbox_engine.per_sample.rules.embedding import lookup
+from gradbox_engine.per_sample.rules.rule import Target
 from gradbox_factors import Block, Outer, Term, Total
 
 _TRANSPOSED = ("TBackward0", "TransposeBackward0")
 
 
-def pulled_back(
+def parameter_terms(
     q: Tensor, terms: Sequence[Term], parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Term]]:
     """Yield (parameter, term) pairs that stand for what `terms` are for q."""

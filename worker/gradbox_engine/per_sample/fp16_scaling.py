@@ -1,11 +1,11 @@
-"""Gradients that float16 can hold: the loss of every sample is scaled, its row divided again.
+"""Gradients that float16 can hold: each sample's loss is scaled, and its row divided again.
 
 float16 ends at 6e-8, so the rows of a small loss would be rough, and then zero. Sample b's loss is
-multiplied by the power of two s_b that brings ‖∂ℓ_b/∂z‖ to about 16; samples do not meet on the way
-back, so row b is s_b times too large, and is divided in the parameters' dtype. The norm and not the
-largest entry, for a layer may add the slopes of very many outputs.
+multiplied by the power of two s_b that brings ‖∂ℓ_b/∂z‖ to about 16; samples are independent, so
+row b is s_b times too large, and is divided in the parameters' dtype. The norm and not the largest
+entry, for a layer may add the gradients of very many outputs.
 
-A sample whose gradient overflows on its way is tried again with a smaller scale, with its shard.
+A shard in which a sample's gradient overflows runs again, with a smaller scale for that sample.
 
 Cost: the loss's own backward pass once more, and two passes over the factors.
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradbox_engine.per_sample.backward import Traced
+from gradbox_engine.per_sample.backward import RecordedGraph
 from gradbox_factors import Block, Convolution, Lookup, Outer, Positions, Term, Total
 from gradbox_factors.term import Identity, identity
 
@@ -31,7 +31,7 @@ _STEP, _MOST_STEPS = 6.0, 5
 
 
 class Scaled:
-    """A loss (z, shard) → (b, 1), scaled for every sample; takes the scales off terms again."""
+    """A loss (z, shard) → (b, 1), scaled for every sample; divides terms by the scales."""
 
     def __init__(self, loss: Callable[[Tensor, int], Tensor]) -> None:
         self._loss = loss
@@ -42,7 +42,7 @@ class Scaled:
         z = z.float()
         losses = self._loss(z, index)
         if not torch.is_grad_enabled():
-            # Whoever compares losses of other z with those of the graph has them at its scales.
+            # Losses of another z are compared with those of the graph, so have the same scales.
             return losses * self._scales[:, None] if index == self._index else losses
         slope = None
         if losses.requires_grad and z.requires_grad:
@@ -55,32 +55,34 @@ class Scaled:
 
     @property
     def losses(self) -> Tensor:
-        """The losses of the last shard as they are, (b,)."""
+        """The losses of the last shard without scales, (b,)."""
         return self._losses
 
     def overflown(self, terms: Mapping[str, Term]) -> bool:
         """Lower the scales of samples whose terms overflowed; say whether to run them again."""
         finite = torch.ones_like(self._lowered, dtype=torch.bool)
         for term in terms.values():
-            for factor, dim in _carrying(term):
+            for factor, dim in _output_gradients(term):
                 finite &= factor.isfinite().movedim(dim, 0).flatten(1).all(1)
         lower = ~finite & (self._lowered < _MOST_STEPS) & self._losses.isfinite()
         self._lowered = self._lowered + lower
         return bool(lower.any())
 
     def unscaled(self, terms: Mapping[str, Term]) -> dict[str, Term]:
-        """Return the last shard's terms without the scales; what shares a factor goes on to."""
-        known: dict[Identity, Tensor] = {}
-        return {name: _weighted(term, 1 / self._scales, known) for name, term in terms.items()}
+        """Return the last shard's terms without the scales; terms that share a factor still do."""
+        scaled: dict[Identity, Tensor] = {}
+        return {name: _weighted(term, 1 / self._scales, scaled) for name, term in terms.items()}
 
 
-def pulled_back(traced: Traced, cotangents: Tensor) -> dict[str, Tensor]:
-    """Return Jᵀ u by parameter, u of shape (b, Y); under float16 by way of u times one scale."""
-    if traced.session.rounding != torch.float16:
-        return traced.pulled_back(cotangents.to(traced.value))
-    wide = cotangents.to(traced.value.device, torch.float32)
+def pulled_back(
+    graph: RecordedGraph, cotangents: Tensor, *, rounding: torch.dtype
+) -> dict[str, Tensor]:
+    """Return Jᵀ u by parameter, u of shape (b, Y); under float16 u is multiplied by one scale."""
+    if rounding != torch.float16:
+        return graph.pulled_back(cotangents.to(graph.value))
+    wide = cotangents.to(graph.value.device, torch.float32)
     scale = _scales(wide, 1).to(wide.device)
-    found = traced.pulled_back((wide * scale).to(traced.value))
+    found = graph.pulled_back((wide * scale).to(graph.value))
     return {name: gradient / scale for name, gradient in found.items()}
 
 
@@ -98,24 +100,24 @@ def _scales(slope: Tensor | None, samples: int) -> Tensor:
     return torch.where(fits, exponents, 0.0).exp2()
 
 
-def _weighted(term: Term, weights: Tensor, known: dict[Identity, Tensor]) -> Term:
+def _weighted(term: Term, weights: Tensor, scaled: dict[Identity, Tensor]) -> Term:
     """Return the term with every sample's row times its weight, `weights` of shape (b,)."""
     if isinstance(term, Total):
-        return Total(tuple(_weighted(part, weights, known) for part in term.terms))
+        return Total(tuple(_weighted(part, weights, scaled) for part in term.terms))
     if isinstance(term, Block):
-        return replace(term, array=_times(term.array, weights, 0))
+        return replace(term, array=_scaled_along(term.array, weights, 0))
     if isinstance(term, Outer | Lookup | Positions | Convolution):
         key = identity(term.left)
-        if key not in known:
-            known[key] = _times(term.left, weights, 1)
-        return replace(term, left=known[key])
+        if key not in scaled:
+            scaled[key] = _scaled_along(term.left, weights, 1)
+        return replace(term, left=scaled[key])
     return term
 
 
-def _carrying(term: Term) -> list[tuple[Tensor, int]]:
-    """Return the factors that carry the gradient, each with its dim of samples."""
+def _output_gradients(term: Term) -> list[tuple[Tensor, int]]:
+    """Return the factors made of output gradients, each with its dim of samples."""
     if isinstance(term, Total):
-        return [found for part in term.terms for found in _carrying(part)]
+        return [found for part in term.terms for found in _output_gradients(part)]
     if isinstance(term, Block):
         return [(term.array, 0)]
     if isinstance(term, Outer | Lookup | Positions | Convolution):
@@ -123,7 +125,7 @@ def _carrying(term: Term) -> list[tuple[Tensor, int]]:
     return []
 
 
-def _times(x: Tensor, weights: Tensor, dim: int) -> Tensor:
+def _scaled_along(x: Tensor, weights: Tensor, dim: int) -> Tensor:
     sizes: list[Any] = [1] * x.dim()
     sizes[dim] = -1
     return x * weights.to(x.dtype).view(sizes)

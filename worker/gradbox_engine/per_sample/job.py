@@ -7,32 +7,71 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradbox_engine.errors import BadInputs
-from gradbox_engine.per_sample.arena import Arena, Sink
-from gradbox_engine.per_sample.backward import Traced
-from gradbox_engine.per_sample.errors import BadReduction
+from gradbox_engine.errors import BadInputs, BadReduction
 from gradbox_engine.per_sample.fp16_scaling import Scaled, pulled_back
-from gradbox_engine.per_sample.planning.model import Session
+from gradbox_engine.per_sample.pieces import Sink
+from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.reductions import (
     ClippedSum,
     Collector,
     Directional,
-    Keep,
+    Gram,
+    KeepFactors,
     Norms,
     Projected,
-    ToArena,
+    ToArrays,
     ToSink,
 )
 from gradbox_engine.per_sample.request import Request, SampleObserver, SampleResult
-from gradbox_engine.per_sample.sample_loss import rows_of
+from gradbox_engine.per_sample.sample_loss import SampleLoss, rows_of
+from gradbox_engine.per_sample.shard_run import PlannedModel, ShardRun
 from gradbox_factors import Sketch
 
 Shard = Mapping[str, Any]
+
+
+@dataclass
+class _Facts:
+    """What a result states besides its arrays."""
+
+    unreached: set[str]
+    values: list[Tensor] = field(default_factory=list)
+    routes: dict[str, set[str]] = field(default_factory=dict)
+    loops: dict[str, str] = field(default_factory=dict)
+    samples: int = 0
+    outputs: int = 1
+
+    def add(self, run: ShardRun, values: Tensor) -> None:
+        """Add a shard that is done."""
+        for name, taken in run.plan.routes.items():
+            self.routes.setdefault(name, set()).update(taken)
+        self.loops.update(run.plan.loops)
+        self.values.append(values)
+        self.samples += run.graph.samples
+        self.outputs = run.graph.outputs
+
+    def result(self, names: Sequence[str], start: float, **found: Any) -> SampleResult:
+        """Return the result of a job that began at `start`."""
+        return SampleResult(
+            **found,
+            values=torch.cat(self.values),
+            roads={
+                name: ("loop",) if name in self.loops else tuple(sorted(taken))
+                for name, taken in self.routes.items()
+            },
+            loops=self.loops,
+            unreached=tuple(name for name in names if name in self.unreached),
+            names=tuple(names),
+            samples=self.samples,
+            outputs=self.outputs,
+            seconds=time.perf_counter() - start,
+        )
 
 
 class Job:
@@ -40,74 +79,67 @@ class Job:
 
     def __init__(
         self,
+        model: CallableModel,
         request: Request,
         inputs: Sequence[Shard],
-        counts: Sequence[int],
+        *,
         observer: SampleObserver | None,
         budget_bytes: int,
         sink: Sink | None,
-        arena: Arena | None,
     ) -> None:
         if sink is not None and (request.reduce != "none" or request.form != "dense"):
             raise BadReduction("sink: expected none unless reduce='none' and form='dense'")
-        self._request, self._inputs, self._counts = request, inputs, counts
-        self._observer, self._budget_bytes = observer, budget_bytes
-        self._sink, self._arena = sink, arena
+        if not len(inputs):
+            raise BadInputs("inputs: expected one shard or more, got none")
+        self._model, self._planned = model, PlannedModel(model)
+        self._request, self._inputs, self._observer = request, inputs, observer
+        self._budget_bytes, self._sink = budget_bytes, sink
+        self._counts = [
+            self._planned.count(model.arguments(shard), index) for index, shard in enumerate(inputs)
+        ]
 
-    def run(self, session: Session, head: Callable[[Tensor, int], Tensor]) -> SampleResult:
-        """Collect every shard's terms."""
+    def gradients(
+        self, loss: Callable[..., Tensor], loss_inputs: Mapping[str, Any]
+    ) -> SampleResult:
+        """Collect dℓ_b/dθ of every shard."""
+        losses = SampleLoss(loss, loss_inputs, self._counts)
+        return self._collected(Scaled(losses) if self._model.rounding == torch.float16 else losses)
+
+    def jacobians(self) -> SampleResult:
+        """Collect dz_by/dθ of every shard."""
+        if self._request.reduce == "vjp":
+            return self._pulled_back()
+        return self._collected(rows_of)
+
+    def _collected(self, head: Callable[[Tensor, int], Tensor]) -> SampleResult:
         start = time.perf_counter()
-        collector = self._collector(session)
-        values, unreached, outputs, done = [], set(session.parameters), 0, 0
-        roads: dict[str, set[str]] = {}
-        loops: dict[str, str] = {}
-        if head is not rows_of and session.rounding == torch.float16:
-            head = Scaled(head)
-        for index, shard in self._steps():
-            arguments = session.arguments(shard)
-            whole = head is rows_of
-            traced = session.trace(arguments, index, _at(head, index), foldable=whole)
-            if index == 0:
-                outputs = traced.outputs
+        collector = self._collector()
+        facts = _Facts(set(self._model.parameters))
+        for run in self._runs(head):
+            outputs = run.graph.outputs
+            if not facts.values:
                 collector.begin(sum(self._counts), outputs)
-            elif traced.outputs != outputs:
+            elif outputs != facts.outputs:
                 raise BadInputs(
-                    f"shard {index}: expected {outputs} outputs a sample like shard 0, got "
-                    f"{traced.outputs}: pad the shards alike, or pool in readout="
+                    f"shard {len(facts.values)}: expected {facts.outputs} outputs a sample like "
+                    f"shard 0, got {outputs}: pad the shards alike, or pool in readout="
                 )
-            for chunk in self._chunks(traced, collector):
-                self._tell(done)
-                terms = traced.terms(chunk, last=chunk.stop == traced.outputs)
+            for chunk in self._chunks(run, collector):
+                self._tell(facts.samples)
+                terms = run.terms(chunk, last=chunk.stop == outputs)
                 if isinstance(head, Scaled):
                     while head.overflown(terms):
-                        traced = session.trace(arguments, index, _at(head, index))
-                        terms = traced.terms()
+                        run.start()
+                        terms = run.terms(chunk, last=True)
                     terms = head.unscaled(terms)
-                unreached &= {name for name, term in terms.items() if term.rule == "zero"}
-                collector.take(terms, done, chunk)
+                facts.unreached &= {name for name, term in terms.items() if term.rule == "zero"}
+                collector.take(terms, facts.samples, chunk)
                 del terms
-            for name, taken in traced.plan.roads.items():
-                roads.setdefault(name, set()).update(taken)
-            loops.update(traced.plan.loops)
-            values.append(_values(traced, head))
-            done += traced.samples
-            del traced
-        return SampleResult(
-            **self._finished(collector, squeeze=head is not rows_of),
-            values=torch.cat(values),
-            roads={
-                name: ("loop",) if name in loops else tuple(sorted(taken))
-                for name, taken in roads.items()
-            },
-            loops=loops,
-            unreached=tuple(name for name in session.parameters if name in unreached),
-            names=tuple(session.parameters),
-            samples=done,
-            outputs=outputs,
-            seconds=time.perf_counter() - start,
-        )
+            facts.add(run, _values(run, head))
+        found = collector.result(one_output=head is not rows_of)
+        return facts.result(tuple(self._model.parameters), start, **found)
 
-    def pulled_back(self, session: Session) -> SampleResult:
+    def _pulled_back(self) -> SampleResult:
         """Return Jᵀ u: one forward and one ordinary backward for each shard."""
         start = time.perf_counter()
         vectors = self._request.vectors
@@ -117,39 +149,36 @@ class Job:
                 f"vectors: expected a tensor shaped like z, ({sum(self._counts)}, ...), got {got}"
             )
         totals: dict[str, Tensor] = {}
-        values, done, outputs = [], 0, 1
-        for index, shard in self._steps():
-            traced = session.trace(session.arguments(shard), index, _at(rows_of, index))
-            part = vectors[done : done + traced.samples]
-            if part.shape != traced.z.shape:
+        facts = _Facts(set())
+        for run in self._runs(rows_of):
+            graph = run.graph
+            part = vectors[facts.samples : facts.samples + graph.samples]
+            if part.shape != graph.z.shape:
                 raise BadReduction(
-                    f"vectors: expected shape {(sum(self._counts), *traced.z.shape[1:])}, got "
+                    f"vectors: expected shape {(sum(self._counts), *graph.z.shape[1:])}, got "
                     f"{tuple(vectors.shape)}"
                 )
-            for name, gradient in pulled_back(traced, part.reshape(traced.value.shape)).items():
+            cotangents = part.reshape(graph.value.shape)
+            found = pulled_back(graph, cotangents, rounding=self._model.rounding)
+            for name, gradient in found.items():
                 totals[name] = totals[name] + gradient if name in totals else gradient
-            values.append(traced.z)
-            done, outputs = done + traced.samples, traced.outputs
-        return SampleResult(
-            arrays=totals,
-            names=tuple(session.parameters),
-            values=torch.cat(values),
-            samples=done,
-            outputs=outputs,
-            seconds=time.perf_counter() - start,
-        )
+            facts.add(run, graph.z.detach())
+        return facts.result(tuple(self._model.parameters), start, arrays=totals)
 
-    def _steps(self) -> Iterator[tuple[int, Shard]]:
+    def _runs(self, head: Callable[[Tensor, int], Tensor]) -> Iterator[ShardRun]:
         for index, shard in enumerate(self._inputs):
             self._tell(sum(self._counts[:index]))
-            yield index, shard
+            arguments = self._model.arguments(shard)
+            yield ShardRun(
+                self._planned, arguments, index, _at(head, index), loss=head is not rows_of
+            )
         self._tell(sum(self._counts))
 
     def _tell(self, done: int) -> None:
         if self._observer is not None:
             self._observer.step("samples", done, sum(self._counts))
 
-    def _collector(self, session: Session) -> Any:
+    def _collector(self) -> Collector:
         request = self._request
         if request.reduce == "norm":
             return Norms()
@@ -158,65 +187,42 @@ class Job:
         if request.reduce == "clipped_sum":
             return ClippedSum(request.clip or 1.0)
         if request.reduce == "jvp":
-            return Directional(_tangents(request.vectors, session))
-        if request.reduce != "none" or request.form != "dense":
-            return Keep(smaller=request.form == "auto")
+            return Directional(_tangents(request.vectors, self._model.parameters))
+        if request.reduce in ("gram", "gram_trace"):
+            return Gram(trace=request.reduce == "gram_trace")
+        if request.form != "dense":
+            return KeepFactors(smaller=request.form == "auto")
         if self._sink is not None:
             return ToSink(self._sink, self._budget_bytes)
-        return ToArena(self._arena or Arena())
+        return ToArrays()
 
-    def _chunks(self, traced: Traced, collector: Collector) -> Iterator[range]:
+    def _chunks(self, run: ShardRun, collector: Collector) -> Iterator[range]:
         """Cut the outputs so that half the budget holds their gradients."""
-        outputs, each_bytes = traced.outputs, max(1, traced.gradient_bytes())
-        whole = collector.whole or traced.folded
-        step = outputs if whole else max(1, self._budget_bytes // 2 // each_bytes)
+        outputs, each_bytes = run.graph.outputs, max(1, run.graph.gradient_bytes())
+        step = outputs if collector.whole else max(1, self._budget_bytes // 2 // each_bytes)
         for first in range(0, outputs, step):
             yield range(first, min(first + step, outputs))
 
-    def _finished(self, collector: Any, *, squeeze: bool) -> dict[str, Any]:
-        def out(x: Tensor) -> Tensor:
-            return x.squeeze(1) if squeeze else x
 
-        if isinstance(collector, ToArena):
-            return {"arrays": {name: out(x) for name, x in collector.arrays.items()}}
-        if isinstance(collector, Norms):
-            total = torch.stack(list(collector.squares.values())).sum(0).sqrt()
-            parts = {name: out(x.sqrt()) for name, x in collector.squares.items()}
-            return {"arrays": {"norm": out(total)}, "parameter_norms": parts}
-        if isinstance(collector, Projected | Directional):
-            name = "jvp" if isinstance(collector, Directional) else "projection"
-            return {"arrays": {} if collector.total is None else {name: out(collector.total)}}
-        if isinstance(collector, ClippedSum):
-            norms = torch.cat(collector.norms).squeeze(1)
-            return {"arrays": collector.totals, "parameter_norms": {"": norms}}
-        if isinstance(collector, Keep) and self._request.reduce != "none":
-            trace = self._request.reduce == "gram_trace"
-            gram = collector.factors.gram(trace=trace)
-            if squeeze:
-                gram = gram[:, 0, :, 0]
-            return {"arrays": {"gram": gram}}
-        return {"arrays": {}, "factors": collector.factors if isinstance(collector, Keep) else None}
-
-
-def _values(traced: Traced, head: Callable[[Tensor, int], Tensor]) -> Tensor:
+def _values(run: ShardRun, head: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Return a shard's losses, or its z."""
     if isinstance(head, Scaled):
         return head.losses
-    return traced.z if head is rows_of else traced.value.detach()[:, 0]
+    return (run.graph.z if head is rows_of else run.graph.value[:, 0]).detach()
 
 
 def _at(head: Callable[[Tensor, int], Tensor], index: int) -> Callable[[Tensor], Tensor]:
     return lambda z: head(z, index)
 
 
-def _tangents(vectors: Any, session: Session) -> dict[str, Tensor]:
+def _tangents(vectors: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(vectors, Mapping) or not vectors:
         raise BadReduction(
             f"vectors: expected a tangent by parameter name, got {type(vectors).__name__}"
         )
     tangents = {}
     for name, tangent in vectors.items():
-        parameter = session.parameters.get(name)
+        parameter = parameters.get(name)
         if parameter is None or not isinstance(tangent, Tensor) or tangent.shape != parameter.shape:
             expected = tuple(parameter.shape) if parameter is not None else "no such parameter"
             got = tuple(tangent.shape) if isinstance(tangent, Tensor) else type(tangent).__name__

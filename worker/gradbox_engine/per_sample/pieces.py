@@ -1,4 +1,4 @@
-"""Dense results, piece by piece within a budget.
+"""Dense results written to a sink, piece by piece within a budget.
 
 Shapes: B samples of a shard, Y outputs, R rows of a parameter's dim 0.
 """
@@ -7,39 +7,54 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gradbox_engine.per_sample.arena import Sink
 from gradbox_factors import Term
 
 Piece = tuple[slice, slice, slice]
 
 
+class Sink(Protocol):
+    """Takes a dense result in pieces, for instance into a file that is written in place."""
+
+    def begin(
+        self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        """Told every parameter's (B, Y, *shape) and dtype before the first piece."""
+
+    def write(self, name: str, at: Piece, piece: Tensor) -> None:
+        """Take the piece (b, y, r, ...) at samples, outputs and rows of the parameter's dim 0.
+
+        The piece is only lent: its memory is used again. For a 0-dim parameter rows are 0:1.
+        """
+
+
 @dataclass
 class Pieces:
-    """Cuts arrays so that one piece stays within `budget_bytes`, and makes each in one scratch.
+    """Cuts arrays so that one piece stays within `budget_bytes`, and makes each in one buffer.
 
-    Running out of CUDA memory halves the budget and goes on.
+    Running out of CUDA memory halves the budget and continues.
     """
 
     budget_bytes: int
-    _scratch: Tensor | None = field(default=None, repr=False)
+    _buffer: Tensor | None = field(default=None, repr=False)
 
     def send(self, term: Term, sink: Sink, first_sample: int, first_output: int) -> None:
-        """Write a term to `sink`, whose indices begin at the given sample and output."""
+        """Write a term to `sink`, whose indices start at the given sample and output."""
         pieces = self._cut(term)
         while (cut := next(pieces, None)) is not None:
             samples, outputs, rows = cut
             try:
-                piece = self._made(term, samples, outputs, rows)
+                piece = self._piece(term, samples, outputs, rows)
             except torch.OutOfMemoryError:
                 if self.budget_bytes <= _row_bytes(term):
                     raise
                 self.budget_bytes = max(self.budget_bytes // 2, _row_bytes(term))
-                self._scratch = None
-                pieces = self._cut(term)  # from the start: smaller pieces begin elsewhere
+                self._buffer = None
+                pieces = self._cut(term)  # from the start: smaller pieces start at other indices
                 continue
             at = (_shifted(samples, first_sample), _shifted(outputs, first_output), rows)
             sink.write(term.parameter, at, piece)
@@ -61,23 +76,23 @@ class Pieces:
                         slice(row, min(row + rows, term.num_rows)),
                     )
 
-    def _made(self, term: Term, samples: slice, outputs: slice, rows: slice) -> Tensor:
+    def _piece(self, term: Term, samples: slice, outputs: slice, rows: slice) -> Tensor:
         part = term.narrow(samples, outputs)
         if (rows.start, rows.stop) != (0, term.num_rows):
             return part.rows(rows.start, rows.stop)
         sizes = (part.samples, part.outputs, term.num_rows, *term.shape[1:])
-        flat = self._region(part.dense_bytes, part)
+        flat = self._memory(part.dense_bytes, part)
         out = flat.view(term.dtype)[: part.dense_bytes // term.dtype.itemsize]
         shaped = out.view(part.samples, part.outputs, *term.shape)
         part.write(shaped, accumulate=False)
         return shaped.view(sizes)
 
-    def _region(self, size: int, term: Term) -> Tensor:
+    def _memory(self, size: int, term: Term) -> Tensor:
         device = next(iter(term.tensors().values())).device
-        if self._scratch is None or self._scratch.numel() < size or self._scratch.device != device:
-            self._scratch = None
-            self._scratch = torch.empty(-(-size // 64) * 64, dtype=torch.uint8, device=device)
-        return self._scratch
+        if self._buffer is None or self._buffer.numel() < size or self._buffer.device != device:
+            self._buffer = None
+            self._buffer = torch.empty(-(-size // 64) * 64, dtype=torch.uint8, device=device)
+        return self._buffer
 
 
 def _row_bytes(term: Term) -> int:
@@ -86,8 +101,3 @@ def _row_bytes(term: Term) -> int:
 
 def _shifted(part: slice, by: int) -> slice:
     return slice(part.start + by, part.stop + by)
-
-
-def shapes_of(terms: Mapping[str, Term], samples: int, outputs: int) -> dict[str, tuple[int, ...]]:
-    """Return every parameter's (B, Y, *shape) for the whole result."""
-    return {name: (samples, outputs, *term.shape) for name, term in terms.items()}

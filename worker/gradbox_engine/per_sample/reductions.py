@@ -1,21 +1,21 @@
 """What is done with a shard's terms: kept, written densely, or reduced.
 
-A collector takes the terms of one shard after the other, in chunks of outputs where it can, and
-`finish` gives the result.
+A collector takes the terms of one shard after the other, in chunks of outputs where it can; its
+`result` are fields of `SampleResult`.
 
 Shapes: B samples over all shards, b of one, Y outputs.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradbox_engine.per_sample.arena import Arena, Sink
-from gradbox_engine.per_sample.pieces import Pieces
+from gradbox_engine.per_sample.pieces import Pieces, Sink
 from gradbox_factors import Block, Factored, Positions, Sketch, Term, squared_norms
 from gradbox_factors.factored import common_dtype, summed_rows
 from gradbox_factors.term import Identity, identity
@@ -23,52 +23,57 @@ from gradbox_factors.term import Identity, identity
 Terms = Mapping[str, Term]
 
 
-class Collector(Protocol):
+class Collector(ABC):
     """Takes terms; `whole` says that it needs all outputs of a shard at once."""
 
-    whole: bool
+    whole = False
 
     def begin(self, samples: int, outputs: int) -> None:
         """Told B and Y before the first terms."""
+        self._sizes = (samples, outputs)
 
+    @abstractmethod
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
         """Take a shard's terms of some outputs."""
 
+    @abstractmethod
+    def result(self, *, one_output: bool) -> dict[str, Any]:
+        """Return what was collected, without the dim of outputs where there is `one_output`."""
 
-class ToArena:
-    """Dense arrays in memory that is kept."""
+    def _rows(self, term: Term, first_sample: int, outputs: range) -> tuple[slice, slice]:
+        samples = slice(first_sample, first_sample + term.samples)
+        return samples, slice(outputs.start, outputs.stop)
 
-    whole = False
 
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
-        self.arrays: dict[str, Tensor] = {}
-        self._sizes = (0, 0)
+class ToArrays(Collector):
+    """Dense arrays in memory."""
 
-    def begin(self, samples: int, outputs: int) -> None:
-        self._sizes = (samples, outputs)
+    def __init__(self) -> None:
+        self._arrays: dict[str, Tensor] = {}
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
-        if not self.arrays:
+        if not self._arrays:
             shapes, dtypes = _layout(terms, self._sizes)
-            self.arrays = self.arena.begin(shapes, dtypes, _device(terms))
-        for term in terms.values():
-            rows = slice(first_sample, first_sample + term.samples)
-            self.arena.put(term, rows, slice(outputs.start, outputs.stop))
+            self._arrays = {
+                name: torch.empty(shape, dtype=dtypes[name], device=_device(terms))
+                for name, shape in shapes.items()
+            }
+        for name, term in terms.items():
+            out = self._arrays[name]
+            if (term.samples, term.outputs) != self._sizes:
+                out = out[self._rows(term, first_sample, outputs)]
+            term.write(out, accumulate=False)
+
+    def result(self, *, one_output: bool) -> dict[str, Any]:
+        return {"arrays": {n: x.squeeze(1) if one_output else x for n, x in self._arrays.items()}}
 
 
-class ToSink:
-    """Dense arrays handed on piece by piece."""
-
-    whole = False
+class ToSink(Collector):
+    """Dense arrays written to a sink piece by piece."""
 
     def __init__(self, sink: Sink, budget_bytes: int) -> None:
         self._sink, self._pieces = sink, Pieces(budget_bytes)
-        self._sizes = (0, 0)
         self._begun = False
-
-    def begin(self, samples: int, outputs: int) -> None:
-        self._sizes = (samples, outputs)
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
         if not self._begun:
@@ -77,8 +82,11 @@ class ToSink:
         for term in terms.values():
             self._pieces.send(term, self._sink, first_sample, outputs.start)
 
+    def result(self, *, one_output: bool) -> dict[str, Any]:
+        return {"arrays": {}}
 
-class Keep:
+
+class KeepFactors(Collector):
     """The factors themselves; `smaller` puts a term's array in its place where that is smaller."""
 
     whole = True
@@ -87,108 +95,126 @@ class Keep:
         self._smaller = smaller
         self._pieces: list[dict[str, Term]] = []
 
-    @property
-    def factors(self) -> Factored:
-        """What was kept."""
-        return Factored(self._pieces)
-
-    def begin(self, samples: int, outputs: int) -> None:
-        """Nothing to prepare."""
-
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
         self._pieces.append(smaller_forms(terms) if self._smaller else dict(terms))
 
+    def result(self, *, one_output: bool) -> dict[str, Any]:
+        return {"arrays": {}, "factors": Factored(self._pieces)}
 
-class Norms:
-    """Squared norms by parameter, (B, Y)."""
 
-    whole = False
+class Gram(KeepFactors):
+    """J Jᵀ, (B, Y, B, Y), or its trace over outputs, (B, B)."""
+
+    def __init__(self, *, trace: bool) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def result(self, *, one_output: bool) -> dict[str, Any]:
+        gram = Factored(self._pieces).gram(trace=self._trace)
+        return {"arrays": {"gram": gram[:, 0, :, 0] if one_output else gram}}
+
+
+class Norms(Collector):
+    """Norms over all parameters and by parameter, (B, Y)."""
 
     def __init__(self) -> None:
-        self.squares: dict[str, Tensor] = {}
-        self._sizes = (0, 0)
-
-    def begin(self, samples: int, outputs: int) -> None:
-        self._sizes = (samples, outputs)
+        self._squares: dict[str, Tensor] = {}
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
         for name, squared in squared_norms(terms).items():
             if squared.shape == self._sizes:
-                self.squares[name] = squared
+                self._squares[name] = squared
                 continue
-            total = self.squares.setdefault(name, squared.new_zeros(self._sizes))
-            rows = slice(first_sample, first_sample + squared.shape[0])
-            total[rows, outputs.start : outputs.stop] = squared
+            total = self._squares.setdefault(name, squared.new_zeros(self._sizes))
+            total[self._rows(terms[name], first_sample, outputs)] = squared
+
+    def result(self, *, one_output: bool) -> dict[str, Any]:
+        total = torch.stack(list(self._squares.values())).sum(0).sqrt()
+        norms = {"": total, **{name: x.sqrt() for name, x in self._squares.items()}}
+        if one_output:
+            norms = {name: x.squeeze(1) for name, x in norms.items()}
+        return {"arrays": {"norm": norms.pop("")}, "parameter_norms": norms}
 
 
-class Projected:
-    """A seeded random projection, (B, Y, dim)."""
+class _Summed(Collector):
+    """Numbers of every row that are summed over parameters, (B, Y, ...)."""
 
-    whole = False
+    name: str
 
-    def __init__(self, sketch: Sketch) -> None:
-        self._sketch = sketch
-        self._sizes = (0, 0)
-        self.total: Tensor | None = None
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
 
-    def begin(self, samples: int, outputs: int) -> None:
-        self._sizes = (samples, outputs)
-
-    def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
-        for term in terms.values():
-            part = term.widened().sketch(self._sketch)
-            if self.total is None:
-                sizes = (*self._sizes, self._sketch.dim)
-                self.total = part.new_zeros(sizes, dtype=common_dtype(terms))
-            rows = slice(first_sample, first_sample + term.samples)
-            self.total[rows, outputs.start : outputs.stop] += part
-
-
-class Directional:
-    """J v, (B, Y)."""
-
-    whole = False
-
-    def __init__(self, tangents: Mapping[str, Tensor]) -> None:
-        self._tangents = tangents
-        self._sizes = (0, 0)
-        self.total: Tensor | None = None
-
-    def begin(self, samples: int, outputs: int) -> None:
-        self._sizes = (samples, outputs)
+    def _part(self, name: str, term: Term) -> Tensor | None:
+        """Return one parameter's numbers, (b, y, ...), None for a parameter that adds nothing."""
+        raise NotImplementedError
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
         for name, term in terms.items():
-            if name in self._tangents:
-                wider = term.widened()
-                part = wider.jvp(self._tangents[name].to(wider.dtype))
-                if self.total is None:
-                    self.total = part.new_zeros(self._sizes, dtype=common_dtype(terms))
-                rows = slice(first_sample, first_sample + term.samples)
-                self.total[rows, outputs.start : outputs.stop] += part
+            part = self._part(name, term.widened())
+            if part is None:
+                continue
+            if self._total is None:
+                sizes = (*self._sizes, *part.shape[2:])
+                self._total = part.new_zeros(sizes, dtype=common_dtype(terms))
+            self._total[self._rows(term, first_sample, outputs)] += part
+
+    def result(self, *, one_output: bool) -> dict[str, Any]:
+        if self._total is None:
+            return {"arrays": {}}
+        return {"arrays": {self.name: self._total.squeeze(1) if one_output else self._total}}
 
 
-class ClippedSum:
+class Projected(_Summed):
+    """A seeded random projection, (B, Y, dim)."""
+
+    name = "projection"
+
+    def __init__(self, sketch: Sketch) -> None:
+        super().__init__()
+        self._sketch = sketch
+
+    def _part(self, name: str, term: Term) -> Tensor | None:
+        return term.sketch(self._sketch)
+
+
+class Directional(_Summed):
+    """J v, (B, Y)."""
+
+    name = "jvp"
+
+    def __init__(self, tangents: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._tangents = tangents
+
+    def _part(self, name: str, term: Term) -> Tensor | None:
+        tangent = self._tangents.get(name)
+        return None if tangent is None else term.jvp(tangent.to(term.dtype))
+
+
+class ClippedSum(Collector):
     """Σ_b g_b · min(1, clip/‖g_b‖) by parameter."""
 
     whole = True
 
     def __init__(self, clip: float) -> None:
         self._clip = clip
-        self.totals: dict[str, Tensor] = {}
-        self.norms: list[Tensor] = []
-
-    def begin(self, samples: int, outputs: int) -> None:
-        """Nothing to prepare."""
+        self._totals: dict[str, Tensor] = {}
+        self._norms: list[Tensor] = []
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
         squared = torch.stack(list(squared_norms(terms).values())).sum(0)
         norms = squared.sqrt()
         factors = self._clip / norms.clamp_min(self._clip)
-        self.norms.append(norms)
+        self._norms.append(norms)
         for name, term in terms.items():
             part = summed_rows(term, factors)
-            self.totals[name] = self.totals[name] + part if name in self.totals else part
+            self._totals[name] = self._totals[name] + part if name in self._totals else part
+
+    def result(self, *, one_output: bool) -> dict[str, Any]:
+        return {
+            "arrays": self._totals,
+            "parameter_norms": {"": torch.cat(self._norms).squeeze(1)},
+        }
 
 
 def smaller_forms(terms: Terms) -> dict[str, Term]:

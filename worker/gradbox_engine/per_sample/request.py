@@ -1,4 +1,4 @@
-"""What a per-sample computation is asked for, checked before anything runs, and what it answers."""
+"""A per-sample computation's request, checked before anything runs, and its result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from torch import Tensor
 
-from gradbox_engine.per_sample.errors import BadReduction
+from gradbox_engine.errors import BadReduction
 from gradbox_factors import Factored
 
 GradientReduction = Literal["none", "norm", "gram", "clipped_sum", "projection"]
@@ -18,7 +18,7 @@ Form = Literal["dense", "factored", "auto"]
 
 
 class SampleObserver(Protocol):
-    """Told how far a computation has come; may raise to stop it."""
+    """Told how many samples are done; may raise to stop the computation."""
 
     def step(self, phase: str, done: int, total: int) -> None:
         """Called before each shard with the samples done so far, and once more at the end."""
@@ -26,7 +26,7 @@ class SampleObserver(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """What is wanted of the per-sample quantities."""
+    """What is to be done with the per-sample quantities."""
 
     reduce: str
     form: Form
@@ -48,7 +48,7 @@ class Request:
             raise BadReduction(f"form: expected one of {list(get_args(Form))}, got {self.form!r}")
         if self.form != "dense" and self.reduce != "none":
             raise BadReduction(
-                f"form={self.form!r} keeps factors, which reduce={self.reduce!r} has used up: "
+                f"form={self.form!r} keeps factors, which reduce={self.reduce!r} does not return: "
                 "leave form away, or reduce the factored result"
             )
         self._check_argument(
@@ -82,7 +82,7 @@ class Request:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """Per-sample quantities and how they came about.
+    """Per-sample quantities, and how each parameter's were computed.
 
     Of a gradient the Y dim is left out everywhere. `arrays` holds what the reduction asked for:
 
@@ -98,7 +98,7 @@ class SampleResult:
     factors: Factored | None = None
     parameter_norms: dict[str, Tensor] = field(default_factory=dict)  # name → (B, Y)
     values: Tensor | None = None  # the losses (B,), or z (B, ...)
-    roads: Mapping[str, Sequence[str]] = field(default_factory=dict)  # parameter → rules and roads
+    roads: Mapping[str, Sequence[str]] = field(default_factory=dict)  # parameter → rules and routes
     loops: Mapping[str, str] = field(
         default_factory=dict
     )  # parameter → why it took one backward a sample

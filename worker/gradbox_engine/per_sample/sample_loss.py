@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradbox_engine.per_sample.errors import BadSampleLoss
+from gradbox_engine.errors import BadSampleLoss
 
 
 def rows_of(z: Tensor, index: int) -> Tensor:

@@ -40,6 +40,11 @@ class Pace:
     every_s: float = 30.0
     share: float = 0.03  # of the attempt's time
 
+    @classmethod
+    def after(cls, first_s: float) -> Pace:
+        """Return a pace that begins so long after the attempt began, and goes on twice as often."""
+        return cls(first_s=first_s, every_s=first_s / 2)
+
 
 class CheckpointFile:
     """The checkpoint of one job, for one attempt at it.

@@ -19,6 +19,7 @@ from gradbox.protocol import PROTOCOL, Receipt, Seconds, spec_digest
 from gradbox_engine import Observer
 from gradbox_service.store import Room
 from gradbox_worker.computations import forward, gradient, mixed_gradient, per_sample
+from gradbox_worker.computations.checkpoints import CheckpointFile, Pace
 from gradbox_worker.computations.engine_inputs import build_function, input_groups
 from gradbox_worker.computations.job import Compute, Computed, Job
 from gradbox_worker.computations.kept_graphs import KeptGraphs
@@ -54,6 +55,7 @@ def attempt(
     observer: Observer,
     result_memory_bytes: int | None = None,
     limit: MemoryLimit | None = None,
+    pace: Pace | None = None,
 ) -> Finished | Stopped | Caught:
     """Run a job; whatever its model or its loss raises comes back as a problem."""
     answer: Finished | Stopped | Caught
@@ -67,6 +69,7 @@ def attempt(
                 observer=observer,
                 result_memory_bytes=result_memory_bytes,
                 limit=limit,
+                pace=pace,
             ),
             doing=f"job {work.job_id}",
             let_through=StopNow,
@@ -88,6 +91,7 @@ def execute(
     observer: Observer,
     result_memory_bytes: int | None = None,
     limit: MemoryLimit | None = None,
+    pace: Pace | None = None,
 ) -> Finished:
     """Run a job and write its result file.
 
@@ -96,6 +100,7 @@ def execute(
         result_memory_bytes: what may be in memory of a result on its way into its file; None is
             `default_result_memory_bytes`.
         limit: what the job may allocate; None is no limit.
+        pace: when a long job's state is written.
 
     Raises:
         GradboxError: the job's parts do not fit the model or each other.
@@ -103,7 +108,7 @@ def execute(
         StopNow: the observer said so; nothing is left behind and the models stay loaded.
     """
     kept.begin(work, loaded=registry.holds(work.model))
-    run = partial(_run, work, registry, blobs, kept, observer, result_memory_bytes, limit)
+    run = partial(_run, work, registry, blobs, kept, observer, result_memory_bytes, limit, pace)
     crowded = kept.num_bytes > 0
     try:
         return run()
@@ -126,6 +131,7 @@ def _run(
     observer: Observer,
     result_memory_bytes: int | None,
     limit: MemoryLimit | None,
+    pace: Pace | None,
 ) -> Finished:
     spec = work.spec
     began = time.perf_counter()
@@ -150,6 +156,14 @@ def _run(
             result=result_file,
             result_memory_bytes=result_memory_bytes or default_result_memory_bytes(registry.device),
             kept=kept,
+            checkpoints=CheckpointFile(
+                work.checkpoints,
+                job_id=work.job_id,
+                attempt=work.attempt,
+                identity=_identity(work, device=registry.device),
+                disk_reserve_bytes=work.disk_reserve_bytes,
+                pace=pace,
+            ),
         )
         load_s = time.perf_counter() - began
         computed = COMPUTATIONS[spec.computation](job, spec)
@@ -183,8 +197,20 @@ def _receipt(job: Job, computed: Computed, *, peak: PeakMemory, load_s: float) -
         peak_memory_bytes=peak_bytes,
         memory_before_bytes=before_bytes,
         attempts=work.attempt,
+        resumed=job.checkpoints.resumed,
         **computed.facts,
     )
+
+
+def _identity(work: Work, *, device: torch.device) -> dict[str, str]:
+    """Return what must be equal for an attempt to go on from another one's state."""
+    return {
+        "spec": spec_digest(work.spec),
+        "model": work.model_version,
+        "device": _device_name(device),
+        "torch": torch.__version__,
+        "gradbox": importlib.metadata.version("gradbox"),
+    }
 
 
 def _device_name(device: torch.device) -> str:

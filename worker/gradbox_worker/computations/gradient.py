@@ -38,6 +38,7 @@ def compute(job: Job, spec: GradientSpec) -> Computed:
         streams=spec.streams,
         returns=tuple(spec.returns),
         observer=job.observer,
+        checkpoints=job.checkpoints,
     )
     return Computed(
         tensors=_tensors(answer, spec.returns),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradbox_engine import Group, KeptPass, Observer
 from gradbox_engine.requests import Phase
+from gradbox_worker.computations.checkpoints import CheckpointFile
 from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.files.blob_tensors import BlobTensors
 from gradbox_worker.files.result_in_place import ResultOnDisk
@@ -33,6 +34,7 @@ class Job:
     result: ResultOnDisk
     result_memory_bytes: int  # for what is on its way into the result file
     kept: KeptGraphs
+    checkpoints: CheckpointFile
 
 
 @dataclass(frozen=True, kw_only=True)

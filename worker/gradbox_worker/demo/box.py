@@ -1,4 +1,4 @@
-"""A box of one's own for a while: what `gradbox up` starts, with all-MiniLM-L6-v2 registered."""
+"""A box of one's own for a while: what `gradbox up` starts, by default with all-MiniLM-L6-v2."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ READY = "gradbox ready at "
 
 
 @contextmanager
-def running_box(folder: Path) -> Iterator[tuple[str, str]]:
-    """Run `gradbox up` in `folder` and give its URL and token; stop it whatever happens."""
+def running_box(folder: Path, *, registered: str | None = None) -> Iterator[tuple[str, str]]:
+    """Run `gradbox up` in `folder` and give its URL and token; stop it whatever happens.
+
+    Args:
+        registered: the text of a models file, in place of the demo's.
+    """
     models = folder / "models.toml"
     models.write_text(
-        f'[models.{MODEL}]\nbuilder = "hf"\nsource = {json.dumps(str(model_folder()))}\n'
+        registered
+        or f'[models.{MODEL}]\nbuilder = "hf"\nsource = {json.dumps(str(model_folder()))}\n'
     )
     command = [sys.executable, "-m", "gradbox", "up", "--port", "0", "--workers", "1"]
     command += ["--device", "cpu", "--data", str(folder / "data"), "--models", str(models)]

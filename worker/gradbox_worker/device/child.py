@@ -32,6 +32,7 @@ class DeviceSettings:
     model_memory_bytes: int | None = None  # of weights kept on the device; None: half of it
     result_memory_bytes: int | None = None  # of a result on its way to disk; None: an eighth
     job_memory_bytes: int | None = None  # what a job may allocate; None: see MemoryLimit
+    checkpoint_after_s: float | None = None  # of a job's run; None: see checkpoints.Pace
 
     def options(self) -> list[str]:
         """Return them as `gradbox_worker.device.main` reads them."""
@@ -43,6 +44,8 @@ class DeviceSettings:
             options += ["--result-memory-bytes", str(self.result_memory_bytes)]
         if self.job_memory_bytes is not None:
             options += ["--job-memory-bytes", str(self.job_memory_bytes)]
+        if self.checkpoint_after_s is not None:
+            options += ["--checkpoint-after-s", str(self.checkpoint_after_s)]
         return options
 
 

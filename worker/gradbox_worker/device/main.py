@@ -88,6 +88,7 @@ def main(arguments: list[str]) -> None:
         budget_bytes=options.model_memory_bytes,
         result_memory_bytes=options.result_memory_bytes,
         job_memory_bytes=options.job_memory_bytes,
+        checkpoint_after_s=options.checkpoint_after_s,
     )
 
 
@@ -101,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-memory-bytes", type=int)
     parser.add_argument("--result-memory-bytes", type=int)
     parser.add_argument("--job-memory-bytes", type=int)
+    parser.add_argument("--checkpoint-after-s", type=float)
     return parser
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from gradbox_service.store import blob_store
+from gradbox_worker.computations.checkpoints import Pace
 from gradbox_worker.computations.execution import StopNow, attempt
 from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.computations.memory_limit import MemoryLimit
@@ -49,6 +50,7 @@ def serve(
     budget_bytes: int | None,
     result_memory_bytes: int | None,
     job_memory_bytes: int | None,
+    checkpoint_after_s: float | None,
 ) -> None:
     """Load the models unless the worker knows them, then run jobs until one spoils the device.
 
@@ -76,6 +78,7 @@ def serve(
         return
     blobs, kept = blob_store(data), KeptGraphs()
     limit = MemoryLimit(registry.device, job_bytes=job_memory_bytes)
+    pace = None if checkpoint_after_s is None else Pace.after(checkpoint_after_s)
     while True:
         order = orders.next_run(kept.idle_left_s())
         if order is None:
@@ -91,6 +94,7 @@ def serve(
             observer=observer,
             result_memory_bytes=result_memory_bytes,
             limit=limit,
+            pace=pace,
         )
         match answer:
             case Finished():

@@ -174,6 +174,8 @@ class TurnRunner:
             self.results.discard(record.id, attempt=record.attempt)
         if after is None:
             return "skipped"
+        if after.state not in (JobState.QUEUED, JobState.RUNNING):
+            self.results.remove_checkpoint(record.id)
         log.info("job %s: attempt %d left it %s", record.id, record.attempt, after.state)
         return str(after.state)
 

@@ -1,9 +1,8 @@
-"""How each use of a parameter is to be treated, worked out once per (model, signature).
+"""How each use of a parameter is treated: decided once for a model and the shapes of its inputs.
 
-Three trial runs on a few of the shard's samples: `SAMPLES`, `SAMPLES + EXTRA`, and the latter with
-one sample replaced. The first two show where the samples lie in every tensor, the third how a
-merged dim is ordered and whether any sample sees another. Cost: three forwards of `SAMPLES + EXTRA`
-samples at most, with their graphs.
+A plan is made from three probe runs on a few of the shard's samples: `SAMPLES`, `SAMPLES + EXTRA`,
+and the latter with one sample replaced. The first two show which dim of every tensor holds the
+samples, the third how a merged dim is ordered and whether any sample depends on another.
 """
 
 from __future__ import annotations
@@ -16,63 +15,53 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from gradbox_engine.per_sample.errors import CoupledSamples
-from gradbox_engine.per_sample.planning import batch_axis
-from gradbox_engine.per_sample.planning.batch_axis import BatchAxis, changed_dim
-from gradbox_engine.per_sample.recording.function_calls import Key, Sighting
+from gradbox_engine.errors import CoupledSamples
+from gradbox_engine.per_sample.planning import axis_search
+from gradbox_engine.per_sample.planning.axis_search import changed_dim
+from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
+from gradbox_engine.per_sample.recording.function_calls import Key, Use, same_calls
 from gradbox_engine.per_sample.recording.pointwise import EXPANDING, POINTWISE
 from gradbox_engine.per_sample.recording.steps import (
-    BirthStep,
     CopiesStep,
     DerivedStep,
+    ExpandStep,
     RuleStep,
     Step,
     VmapStep,
 )
-from gradbox_engine.per_sample.rules import normalisation
-from gradbox_engine.per_sample.rules.layers import RULES, Layer
+from gradbox_engine.per_sample.rules import RULES
+from gradbox_engine.per_sample.rules.rule import Layer
 
-__all__ = ["Plan", "Trials", "make_plan", "normalisation"]
+LOOP = "loop"
 
 
 @dataclass(frozen=True)
-class Trials:
-    """The sightings of the three trial runs and the sample that the third one replaced."""
+class ProbeUses:
+    """The uses of the three probe runs, and the sample that the third one replaced."""
 
-    first: Sequence[Sighting]
-    second: Sequence[Sighting]
-    third: Sequence[Sighting]
+    first: Sequence[Use]
+    second: Sequence[Use]
+    third: Sequence[Use]
     samples: int
     changed: int
 
     @property
     def alike(self) -> bool:
         """Whether all three runs called the same functions."""
-        names = [[s.function for s in run] for run in (self.first, self.second, self.third)]
-        return names[0] == names[1] == names[2]
+        return same_calls((self.first, self.second, self.third))
 
 
 @dataclass
 class Plan:
-    """What a run does at each use, and which parameters take one backward pass a sample.
-
-    `roads` says for every parameter which roads its uses take; `loops` says why one is there.
-    """
+    """What a run does at each use, and which parameters take one backward pass a sample."""
 
     steps: list[Step] = field(default_factory=list)
-    roads: dict[str, set[str]] = field(default_factory=dict)
-    loops: dict[str, str] = field(default_factory=dict)
-    axes: dict[str, int] = field(default_factory=dict)  # argument → dim that counts samples
-    random: bool = True  # whether the model draws random numbers
-    stateful: bool = True  # whether the model changes its buffers
-    copies: int = 0  # of the batch in a folded Jacobian; 1 where that is slower, 0 until tried
-    batched_backward: bool | None = None  # whether all outputs' backward run as one; None: untried
-    watched: bool = True  # whether uses are recorded; not where all parameters take the loop
-    checked: bool = False  # whether a first use was compared with autograd
-    verified: set[str] = field(default_factory=set)  # parameters whose rows were, and not zero
-    separate: bool = False  # whether replacing a sample told that it moves no other one
-    zeros: tuple[Tensor, ...] = ()  # parameters that were all zero, which may hide a coupling
+    routes: dict[str, set[str]] = field(default_factory=dict)  # parameter → routes of its uses
+    loops: dict[str, str] = field(default_factory=dict)  # parameter → why it is looped over
+    axes: Mapping[str, int] = field(default_factory=dict)  # argument → dim that counts samples
     reorders: bool = False  # whether data may decide which samples go where
+    recorded: bool = True  # whether uses are recorded; not where all parameters are looped over
+    batched_backward: bool | None = None  # whether all outputs' backward run as one; None: untried
 
     def samples(self, arguments: Mapping[str, Any]) -> int | None:
         """Return how many samples these arguments hold, None where no argument holds any."""
@@ -82,21 +71,26 @@ class Plan:
         return None
 
     def loop(self, names: Iterable[str], why: str) -> None:
-        """Send parameters down the loop road."""
+        """Have parameters take one backward pass a sample."""
         for name in names:
             self.loops.setdefault(name, why)
 
+    def loop_over_all(self, parameters: Iterable[str], why: str) -> None:
+        """Have all parameters take one backward pass a sample, and record no use."""
+        self.steps.clear()
+        self.recorded = False
+        self.loop(parameters, why)
 
-def make_plan(trials: Trials, parameters: Mapping[str, Tensor]) -> Plan:
-    """Decide on a road for every use of a parameter."""
+
+def make_plan(probes: ProbeUses, parameters: Mapping[str, Tensor]) -> Plan:
+    """Decide on a route for every use of a parameter."""
     plan = Plan()
-    if not trials.alike:
-        plan.watched = False
-        plan.loop(parameters, "the model's calls depend on how many samples it is given")
+    if not probes.alike:
+        plan.loop_over_all(parameters, "the model's calls depend on how many samples it is given")
         return plan
     parents: dict[Key, frozenset[str]] = {name: frozenset([name]) for name in parameters}
-    for number in range(len(trials.first)):
-        use = _Use(trials, number, parents)
+    for number in range(len(probes.first)):
+        use = _ProbedUse(probes, number, parents)
         if not use.real:
             continue
         step = use.step()
@@ -104,21 +98,21 @@ def make_plan(trials: Trials, parameters: Mapping[str, Tensor]) -> Plan:
         if isinstance(step, DerivedStep):
             for position in range(len(use.first.outputs)):
                 parents[number, position] = names
-        elif step.road == "loop":
+        elif step.route == LOOP:
             plan.loop(names, f"{use.title} has no rule and does not vectorise")
         for name in names:
-            plan.roads.setdefault(name, set()).add(step.road)
+            plan.routes.setdefault(name, set()).add(step.route)
         plan.steps.append(step)
     return plan
 
 
-class _Use:
-    """One use as the three trials saw it."""
+class _ProbedUse:
+    """One use in the three probe runs; `real` are its parameters and derived tensors."""
 
-    def __init__(self, trials: Trials, number: int, parents: Mapping[Key, Any]) -> None:
-        self.trials, self.number = trials, number
+    def __init__(self, probes: ProbeUses, number: int, parents: Mapping[Key, Any]) -> None:
+        self.probes, self.number = probes, number
         self.first, self.second, self.third = (
-            run[number] for run in (trials.first, trials.second, trials.third)
+            run[number] for run in (probes.first, probes.second, probes.third)
         )
         self.real = tuple(key for key in self.first.keys if key is not None and key in parents)
 
@@ -128,27 +122,27 @@ class _Use:
         name = getattr(self.first.function, "__name__", str(self.first.function))
         return f"{name} in {self.first.module or 'the model'}"
 
-    def axis(self, tensors: Callable[[Sighting], Sequence[Tensor]], index: int) -> BatchAxis | None:
-        """Return where the samples lie in one of the use's tensors."""
+    def axis(self, tensors: Callable[[Use], Sequence[Tensor]], index: int) -> BatchAxis | None:
+        """Return which dim of one of the use's tensors holds the samples."""
         found = [tensors(run)[index] for run in (self.first, self.second, self.third)]
-        return batch_axis.find(
-            found[0], found[1], found[2], self.trials.samples, self.trials.changed
+        return axis_search.find(
+            found[0], found[1], found[2], self.probes.samples, self.probes.changed
         )
 
     def step(self) -> Step:
-        """Choose the road."""
+        """Choose the route."""
         function = self.first.function
         runs = (self.first, self.second, self.third)
         if len({(len(run.inputs), len(run.outputs)) for run in runs}) > 1:
-            return Step(function, self.number, "loop")  # `torch.cat([q] * B)`: a tensor a sample
+            return Step(function, self.number, LOOP)  # `torch.cat([q] * B)`: a tensor a sample
         if not any(dim is not None for dim in self._changes()):
             shapes = tuple(x.shape for x in (*self.first.inputs, *self.first.outputs))
             return DerivedStep(function, self.number, "derived", shapes)
-        for choose in (self._rule, self._birth, self._copies, self._vmap):
+        for choose in (self._rule, self._expand, self._copies, self._vmap):
             step = choose()
             if step is not None:
                 return step
-        return Step(function, self.number, "loop")
+        return Step(function, self.number, LOOP)
 
     def _changes(self) -> list[int | None]:
         pairs = zip(
@@ -200,7 +194,7 @@ class _Use:
         used = [tensor for tensor in self.first.inputs if id(tensor) in known]
         return roles if len(roles) == len(used) and roles else None
 
-    def _birth(self) -> Step | None:
+    def _expand(self) -> Step | None:
         axis = self._output_axis()
         if self.first.function not in EXPANDING or axis is None or axis.after != 1:
             return None
@@ -212,7 +206,7 @@ class _Use:
             return None
         if sizes[axis.dim] != 1:
             return None
-        return BirthStep(self.first.function, self.number, "birth", axis)
+        return ExpandStep(self.first.function, self.number, "birth", axis)
 
     def _copies(self) -> Step | None:
         axis = self._output_axis()
@@ -229,7 +223,7 @@ class _Use:
         return CopiesStep(self.first.function, self.number, "copies", axis)
 
     def _vmap(self) -> Step | None:
-        """Accept vectorisation only where a trial of it gives the same numbers."""
+        """Accept vectorisation only where it reproduces the numbers of the first probe run."""
         changes = self._changes()[: len(self.first.inputs)]
         axes = [
             None if change is None else self.axis(lambda run: run.inputs, index)
@@ -249,8 +243,8 @@ class _Use:
         step = VmapStep(self.first.function, self.number, "vmap", tuple(axes), output_axis)
         return step if self._reproduced(step) else None
 
-    def _plain_arguments(self, sighting: Sighting) -> str:
-        leaves, tree = tree_flatten((sighting.args, sighting.kwargs))
+    def _plain_arguments(self, use: Use) -> str:
+        leaves, tree = tree_flatten((use.args, use.kwargs))
         plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         return f"{plain}{tree}"
 

@@ -1,95 +1,104 @@
-"""The trial runs behind a plan: find the samples among the inputs, run thrice, compare.
+"""The probe runs behind a plan: find the samples among the inputs, run thrice, compare.
 
 Which dim of an input counts samples is not known beforehand: a guess is tried on `SAMPLES` and on
-`SAMPLES + EXTRA` samples and holds if z then has as many rows.
+`SAMPLES + EXTRA` samples and holds if z then has as many rows. Cost: three forward passes of
+`SAMPLES + EXTRA` samples at most, with their graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradbox_engine.model.reentrant import plain_checkpoints
-from gradbox_engine.model.shard_rng import generator_fingerprint
-from gradbox_engine.per_sample.errors import CoupledSamples, NoBatchAxis
-from gradbox_engine.per_sample.planning.batch_axis import (
-    EXTRA,
-    BatchAxis,
-    find,
-    samples_that_differ,
-)
-from gradbox_engine.per_sample.planning.plan import Plan, Trials, make_plan
-from gradbox_engine.per_sample.planning.reordering import Selection, may_reorder
-from gradbox_engine.per_sample.planning.watched_model import CALL_ERRORS, WatchedModel, fresh
-from gradbox_engine.per_sample.recording.function_calls import Scan, Sighting
+from gradbox_engine.errors import CoupledSamples, NoBatchAxis
+from gradbox_engine.model.kernels import checkpoints_inlined
+from gradbox_engine.per_sample.planning.axis_search import EXTRA, find, samples_that_differ
+from gradbox_engine.per_sample.planning.model import CallableModel, copied
+from gradbox_engine.per_sample.planning.plan import Plan, ProbeUses, make_plan
+from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
+from gradbox_engine.per_sample.recording.function_calls import Use, UseLog
+from gradbox_engine.per_sample.recording.index_selections import Selection, may_reorder
 
 SAMPLES = 4
 CHANGED = 2
 
 Axes = Mapping[str, int]
+T = TypeVar("T")
+
+
+CALL_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+)
+"""What a model may raise where a guess at its inputs' dim of samples is wrong."""
 
 
 @dataclass(frozen=True)
-class Scanned:
-    """What one trial run showed."""
+class ProbeRun:
+    """What one probe run showed."""
 
-    sightings: list[Sighting]
+    uses: list[Use]
     selections: list[Selection]
     z: Tensor
-    random: bool  # whether it drew from a global generator
 
 
 def plan_for(
-    model: WatchedModel, shard: Mapping[str, Any], index: int, *, samples: int = SAMPLES
+    model: CallableModel, shard: Mapping[str, Any], index: int, *, samples: int = SAMPLES
 ) -> Plan:
-    """Run the trials and return the plan.
+    """Run the probes and return the plan.
 
     Raises:
         NoBatchAxis: no dim of the inputs gives z one row a sample.
         CoupledSamples: one sample's output changes when another sample does.
     """
-    before = _buffer_states(model)
     axes, first, second = _sized_runs(model, shard, index, samples)
-    third = _replaced_run(model, resized(shard, axes, samples + EXTRA), axes, index)
-    stateful = before != _buffer_states(model)
-    trials = Trials(first.sightings, second.sightings, third.sightings, samples, CHANGED)
-    moved = samples_that_differ(second.z, third.z, BatchAxis(0))
-    told = bool(moved[CHANGED])
-    moved[CHANGED] = False
-    if "coupling" not in model.unchecked and moved.any():
-        _refuse_coupling(trials)
-    separate = told or (trials.alike and _first_coupling(trials) is None)
-    plan = make_plan(trials, model.parameters)
-    plan.separate = separate
+    more = resized(shard, axes, samples + EXTRA)
+    third = _on_replaced(more, axes, lambda few: _probe(model, few, index))
+    uses = ProbeUses(first.uses, second.uses, third.uses, samples, CHANGED)
+    if "coupling" not in model.unchecked and _others_differ(second.z, third.z, BatchAxis(0)):
+        _refuse_coupling(uses)
+    plan = make_plan(uses, model.parameters)
     plan.reorders = may_reorder(first.selections, second.selections)
     plan.axes = dict(axes)
-    plan.random = first.random
-    plan.stateful = stateful
+    model.restore_buffers()
     return plan
 
 
-def _buffer_states(model: WatchedModel) -> dict[str, tuple[int, int]]:
-    """Return what changes when a buffer is written to, bound anew, or registered."""
-    return {
-        name: (id(buffer), buffer._version)
-        for name, buffer in model.model.named_buffers(remove_duplicate=False)
-    }
+def couples(model: CallableModel, shard: Mapping[str, Any], axes: Axes, index: int) -> bool:
+    """Replace one of a few samples of a shard, and say whether the output of another changed.
+
+    Cost: two forward passes of `SAMPLES` samples.
+    """
+
+    def z(few: dict[str, Any]) -> Tensor:
+        return _z(model, few, index)
+
+    few = resized(shard, axes, SAMPLES)
+    found = _others_differ(z(few), _on_replaced(few, axes, z), BatchAxis(0))
+    model.restore_buffers()
+    return found
 
 
 def _sized_runs(
-    model: WatchedModel, shard: Mapping[str, Any], index: int, samples: int
-) -> tuple[Axes, Scanned, Scanned]:
+    model: CallableModel, shard: Mapping[str, Any], index: int, samples: int
+) -> tuple[Axes, ProbeRun, ProbeRun]:
     failure: Exception | None = None
     for axes in _guesses(shard):
         try:
-            first = _scan(model, resized(shard, axes, samples), index)
+            first = _probe(model, resized(shard, axes, samples), index)
             if first.z.shape[0] != samples:
                 continue
-            second = _scan(model, resized(shard, axes, samples + EXTRA), index)
+            second = _probe(model, resized(shard, axes, samples + EXTRA), index)
         except CALL_ERRORS as error:
             failure = failure or error
             continue
@@ -125,13 +134,13 @@ def resized(shard: Mapping[str, Any], axes: Axes, samples: int) -> dict[str, Any
     return sized
 
 
-def _replaced_run(model: WatchedModel, shard: dict[str, Any], axes: Axes, index: int) -> Scanned:
+def _on_replaced(shard: dict[str, Any], axes: Axes, run: Callable[[dict[str, Any]], T]) -> T:
     """Run on a shard in which sample `CHANGED` is replaced."""
     try:
-        return _scan(model, _replaced(shard, axes), index)
+        return run(_replaced(shard, axes))
     except CALL_ERRORS:
-        # A column of floats may hold categories, which noise makes others than there are.
-        return _scan(model, _replaced(shard, axes, noise=False), index)
+        # A column of floats may hold categories, of which noise makes unknown ones.
+        return run(_replaced(shard, axes, noise=False))
 
 
 def _replaced(shard: dict[str, Any], axes: Axes, *, noise: bool = True) -> dict[str, Any]:
@@ -152,23 +161,34 @@ def _replaced(shard: dict[str, Any], axes: Axes, *, noise: bool = True) -> dict[
     return replaced
 
 
-def _scan(model: WatchedModel, shard: Mapping[str, Any], index: int) -> Scanned:
-    model.restore_buffers()
-    arguments = fresh(shard)
-    scan = Scan(model.model, model.parameters)
+def _probe(model: CallableModel, shard: Mapping[str, Any], index: int) -> ProbeRun:
+    log = UseLog(model.model, model.parameters)
     try:
-        with model.stream(index), torch.enable_grad(), plain_checkpoints():
-            before = generator_fingerprint()
-            with scan:
-                z = model.call(arguments)
-            random = generator_fingerprint() != before
+        z = _z(model, shard, index, log)
     finally:
-        scan.close()
-    return Scanned(scan.sightings, scan.selections, z.detach(), random)
+        log.remove_hooks()
+    return ProbeRun(log.uses, log.selections, z)
 
 
-def _refuse_coupling(trials: Trials) -> NoReturn:
-    where = (_first_coupling(trials) if trials.alike else None) or "the model"
+def _z(
+    model: CallableModel,
+    shard: Mapping[str, Any],
+    index: int,
+    log: AbstractContextManager[Any] | None = None,
+) -> Tensor:
+    model.restore_buffers()
+    arguments = copied(shard)
+    with (
+        model.stream(index),
+        torch.enable_grad(),
+        checkpoints_inlined(),
+        log or nullcontext(),
+    ):
+        return model.call(arguments).detach()
+
+
+def _refuse_coupling(uses: ProbeUses) -> NoReturn:
+    where = (_first_coupling(uses) if uses.alike else None) or "the model"
     raise CoupledSamples(
         f"replacing one sample changed the output of others; first seen in {where}: a sample then "
         "has no gradient of its own. Batch norm in train mode does this: use mode='eval', or "
@@ -182,16 +202,16 @@ def _others_differ(second: Tensor, third: Tensor, axis: BatchAxis) -> bool:
     return bool(differs.any())
 
 
-def _first_coupling(trials: Trials) -> str | None:
+def _first_coupling(uses: ProbeUses) -> str | None:
     """Name the first module in which other samples than the replaced one differ, if any."""
-    for one, two, three in zip(trials.first, trials.second, trials.third, strict=True):
+    for one, two, three in zip(uses.first, uses.second, uses.third, strict=True):
         function = getattr(one.function, "__name__", str(one.function))
         for inputs, place in ((True, "what enters"), (False, "")):
             groups = zip(
                 *((run.inputs if inputs else run.outputs) for run in (one, two, three)), strict=True
             )
             for a, b, c in groups:
-                axis = find(a, b, c, trials.samples, trials.changed)
+                axis = find(a, b, c, uses.samples, uses.changed)
                 if axis is not None and _others_differ(b.detach(), c.detach(), axis):
                     return f"{place} {one.module or 'the model'!r} ({function})".strip()
     return None

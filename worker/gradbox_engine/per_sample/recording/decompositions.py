@@ -1,11 +1,12 @@
-"""Layers that are one function to PyTorch, written out so that their parts can be watched.
+"""Layers that are one function to PyTorch, decomposed so that their calls can be recorded.
 
-Multi-head attention is opened, not rewritten: the same source runs, with its own override check
-answered "no" so that the calls inside it are seen. Recurrent layers, whose kernel hides every
-step, are written out in linear maps and pointwise functions; the arithmetic is the kernel's up to
-rounding and dropout between layers draws the same numbers.
+Multi-head attention is not rewritten: the same source runs, with its check for overrides answered
+"no" so that the calls inside it reach the function mode. Recurrent layers, whose kernel contains
+all steps, are written out in linear maps and pointwise functions; the arithmetic is the kernel's up
+to rounding, and dropout between layers draws the same numbers.
 
-Not opened: packed sequences, whose rows hold several samples each (those take the loop road).
+Not decomposed: packed sequences, whose rows hold several samples each (their parameters are
+looped over).
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ State = tuple[Tensor, ...]
 Cell = Callable[[Tensor, State, Sequence[Tensor | None]], State]
 
 
-def _opened(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of `torch.nn.functional` that does not hand itself over to the mode."""
-    assert isinstance(function, types.FunctionType)
+def _inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of `torch.nn.functional` that does not dispatch itself to the mode."""
+    if not isinstance(function, types.FunctionType):
+        raise TypeError(f"expected a Python function, got {function!r}")
     silent = {
         name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_func")
     }
-    opened = types.FunctionType(
+    inlined = types.FunctionType(
         function.__code__,
         {**function.__globals__, **silent},
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    opened.__kwdefaults__ = function.__kwdefaults__
-    return opened
+    inlined.__kwdefaults__ = function.__kwdefaults__
+    return inlined
 
 
 def _lstm_step(gates: Tensor, state: State, weights: Sequence[Tensor | None]) -> State:
@@ -143,8 +145,8 @@ def _cell(step: Cell, num_states: int) -> Callable[..., Any]:
     return run
 
 
-_OPENED: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
+_DECOMPOSITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.multi_head_attention_forward: _inlined(F.multi_head_attention_forward),
     torch.lstm: _recurrent(_lstm_step, 2),
     torch.gru: _recurrent(_gru_step, 1),
     torch.rnn_tanh: _recurrent(_plain_step(torch.tanh), 1),
@@ -156,7 +158,7 @@ _OPENED: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-def opened(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any] | None:
+def decomposed(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """Return what runs in place of `function`, None where it is called as it is."""
     packed = len(args) > 1 and isinstance(args[1], Tensor) and args[1].dtype == torch.int64
-    return None if packed else _OPENED.get(function)
+    return None if packed else _DECOMPOSITIONS.get(function)

@@ -1,11 +1,13 @@
-"""How one planned use runs, and what its output gradient gives.
+"""How one planned use of a tracked tensor runs, and what the gradient at its output gives.
 
-    rule       the layer's own function, then the factors of `layers` and `normalisation`
+    rule       the layer's own function, then the factors that its rule makes
     copies     a pointwise function: the parameter is expanded to one copy a sample
-    birth      an expansion that gives a parameter its batch dim (a class token)
+    birth      an expansion that gives a parameter its dim of samples (a class token)
     vmap       any other function, vectorised over samples with one copy of the parameter each
-    derived    no sample takes part: the output is followed as a parameter of its own
+    derived    no sample takes part: the output is tracked as a parameter of its own
     loop       none of these: the parameter takes one backward pass a sample
+
+The first column is what users read in `roads`, where a rule has its own name.
 
 Shapes: B samples, Y outputs, q the tracked tensor. Copies are expanded views: no memory before the
 gradient, which is the (Y, B, *q) that was asked for.
@@ -13,7 +15,7 @@ gradient, which is the (Y, B, *q) that was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,12 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradbox_engine.per_sample.planning.batch_axis import BatchAxis
-from gradbox_engine.per_sample.recording.function_calls import Key, PlanStale, Run, tensors_of
-from gradbox_engine.per_sample.rules.layers import Layer, Rule, Target
-from gradbox_factors import Block, Term
-
-Terms = Iterator[tuple[Key, Term]]
+from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
+from gradbox_engine.per_sample.recording.function_calls import Key, tensors_of
+from gradbox_engine.per_sample.recording.step_recorder import StepRecorder, Terms
+from gradbox_engine.per_sample.rules.rule import Layer, Rule, Target
+from gradbox_factors import Block
 
 
 def label(key: Key) -> str:
@@ -37,35 +38,34 @@ def label(key: Key) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """One use of a tracked tensor as it is planned; `run` does it."""
+    """One planned use of a tracked tensor; `run` does it."""
 
     function: Callable[..., Any]
-    number: int  # of its sighting
-    road: str
+    number: int  # of the use in the probe runs
+    route: str
 
-    def run(self, capture: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function; the loop road needs nothing more."""
-        capture.at += 1
+    def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function; the loop needs nothing more."""
         return self.function(*args, **kwargs)
 
 
 @dataclass(frozen=True)
 class DerivedStep(Step):
-    """The output is followed as a parameter."""
+    """The output is tracked as a parameter."""
 
-    shapes: tuple[torch.Size, ...]  # of the tensors that enter and leave, in the trial runs
+    shapes: tuple[torch.Size, ...]  # of the input and output tensors in the probe runs
 
-    def run(self, capture: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        capture.at += 1
+    def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.function(*args, **kwargs)
         if tuple(x.shape for x in (*tensors_of((args, kwargs)), *tensors_of(out))) != self.shapes:
-            raise PlanStale  # samples take part in it after all
+            recorder.deviated = True  # samples take part in it after all
+            return out
         parts = [out] if isinstance(out, Tensor) else list(out)
         for position, part in enumerate(parts):
             if isinstance(part, Tensor) and part.requires_grad:
                 key = (self.number, position)
-                capture.track(part, key)
-                capture.derived[key] = part
+                recorder.track(part, key)
+                recorder.derived[key] = part
         return out
 
 
@@ -80,39 +80,39 @@ class RuleStep(Step):
 
     targets: dict[str, Target] = field(default_factory=dict)  # by role, as last seen
 
-    def run(self, capture: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        capture.at += 1
+    def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.rule.bind(*args, **kwargs)
         if layer is None:
-            raise PlanStale
+            return recorder.deviate(self.function, args, kwargs)
         for role, key in self.keys:
             tensor = layer.parameters[role]
-            if tensor is None or capture.tracked.get(id(tensor)) != key:
-                raise PlanStale
+            if tensor is None or recorder.tracked.get(id(tensor)) != key:
+                return recorder.deviate(self.function, args, kwargs)
             target = self.targets.get(role)
             if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
                 self.targets[role] = Target(label(key), tuple(tensor.shape), tensor.dtype)
         out = self.function(*args, **kwargs)
-        samples = capture.samples
+        samples = recorder.samples
         for axis, tensor in ((self.input_axis, layer.input), (self.output_axis, out)):
             if tensor.shape[axis.dim] != axis.length(samples):
-                raise PlanStale  # a layer that sees some of the samples only
+                recorder.deviated = True  # a layer that sees some of the samples only
+                return out
         if out.requires_grad:
             if out._is_view():
-                # What changes a view in place gives it a new history, in which the edge noted here
-                # is missing. This is the same memory as a tensor of its own, whose edge stays.
+                # A change in place of a view replaces its grad_fn, and the edge recorded here is no
+                # longer in the graph. This is the same memory as no view, whose edge stays.
                 out = torch.ops.aten._unsafe_view(out, out.shape)
-            self._record(capture, layer, out)
+            self._record(recorder, layer, out)
         return out
 
-    def _record(self, capture: Run, layer: Layer, out: Tensor) -> None:
+    def _record(self, recorder: StepRecorder, layer: Layer, out: Tensor) -> None:
         held = layer.input.detach()
         version = held._version
-        dtype, fold = self.targets[self.keys[0][0]].dtype, capture.fold
+        dtype = self.targets[self.keys[0][0]].dtype
 
         def terms(g: Tensor) -> Terms:
-            x = fold.held_input(self.input_axis, self.rule.prepare(layer))
-            g = fold.gradient(self.output_axis, g)
+            x = self.input_axis.lead(self.rule.prepare(layer))
+            g = self.output_axis.lead(g, 1)
             if g.dtype != dtype or (x.dtype != dtype and x.is_floating_point()):
                 # Autocast: products are made in the parameters' dtype, which is wider.
                 x, g = x.to(dtype) if x.is_floating_point() else x, g.to(dtype)
@@ -120,13 +120,13 @@ class RuleStep(Step):
                 yield self._by_label[term.parameter], term
 
         if self._reads_input:
-            capture.record(out, terms, lambda: held._version == version)
+            recorder.record(out, terms, lambda: held._version == version)
         else:
-            capture.record(out, terms)
+            recorder.record(out, terms)
 
     @cached_property
     def _reads_input(self) -> bool:
-        """A bias's gradient is the output's, whatever has become of the input."""
+        """Whether a change in place of the input matters: a bias's gradient does not read it."""
         return any(role != "bias" for role, _ in self.keys)
 
     @cached_property
@@ -140,59 +140,58 @@ class CopiesStep(Step):
 
     output_axis: BatchAxis
 
-    def run(self, capture: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        capture.at += 1
+    def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
         shapes = [x.shape for x in leaves if isinstance(x, Tensor)]
         sizes = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-        if sizes[self.output_axis.dim] != self.output_axis.length(capture.samples):
-            raise PlanStale
+        dim = self.output_axis.dim
+        if sizes[dim] != self.output_axis.length(recorder.samples):
+            return recorder.deviate(self.function, args, kwargs)
         for position, leaf in enumerate(leaves):
-            key = capture.tracked.get(id(leaf)) if isinstance(leaf, Tensor) else None
-            if key is not None and leaf.requires_grad:
-                leaves[position] = self._copied(capture, leaf, key, sizes)
+            key = recorder.tracked.get(id(leaf)) if isinstance(leaf, Tensor) else None
+            if key is None or not leaf.requires_grad:
+                continue
+            shape = [1] * (len(sizes) - leaf.dim()) + list(leaf.shape)
+            if shape[dim] != 1:
+                return recorder.deviate(self.function, args, kwargs)
+            shape[dim] = sizes[dim]
+            leaves[position] = self._copied(recorder, leaf, key, shape)
         args, kwargs = tree_unflatten(leaves, tree)
         return self.function(*args, **kwargs)
 
-    def _copied(self, capture: Run, q: Tensor, key: Key, sizes: torch.Size) -> Tensor:
-        dim = self.output_axis.dim
-        shape = [1] * (len(sizes) - q.dim()) + list(q.shape)
-        if shape[dim] != 1:
-            raise PlanStale
-        shape[dim] = sizes[dim]
-        copies, fold = q.expand(shape), capture.fold
+    def _copied(self, recorder: StepRecorder, q: Tensor, key: Key, shape: list[int]) -> Tensor:
+        dim, copies = self.output_axis.dim, q.expand(shape)
 
         def terms(g: Tensor) -> Terms:
-            lead = fold.gradient(self.output_axis, g)
+            lead = self.output_axis.lead(g, 1)
             if self.output_axis.merged:
                 lead = lead.sum((dim + 2, dim + 3))
             array = lead.reshape(*lead.shape[:2], *q.shape).transpose(0, 1)
             yield key, Block(label(key), tuple(q.shape), array)
 
-        capture.record(copies, terms)
+        recorder.record(copies, terms)
         return copies
 
 
 @dataclass(frozen=True)
-class BirthStep(Step):
-    """`expand` and its kin: a tracked tensor gets its batch dim here."""
+class ExpandStep(Step):
+    """`expand` and functions like it, which give a tracked tensor its dim of samples."""
 
     output_axis: BatchAxis
 
-    def run(self, capture: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        capture.at += 1
+    def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         q = args[0]
-        key = capture.tracked.get(id(q))
+        key = recorder.tracked.get(id(q))
         out = self.function(*args, **kwargs)
         axis = self.output_axis
-        if key is None or out.shape[axis.dim] != axis.length(capture.samples):
-            raise PlanStale
+        if key is None or out.shape[axis.dim] != axis.length(recorder.samples):
+            recorder.deviated = True
+            return out
         shape = [1] * (out.dim() - q.dim()) + list(q.shape)
         del shape[axis.dim]
-        fold = capture.fold
 
         def terms(g: Tensor) -> Terms:
-            lead = fold.gradient(axis, g)
+            lead = axis.lead(g, 1)
             if axis.merged:
                 lead = lead.sum((axis.dim + 2, axis.dim + 3))
             dims = [dim + 2 for dim, size in enumerate(shape) if size != lead.shape[dim + 2]]
@@ -200,7 +199,7 @@ class BirthStep(Step):
             array = array.reshape(*array.shape[:2], *q.shape).transpose(0, 1)
             yield key, Block(label(key), tuple(q.shape), array)
 
-        capture.record(out, terms)
+        recorder.record(out, terms)
         return out
 
 
@@ -211,20 +210,16 @@ class VmapStep(Step):
     input_axes: tuple[BatchAxis | None, ...]  # of the tensors among the arguments
     output_axis: BatchAxis
 
-    def run(self, capture: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        capture.at += 1
-        fold = capture.fold
-
+    def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def record(copies: Tensor, q: Tensor, key: Key) -> None:
             def terms(g: Tensor) -> Terms:
-                array = fold.gradient(BatchAxis(0), g).transpose(0, 1)
-                yield key, Block(label(key), tuple(q.shape), array)
+                yield key, Block(label(key), tuple(q.shape), g.transpose(0, 1))
 
-            capture.record(copies, terms)
+            recorder.record(copies, terms)
 
-        if self._samples(tensors_of((args, kwargs))) != capture.samples:
-            raise PlanStale
-        return self.vectorised(capture.tracked, args, kwargs, record)
+        if self._samples(tensors_of((args, kwargs))) != recorder.samples:
+            return recorder.deviate(self.function, args, kwargs)
+        return self.vectorised(recorder.tracked, args, kwargs, record)
 
     def vectorised(
         self,
@@ -267,4 +262,4 @@ class VmapStep(Step):
         for tensor, axis in zip(tensors, self.input_axes, strict=True):
             if axis is not None:
                 return tensor.shape[axis.dim]
-        raise PlanStale
+        return 0

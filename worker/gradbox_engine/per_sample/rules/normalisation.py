@@ -1,7 +1,7 @@
-"""Rules of the normalisation layers: y = x̂ · weight + bias, where x̂ has no parameter of its own.
+"""Normalisation layers: y = x̂ · weight + bias, where x̂ has no parameter of its own.
 
-So the weight gets Σ g · x̂ and the bias Σ g over a sample's positions, whatever made x̂: the same
-function is called once more without weight and bias. Importing this module registers the rules.
+So the weight's row is Σ g · x̂ and the bias's Σ g over a sample's positions, whatever made x̂: the
+same function is called once more without weight and bias.
 
 Shapes: B samples, Y outputs, M images a sample, C channels, L positions of an image.
 """
@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradbox_engine.per_sample.rules.layers import RULES, Layer, Rule, Targets
+from gradbox_engine.per_sample.rules.rule import Layer, Rule, Targets
 from gradbox_factors import Block, Term
 
 Normalise = Callable[[Tensor], Tensor]
 
 
-def _plain(layer: Layer) -> Tensor:
+def _normalised(layer: Layer) -> Tensor:
     normalise: Normalise = layer.detail[0]
     return normalise(layer.input.detach())
 
@@ -55,7 +55,7 @@ def _bind_rms_norm(
 
 
 def _feature_terms(layer: Layer, x: Tensor, g: Tensor, targets: Targets) -> Iterator[Term]:
-    """The normalised dims come last; what lies before them and behind the samples is summed."""
+    """The normalised dims are last; the dims between the samples and these are summed."""
     features = x.shape[x.dim() - layer.detail[1] :]
     g = g.reshape(*g.shape[:2], -1, *features)
     if weight := targets.get("weight"):
@@ -113,7 +113,7 @@ def _bind_batch_norm(
     eps: float = 1e-5,
 ) -> Layer | None:
     if training or running_mean is None:
-        return None  # couples the samples; the trial runs refuse that by name
+        return None  # couples the samples: the probe runs raise CoupledSamples
     return Layer(
         input,
         {"weight": weight, "bias": bias},
@@ -124,7 +124,7 @@ def _bind_batch_norm(
 
 
 def _channel_terms(layer: Layer, x: Tensor, g: Tensor, targets: Targets) -> Iterator[Term]:
-    """Channels are on the dim behind the images; positions, if any, behind the channels."""
+    """Dims are images, channels, then positions, if any."""
     channels = layer.input.shape[1]
     B, Y = x.shape[0], g.shape[0]
     g = g.reshape(Y, B, -1, channels, layer.input[0, 0].numel())
@@ -147,9 +147,13 @@ def _contracted(g: Tensor, x_hat: Tensor) -> Tensor:
     return products.view(B, M, C, Y).sum(1).transpose(1, 2)
 
 
-RULES[F.layer_norm] = Rule("layer_norm", _bind_layer_norm, _feature_terms, _plain)
-RULES[F.rms_norm] = Rule("rms_norm", _bind_rms_norm, _feature_terms, _plain)
-RULES[torch.rms_norm] = RULES[F.rms_norm]
-RULES[F.group_norm] = Rule("group_norm", _bind_group_norm, _channel_terms, _plain)
-RULES[F.instance_norm] = Rule("instance_norm", _bind_instance_norm, _channel_terms, _plain)
-RULES[F.batch_norm] = Rule("batch_norm", _bind_batch_norm, _channel_terms, _plain)
+_RMS_NORM = Rule("rms_norm", _bind_rms_norm, _feature_terms, _normalised)
+
+RULES: dict[Callable[..., Any], Rule] = {
+    F.layer_norm: Rule("layer_norm", _bind_layer_norm, _feature_terms, _normalised),
+    F.rms_norm: _RMS_NORM,
+    torch.rms_norm: _RMS_NORM,
+    F.group_norm: Rule("group_norm", _bind_group_norm, _channel_terms, _normalised),
+    F.instance_norm: Rule("instance_norm", _bind_instance_norm, _channel_terms, _normalised),
+    F.batch_norm: Rule("batch_norm", _bind_batch_norm, _channel_terms, _normalised),
+}

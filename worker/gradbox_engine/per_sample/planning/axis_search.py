@@ -1,4 +1,4 @@
-"""Where the samples lie in a tensor, found from two runs and not from a shape that may coincide.
+"""Find the dim of the samples in a tensor from two runs, not from a shape that may coincide.
 
 A tensor of a run on B samples and the same tensor of a run on B + `EXTRA` samples differ in at most
 one dim: that dim holds the samples, alone (B against B + EXTRA) or merged with others (m·B against
@@ -7,44 +7,12 @@ m·(B + EXTRA)). For a merged dim the order is settled by a third run in which o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
+
 EXTRA = 3
-
-
-@dataclass(frozen=True)
-class BatchAxis:
-    """Dim `dim` has `before` · B · `after` entries, in that order."""
-
-    dim: int
-    before: int = 1
-    after: int = 1
-
-    @property
-    def merged(self) -> bool:
-        """Whether the samples share their dim."""
-        return self.before * self.after > 1
-
-    def length(self, samples: int) -> int:
-        """Return how long dim `dim` is for so many samples."""
-        return self.before * samples * self.after
-
-    def lead(self, x: Tensor, offset: int = 0) -> Tensor:
-        """Return `x` with its samples on dim `offset`, what they were merged with behind them.
-
-        Args:
-            x: the tensor; `offset` dims that are not part of the layer's own tensor come first.
-            offset: 1 for output gradients, whose first dim counts outputs.
-        """
-        dim = self.dim + offset
-        if self.merged:
-            size = x.shape[dim] // (self.before * self.after)
-            split = x.reshape(*x.shape[:dim], self.before, size, self.after, *x.shape[dim + 1 :])
-            return split.movedim(dim + 1, offset)
-        return x if dim == offset else x.movedim(dim, offset)
 
 
 def changed_dim(first: torch.Size, second: torch.Size) -> int | None:
@@ -60,7 +28,7 @@ def changed_dim(first: torch.Size, second: torch.Size) -> int | None:
 def find(
     first: Tensor, second: Tensor, third: Tensor, samples: int, changed: int
 ) -> BatchAxis | None:
-    """Return where the samples lie in a tensor that holds them, None if that cannot be told.
+    """Return which dim of a tensor holds the samples, None if that cannot be told.
 
     Args:
         first: the tensor in a run on `samples` samples.
@@ -106,9 +74,9 @@ def _only(differs: Tensor, changed: int) -> bool:
 def samples_that_differ(second: Tensor, third: Tensor, axis: BatchAxis) -> Tensor:
     """Return for every sample whether its part of the tensor differs beyond rounding, (B,) bool.
 
-    Each entry has a scale of its own, the largest finite number that a sample has there: beside
-    logits masked with -1e9 the others would look alike. Both tensors come of calls of one shape,
-    whose roundings are the same but where kernels add in no fixed order or data choose a kernel.
+    Each entry has a scale of its own, the largest finite number that a sample has there: with one
+    scale, logits masked with -1e9 would hide all other differences. Both tensors are from calls of
+    one shape, whose roundings agree unless kernels add in no fixed order or data choose a kernel.
     """
     first_B, second_B = (
         axis.lead(x).reshape(second.shape[axis.dim] // (axis.before * axis.after), -1)
@@ -119,5 +87,5 @@ def samples_that_differ(second: Tensor, third: Tensor, axis: BatchAxis) -> Tenso
     limits = torch.finfo(first_B.dtype)
     scale = first_B.abs().nan_to_num(0.0, 0.0).amax(0).clamp_min(limits.tiny)
     roundings = 1e3 if limits.eps < 1e-4 else 2  # a thousand 16-bit roundings would hide all
-    apart = (first_B - second_B).abs() > roundings * limits.eps * scale
-    return (apart | (first_B.isnan() != second_B.isnan())).any(1)
+    differ = (first_B - second_B).abs() > roundings * limits.eps * scale
+    return (differ | (first_B.isnan() != second_B.isnan())).any(1)

@@ -1,8 +1,8 @@
-"""Which dims of a tensor a call picks entries of by an index that data may decide.
+"""Which dims of a tensor a call selects entries of by an index that data may decide.
 
-Where that is the dim of the samples (sorting by length, routing to experts), the rows of one shard
-say nothing about those of the next: see `Plan.reorders`. An index that `torch.arange` made keeps
-every sample in its place, as in `h[torch.arange(B), last]`.
+Where that is the dim of the samples (sorting by length, routing to experts), a comparison on one
+shard says nothing about the next: see `Plan.reorders`. An index made by `torch.arange` keeps every
+sample in its place, as in `h[torch.arange(B), last]`.
 
 Not seen: a permutation that is multiplied as a matrix, or applied by a function not named here.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KEEPING = frozenset({"to", "unsqueeze", "view", "reshape", "expand", "long", "int", "clone"})
-"""Functions of an index behind which it still counts."""
+KEEPING_RANGES = frozenset({"to", "unsqueeze", "view", "reshape", "expand", "long", "int", "clone"})
+"""Functions whose result on a range made by `torch.arange` is treated as that range."""
 
 _BY_INDEX = frozenset({"__getitem__", "__setitem__"})
 _BY_LIST = frozenset({"index_put", "index_put_"})
@@ -28,19 +28,19 @@ _BY_DIM = frozenset(
 _OF_ALL = frozenset({"take", "masked_select", "masked_scatter", "masked_scatter_"})
 
 Selection = tuple[torch.Size, tuple[int, ...]]
-"""A tensor's shape, and the dims of it in which entries are picked."""
+"""A tensor's shape, and the dims of it in which entries are selected."""
 
 
 def selection(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    counts: Callable[[Tensor], bool],
+    is_range: Callable[[Tensor], bool],
 ) -> Selection | None:
-    """Return what a call picks from, None where it picks nothing.
+    """Return what a call selects from, None where it selects nothing.
 
     Args:
-        counts: whether `torch.arange` made a tensor.
+        is_range: whether `torch.arange` made a tensor.
     """
     name = getattr(function, "__name__", "")
     x = args[0] if args else kwargs.get("input")
@@ -54,31 +54,31 @@ def selection(
     if name in _BY_INDEX or name in _BY_LIST:
         parts = args[1] if len(args) > 1 else kwargs["indices"]
         listed = isinstance(parts, tuple) or name in _BY_LIST
-        return x.shape, _picked(tuple(parts) if listed else (parts,), x.dim(), counts)
+        return x.shape, _selected(tuple(parts) if listed else (parts,), x.dim(), is_range)
     return None
 
 
-def _picked(
-    parts: Sequence[Any], num_dims: int, counts: Callable[[Tensor], bool]
+def _selected(
+    parts: Sequence[Any], num_dims: int, is_range: Callable[[Tensor], bool]
 ) -> tuple[int, ...]:
-    """Return the dims that tensors or lists in an index pick entries of."""
+    """Return the dims that tensors or lists in an index select entries of."""
     after = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
-    behind = sum(_consumed(part) for part in parts[after + 1 :])
+    behind = sum(_indexed_dims(part) for part in parts[after + 1 :])
     dims: list[int] = []
     at = 0
     for number, part in enumerate(parts):
         if number == after:
             at = num_dims - behind
             continue
-        many = _consumed(part)
-        picks = isinstance(part, list) or (isinstance(part, Tensor) and not counts(part))
-        if picks:
-            dims += range(at, at + many)
-        at += many
+        width = _indexed_dims(part)
+        selects = isinstance(part, list) or (isinstance(part, Tensor) and not is_range(part))
+        if selects:
+            dims += range(at, at + width)
+        at += width
     return tuple(dims)
 
 
-def _consumed(part: Any) -> int:
+def _indexed_dims(part: Any) -> int:
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
@@ -87,10 +87,10 @@ def _consumed(part: Any) -> int:
 
 
 def may_reorder(first: Sequence[Selection], second: Sequence[Selection]) -> bool:
-    """Say whether entries were picked of a dim whose length depends on how many samples there are.
+    """Say whether entries were selected of a dim whose length grows with the number of samples.
 
     Args:
-        first: what the calls of a run picked from, in order.
+        first: what the calls of a run selected from, in order.
         second: the same of a run on another number of samples.
     """
     if [dims for _, dims in first] != [dims for _, dims in second]:

@@ -1,0 +1,56 @@
+"""Embeddings: a sample's row is zero but for the table rows that its indices name.
+
+Shapes: B samples, Y outputs, T positions, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradbox_engine.errors import CoupledSamples
+from gradbox_engine.per_sample.rules.rule import Layer, Rule, Target, Targets
+from gradbox_factors import Lookup, Term
+
+
+def _bind_embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Layer | None:
+    if scale_grad_by_freq:
+        raise CoupledSamples(
+            "an embedding divides its gradient by how often an index occurs in the whole batch "
+            "(scale_grad_by_freq=True), so a sample has no gradient of its own: build the "
+            "embedding with scale_grad_by_freq=False"
+        )
+    if max_norm is not None:
+        return None
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    return Layer(input, {"weight": weight}, detail=padding_idx, first_dims=input.dim())
+
+
+def lookup(ids: Tensor, g: Tensor, weight: Target, padding_idx: int | None) -> Lookup:
+    """Return the term of an embedding: ids (B, ...) and g (Y, B, ..., D)."""
+    ids_BT = ids.reshape(ids.shape[0], -1)
+    left = g.reshape(g.shape[0], ids_BT.shape[0], ids_BT.shape[1], g.shape[-1])
+    if padding_idx is not None and bool((ids_BT == padding_idx).any()):
+        left = left * (ids_BT != padding_idx)[..., None]
+    return Lookup(weight.name, weight.shape, left, ids_BT)
+
+
+def _embedding_terms(layer: Layer, x: Tensor, g: Tensor, targets: Targets) -> Iterator[Term]:
+    yield lookup(x, g, targets["weight"], layer.detail)
+
+
+RULES: dict[Callable[..., Any], Rule] = {
+    F.embedding: Rule("embedding", _bind_embedding, _embedding_terms)
+}

@@ -1,0 +1,199 @@
+"""A shard run forward by its plan, and its rows checked against autograd.
+
+One rule: wherever a job first compares a parameter's rows at a gradient that is not zero, they are
+compared with autograd's (`planning.verify`), on a shard on which samples were also seen not to
+depend on each other with the job's weights. For almost every model that is the first shard of each
+shape. Where data decide which samples go where, the rows of every shard are compared. That the loss
+keeps samples apart is checked on every shard.
+
+A plan that does not hold is made anew on the shard at hand; parameters whose rows then still differ
+take one backward pass a sample.
+
+Cost beyond the rows, on the first shard of each shape: one backward pass, the rows' weighted sum,
+and two forward passes of `SAMPLES` samples; on every shard: one evaluation of the loss.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradbox_engine.errors import NoBatchAxis
+from gradbox_engine.model.blame import blaming
+from gradbox_engine.per_sample.backward import RecordedGraph, Terms
+from gradbox_engine.per_sample.planning.model import CallableModel, copied
+from gradbox_engine.per_sample.planning.plan import Plan
+from gradbox_engine.per_sample.planning.probe_runs import SAMPLES, couples, plan_for
+from gradbox_engine.per_sample.planning.verify import Reference, check_head, compare, reference
+
+MOST_PLANS = 64  # of a model; a readout that a job brings makes a plan of its own
+
+_plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
+
+Head = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class PlanInUse:
+    """A plan and what this job has confirmed of it."""
+
+    plan: Plan
+    made_on: int | None  # the shard on which this job made it; None: an earlier job did
+    probed_on: int  # the shard on which samples were seen not to depend on each other
+    unconfirmed: set[str]  # parameters whose rows were not yet compared at a gradient not zero
+
+
+class PlannedModel:
+    """A model and the plans of one job, by the shapes of its shards."""
+
+    def __init__(self, model: CallableModel) -> None:
+        self.model = model
+        self._in_use: dict[Any, PlanInUse] = {}
+
+    def count(self, arguments: dict[str, Any], index: int) -> int:
+        """Return how many samples a shard has."""
+        samples = self.plan(arguments, index).plan.samples(arguments)
+        if samples is None:
+            raise NoBatchAxis(f"shard {index}: expected a tensor that holds samples, got none")
+        return samples
+
+    def plan(self, arguments: dict[str, Any], index: int) -> PlanInUse:
+        """Return the plan for a shard's shapes, made if no job has."""
+        signature = self.model.signature(arguments)
+        used = self._in_use.get(signature)
+        if used is not None:
+            return used
+        plan = _plans.get(self.model.model, {}).get(signature)
+        if plan is None or self._couples(plan, arguments, index):
+            return self.plan_anew(arguments, index)  # which names the module that couples samples
+        return self._use(signature, PlanInUse(plan, None, index, set(self.model.parameters)))
+
+    def plan_anew(
+        self, arguments: dict[str, Any], index: int, *, samples: int = SAMPLES
+    ) -> PlanInUse:
+        """Make a plan on this shard, in place of one that there may be."""
+        with blaming("the model", f"shard {index}"):
+            plan = plan_for(self.model, arguments, index, samples=samples)
+        signature = self.model.signature(arguments)
+        plans = _plans.setdefault(self.model.model, {})
+        plans[signature] = plan
+        while len(plans) > MOST_PLANS:
+            del plans[next(iter(plans))]
+        return self._use(signature, PlanInUse(plan, index, index, set(self.model.parameters)))
+
+    def graph(self, plan: Plan, arguments: dict[str, Any], index: int, head: Head) -> RecordedGraph:
+        """Run a shard forward."""
+        # Before the call and not after it: the graph may read what the call wrote.
+        self.model.restore_buffers()
+        with blaming("the model or the loss", f"shard {index}"), self.model.stream(index):
+            return RecordedGraph(self.model, plan, copied(arguments), head)
+
+    def _use(self, signature: Any, used: PlanInUse) -> PlanInUse:
+        self._in_use[signature] = used
+        return used
+
+    def _couples(self, plan: Plan, arguments: dict[str, Any], index: int) -> bool:
+        if "coupling" in self.model.unchecked:
+            return False
+        with blaming("the model", f"shard {index}"):
+            return couples(self.model, arguments, plan.axes, index)
+
+
+class ShardRun:
+    """One shard's graph and its rows.
+
+    Args:
+        head: maps z (B, ...) to what is differentiated, (B, Y).
+        loss: whether `head` is a loss, which may mix samples.
+
+    Raises:
+        CoupledSamples: one sample's output or loss depends on another sample.
+        NoBatchAxis: the samples cannot be found.
+    """
+
+    def __init__(
+        self, model: PlannedModel, arguments: dict[str, Any], index: int, head: Head, *, loss: bool
+    ) -> None:
+        self._model, self._arguments, self._index = model, arguments, index
+        self._head, self._loss = head, loss
+        self.graph: RecordedGraph
+        self.start()
+
+    def start(self) -> None:
+        """Run the shard forward, again where it has run."""
+        self._used = self._model.plan(self._arguments, self._index)
+        self.graph = self._graph()
+        if self.graph.deviated:
+            self._plan_anew(on_all_samples=True)
+        if self.graph.deviated:
+            self._used.plan.loop_over_all(
+                self._model.model.parameters, "the model's calls differ from run to run"
+            )
+            self.graph = self._graph()
+        if self._loss and "coupling" not in self._model.model.unchecked:
+            check_head(self.graph.z.detach(), self.graph.value.detach(), self._head)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan by which the shard runs."""
+        return self._used.plan
+
+    def terms(self, outputs: range, *, last: bool) -> Terms:
+        """Return every parameter's term for some outputs, checked; `last` frees the graph."""
+        names = self._to_compare()
+        if not names:
+            return self.graph.terms(outputs, keep_graph=not last)
+        expected = self._reference(names, outputs)
+        terms = self.graph.terms(outputs, keep_graph=not (last and expected.empty))
+        if not expected.empty:
+            terms = self._compared(terms, expected, outputs)
+        if last:
+            self.graph.free()
+        return terms
+
+    def _compared(self, terms: Terms, expected: Reference, outputs: range) -> Terms:
+        """Return the terms if they are autograd's, else those of a new plan or of a loop."""
+        rounding = self._model.model.rounding
+        found = compare(expected, terms, rounding=rounding)
+        # A gradient that was zero until now may have hidden a dependence between samples as well.
+        late = self._used.probed_on != self._index and found.confirmed & self._used.unconfirmed
+        if late or (found.wrong and self._used.made_on != self._index):
+            self._plan_anew()
+            expected = self._reference(self._to_compare(), outputs)
+            terms = self.graph.terms(outputs, keep_graph=True)
+            found = compare(expected, terms, rounding=rounding)
+        if found.wrong:
+            self.plan.loop(found.wrong, "its rule's result differed from autograd's")
+            terms = self.graph.terms(outputs, keep_graph=True)
+        self._used.unconfirmed -= found.confirmed | found.wrong
+        return terms
+
+    def _to_compare(self) -> list[str]:
+        """Return the parameters whose rows are to be compared; those of a loop are autograd's."""
+        if "self" in self._model.model.unchecked:
+            return []
+        every_shard = self.plan.reorders
+        return [
+            name
+            for name in self._model.model.parameters
+            if name not in self.plan.loops and (every_shard or name in self._used.unconfirmed)
+        ]
+
+    def _reference(self, names: list[str], outputs: range) -> Reference:
+        value_BY = self.graph.value[:, outputs.start : outputs.stop]
+        model = self._model.model
+        parameters = {name: model.parameters[name] for name in names}
+        return reference(self.graph.z, value_BY, parameters, seed=model.options.seed)
+
+    def _plan_anew(self, *, on_all_samples: bool = False) -> None:
+        samples = self._model.count(self._arguments, self._index) if on_all_samples else SAMPLES
+        self.graph.free()  # one graph at a time
+        self._used = self._model.plan_anew(self._arguments, self._index, samples=samples)
+        self.graph = self._graph()
+
+    def _graph(self) -> RecordedGraph:
+        return self._model.graph(self._used.plan, self._arguments, self._index, self._head)
