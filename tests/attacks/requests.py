@@ -18,7 +18,7 @@ MIB = 2**20
 BUSY_S = 3.0
 
 
-def _request(target: Target, *lines: str, path: str = "/v1/jobs", method: str = "POST") -> bytes:
+def request(target: Target, *lines: str, path: str = "/v1/jobs", method: str = "POST") -> bytes:
     head = [f"{method} {path} HTTP/1.1", "Host: box", f"Authorization: Bearer {_token(target)}"]
     return "\r\n".join([*head, *lines, "", ""]).encode()
 
@@ -27,7 +27,7 @@ def _token(target: Target) -> str:
     return target.box.tokens["eve"]
 
 
-def _statuses(answer: bytes) -> list[int]:
+def statuses(answer: bytes) -> list[int]:
     """Return the status of every answer in what came back."""
     lines = answer.split(b"\r\n")
     return [int(line.split()[1]) for line in lines if line.startswith(b"HTTP/1.1 ")]
@@ -44,7 +44,7 @@ def _statuses(answer: bytes) -> list[int]:
 def _long_headers(target: Target) -> None:
     for headers in ("X: " + "a" * 100_000, "\r\n".join(f"X{n}: {'a' * 50}" for n in range(2000))):
         answer = target.send(f"GET /livez HTTP/1.1\r\nHost: box\r\n{headers}\r\n\r\n".encode())
-        assert _statuses(answer) == [431], answer[:200]
+        assert statuses(answer) == [431], answer[:200]
 
 
 @attack(
@@ -64,7 +64,7 @@ def _endless_header(target: Target) -> None:
         answer = target.send(header + b"\r\n\r\n")
 
     slowest = target.slowest_while(flood)
-    assert _statuses(answer) in ([431], []), answer[:200]
+    assert statuses(answer) in ([431], []), answer[:200]
     taken = _resident_bytes(service.pid, peak=True) - before
     assert taken < 20 * MIB, f"the service took {taken / MIB:.0f} MB"
     assert slowest < BUSY_S, f"/livez took {slowest:.2f} s"
@@ -76,11 +76,11 @@ def _endless_header(target: Target) -> None:
     must="413 before any of it is read; 4xx for what is no number",
 )
 def _announced(target: Target) -> None:
-    answer = target.send(_request(target, "Content-Length: 10000000000"))
-    assert _statuses(answer) == [413], answer[:200]
+    answer = target.send(request(target, "Content-Length: 10000000000"))
+    assert statuses(answer) == [413], answer[:200]
     for length in ("-1", "1e9", "0x10", "5, 6"):
-        answer = target.send(_request(target, f"Content-Length: {length}"))
-        assert _statuses(answer) == [400] or answer == b"", (length, answer[:200])
+        answer = target.send(request(target, f"Content-Length: {length}"))
+        assert statuses(answer) == [400] or answer == b"", (length, answer[:200])
 
 
 @attack(
@@ -147,8 +147,8 @@ def _closes_when_silent(target: Target, begin: Callable[[Target], bytes]) -> Non
 
 for _name, _begin in {
     "headers": lambda target: b"GET /livez HTTP/1.1\r\nHost: box\r\nX: half",
-    "a body": lambda target: _request(target, "Content-Length: 100") + b'{"comp',
-    "chunks": lambda target: _request(target, "Transfer-Encoding: chunked") + b"5\r\n{",
+    "a body": lambda target: request(target, "Content-Length: 100") + b'{"comp',
+    "chunks": lambda target: request(target, "Transfer-Encoding: chunked") + b"5\r\n{",
 }.items():
     attack(
         f"request: {_name} half sent",
@@ -173,78 +173,6 @@ def _silent_connections(target: Target) -> None:
     finally:
         for connection in connections:
             connection.close()
-
-
-# --- two requests in one -------------------------------------------------------------------------
-
-_INNER = "GET /v1/models HTTP/1.1\r\nHost: box\r\n\r\n"
-SMUGGLED = {
-    "a length and chunks": (
-        "Content-Length: 4",
-        "Transfer-Encoding: chunked",
-    ),
-    "two lengths": ("Content-Length: 0", f"Content-Length: {len(_INNER)}"),
-    "chunks that are not the last coding": ("Transfer-Encoding: chunked, identity",),
-    "a coding nobody knows": ("Transfer-Encoding: xchunked",),
-    "a blank before the colon": (f"Content-Length : {len(_INNER)}",),
-    "a folded header": ("Content-Length: 0", "X: a", f" Content-Length: {len(_INNER)}"),
-    "a header without a name": (": 5",),
-    "a zero byte in a header": ("X: a\x00b",),
-    "a line end in a header": ("X: a\rContent-Length: 5",),
-}
-
-
-def _smuggle(target: Target, lines: tuple[str, ...]) -> None:
-    """Send a request whose end is told in two ways, and a second one behind either end."""
-    answer = target.send(_request(target, *lines) + b"0\r\n\r\n" + _INNER.encode(), read_s=0.5)
-    statuses = _statuses(answer)
-    assert all(400 <= status < 500 for status in statuses), answer[:500]
-    # The second request has no token: whatever ran it, it was not answered as eve's.
-    assert b"num_parameters" not in answer
-    assert target.lives() < BUSY_S
-
-
-for _name, _lines in SMUGGLED.items():
-    attack(
-        f"smuggling: {_name}",
-        tries="a request whose end two readers would see at different places, and one behind it",
-        must="400, or a refusal of each; never an answer of the second with the first one's token",
-    )(partial(_smuggle, lines=_lines))
-
-ODD = {
-    "no version": b"GET /livez\r\n\r\n",
-    "a version of its own": b"GET /livez HTTP/9.9\r\nHost: box\r\n\r\n",
-    "an address in the line": b"GET http://evil/livez HTTP/1.1\r\nHost: box\r\n\r\n",
-    "a tunnel": b"CONNECT 127.0.0.1:22 HTTP/1.1\r\nHost: box\r\n\r\n",
-    "a trace": b"TRACE /v1/jobs HTTP/1.1\r\nHost: box\r\nX-Secret: 1\r\n\r\n",
-    "bytes": bytes(range(256)) * 4,
-    "the preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(32),
-    "a chunk of 2**64 bytes": (
-        b"POST /v1/jobs HTTP/1.1\r\nHost: box\r\nTransfer-Encoding: chunked\r\n\r\n"
-        b"FFFFFFFFFFFFFFFFF\r\n"
-    ),
-    "a chunk of -1 bytes": (
-        b"POST /v1/jobs HTTP/1.1\r\nHost: box\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n"
-    ),
-}
-
-
-def _odd(target: Target, data: bytes) -> None:
-    answer = target.send(data, read_s=0.3)
-    statuses = _statuses(answer)
-    assert all(status < 500 for status in statuses), answer[:300]
-    assert b"X-Secret" not in answer
-    assert b"Traceback" not in answer
-    assert target.lives() < BUSY_S
-
-
-for _name, _data in ODD.items():
-    attack(
-        f"odd: {_name}",
-        tries="what no HTTP client sends",
-        must="4xx or a closed connection; others are answered as before",
-    )(partial(_odd, data=_data))
 
 
 # --- parameters ----------------------------------------------------------------------------------

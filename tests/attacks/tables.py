@@ -11,6 +11,7 @@ from tests.attacks import (  # noqa: F401  # each adds its attacks
     records,
     requests,
     results,
+    smuggling,
     storage,
     strings,
 )
