@@ -6,7 +6,11 @@ STAMP  := $(VENV)/.installed
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-slow check format bench clean
+.PHONY: setup demo test test-slow chaos check format bench clean
+
+# How long `make chaos` runs, and what it draws by; without a seed one is drawn and printed.
+MINUTES ?= 5
+SEED    ?=
 
 setup: $(STAMP)
 
@@ -24,6 +28,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -3,14 +3,14 @@
 It needs torch and nothing else of gradbox, so the engine and the client both import it.
 """
 
-from gradbox_factors.block import Block, Positions, Total, Zero
+from gradbox_factors.block import Block, Positions, Zero
 from gradbox_factors.convolution import Convolution, Geometry
 from gradbox_factors.factored import Factored, squared_norms
 from gradbox_factors.hashing import Sketch
 from gradbox_factors.lookup import Lookup
 from gradbox_factors.outer import Outer
-from gradbox_factors.rules import TERMS
 from gradbox_factors.term import Term
+from gradbox_factors.total import TERMS, Total
 
 __all__ = [
     "TERMS",

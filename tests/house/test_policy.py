@@ -23,33 +23,14 @@ SHORTEST_FILE = 25
 # Longer or shorter than that, each for the reason beside it.
 LONG = {
     "client/gradbox/errors.py": "the whole tree of errors, drawn and defined in one place",
-    # These go when their rewriting is merged.
-    "client/gradbox_factors/convolution.py": "being rewritten",
-    "client/gradbox_factors/factored.py": "being rewritten",
-    "worker/gradbox_engine/per_sample/planning/model.py": "being rewritten",
 }
 SHORT = {
-    "client/gradbox_factors/rules.py": "the registry of terms; terms cannot import each other",
     "service/gradbox_service/admission/forward.py": "the one check of a computation's own module",
     "service/gradbox_service/store/layout.py": "the folders that service and workers share",
     "worker/gradbox_engine/mixed/dual.py": "a context manager that two modules need",
 }
 # What a package's file and `python -m` say in a few lines.
 ALWAYS_SHORT = ("__init__.py", "__main__.py")
-# Rooms that are being rewritten: these get a docstring, or a README, when that is merged.
-UNDESCRIBED = {
-    "service/gradbox_service",
-    "service/gradbox_service/http",
-    "service/gradbox_service/queue",
-    "service/gradbox_service/testing",
-    "service/gradbox_service/up",
-    "worker/gradbox_engine/per_sample/planning",
-    "worker/gradbox_engine/per_sample/recording",
-    "worker/gradbox_engine/per_sample/rules",
-    "worker/gradbox_worker",
-    "worker/gradbox_worker/files",
-    "worker/gradbox_worker/turns",
-}
 
 
 def modules_loaded_by(statement: str) -> set[str]:
@@ -104,11 +85,7 @@ def test_a_file_holds_one_idea(path: Path) -> None:
 @pytest.mark.parametrize("folder", ROOMS, ids=lambda folder: str(folder.relative_to(ROOT)))
 def test_a_room_says_what_it_holds(folder: Path) -> None:
     docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
-    assert (
-        docstring
-        or (folder / "README.md").is_file()
-        or str(folder.relative_to(ROOT)) in UNDESCRIBED
-    )
+    assert docstring or (folder / "README.md").is_file()
 
 
 def test_the_task_that_the_service_names_exists_in_the_worker() -> None:

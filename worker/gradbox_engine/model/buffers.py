@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine.errors import GraphInBuffer
-from gradbox_engine.model.snapshots import Layout, Live, Packed, Slot, Snapshot, flattened
+from gradbox_engine.model.snapshots import Layout, Live, PackedValues, Slot, Snapshot, flattened
 from gradbox_engine.model.tensor_equality import form, same_values, strided_parts, writable
 
 Kind = tuple[torch.dtype, torch.device]
@@ -190,11 +190,11 @@ class Buffers:
             snapshot.compare_later(previous, compare)
         return snapshot
 
-    def _pack(self, kind: Kind, members: Mapping[Slot, Tensor]) -> Packed:
+    def _pack(self, kind: Kind, members: Mapping[Slot, Tensor]) -> PackedValues:
         slots, values = tuple(members), tuple(members.values())
         if kind not in self._layouts or self._layouts[kind][0] != slots:
             self._layouts[kind] = slots, Layout.of(values)
-        return Packed(*self._layouts[kind], flattened(values))
+        return PackedValues(*self._layouts[kind], flattened(values))
 
 
 def _copy(tensor: Tensor) -> Tensor:

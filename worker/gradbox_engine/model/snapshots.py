@@ -54,7 +54,7 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
     return flat.clone() if len(tensors) == 1 else flat  # one alone comes as a view
 
 
-class Packed(NamedTuple):
+class PackedValues(NamedTuple):
     """Several buffers' values in one flat tensor."""
 
     slots: tuple[Slot, ...]
@@ -69,7 +69,7 @@ class Snapshot:
     """
 
     def __init__(
-        self, apart: Live, packed: Sequence[Packed] = (), *, versions: Mapping[Slot, int]
+        self, apart: Live, packed: Sequence[PackedValues] = (), *, versions: Mapping[Slot, int]
     ) -> None:
         self.versions = versions
         self._apart = apart

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gradbox_engine.per_sample.pieces import Pieces, Sink
 from gradbox_factors import Block, Factored, Positions, Sketch, Term, squared_norms
-from gradbox_factors.factored import common_dtype, summed_rows
+from gradbox_factors.factored import summed_rows
+from gradbox_factors.sums import common_dtype
 from gradbox_factors.term import Identity, identity
 
 Terms = Mapping[str, Term]
