@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from math import hypot, isfinite
+from math import hypot, isfinite, sqrt
 
 import torch
 from torch import Tensor
@@ -182,8 +182,9 @@ def _row_norm(term: Term, weights_BY: Tensor) -> float:
 
 def _norm(x: Tensor) -> float:
     """Return ‖x‖; where float32 loses it to overflow or underflow, from float64."""
-    x = wide(x.to_dense().detach())
-    norm = float(torch.linalg.vector_norm(x))
+    x = wide(x.to_dense().detach()).reshape(-1)
+    # BLAS reads memory once, at several times the speed of `vector_norm`, but counts in 32 bits.
+    norm = sqrt(torch.dot(x, x)) if x.numel() < 2**31 else float(torch.linalg.vector_norm(x))
     if _SMALLEST < norm < 1 / _SMALLEST or x.device.type == "mps":
         return norm
     return float(torch.linalg.vector_norm(x.double()))
