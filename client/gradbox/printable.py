@@ -7,6 +7,9 @@ line of a log.
 
 from __future__ import annotations
 
+import logging
+import sys
+
 
 def printable(text: object, *, lines: bool = False) -> str:
     r"""Return `str(text)` with every character that does not print written as an escape.
@@ -24,3 +27,31 @@ def printable(text: object, *, lines: bool = False) -> str:
         else character.encode("unicode_escape").decode("ascii")
         for character in str(text)
     )
+
+
+class PrintableFormatter(logging.Formatter):
+    """Escapes what came over the wire, so that nobody's text forges a line or a terminal's state.
+
+    Tracebacks keep their lines, indented, so that none looks like the beginning of a message.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: logging._SysExcInfoType) -> str:  # noqa: N802
+        lines = printable(super().formatException(ei), lines=True).splitlines()
+        return "\n".join(f"    {line}" for line in lines)
+
+
+def log_to_stderr(process: str = "") -> None:
+    """Send the log of the whole process to standard error, one line a message.
+
+    Args:
+        process: what stands before the logger's name, as `logging` formats it.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        PrintableFormatter(f"%(asctime)s %(levelname)s {process}%(name)s: %(message)s")
+    )
+    logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -59,8 +59,8 @@ def register_tokens(subparsers: Subparsers) -> None:
 
 def run_service(args: argparse.Namespace) -> int:
     """Serve until stopped."""
+    from gradbox.printable import log_to_stderr
     from gradbox_service.http.listening import CannotListen
-    from gradbox_service.http.logs import log_to_stderr
     from gradbox_service.http.server import serve
 
     log_to_stderr()

@@ -51,7 +51,6 @@ def _job_name(target: Target) -> None:
     "string: whatever reaches a log",
     tries="names of jobs, models, graphs, tensors, keys and messages of assertions with escapes",
     must="no log of the box has a control character or a forged line",
-    open="issue 13 A.9: a worker logs what an assertion says as it came",
 )
 def _logs(target: Target) -> None:
     text = HOSTILE.replace("\x00", "")

@@ -24,8 +24,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_part_that_prints_a_gigabyte_leaves_32_mebibytes(tmp_path: Path, module: Path) -> None:
     module.write_text(
-        "import os\nfor i in range(1024):\n    os.write(1, (b'%06d ' % i) * (2**20 // 7))\n"
-        "os.write(1, b'the end')\n"
+        "import os, time\nfor i in range(1024):\n    os.write(1, (b'%06d ' % i) * (2**20 // 7))\n"
+        "time.sleep(1)\nos.write(1, b'the end')\n"
     )
     log = tmp_path / "logs" / "chatter.log"
     part = Part("chatter", "chatter", [], log=log)

@@ -88,6 +88,7 @@ def test_nobody_else_is_ended() -> None:
         mark = secrets.token_hex(8)
         command = [sys.executable, "-c", "import time; time.sleep(60)"]
         with subprocess.Popen(command, env={MARK: mark}, start_new_session=True) as marked:
+            wait_for_mark(marked.pid, mark)
             end_descendants(session=marked.pid, mark=mark)
             assert marked.wait(5) == -signal.SIGKILL
         assert other.poll() is None
@@ -95,6 +96,14 @@ def test_nobody_else_is_ended() -> None:
         end_descendants(session=other.pid, mark=mark)
         assert other.poll() is None
         other.kill()
+
+
+def wait_for_mark(pid: int, mark: str) -> None:
+    """Wait until the process runs its own program, whose environment has the mark."""
+    deadline = time.monotonic() + 20
+    while mark.encode() not in Path(f"/proc/{pid}/environ").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def lives(pid: int) -> bool:

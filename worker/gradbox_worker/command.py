@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -92,14 +91,11 @@ def run(args: argparse.Namespace) -> int:
     """
     import redis
 
+    from gradbox.printable import log_to_stderr
     from gradbox_service.settings import BadSettings
     from gradbox_worker.errors import WorkerError
 
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s",
-    )
+    log_to_stderr("worker[%(process)d] ")
     try:
         return _check(args) if args.check else _work(args)
     except (BadSettings, WorkerError) as error:

@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0 if it was told to stop, 1 if a part did not start, 2 if what was given cannot be used.
     """
+    import uvicorn  # noqa: F401 - the service that is started needs it: better said at once
+
     from gradbox_service.http.listening import CannotListen
     from gradbox_service.up.box import Box, DataInUse, PartFailed
     from gradbox_service.up.devices import spread

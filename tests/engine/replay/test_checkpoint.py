@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradbox_engine import Penalty
 from tests.cases import CASES
+from tests.engine.replay.halves import first_half
 from tests.engine.replay.running import answer
 
 PLENTY = 10**9
@@ -125,3 +126,26 @@ def test_a_replay_in_fp16_begins_again():
     found = answer(case, precision="fp16", checkpoints=kept, observer=resumed)
     assert _same(found, expected)
     assert ("replay", 0) in resumed.steps
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn in train", "average rebound", "two towers"])
+def test_the_two_halves_go_on_as_well(name):
+    whole = first_half(CASES[name]())
+    cotangents, expected = whole.cotangents(), whole.gradient()
+    kept = Kept()
+    with pytest.raises(Killed):
+        first_half(CASES[name](), checkpoints=kept, observer=KilledAt("forward", 2))
+    steps = KilledAt("never", 0)
+    outputs = first_half(CASES[name](), checkpoints=kept, observer=steps)
+    for group, named in whole.found.outputs.items():
+        assert all(torch.equal(outputs.found.outputs[group][n], z) for n, z in named.items())
+    assert whole.first.buffers.keys() == outputs.first.buffers.keys()
+    assert all(torch.equal(outputs.first.buffers[n], b) for n, b in whole.first.buffers.items())
+    kept = Kept()
+    outputs = first_half(CASES[name]())
+    with pytest.raises(Killed):
+        outputs.gradient(cotangents, checkpoints=kept, observer=KilledAt("replay", 2))
+    steps = KilledAt("never", 0)
+    found = outputs.gradient(cotangents, checkpoints=kept, observer=steps)
+    assert all(torch.equal(found.grads[n], gradient) for n, gradient in expected.grads.items())
+    assert ("replay", 0) not in steps.steps

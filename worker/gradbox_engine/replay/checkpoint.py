@@ -25,7 +25,7 @@ from gradbox_engine.model.snapshots import Slot, Snapshot
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.replay import ReplayProgress
 from gradbox_engine.replay.shard_record import ShardRecord
-from gradbox_engine.requests import Checkpoints
+from gradbox_engine.requests import Checkpoints, NoCheckpoints
 
 State = dict[str, Tensor]
 
@@ -41,8 +41,8 @@ class Resumed:
 class JobCheckpoint:
     """Writes a job's state where its checkpoints are kept, when they are due, and reads it."""
 
-    def __init__(self, kept: Checkpoints, ready: Prepared, sums: GradientSums) -> None:
-        self._kept = kept
+    def __init__(self, kept: Checkpoints | None, ready: Prepared, sums: GradientSums) -> None:
+        self._kept = kept or NoCheckpoints()
         self._ready = ready
         self._sums = sums
 

@@ -28,6 +28,7 @@ from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.shard_feed import Position, all_positions
 from gradbox_engine.model.wrt import select
+from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.cotangents import nonzero
 from gradbox_engine.replay.first_pass import first_pass
@@ -44,6 +45,7 @@ from gradbox_engine.replay.z import NumRows, ShardRows, unordered
 from gradbox_engine.requests import (
     CallKeywords,
     CallOptions,
+    Checkpoints,
     Group,
     Observer,
     Phase,
@@ -91,6 +93,7 @@ def gradient_at_cotangents(
     wrt: Sequence[str] | None = None,
     retain: Retain = 0,
     observer: Observer | None = None,
+    checkpoints: Checkpoints | None = None,
     **options: Unpack[CallKeywords],
 ) -> CotangentGradient:
     """Return dL/dθ from ∂L/∂Z; the arguments are those of `set_gradient`, and as `set_outputs` had.
@@ -100,6 +103,7 @@ def gradient_at_cotangents(
         first: what `set_outputs` returned, or what it kept. Graphs that differentiate something
             other than `wrt` are not used. Those of shards without a cotangent stay.
         retain: memory in bytes for graphs, where the first pass has to run again.
+        checkpoints: where the state of a long replay is written, and read when it begins again.
 
     Raises:
         EngineError: see `errors`; ReplayMismatch where a shard does not repeat its first outputs.
@@ -116,8 +120,12 @@ def gradient_at_cotangents(
         if not given:
             raise BadInputs("cotangents: expected one for a group of the job, got none")
         needed = nonzero(given)
+        checkpoint = JobCheckpoint(checkpoints, ready, sums)
+        resumed = checkpoint.resumed()
         with clock.timed("replay"):
-            if isinstance(first, KeptPass):
+            if resumed.replay is not None:
+                records = resumed.records
+            elif isinstance(first, KeptPass):
                 parameters = frozenset(selection.parameters)
                 records = first.usable_for(given, parameters=parameters, inputs=ready.inputs)
             elif first.stateful:
@@ -126,7 +134,16 @@ def gradient_at_cotangents(
             else:
                 records = _records_of(ready, _parts(groups, first.outputs, first.rows))
             free_graphs(records, given.keys() - needed.keys())
-            once = partial(replay, ready, records, needed, sums, observer=observer)
+            once = partial(
+                replay,
+                ready,
+                records,
+                needed,
+                sums,
+                observer=observer,
+                resumed=resumed.replay,
+                after_shard=partial(checkpoint.after_replay, records),
+            )
             if told.precision == "fp16":
                 replayed = repeated_until_finite(once, needed, sums)
             else:

@@ -38,7 +38,6 @@ from gradbox_engine.requests import (
     CallOptions,
     Checkpoints,
     Group,
-    NoCheckpoints,
     Objective,
     Observer,
     Retain,
@@ -86,7 +85,7 @@ def set_gradient(
     with prepared(model, groups, selection, told) as ready:
         clock = PhaseClock(ready.device)
         sums = GradientSums(selection.parameters)
-        checkpoint = JobCheckpoint(checkpoints or NoCheckpoints(), ready, sums)
+        checkpoint = JobCheckpoint(checkpoints, ready, sums)
         resumed = checkpoint.resumed()
         with clock.timed("forward"):
             done = resumed.records

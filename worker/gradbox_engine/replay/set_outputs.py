@@ -21,6 +21,7 @@ from gradbox_engine.model.outputs import as_z
 from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.shard_feed import all_positions
 from gradbox_engine.model.wrt import select
+from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.first_pass import FirstPass, first_pass
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.kept_graphs import KeptPass
@@ -30,6 +31,7 @@ from gradbox_engine.replay.z import concatenated, ordered
 from gradbox_engine.requests import (
     CallKeywords,
     CallOptions,
+    Checkpoints,
     Group,
     Observer,
     Phase,
@@ -64,6 +66,7 @@ def set_outputs(
     retain: Retain = 0,
     older: OlderGraphs = NONE_OLDER,
     observer: Observer | None = None,
+    checkpoints: Checkpoints | None = None,
     **options: Unpack[CallKeywords],
 ) -> SetOutputs:
     """Return the outputs of all shards.
@@ -73,6 +76,7 @@ def set_outputs(
         retain: memory in bytes for graphs that are kept for it, or "auto": what is free. They
             live as long as `SetOutputs.kept`.
         older: what other calls kept, which comes out of the same `retain`.
+        checkpoints: where the state of a long job is written, and read when it begins again.
         options: how the model is called, see `CallOptions`.
 
     Raises:
@@ -85,21 +89,26 @@ def set_outputs(
     with prepared(model, groups, selection, told) as ready:
         clock = PhaseClock(ready.device)
         overlay_bytes = _bytes_beside(registered, model)
+        sums = GradientSums(selection.parameters)
+        checkpoint = JobCheckpoint(checkpoints, ready, sums)
+        done = checkpoint.resumed().records
         with clock.timed("forward"):
             first = first_pass(
                 ready,
-                all_positions(groups),
-                before=ready.buffers.first,
+                all_positions(groups)[len(done) :],
+                before=done[-1].after if done else ready.buffers.first,
                 budget=graph_budget(
                     retain,
                     ready.device,
-                    sums_bytes=GradientSums(selection.parameters).expected_bytes(),
+                    sums_bytes=sums.expected_bytes(),
                     overlay_bytes=overlay_bytes,
                     older=older,
                 ),
                 observer=observer or Silent(),
                 outlives_the_job=True,
+                after_shard=lambda records: checkpoint.after_first_call([*done, *records]),
             )
+        first = FirstPass([*done, *first.records], first.after)
         return _answer(ready, first, frozenset(selection.parameters), overlay_bytes, clock)
 
 

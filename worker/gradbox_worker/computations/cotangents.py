@@ -46,6 +46,7 @@ def compute(job: Job, spec: GradientSpec, loss: CotangentsLoss) -> Computed:
         weights=job.weights,
         streams=spec.streams,
         observer=job.observer,
+        checkpoints=job.checkpoints,
     )
     return Computed(
         tensors={

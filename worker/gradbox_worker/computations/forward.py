@@ -24,6 +24,7 @@ def compute(job: Job, spec: ForwardSpec) -> Computed:
         retain=spec.retain,
         older=job.kept,
         observer=job.observer,
+        checkpoints=job.checkpoints,
     )
     sections = {"outputs": by_group(answer.outputs), "buffers": answer.buffers}
     return Computed(

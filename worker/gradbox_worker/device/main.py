@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import logging
 import os
 import queue
 import signal
@@ -20,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
+from gradbox.printable import log_to_stderr
 from gradbox_worker.device.messages import Begin, Run, Stop, receive_order
 
 PR_SET_PDEATHSIG: Final = 1
@@ -69,11 +69,7 @@ def main(arguments: list[str]) -> None:
     """Serve jobs until the worker closes the pipe."""
     options = _parser().parse_args(arguments)
     _bind_to_parent(options.parent)
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s device[%(process)d] %(name)s: %(message)s",
-    )
+    log_to_stderr("device[%(process)d] ")
     connection = Connection(options.fd)
     inbox = Inbox(connection)
     # Only now: torch takes seconds to import, and the worker may be gone by then.

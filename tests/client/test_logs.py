@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import logging
 
-from gradbox_service.http.logs import FORMAT, PrintableFormatter
+from gradbox.printable import PrintableFormatter
 
 
 def logged(write: object, *arguments: object, error: BaseException | None = None) -> str:
     """Return what a message becomes in the log."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(PrintableFormatter(FORMAT))
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(message)s"))
     log = logging.Logger("test")
     log.addHandler(handler)
     log.error(write, *arguments, exc_info=error)
