@@ -78,7 +78,9 @@ def test_a_range_that_cannot_be_served_is_a_problem(
         assert answer.headers["content-range"] == f"bytes */{len(DATA)}"
 
 
-@pytest.mark.parametrize(("etag", "status"), [(ETAG, 206), ('"other"', 200)])
+@pytest.mark.parametrize(
+    ("etag", "status"), [(ETAG, 206), ('"other"', 200)], ids=["this file", "another"]
+)
 def test_a_range_of_another_file_is_not_mixed_in(
     memory_box: Box, url: str, etag: str, status: int
 ) -> None:
@@ -86,7 +88,7 @@ def test_a_range_of_another_file_is_not_mixed_in(
     assert memory_box.client.get(url, headers=headers).status_code == status
 
 
-@pytest.mark.parametrize("known", [ETAG, f'"a", W/{ETAG}', "*"])
+@pytest.mark.parametrize("known", [ETAG, f'"a", W/{ETAG}', "*"], ids=["it", "among others", "any"])
 def test_a_known_result_is_not_sent_again(memory_box: Box, url: str, known: str) -> None:
     answer = memory_box.client.get(url, headers={"If-None-Match": known})
     assert (answer.status_code, answer.content) == (304, b"")
