@@ -245,8 +245,9 @@ def _socket_path(folder: Path) -> Path:
     socket = folder / "redis.sock"
     if len(os.fsencode(socket)) < MAX_SOCKET_PATH:
         return socket
-    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
-    short = Path(tempfile.gettempdir()) / f"gradbox-{os.getuid()}-{name}"
+    name = f"gradbox-{os.getuid()}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]}"
+    # TMPDIR may be long, too.
+    short = min(Path(tempfile.gettempdir()) / name, Path("/tmp") / name, key=lambda p: len(str(p)))
     short.mkdir(mode=0o700, exist_ok=True)
     if short.stat().st_uid != os.getuid() or short.stat().st_mode & 0o077:
         raise NoRedis(f"{short} belongs to somebody else: remove it, or use a shorter --data path")

@@ -75,6 +75,8 @@ async def put_blob(
         owners=box.owners,
     )
     said_bytes = announced_bytes(request)
+    if said_bytes > settings.max_blob_bytes:
+        raise _too_large(said_bytes, settings.max_blob_bytes)
     await anyio.to_thread.run_sync(partial(within_quota, more_bytes=said_bytes))
     upload = await anyio.to_thread.run_sync(
         partial(box.blobs.upload, digest, announced_bytes=said_bytes)
