@@ -69,6 +69,10 @@ def _replay(args: argparse.Namespace) -> str:
 
 
 def _retention(args: argparse.Namespace) -> str:
+    if args.ends:
+        from benchmarks.replay_ends import ends_section, measure_ends
+
+        return ends_section(measure_ends(args.tasks, against=args.against))
     from benchmarks.plot import plot_retention
     from benchmarks.retention import RetentionPlan, measure_retention
     from benchmarks.retention_report import retention_section
@@ -187,6 +191,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--packed-pairs", type=int, default=64, help="for packing [64]")
     parser.add_argument("--packed-tokens", type=int, default=1024, help="of a shard [1024]")
     parser.add_argument("--device", default="cpu", help="for retention [cpu]")
+    parser.add_argument(
+        "--ends", action="store_true", help="of retention, only nothing and everything kept"
+    )
     parser.add_argument("--plot", type=Path, help="draw time against memory into this file")
     parser.add_argument("--report", help="name of the report [the benchmark's]")
     parser.add_argument(
