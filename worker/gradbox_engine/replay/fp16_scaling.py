@@ -9,17 +9,47 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.precision import fp16_scale
+from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.replay.gradient_sums import GradientSums
-from gradbox_engine.replay.replay import ReplayProgress
+from gradbox_engine.replay.replay import ReplayProgress, replay
+from gradbox_engine.replay.shard_record import ShardRecord
+from gradbox_engine.requests import Observer
 
 LARGEST = 2.0**8
 STEP = 2.0**-6
 SMALLEST_SCALE = 2.0**-24
+
+
+def scaled_replay(
+    prepared: Prepared,
+    records: Sequence[ShardRecord],
+    cotangents: Mapping[Position, Outputs],
+    sums: GradientSums,
+    *,
+    observer: Observer,
+    resumed: ReplayProgress | None,
+    after_shard: Callable[[ReplayProgress], None],
+) -> ReplayProgress:
+    """Replay, see `replay`; in fp16 at a scale, and again at smaller ones if that is needed."""
+    once = partial(
+        replay,
+        prepared,
+        records,
+        cotangents,
+        sums,
+        observer=observer,
+        resumed=resumed,
+        after_shard=after_shard,
+    )
+    if prepared.options.precision != "fp16":
+        return once()
+    return repeated_until_finite(once, cotangents, sums)
 
 
 def repeated_until_finite(

@@ -32,12 +32,11 @@ from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.cotangents import nonzero
 from gradbox_engine.replay.first_pass import first_pass
-from gradbox_engine.replay.fp16_scaling import repeated_until_finite
+from gradbox_engine.replay.fp16_scaling import scaled_replay
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.input_gradients import InputGrads, collect
 from gradbox_engine.replay.kept_graphs import KeptPass
 from gradbox_engine.replay.phase_clock import PhaseClock
-from gradbox_engine.replay.replay import replay
 from gradbox_engine.replay.retention import GraphBudget, graph_budget
 from gradbox_engine.replay.set_outputs import SetOutputs
 from gradbox_engine.replay.shard_record import ShardRecord, free_graphs
@@ -134,8 +133,7 @@ def gradient_at_cotangents(
             else:
                 records = _records_of(ready, _parts(groups, first.outputs, first.rows))
             free_graphs(records, given.keys() - needed.keys())
-            once = partial(
-                replay,
+            replayed = scaled_replay(
                 ready,
                 records,
                 needed,
@@ -144,10 +142,6 @@ def gradient_at_cotangents(
                 resumed=resumed.replay,
                 after_shard=partial(checkpoint.after_replay, records),
             )
-            if told.precision == "fp16":
-                replayed = repeated_until_finite(once, needed, sums)
-            else:
-                replayed = once()
         grads = sums.named()
         input_grads, unreached_inputs = collect(
             groups, ready.inputs, replayed.input_grads, device=ready.device

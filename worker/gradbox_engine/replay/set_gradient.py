@@ -25,11 +25,11 @@ from gradbox_engine.model.wrt import Selection, select
 from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.cotangents import Differentiated, differentiate, nonzero
 from gradbox_engine.replay.first_pass import FirstPass, first_pass
-from gradbox_engine.replay.fp16_scaling import repeated_until_finite
+from gradbox_engine.replay.fp16_scaling import scaled_replay
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.input_gradients import collect
 from gradbox_engine.replay.phase_clock import PhaseClock
-from gradbox_engine.replay.replay import ReplayProgress, replay
+from gradbox_engine.replay.replay import ReplayProgress
 from gradbox_engine.replay.retention import graph_budget
 from gradbox_engine.replay.shard_record import ShardRecord, free_graphs, retried_without_kept_graphs
 from gradbox_engine.replay.z import ShardRows, concatenated
@@ -104,8 +104,7 @@ def set_gradient(
             loss, cotangents = _cotangents(ready, objective, records)
             observer.step("cotangents", 1, 1)
         with clock.timed("replay"):
-            once = partial(
-                replay,
+            replayed = scaled_replay(
                 ready,
                 records,
                 cotangents,
@@ -114,10 +113,6 @@ def set_gradient(
                 resumed=resumed.replay,
                 after_shard=partial(checkpoint.after_replay, records),
             )
-            if told.precision == "fp16":
-                replayed = repeated_until_finite(once, cotangents, sums)
-            else:
-                replayed = once()
         return _result(ready, first, loss, sums, replayed, clock, returns)
 
 
