@@ -9,9 +9,7 @@ process: a busy machine slows both. One thread, glibc's heap as it is.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +19,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import QUIET
 from benchmarks.page import table
 from benchmarks.per_sample_peers import outputs_of
 from benchmarks.per_sample_workloads import WORKLOADS, Workload
+from benchmarks.source_trees import trees_in_turn
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("client", "service", "worker")
 PROCESSES = 3  # of each tree and workload
 ROUNDS: Mapping[str, int] = {"W2 B=2": 200, "W2 B=256": 20}
 OTHER_ROUNDS = 3
@@ -57,13 +53,11 @@ class CallTimes:
 
 def measure_calls(names: Sequence[str], *, against: Path | None) -> list[CallTimes]:
     """Measure each workload from this tree and from the one at `against`."""
-    trees = {"this": ROOT} if against is None else {"before": against, "this": ROOT}
     found = []
     for name in names:
-        runs: dict[str, list[dict[str, float]]] = {tree: [] for tree in trees}
-        for _ in range(PROCESSES):
-            for tree, folder in trees.items():
-                runs[tree].append(_in_a_process(name, folder))
+        runs = trees_in_turn(
+            "benchmarks.per_sample_calls", name, against=against, processes=PROCESSES
+        )
         found += [_medians(name, tree, medians) for tree, medians in runs.items()]
     return found
 
@@ -90,21 +84,6 @@ def calls_section(found: Sequence[CallTimes]) -> str:
             *table(["", "base ms", *FORMS, "later shard"], rows),
         ]
     )
-
-
-def _in_a_process(name: str, tree: Path) -> dict[str, float]:
-    # This tree's benchmark with the other one's sources: both have the same two public calls.
-    paths = [str(tree / source) for source in SOURCES]
-    env = {
-        **os.environ,
-        **QUIET,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([*paths, str(ROOT)]),
-    }
-    command = [sys.executable, "-P", "-m", "benchmarks.per_sample_calls", name]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def _medians(name: str, tree: str, runs: Sequence[Mapping[str, float]]) -> CallTimes:

@@ -7,9 +7,7 @@ hold all graphs, and is compared with their mean: CPU time, medians over rounds,
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +16,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import QUIET, bracketed, reuse_memory
+from benchmarks.measure import bracketed, reuse_memory
 from benchmarks.page import table
 from benchmarks.pairs import TOWERS
+from benchmarks.source_trees import trees_in_turn
 from benchmarks.workloads import SEED, Workload
 from gradbox.losses import info_nce
 from gradbox_engine import Group, Objective, set_gradient
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("client", "service", "worker")
 PROCESSES = 3  # of each tree and task
 TASKS: Mapping[str, tuple[int, int]] = {"minilm": (32, 3), "cnn": (64, 4), "lstm": (64, 8)}
 """Samples, which go in shards of SHARD, and rounds."""
@@ -45,13 +42,9 @@ class Ends:
 
 def measure_ends(tasks: Sequence[str], *, against: Path | None) -> list[Ends]:
     """Measure each task from this tree and from the one at `against`."""
-    trees = {"this": ROOT} if against is None else {"before": against, "this": ROOT}
     found = []
     for task in tasks:
-        runs: dict[str, list[dict[str, float]]] = {tree: [] for tree in trees}
-        for _ in range(PROCESSES):
-            for tree, folder in trees.items():
-                runs[tree].append(_in_a_process(task, folder))
+        runs = trees_in_turn("benchmarks.replay_ends", task, against=against, processes=PROCESSES)
         for tree, ratios in runs.items():
             medians = {name: statistics.median(run[name] for run in ratios) for name in KEPT}
             found.append(Ends(task, tree, medians))
@@ -74,20 +67,6 @@ def ends_section(found: Sequence[Ends]) -> str:
             *table(["", *KEPT], rows),
         ]
     )
-
-
-def _in_a_process(task: str, tree: Path) -> dict[str, float]:
-    paths = [str(tree / source) for source in SOURCES]
-    env = {
-        **os.environ,
-        **QUIET,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([*paths, str(ROOT)]),
-    }
-    command = [sys.executable, "-P", "-m", "benchmarks.replay_ends", task]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def _gradient(workload: Workload, retain: Any) -> Callable[[], object]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import per_sample_calls
-from benchmarks.per_sample_calls import MANY, ROOT, CallTimes, calls_section, measure_calls
+from benchmarks.per_sample_calls import MANY, CallTimes, calls_section, measure_calls
+from benchmarks.source_trees import ROOT
 
 
 def test_a_row_states_the_calls_and_a_further_shard() -> None:

@@ -1,0 +1,47 @@
+"""One benchmark run from this source tree and from another one, in processes that take turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.measure import QUIET
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("client", "service", "worker")
+
+
+def trees_in_turn(
+    module: str, argument: str, *, against: Path | None, processes: int
+) -> Mapping[str, list[dict[str, float]]]:
+    """Run a module of this tree's benchmarks on each tree's sources; return what each run printed.
+
+    Args:
+        module: prints one JSON object of numbers as its last line, given the argument.
+        against: the other tree, called "before"; without it there is only "this".
+        processes: of each tree.
+    """
+    trees = {"this": ROOT} if against is None else {"before": against, "this": ROOT}
+    runs: dict[str, list[dict[str, float]]] = {tree: [] for tree in trees}
+    for _ in range(processes):
+        for tree, folder in trees.items():
+            runs[tree].append(_run(module, argument, folder))
+    return runs
+
+
+def _run(module: str, argument: str, tree: Path) -> dict[str, float]:
+    paths = [str(tree / source) for source in SOURCES]
+    env = {
+        **os.environ,
+        **QUIET,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([*paths, str(ROOT)]),
+    }
+    command = [sys.executable, "-P", "-m", module, argument]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
