@@ -46,6 +46,16 @@ TRUSTING = {
         call(N + "max_pool1d", NODE_Z, 5, stride=1, dilation=2**62),
     ),
     "a kernel in a list": ([0], call(N + "avg_pool1d", NODE_Z, [2**61])),
+    "a stride in three dimensions": ([0], call(N + "max_pool3d", NODE_Z, 1, stride=2**62)),
+    "a mean over volumes": ([0], call(N + "avg_pool3d", NODE_Z, [1, 1, 2**61])),
+    "an output of three dimensions": ([0], call(N + "adaptive_max_pool3d", NODE_Z, 2**40)),
+    "a mean of three dimensions": ([0], call(N + "adaptive_avg_pool3d", NODE_Z, [2**40] * 3)),
+    "a transposed stride": ([0], call(N + "conv_transpose1d", NODE_Z, NODE_Z, None, 2**62)),
+    "a transposed padding": (
+        [0],
+        call(N + "conv_transpose2d", NODE_Z, NODE_Z, output_padding=[2**62, 1]),
+    ),
+    "a transposed dilation": ([0], call(N + "conv_transpose3d", NODE_Z, NODE_Z, dilation=2**62)),
     "a negative padding": ([0], call(N + "pad", NODE_Z, [-(2**62), 2**62])),
 }
 
@@ -83,7 +93,7 @@ def test_counts_and_labels_that_are_right_pass() -> None:
 
     z = torch.arange(6.0).reshape(2, 3)
     traced = trace(function, positional=1)
-    assert build(traced.graph, traced.constants, device="cpu")(z) == function(z)
+    assert build(traced.graph, traced.tensors, device="cpu")(z) == function(z)
 
 
 def test_a_padding_may_have_any_value() -> None:

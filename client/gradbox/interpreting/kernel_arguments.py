@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradbox.errors import GraphRefused
 
@@ -21,11 +22,15 @@ MAX_EXTENT: Final = 2**20  # of a window, its step, its dilation, a padding, an 
 _WINDOWED: Final = frozenset(
     f"torch.nn.functional.{name}"
     for name in """
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool1d adaptive_max_pool2d affine_grid
-    avg_pool1d avg_pool2d conv1d conv2d conv3d fold interpolate local_response_norm lp_pool1d
-    lp_pool2d max_pool1d max_pool2d pad pixel_shuffle pixel_unshuffle unfold
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
+    adaptive_max_pool2d adaptive_max_pool3d affine_grid avg_pool1d avg_pool2d avg_pool3d conv1d
+    conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d fold interpolate
+    local_response_norm lp_pool1d lp_pool2d max_pool1d max_pool2d max_pool3d pad pixel_shuffle
+    pixel_unshuffle unfold
     """.split()
 )
+
+_ATTENTIONS: Final = frozenset({"multi_head_attention_forward", "scaled_dot_product_attention"})
 
 
 def trusted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +48,22 @@ def trusted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return _labelled(name, function, lowest=0)
     if name == "torch.nn.functional.multilabel_margin_loss":
         return _labelled(name, function, lowest=-1)
+    if name.rpartition(".")[2] in _ATTENTIONS:
+        return _unfused(function)
     return function
+
+
+def _unfused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute attention by matmul and softmax: the fused kernels read masks as they are laid out.
+
+    It has a second derivative, too, which the fused kernels of a CPU lack.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _windowed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -65,6 +65,8 @@ class GradResult(RowReductions):
             `manifest.unreached` has the name. Of a `PerSampleGradient` (B, *shape), of a `Jacobian`
             (B, Y, *shape); where it came as factors, multiplied out as it is indexed.
         buffers: name → the model's buffer after the job, if `returns` asked for buffers.
+        loss_buffers: name → a buffer of the loss module after its one call, likewise: what
+            `loss.load_state_dict(..., strict=False)` takes.
         outputs: group → Z as the loss saw it, likewise; `GROUP/NAME` where the readout
             gave several.
         cotangents: group → ∂L/∂Z, of the same shape, likewise.
@@ -90,6 +92,7 @@ class GradResult(RowReductions):
             else Tensors(file, "grads", _names(stored, "grads", self.manifest.names))
         )
         self.buffers = Tensors(file, "buffers", _names(stored, "buffers", ()))
+        self.loss_buffers = Tensors(file, "loss_buffers", _names(stored, "loss_buffers", ()))
         self.outputs = Tensors(file, "outputs", _names(stored, "outputs", ()))
         self.cotangents = Tensors(file, "cotangents", _names(stored, "cotangents", ()))
         self._dfdz = Tensors(file, DFDZ, _names(stored, DFDZ, ()))

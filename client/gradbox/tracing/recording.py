@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from gradbox.graphs import allow_list, targets
 from gradbox.graphs.argument_rules import argument, writes_in_place
-from gradbox.graphs.check import MAX_NODES
+from gradbox.graphs.check import MAX_NODES, is_zero
 from gradbox.tracing.default_dtype import check_default_dtype
-from gradbox.tracing.refusals import instead_of
+from gradbox.tracing.refusals import ON_YOUR_SIDE, instead_of
 from gradbox.tracing.source_location import untraceable
 from gradbox.tracing.symbols import Symbol
 
@@ -30,15 +30,25 @@ class Recording(GraphAppendingTracer):
     Args:
         graph: where the nodes go.
         parameters: the names of the tensors whose gradients are wanted, by their identity.
+        buffers: likewise those of a module's buffers, which keep their names.
         structured: any public attribute of a symbol may be a field.
     """
 
-    def __init__(self, graph: FxGraph, parameters: Mapping[int, str], *, structured: bool) -> None:
+    def __init__(
+        self,
+        graph: FxGraph,
+        *,
+        parameters: Mapping[int, str],
+        buffers: Mapping[int, str],
+        structured: bool,
+    ) -> None:
         super().__init__(graph)
         self.constants: dict[str, torch.Tensor] = {}
         self.parameters: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
         self.writes = False
         self._names = parameters
+        self._buffers = buffers
         self._nodes: dict[int, Node] = {}
         self._structured = structured
         self._grad_enabled = True
@@ -107,6 +117,9 @@ class Recording(GraphAppendingTracer):
         for name in allow_list.FORBIDDEN_KEYWORDS:
             if name in kwargs or argument(name, targets.name_of(target), args, {}) is not None:
                 raise untraceable(f"the argument {name}= is not allowed", "leave it out")
+        for name in allow_list.ZERO_KEYWORDS:
+            if not is_zero(argument(name, targets.name_of(target), args, kwargs)):
+                raise untraceable(f"the argument {name}= is not 0", instead_of("dropout"))
 
     def _record_grad_mode(self) -> None:
         """Record what torch.no_grad() did since the last node; other modes are refused."""
@@ -135,7 +148,11 @@ class Recording(GraphAppendingTracer):
                 raise untraceable(_foreign(tensor), _GIVE)
             self.parameters[known] = tensor
             return known
-        taken = {*self.constants, *self._names.values()}
+        buffer = self._buffers.get(id(tensor))
+        if buffer is not None:
+            self.buffers[buffer] = tensor
+            return buffer
+        taken = {*self.constants, *self._names.values(), *self._buffers.values()}
         name = next(
             name
             for index in count(len(self.constants))
@@ -274,7 +291,8 @@ def _number(value: Any) -> Any:
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         return value.item()
     raise untraceable(
-        "a NumPy array meets a tensor", "convert it outside the function with torch.from_numpy"
+        "a NumPy array meets a tensor",
+        f"convert it outside the function with torch.from_numpy; {ON_YOUR_SIDE}",
     )
 
 
