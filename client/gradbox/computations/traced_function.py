@@ -35,7 +35,10 @@ def traced(
 
     found = trace(function, structured=structured, **arguments)
     refs = uploads.tensors(
-        {name: tensor_bytes(t, where=f"{what}: tensor {name!r}") for name, t in found.tensors.items()}
+        {
+            name: tensor_bytes(t, where=f"{what}: tensor {name!r}")
+            for name, t in found.tensors.items()
+        }
     )
     return TracedFunction(
         graph=found.graph,

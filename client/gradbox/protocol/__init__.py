@@ -36,6 +36,7 @@ from gradbox.protocol.spec_fields import (
     TracedFunction,
 )
 from gradbox.protocol.views import (
+    JobList,
     JobState,
     JobView,
     MethodView,
@@ -58,6 +59,7 @@ __all__ = [
     "GraphLoss",
     "InputGroup",
     "JacobianSpec",
+    "JobList",
     "JobSpec",
     "JobState",
     "JobView",

@@ -53,9 +53,14 @@ def _of_rank(*ranks: int) -> Callable[..., None]:
         for rank in ranks[1:]:
             holds = holds | (input.dim() == rank)
         expected = " or ".join(f"{rank}D" for rank in ranks)
-        torch._assert(holds, f"{type(module).__name__}: expected {expected} input")
+        _assert(holds, f"{type(module).__name__}: expected {expected} input")
 
     return check
+
+
+def _assert(holds: Any, message: str) -> None:
+    """Record an assertion."""
+    torch._assert(holds, message)  # type: ignore[no-untyped-call]
 
 
 def _softmax_2d(module: nn.Softmax2d, input: Any) -> Any:
@@ -67,7 +72,7 @@ def _instance_norm(module: Any, input: Any) -> Any:
     _of_rank(module._get_no_batch_dim() + 1)(module, input)
     if module.affine:
         message = f"{type(module).__name__}: expected {module.num_features} channels"
-        torch._assert(input.size(1) == module.num_features, message)
+        _assert(input.size(1) == module.num_features, message)
     return module._apply_instance_norm(input)
 
 
