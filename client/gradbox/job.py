@@ -82,7 +82,7 @@ class Job:
 
         Args:
             timeout: seconds.
-            progress: whether to show a progress bar; None shows one on a terminal and in a notebook.
+            progress: whether to show a progress bar; None shows one on a terminal or in a notebook.
 
         Raises:
             TimeoutError: the job was not over in time; it continues on the box.

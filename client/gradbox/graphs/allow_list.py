@@ -56,14 +56,14 @@ _LINEAR_ALGEBRA = """
 
 _SHAPES = """
     adjoint argwhere atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to
-    cartesian_prod cat channel_shuffle chunk clone column_stack combinations concat concatenate detach diag
-    diag_embed diagflat diagonal diagonal_scatter dsplit dstack flatten flip fliplr flipud
-    gather hsplit hstack index_add index_copy index_fill index_reduce index_select masked_fill
-    masked_scatter masked_select meshgrid moveaxis movedim narrow nonzero numel permute put
-    ravel repeat_interleave reshape resolve_conj roll rot90 row_stack scatter scatter_add
-    scatter_reduce select select_scatter slice_scatter split squeeze stack swapaxes swapdims t
-    take take_along_dim tensor_split tile transpose unbind unflatten unravel_index unsqueeze
-    vander view_as_complex view_as_real vsplit vstack
+    cartesian_prod cat channel_shuffle chunk clone column_stack combinations concat concatenate
+    detach diag diag_embed diagflat diagonal diagonal_scatter dsplit dstack flatten flip fliplr
+    flipud gather hsplit hstack index_add index_copy index_fill index_reduce index_select
+    masked_fill masked_scatter masked_select meshgrid moveaxis movedim narrow nonzero numel
+    permute put ravel repeat_interleave reshape resolve_conj roll rot90 row_stack scatter
+    scatter_add scatter_reduce select select_scatter slice_scatter split squeeze stack swapaxes
+    swapdims t take take_along_dim tensor_split tile transpose unbind unflatten unravel_index
+    unsqueeze vander view_as_complex view_as_real vsplit vstack
 """
 
 _FACTORIES = """
@@ -77,13 +77,14 @@ _FUNCTIONAL = """
     batch_norm bilinear binary_cross_entropy binary_cross_entropy_with_logits celu conv1d conv2d
     conv3d conv_transpose1d conv_transpose2d conv_transpose3d cosine_embedding_loss
     cross_entropy elu embedding fold gaussian_nll_loss gelu glu group_norm hardshrink
-    hardsigmoid hardswish hardtanh hinge_embedding_loss huber_loss instance_norm
-    interpolate kl_div l1_loss layer_norm leaky_relu linear local_response_norm log_softmax
-    logsigmoid lp_pool1d lp_pool2d margin_ranking_loss max_pool1d max_pool2d max_pool3d
-    mish mse_loss multi_head_attention_forward multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss nll_loss normalize
-    one_hot pad pixel_shuffle pixel_unshuffle poisson_nll_loss relu relu6 rms_norm
-    scaled_dot_product_attention selu sigmoid silu smooth_l1_loss soft_margin_loss softmax softmin softplus softshrink softsign
-    tanhshrink threshold triplet_margin_loss unfold
+    hardsigmoid hardswish hardtanh hinge_embedding_loss huber_loss instance_norm interpolate
+    kl_div l1_loss layer_norm leaky_relu linear local_response_norm log_softmax logsigmoid
+    lp_pool1d lp_pool2d margin_ranking_loss max_pool1d max_pool2d max_pool3d mish mse_loss
+    multi_head_attention_forward multi_margin_loss multilabel_margin_loss
+    multilabel_soft_margin_loss nll_loss normalize one_hot pad pixel_shuffle pixel_unshuffle
+    poisson_nll_loss relu relu6 rms_norm scaled_dot_product_attention selu sigmoid silu
+    smooth_l1_loss soft_margin_loss softmax softmin softplus softshrink softsign tanhshrink
+    threshold triplet_margin_loss unfold
 """
 
 _LINALG = """

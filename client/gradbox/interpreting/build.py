@@ -82,6 +82,7 @@ class GraphFunction:
         self._steps = [
             _Step(
                 name=node.name,
+                operation=f"{node.target} (node {node.name!r})",
                 run=self._operation(node, device),
                 last_used=tuple(names),
             )
@@ -101,7 +102,11 @@ class GraphFunction:
         values |= self._bind(args, kwargs, values)
         try:
             for step in self._steps:
-                values[step.name] = step.run(values)
+                try:
+                    values[step.name] = step.run(values)
+                except Exception as error:
+                    error.add_note(f"operation: {step.operation}")
+                    raise
                 for name in step.last_used:
                     del values[name]
             self.buffers = {
@@ -160,6 +165,7 @@ class _Call:
 @dataclass(frozen=True)
 class _Step:
     name: str
+    operation: str  # for messages
     run: _Reader
     last_used: tuple[str, ...]  # values that no later step reads: deleted after it
 
