@@ -54,7 +54,8 @@ class Uploader:
             GradboxError: as for `Connection.request`.
         """
         wanted = {blob.digest: blob for blob in blobs}
-        while True:
+        stop = stop or threading.Event()
+        while not stop.is_set():
             with self._lock:
                 missing = [d for d in wanted if d not in self._present]
                 own = {d: wanted[d] for d in missing if d not in self._under_way}
@@ -62,9 +63,10 @@ class Uploader:
                 self._under_way |= {digest: Future() for digest in own}
             if not missing:
                 return
-            self._upload_own(own, on_bytes, stop or threading.Event())
+            self._upload_own(own, on_bytes, stop)
             # Where another call's upload failed, this one tries by itself.
             wait(others)
+        raise CancelledError
 
     def _upload_own(
         self, own: dict[str, Blob], on_bytes: OnBytes | None, stop: threading.Event

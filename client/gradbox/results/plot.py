@@ -52,9 +52,7 @@ def _draw_layers(result: GradResult, ax: Axes) -> None:
     squares: dict[str, float] = {}
     for name, gradient in result.grads.items():
         layer = name.rpartition(".")[0] or name
-        found = np.asarray(gradient[:] if hasattr(gradient, "rows") else gradient)
-        square = float(np.square(np.abs(found.astype(np.float64, copy=False))).sum())
-        squares[layer] = squares.get(layer, 0.0) + square
+        squares[layer] = squares.get(layer, 0.0) + _squared_norm(gradient[()])
     if not squares:
         raise InvalidJob(
             f"plot: expected gradients, got the result of a {result.manifest.computation} "
@@ -72,6 +70,13 @@ def _draw_layers(result: GradResult, ax: Axes) -> None:
         ax.set_xscale("log")
     left = len(norms) - len(layers)
     ax.set_title(f"Gradient norms by layer{f' ({left} smaller ones left out)' if left else ''}")
+
+
+def _squared_norm(gradient: Any) -> float:
+    """Return the sum of squares of a torch tensor or an array, in float64."""
+    if isinstance(gradient, np.ndarray):
+        return float(np.square(np.abs(gradient).astype(np.float64)).sum())
+    return float(gradient.abs().double().square().sum())
 
 
 def _draw_gram(result: GradResult, ax: Axes) -> None:
