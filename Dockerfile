@@ -21,7 +21,7 @@ CMD ["gradbox", "service", "--host", "0.0.0.0", "--port", "8642", "--insecure"]
 
 FROM base AS worker
 # On Linux the registry's torch wheel brings its CUDA libraries; the host brings the driver.
-RUN pip install -c constraints.txt '.[worker]' transformers
+RUN pip install -c constraints.txt '.[worker]' transformers timm torchvision
 USER gradbox
 # The models folder is mounted read-only: its owner fetches what models.toml names beforehand.
 ENV HF_HOME=/models/huggingface HF_HUB_OFFLINE=1

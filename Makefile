@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-slow chaos check format bench clean
+.PHONY: setup demo test test-slow chaos containers check format bench clean
 
 # How long `make chaos` runs, and what it draws by; without a seed one is drawn and printed.
 MINUTES ?= 5
@@ -31,6 +31,10 @@ test-slow: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+# The images built and started for real: by docker or podman, else (as root) by buildah and debootstrap.
+containers: $(STAMP)
+	$(BIN)/python -m tests.containers
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
