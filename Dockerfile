@@ -4,7 +4,7 @@ ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 GRADBOX_DATA=/data
 RUN useradd --system --uid 10001 --create-home gradbox \
     && mkdir /data && chown gradbox /data
 WORKDIR /app
-COPY pyproject.toml constraints.txt README.md CHANGELOG.md ./
+COPY pyproject.toml constraints.txt README.md CHANGELOG.md LICENSE ./
 COPY client client
 COPY service service
 COPY worker worker
