@@ -77,12 +77,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "circular convolution": lambda: of_shape(
         2, 4, module=nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular")
     ),
-    "transposed convolution": lambda: of_shape(
-        2, 4, module=nn.ConvTranspose1d(2, 3, 3, stride=2, output_padding=1)
-    ),
-    "transposed convolution of images": lambda: of_shape(
-        2, 2, 2, module=nn.ConvTranspose2d(2, 4, 3, groups=2)
-    ),
     "pooling of volumes": lambda: of_shape(1, 2, 2, 2, module=nn.AvgPool3d(2)),
     "the largest of volumes": lambda: of_shape(1, 2, 2, 2, module=nn.MaxPool3d(2)),
     "adaptive pooling of volumes": lambda: of_shape(1, 2, 2, 2, module=nn.AdaptiveMaxPool3d(1)),
