@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, Final
@@ -19,6 +18,7 @@ from gradbox.graphs import allow_list, targets
 from gradbox.graphs.argument_rules import argument, writes_in_place
 from gradbox.graphs.check import MAX_NODES, is_zero
 from gradbox.tracing.default_dtype import check_default_dtype
+from gradbox.tracing.plain_method import plain_method
 from gradbox.tracing.refusals import ON_YOUR_SIDE, instead_of
 from gradbox.tracing.source_location import untraceable
 from gradbox.tracing.symbols import Symbol
@@ -80,7 +80,7 @@ class Recording(GraphAppendingTracer):
                 "a Python loop was unrolled: write it with batched operations",
             )
         if kind == "call_method":
-            target, args, kwargs = _plain_method(target, args, kwargs)
+            target, args, kwargs = plain_method(target, args, kwargs)
             kind = "call_method" if isinstance(target, str) else "call_function"
         kwargs = {
             name: value
@@ -250,27 +250,6 @@ class Recorder(TorchFunctionMode):
                     instead_of("item"),
                 )
         return func(*args, **kwargs)
-
-
-def _plain_method(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Write a method call in the one form that it has in a graph."""
-    if name in ("cpu", "cuda"):
-        return "to", (args[0], torch.device("cpu")), {}
-    if not name.startswith("__"):
-        return name, args, kwargs
-    name = name.replace("div__", "truediv__") if name in _OLD_DIVISIONS else name
-    function = getattr(operator, name, None)
-    if function is not None:
-        return function, args, kwargs
-    reflected = getattr(operator, f"__{name.removeprefix('__r')}", None)
-    if name.startswith("__r") and reflected is not None:
-        return reflected, args[::-1], kwargs
-    return name, args, kwargs
-
-
-_OLD_DIVISIONS: Final = frozenset({"__div__", "__rdiv__", "__idiv__"})
 
 
 def _writes(kind: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
