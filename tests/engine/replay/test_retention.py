@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine import Group, Objective, set_gradient
-from gradbox_engine.replay import retention
+from gradbox_engine import Group, Objective, host_memory, set_gradient
 from gradbox_engine.replay.retention import HELD_FACTOR, GraphBudget, graph_budget
 from gradbox_engine.replay.saved_tensors import SavedTensors
 from tests.cases import CASES
@@ -192,7 +191,7 @@ def test_a_loss_that_needs_the_memory_of_the_graphs_gets_it():
 
 
 def test_auto_stays_within_the_control_group(tmp_path, monkeypatch):
-    monkeypatch.setattr(retention, "CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 600000\ninactive_file 100000\n")

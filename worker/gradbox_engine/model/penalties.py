@@ -126,7 +126,7 @@ class Taps:
         Raises:
             BadPenalty: there is no submodule of that name.
         """
-        self.penalties = penalties
+        self._penalties = penalties
         self._sites = [_site(model, penalty) for penalty in penalties]
         self._copied: set[int] = set()
 
@@ -166,7 +166,7 @@ class Taps:
         output: Any,
     ) -> Any:
         """Tap one call of a submodule; return its output, or what is to stand in its place."""
-        penalty = self.penalties[index]
+        penalty = self._penalties[index]
         if not torch.is_grad_enabled():
             raise BadPenalty(
                 f"penalty at {penalty.at!r}: expected the submodule to run with gradients enabled, "
