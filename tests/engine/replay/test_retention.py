@@ -58,6 +58,16 @@ def test_a_budget_keeps_as_many_as_fit():
     assert [kept(round(n * one_shard_bytes) + 50) for n in (0, 1, 4, 9, 20)] == [1, 2, 5, 10, 10]
 
 
+def test_graphs_of_other_shapes_are_counted_anew():
+    model = nn.Sequential(nn.Linear(8, 100), nn.Tanh(), nn.Linear(100, 1))
+    shards = [{"0": torch.ones(rows, 8)} for rows in (10, 10, 40, 40, 10)]
+    two_small_and_a_large = round(6 * 10 * (8 + 100) * 4 * HELD_FACTOR) + 50
+    result = set_gradient(
+        model, [Group("z", shards)], Objective(torch.sum), retain=two_small_and_a_large
+    )
+    assert (result.retained, result.replayed) == (4, 1)  # the last one is kept in any case
+
+
 @pytest.mark.parametrize(("with_headroom", "expected"), [(False, 4), (True, 3)])
 def test_headroom_leaves_space_for_the_shard_that_runs(with_headroom, expected):
     budget = GraphBudget(4 * HELD_FACTOR * 100, with_headroom=with_headroom)
