@@ -38,8 +38,13 @@ from torch import Tensor, nn
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.mixed.inner import Inner
 from gradbox_engine.mixed.jacobian_products import ShardJacobians
-from gradbox_engine.mixed.phases import Equipment, differentiate_outer, first_pass, tangent_pass
-from gradbox_engine.mixed.sums import LeafSums
+from gradbox_engine.mixed.phases import (
+    Equipment,
+    LeafSums,
+    differentiate_outer,
+    first_pass,
+    tangent_pass,
+)
 from gradbox_engine.model.kernels import differentiable_kernels
 from gradbox_engine.model.prepared import prepared
 from gradbox_engine.model.wrt import Selection

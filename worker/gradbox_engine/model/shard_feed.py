@@ -56,7 +56,9 @@ class ShardFeed:
         self._device = device
         self._widened = widened
         self._arguments: dict[int, frozenset[str]] = {}
-        self._copies = _side_stream(device) if device.type == "cuda" else None
+        self._copies: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._next: tuple[Position, dict[str, Any]] | None = None
 
     def take(self, position: Position) -> dict[str, Any]:
@@ -138,7 +140,3 @@ def call_arguments(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]
     places = sorted((name for name in arguments if name.isdigit()), key=int)
     named = {name: value for name, value in arguments.items() if not name.isdigit()}
     return [arguments[name] for name in places], named
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
