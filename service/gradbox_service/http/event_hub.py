@@ -79,7 +79,7 @@ class Hub(RepeatingThread):
             return False, ()
 
     def _step(self) -> None:
-        cursor, self._cursor = self._cursor, None  # behind a bad entry it goes on from now on
+        cursor, self._cursor = self._cursor, None  # after a bad entry, read from now on
         try:
             self._cursor, changes = self._records.changes(cursor, wait_s=WAIT_S)
         except redis.RedisError as error:

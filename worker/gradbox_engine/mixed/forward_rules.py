@@ -4,7 +4,7 @@ A dual tensor is a value with its tangent, alive inside `torch.autograd.forward_
 
 torch's own rules also multiply by the constants' tangents, which are zero here: a convolution or a
 matrix product runs three times where two are needed (value and tangent), a product with a number
-goes through Python for the shape of nothing, and an evaluated batch norm, which only scales and
+computes the shape of its zero tangent in Python, and an evaluated batch norm, which only scales and
 shifts, takes five kernels for its tangent. What is left out is zero, so the results are the same.
 
 Not reached: what a Python function of `torch.nn.functional` calls on its own account, as

@@ -1,8 +1,8 @@
 """Reads shards and copies them to the model's device.
 
 On CUDA the next shard is read, pinned and copied on a stream of its own while the kernels of the
-current one run; nothing waits on the host. No tensor that was handed in is ever given to the model
-itself, which may write to its arguments.
+current one run; nothing waits on the host. The model always gets copies of the shards' tensors, for
+it may write to its arguments.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from gradbox_engine.requests import Group, Objective, Z
 
 
 @dataclass(frozen=True)
-class Differentiated:
+class LossDerivatives:
     """The loss and its derivatives.
 
     `cotangents` have the shards' order, `seen` and `seen_cotangents` that in which g saw Z. A
@@ -52,7 +52,7 @@ def differentiate(
     widened: bool,
     penalty: float = 0.0,
     called: str = "loss",
-) -> Differentiated:
+) -> LossDerivatives:
     """Evaluate g at Z and differentiate it there.
 
     The global generators stay where g leaves them; `prepared` puts them back.
@@ -86,7 +86,7 @@ def differentiate(
         gradients = iter(_gradients(loss, [*flat, *objective.parameters.values()]))
     cotangents = {g: {name: next(gradients) for name in named} for g, named in leaves.items()}
     parameters = dict(zip(objective.parameters, gradients, strict=True))
-    return Differentiated(
+    return LossDerivatives(
         loss=value,
         cotangents=cotangents,
         parameters={

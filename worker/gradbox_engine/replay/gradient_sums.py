@@ -1,9 +1,9 @@
 """Gradients summed over shards: Σᵢ z̄ᵢᵀ ∂zᵢ/∂θ.
 
 During a backward pass a sum is its parameter's `.grad`, to which autograd adds in place. Where that
-will not do (there is no sum yet, it is wider than the parameter, or a scale comes between), a hook
-takes the gradient as soon as it is complete and adds it. Either way one parameter's gradient is
-alive beside the sums, not all of them. Sums are float32 or wider.
+is not possible (there is no sum yet, it is wider than the parameter, or gradients are scaled), a
+hook takes the gradient as soon as it is complete and adds it. Either way one parameter's gradient
+is alive beside the sums, not all of them. Sums are float32 or wider.
 
 A backward pass that ended early leaves sums that are of no use: `clear` them.
 """
@@ -23,7 +23,7 @@ from gradbox_engine.model.precision import accumulation_dtype
 class GradientSums:
     """One sum for each parameter that a backward pass has reached.
 
-    Gradients come `scale` times too large, see `fp16_scaling`, and are divided by it.
+    Gradients are `scale` times too large, see `fp16_scaling`, and are divided by it.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
