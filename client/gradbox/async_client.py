@@ -112,9 +112,9 @@ class AsyncGradClient:
         Functions are traced before the first await, by the event loop's own thread. Many submits
         may be gathered; a blob that several jobs need is sent once.
         """
-        prepared = computation.prepare()
+        submission = computation.prepare()
         job = await self._calls.run_until_cancelled(
-            lambda stop: self._client._send(prepared, progress=progress, stop=stop)
+            lambda stop: self._client._send(submission, progress=progress, stop=stop)
         )
         return AsyncJob(job, self._calls)
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Final
 
 from gradbox.computations import Computation
-from gradbox.computations.computation import Prepared
+from gradbox.computations.computation import Submission
 from gradbox.errors import GradboxError
 from gradbox.job import Job
 from gradbox.progress import ProgressBar
@@ -18,7 +18,7 @@ from gradbox.results.result import GradResult
 # Jobs whose inputs are uploaded and which are posted at a time.
 SENT_AT_ONCE: Final = 4
 
-Send = Callable[[Prepared, threading.Event], Job]
+Send = Callable[[Submission, threading.Event], Job]
 
 
 class Batch:

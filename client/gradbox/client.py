@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from gradbox.batch import Batch
 from gradbox.computations import Computation
-from gradbox.computations.computation import Prepared
+from gradbox.computations.computation import Submission
 from gradbox.errors import MissingBlobs
 from gradbox.http.connection import Connection, Retry, parsed
 from gradbox.http.upload import Uploader
@@ -103,7 +103,7 @@ class GradClient:
 
     def batch(self) -> Batch:
         """Return a context in which many jobs are submitted at a time; see `Batch`."""
-        return Batch(lambda prepared, stop: self._send(prepared, progress=False, stop=stop))
+        return Batch(lambda submission, stop: self._send(submission, progress=False, stop=stop))
 
     def job(self, job_id: str) -> Job:
         """Return a handle on one of one's own jobs.
@@ -193,7 +193,7 @@ class GradClient:
 
     def _send(
         self,
-        prepared: Prepared,
+        submission: Submission,
         *,
         progress: bool | None = None,
         stop: threading.Event | None = None,
@@ -206,12 +206,12 @@ class GradClient:
         Raises:
             concurrent.futures.CancelledError: `stop` was set.
         """
-        body = prepared.spec.model_dump_json().encode()
+        body = submission.spec.model_dump_json().encode()
         key = str(uuid.uuid4())
-        title = prepared.spec.name or "inputs"
+        title = submission.spec.name or "inputs"
         with ProgressBar(title, shown=progress) as bar:
             upload = partial(
-                self._uploader.upload, prepared.blobs, on_bytes=bar.show_upload, stop=stop
+                self._uploader.upload, submission.blobs, on_bytes=bar.show_upload, stop=stop
             )
             upload()
             try:
