@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
 
+from gradbox.protocol.example_code import example_code
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.spec_fields import JobId
 
@@ -83,12 +84,57 @@ class MethodView(View):
     any_positional: bool = False
 
 
-class ModelView(View):
-    """A registered model. `version` is the SHA-256 over its architecture and weights."""
+class ExampleInput(View):
+    """A tensor that a model takes. Whole numbers are drawn from 0 up to, not including, `high`."""
 
     name: str
-    version: str
-    num_parameters: int
-    parameters: list[ParameterView]
+    shape: list[int]
+    dtype: str
+    high: int | None = None
+
+
+class ExampleView(View):
+    """One call that the worker has tried: an entry point, its inputs, and the output that is z."""
+
+    method: str
+    inputs: list[ExampleInput]
+    output: str | int | None = None
+    output_shape: list[int]
+
+
+class ModelView(View):
+    """A registered model. `version` is the SHA-256 over its architecture and weights.
+
+    Of one that is not `usable`, `reason` says why, and there is nothing else to say of it: its
+    version is empty. `size_bytes` are those of its parameters and buffers.
+    """
+
+    name: str
+    version: str = ""
+    usable: bool = True
+    reason: str = ""
+    num_parameters: int = 0
+    size_bytes: int = 0
+    parameters: list[ParameterView] = []
     buffers: list[ParameterView] = []
-    methods: dict[str, MethodView]
+    methods: dict[str, MethodView] = {}
+    example: ExampleView | None = None
+
+    def example_code(self) -> str:
+        """Return a Python program that runs a job on this model, with inputs that it takes.
+
+        Where the worker found no inputs by itself, the program has a gap that says so.
+        """
+        return example_code(self)
+
+
+class ModelList(View):
+    """All models of a box.
+
+    `reloading` names the workers that have not read the models file again since the box's owner
+    asked for it; `errors` says by worker why one could not, and serves what it served before.
+    """
+
+    models: list[ModelView]
+    reloading: list[str] = []
+    errors: dict[str, str] = {}

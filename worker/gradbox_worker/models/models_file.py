@@ -144,14 +144,20 @@ def _weights(where: str, table: Mapping[str, Any], folder: Path) -> Path | None:
     if not text.endswith(".safetensors"):
         raise ModelsFileError(
             f"{where}.weights: expected a .safetensors file, got {text!r}; "
-            f"convert it with safetensors.torch.save_model"
+            f"{convert_line(Path(text))}"
         )
-    found = folder / Path(text).expanduser()
-    if not found.is_file():
-        raise ModelsFileError(
-            f"{where}.weights: expected a file, found none at {found}; check the path"
-        )
-    return found
+    return folder / Path(text).expanduser()
+
+
+def convert_line(path: Path) -> str:
+    """Say how a checkpoint becomes a safetensors file; not on the box: unpickling runs code."""
+    return (
+        f"gradbox reads safetensors only; where you trust the file, convert it: python -c "
+        f"'import torch; from safetensors.torch import save_file; "
+        f's = torch.load("{path.name}", map_location="cpu"); s = s.get("state_dict", s); '
+        f"save_file({{k: v.clone().contiguous() for k, v in s.items()}}, "
+        f'"{path.stem}.safetensors")\''
+    )
 
 
 def _methods(where: str, table: Mapping[str, Any]) -> tuple[str, ...]:
