@@ -30,5 +30,5 @@ def package(entry: ModelEntry, name: str) -> Any:
         raise ModelsFileError(
             f"models.{entry.name}: builder {entry.builder!r} expects the package {top!r}, which is "
             f"installed and does not load beside torch {torch.__version__} ({error}); install the "
-            f"{top} that was built for this torch: https://pytorch.org/get-started"
+            f"torchvision that was built for this torch: https://pytorch.org/get-started"
         ) from error
