@@ -12,7 +12,7 @@ from gradbox.errors import UnknownModel
 from gradbox.protocol import JobState
 from gradbox_service.jobs import WorkerPresence
 from tests.worker import zoo
-from tests.worker.box import Box, WorkerProcess, running_box, running_worker, shards_of
+from tests.worker.box import Box, WorkerProcess, running_box, shards_of
 
 CODE = """
 from tests.worker import zoo
@@ -48,8 +48,10 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
 
 @pytest.fixture(scope="module")
 def worker(box: Box) -> Iterator[WorkerProcess]:
-    with running_worker(box) as worker:
-        yield worker
+    worker = WorkerProcess(box)
+    worker.wait_until_ready(timeout_s=120)  # two starts: the first one ends in a crash
+    yield worker
+    worker.stop()
 
 
 def presence(box: Box) -> WorkerPresence:
