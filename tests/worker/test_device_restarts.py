@@ -13,7 +13,6 @@ import pytest
 from gradbox.protocol import JobState, ModelView
 from gradbox_service.backing import Backing
 from gradbox_worker.device import DeviceProcess, DeviceSettings
-from gradbox_worker.errors import DeviceNotStarted
 from tests.worker import zoo
 from tests.worker.box import Box, WorkerProcess, running_box, running_worker, shards_of
 
