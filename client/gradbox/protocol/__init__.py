@@ -2,10 +2,11 @@
 
 Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
 `per_sample` the two specs that have a row for every sample, `views` what the service answers,
-`problem` how errors travel, `receipt` what a result file says of its own making. docs/wire.md
-states the same in prose.
+`example` a model's example job, `problem` how errors travel, `receipt` what a result file says of
+its own making. docs/wire.md states the same in prose.
 """
 
+from gradbox.protocol.example import ExampleInput, ExampleView
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import Receipt, Seconds
@@ -36,8 +37,6 @@ from gradbox.protocol.spec_fields import (
     TracedFunction,
 )
 from gradbox.protocol.views import (
-    ExampleInput,
-    ExampleView,
     JobState,
     JobView,
     MethodView,

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
 
-from gradbox.protocol.example_code import example_code
+from gradbox.protocol.example import ExampleView, example_code
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.spec_fields import JobId
 
@@ -84,24 +84,6 @@ class MethodView(View):
     any_positional: bool = False
 
 
-class ExampleInput(View):
-    """A tensor that a model takes. Whole numbers are drawn from 0 up to, not including, `high`."""
-
-    name: str
-    shape: list[int]
-    dtype: str
-    high: int | None = None
-
-
-class ExampleView(View):
-    """One call that the worker has tried: an entry point, its inputs, and the output that is z."""
-
-    method: str
-    inputs: list[ExampleInput]
-    output: str | int | None = None
-    output_shape: list[int]
-
-
 class ModelView(View):
     """A registered model. `version` is the SHA-256 over its architecture and weights.
 
@@ -125,7 +107,9 @@ class ModelView(View):
 
         Where the worker found no inputs by itself, the program has a gap that says so.
         """
-        return example_code(self)
+        first = next(iter(self.methods.values()), None)
+        needed = [] if first is None else first.required or first.arguments[:1]
+        return example_code(self.name, self.example, needed=needed)
 
 
 class ModelList(View):

@@ -1,11 +1,11 @@
-"""A Python program that runs one job on a model: what `model_info(NAME).example_code()` returns."""
+"""A call that a model takes, and the Python program that runs a job on it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
-if TYPE_CHECKING:
-    from gradbox.protocol.views import ExampleInput, ModelView
+from pydantic import BaseModel, ConfigDict
 
 PROGRAM: Final = """\
 import torch
@@ -31,10 +31,35 @@ print(f"loss {{result.loss:.6g}}, gradients of {{len(result.grads)}} parameters"
 """
 
 
-def example_code(model: ModelView) -> str:
-    """Return the program for a model; comments mark what the worker could not find out."""
-    example = model.example
-    arguments = [f"model={model.name!r}", "inputs=[shard, shard]"]
+class ExampleInput(BaseModel):
+    """A tensor that a model takes. Whole numbers are drawn from 0 up to, not including, `high`."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    name: str
+    shape: list[int]
+    dtype: str
+    high: int | None = None
+
+
+class ExampleView(BaseModel):
+    """One call that the worker has tried: an entry point, its inputs, and the output that is z."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    method: str
+    inputs: list[ExampleInput]
+    output: str | int | None = None
+    output_shape: list[int]
+
+
+def example_code(model: str, example: ExampleView | None, *, needed: Sequence[str]) -> str:
+    """Return a program that runs a job on a model.
+
+    Args:
+        needed: the arguments that the program leaves to the reader where there is no example.
+    """
+    arguments = [f"model={model!r}", "inputs=[shard, shard]"]
     if example is not None:
         inputs = [f"    {given.name!r}: {_tensor(given)}," for given in example.inputs]
         if example.method != "forward":
@@ -42,7 +67,7 @@ def example_code(model: ModelView) -> str:
         if example.output is not None:
             arguments.append(f"output={example.output!r}")
     else:
-        inputs = [f"    {name!r}: ...,  # a tensor" for name in _needed(model)]
+        inputs = [f"    {name!r}: ...,  # a tensor" for name in needed]
         inputs.insert(0, "    # the worker found no inputs that this model takes: write yours here")
     arguments.append("loss=loss")
     return PROGRAM.format(
@@ -59,10 +84,4 @@ def _tensor(given: ExampleInput) -> str:
     if given.high == 2:  # a mask that masks nothing
         return f"torch.ones({shape}{dtype})"
     long = "" if given.dtype == "int64" else dtype
-    return f"torch.randint({given.high}, ({shape},){long})"
-
-
-def _needed(model: ModelView) -> list[str]:
-    """Return the arguments that the first entry point cannot be called without."""
-    first = next(iter(model.methods.values()), None)
-    return [] if first is None else first.required or first.arguments[:1]
+    return f"torch.randint({given.high}, {tuple(given.shape)}{long})"
