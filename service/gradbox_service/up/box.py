@@ -22,6 +22,7 @@ from gradbox.errors import GradboxError
 from gradbox.settings import FILE, ClientSettings, read_settings, write_settings
 from gradbox_service.http.listening import bind, check_exposure, url_of
 from gradbox_service.jobs.connection import connect
+from gradbox_service.jobs.fleet import RedisFleet, unusable_models
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.settings import EMBEDDED, Settings, arguments_of
 from gradbox_service.tokens import RedisTokens
@@ -114,6 +115,7 @@ class Box:
             if self._until_ready(url, [service, *workers]):
                 print(f"{READY} {url}", flush=True)
                 _say(f"GradClient() finds address and token with GRADBOX_DATA={self._data}")
+                _say_unusable(self._redis.url)
                 names = [worker.name for worker in workers]
                 watchdog = Watchdog(url, redis_url=self._redis.url, workers=names)
                 watchdog.start()
@@ -280,6 +282,14 @@ def lock_folder(data: Path) -> int:
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
+
+
+def _say_unusable(redis_url: str) -> None:
+    """Say which models could not be built; the others are served."""
+    connection = connect(redis_url)
+    for name, why in unusable_models(RedisFleet(connection).workers()).items():
+        _say(f"the model {name!r} cannot be used: {why}; mend it, then `gradbox models reload`")
+    connection.close()
 
 
 def _say(text: str) -> None:

@@ -20,6 +20,7 @@ from gradbox_worker.device.child import POLL_S, DeviceChild, DeviceSettings
 from gradbox_worker.device.exits import OUT_OF_MEMORY, Exit
 from gradbox_worker.device.messages import (
     Begin,
+    Building,
     DeviceReady,
     DeviceUnready,
     ProgressMade,
@@ -30,6 +31,7 @@ from gradbox_worker.device.messages import (
     Stop,
 )
 from gradbox_worker.errors import DeviceNotStarted
+from gradbox_worker.models import read_models_file
 from gradbox_worker.work import Died, Failed, Finished, Outcome, Stopped, Supervision, Work
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class DeviceProcess:
         self._ready = False  # whether the child said that jobs can run
         self._models: list[ModelView] = []
         self._models_file_digest = ""  # of the file that they were described from
+        self._building = ""  # the model that the child builds before it is ready
         self._placement = settings.device
 
     @property
@@ -78,7 +81,7 @@ class DeviceProcess:
                 it raises comes through; the process goes on starting, and the next call waits on.
 
         Raises:
-            DeviceNotStarted: a model cannot be built, or starting it failed again and again.
+            DeviceNotStarted: starting it failed again and again.
         """
         faults: set[str] = set()
         pauses = iter(START_PAUSES_S)
@@ -96,6 +99,21 @@ class DeviceProcess:
                 faults.add(ended.fault)
             log.warning("%s before it was ready; starting it again in %g s", ended.reason, pause_s)
             _pause(pause_s, while_waiting)
+
+    def reload(self, *, while_waiting: Callable[[], object] = lambda: None) -> None:
+        """Have a new process that has read the models file and all that it names again.
+
+        Args:
+            while_waiting: as for `ensure`.
+
+        Raises:
+            ModelsFileError: the file cannot be read; the process and its models are as before.
+            DeviceNotStarted: see `ensure`.
+        """
+        read_models_file(self._settings.models_file)
+        self.close()
+        self._models_file_digest = ""
+        self.ensure(while_waiting=while_waiting)
 
     def run(self, work: Work, supervision: Supervision) -> Outcome:
         """Run a job to its end, starting the process first if none runs.
@@ -151,18 +169,30 @@ class DeviceProcess:
             self._begin()
         child = self._child
         assert child is not None
-        match child.next_answer(while_waiting):
-            case DeviceReady() as answer:
-                self._ready, self._placement = True, answer.placement
-                self._models = answer.models or self._models
+        while isinstance(answer := child.next_answer(while_waiting), Building):
+            self._building = answer.model
+        match answer:
+            case DeviceReady():
+                self._ready, self._placement, self._building = True, answer.placement, ""
+                self._models += answer.models
                 log.info("device process %s is ready with %d models", child.pid, len(self._models))
                 return None
-            case DeviceUnready() as answer:
+            case DeviceUnready():
                 self.close()
                 raise DeviceNotStarted(answer.problem.detail)
         ended = child.end()
         self.close()
-        return ended
+        return self._without_its_model(ended)
+
+    def _without_its_model(self, ended: Exit) -> Exit:
+        """Leave out the model whose building ended the process, so that the next one starts."""
+        name, self._building = self._building, ""
+        if not name or ended.fault is None:
+            return ended
+        reason = f"models.{name}: the process that built it ended: {ended.reason}; see its log"
+        log.warning("the model %r cannot be used: %s", name, reason)
+        self._models.append(ModelView(name=name, usable=False, reason=reason))
+        return Exit(ended.reason, fault=None)
 
     def _begin(self) -> None:
         digest = _digest(self._settings.models_file)
@@ -170,7 +200,12 @@ class DeviceProcess:
             self._models, self._models_file_digest = [], digest
         self._child = DeviceChild(self._settings)
         try:
-            self._child.send(Begin(known={view.name: view.version for view in self._models}))
+            self._child.send(
+                Begin(
+                    known={view.name: view.version for view in self._models if view.usable},
+                    unusable={view.name: view.reason for view in self._models if not view.usable},
+                )
+            )
         except OSError:
             log.info("the device process ended at once")  # as the wait for its answer will find
 

@@ -15,6 +15,7 @@ from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.computations.placement import choose_device, memory_bytes
 from gradbox_worker.device.messages import (
     Begin,
+    Building,
     DeviceReady,
     DeviceUnready,
     ProgressMade,
@@ -52,12 +53,12 @@ def serve(
     job_memory_bytes: int | None,
     checkpoint_after_s: float | None,
 ) -> None:
-    """Load the models unless the worker knows them, then run jobs until one spoils the device.
+    """Build the models that the worker does not know, then run jobs until one spoils the device.
 
     The process ends elsewhere, when the worker closes the pipe.
     """
 
-    known = orders.begin().known
+    begin = orders.begin()
 
     def load() -> Registry:
         device = choose_device(device_name)
@@ -66,9 +67,12 @@ def serve(
             read_models_file(models_file),
             device=device,
             budget_bytes=budget,
-            versions=known,
+            versions=begin.known,
+            unusable=begin.unusable,
         )
-        described = [] if known else registry.describe()
+        described = registry.describe(
+            before=lambda name: send(connection, Building(model=name)),
+        )
         send(connection, DeviceReady(models=described, placement=str(device)))
         return registry
 
