@@ -64,6 +64,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "written, from which another attempt goes on after a crash [60]",
     )
     parser.add_argument(
+        "--device-log",
+        type=Path,
+        help="a file for what models print, at most 8 MiB and the 8 MiB before [standard error]",
+    )
+    parser.add_argument(
+        "--spare",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep a second process that has imported torch, to take a dead one's place at once",
+    )
+    parser.add_argument(
         "--lease-s",
         type=float,
         default=20.0,
@@ -155,6 +166,8 @@ def _work(args: argparse.Namespace) -> int:
             result_memory_bytes=_bytes(args.result_memory_gib),
             job_memory_bytes=_bytes(args.job_memory_gib),
             checkpoint_after_s=args.checkpoint_after_s,
+            log=args.device_log,
+            spare=args.spare,
         )
     )
     name = args.name or default_name(args.device)

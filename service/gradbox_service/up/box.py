@@ -65,13 +65,22 @@ class Box:
 
     Args:
         devices: the device of each worker.
+        spare: whether each worker keeps a second process for its device.
     """
 
-    def __init__(self, settings: Settings, *, models_file: Path, devices: Sequence[str]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        models_file: Path,
+        devices: Sequence[str],
+        spare: bool = True,
+    ) -> None:
         self._settings = settings
         self._data = settings.data.resolve()
         self._models_file = models_file
         self._devices = devices
+        self._spare = spare
         self._stop = threading.Event()
         self._num_signals = 0
         self._redis: EmbeddedRedis | None = None
@@ -141,7 +150,10 @@ class Box:
             arguments += ["--data", str(self._data), "--redis-url", redis_url]
             if self._settings.disk_reserve_bytes is not None:
                 arguments += ["--disk-reserve-bytes", str(self._settings.disk_reserve_bytes)]
-            log = self._data / "logs" / f"{name}.log"
+            logs = self._data / "logs"
+            arguments += ["--device-log", str(logs / f"{name}.device.log")]
+            arguments += [] if self._spare else ["--no-spare"]
+            log = logs / f"{name}.log"
             found.append(Part(name, "gradbox_worker", arguments, log=log))
         return found
 

@@ -41,6 +41,13 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--device", default="auto", help="auto, cpu, or a list such as cuda:0,cuda:1 (auto)"
     )
+    parser.add_argument(
+        "--spare",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="each worker keeps a second process that has imported torch, to take the place of a "
+        "device process that dies",
+    )
     parser.set_defaults(func=run)
 
 
@@ -66,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
             settings,
             models_file=models_file(args.models, data=settings.data),
             devices=spread(args.device, num_workers=args.workers),
+            spare=args.spare,
         )
         return box.run()
     except (BadSettings, CannotListen, DataInUse) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, Protocol
@@ -14,7 +15,6 @@ from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.computations.placement import choose_device, memory_bytes
 from gradbox_worker.device.messages import (
-    Begin,
     ProgressMade,
     Ready,
     Run,
@@ -35,7 +35,6 @@ REPORT_S: Final = 0.1
 class Orders(Protocol):
     """What the worker asks for."""
 
-    def begin(self) -> Begin: ...
     def next_run(self, within_s: float | None) -> Run | None: ...
     def stop_requested(self, job_id: str, attempt: int) -> bool: ...
 
@@ -44,6 +43,7 @@ def serve(
     connection: Connection,
     orders: Orders,
     *,
+    known: Mapping[str, str],
     models_file: Path,
     data: Path,
     device_name: str,
@@ -55,9 +55,10 @@ def serve(
     """Load the models unless the worker knows them, then run jobs until one spoils the device.
 
     The process ends elsewhere, when the worker closes the pipe.
-    """
 
-    known = orders.begin().known
+    Args:
+        known: see `Begin`.
+    """
 
     def load() -> Registry:
         device = choose_device(device_name)

@@ -207,6 +207,7 @@ class GradboxWorker(SimpleWorker):
 
     def _have_device(self) -> None:
         if self._device.ready:
+            self._device.have_spare()
             return
         try:
             self._device.ensure(while_waiting=lambda: self._announcer.announce("starting"))
