@@ -16,6 +16,7 @@ import redis
 
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.revocations import NotRevoked, Revocations
 from gradbox_service.settings import EMBEDDED, BadSettings, Settings, add_arguments, given_in
 from gradbox_service.tokens import BadTokenName, RedisTokens
 from gradbox_service.up.embedded_redis import url_in
@@ -85,12 +86,16 @@ def _with_tokens(function: TokenCommand, args: argparse.Namespace) -> int:
     try:
         connection = connect(redis_url(args))
         try:
-            return function(RedisTokens(connection), args)
+            revocations = Revocations(Settings.read(data=args.data).data)
+            return function(RedisTokens(connection, revocations=revocations), args)
         finally:
             connection.close()
     except (BadSettings, BadTokenName) as error:
         print(f"gradbox tokens: {error}", file=sys.stderr)
         return WRONG_USAGE
+    except NotRevoked as error:
+        print(f"gradbox tokens: {error}", file=sys.stderr)
+        return UNREACHABLE
     except redis.RedisError as error:
         if not store_refuses(error):
             raise

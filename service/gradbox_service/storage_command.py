@@ -77,6 +77,7 @@ def _with_cleaner(function: StorageCommand, args: argparse.Namespace) -> int:
             blobs=box.blobs,
             results=box.results,
             owners=box.owners,
+            tokens=box.tokens,
             leadership=box.leadership,
         )
         return function(box, cleaner, args)

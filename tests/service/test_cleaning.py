@@ -75,6 +75,7 @@ def cleaner_of(box: Backing, data: Path, **settings: Any) -> Cleaner:
         blobs=box.blobs,
         results=box.results,
         owners=box.owners,
+        tokens=box.tokens,
         leadership=box.leadership,
     )
 

@@ -130,7 +130,7 @@ class Box:
 
 
 class WorkerProcess:
-    """A real `gradbox worker`, whose children are its device process, that one's guardian, and a spare."""
+    """A real `gradbox worker`, with its device process, that one's guardian, and a spare."""
 
     def __init__(self, box: Box, *options: str, name: str = "w1") -> None:
         self.log = box.folder / f"{name}.{secrets.token_hex(2)}.log"

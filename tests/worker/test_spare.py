@@ -21,7 +21,8 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
         builder = box.folder / "builder.py"
         builder.write_text(
             Path(zoo.__file__).read_text()
-            + f"\nwith open({str(imports_of(box))!r}, 'a') as file:\n    file.write('imported\\n')\n"
+            + f"\nwith open({str(imports_of(box))!r}, 'a') as file:\n"
+            + "    file.write('imported\\n')\n"
         )
         box.models_file.write_text(f'[models.m]\nbuilder = "python"\nsource = "{builder}:affine"\n')
         yield box

@@ -1,4 +1,4 @@
-"""Looks once a minute for what has expired, and removes it: records, results, blobs.
+"""Looks once a minute for what has expired, and removes it: records, results, blobs, notes.
 
 A record says that its result is gone before the file goes, and a blob loses its owners before its
 file goes, so whoever asks in between hears that it is not there.
@@ -22,6 +22,7 @@ from gradbox_service.queue.leadership import Leadership
 from gradbox_service.settings import Settings
 from gradbox_service.store import BlobOwners, BlobStore, ResultStore
 from gradbox_service.store.files import use_of
+from gradbox_service.tokens import Tokens
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Cleaner:
         blobs: BlobStore,
         results: ResultStore,
         owners: BlobOwners,
+        tokens: Tokens,
         leadership: Leadership,
     ) -> None:
         self._settings = settings
@@ -48,6 +50,7 @@ class Cleaner:
         self._blobs = blobs
         self._results = results
         self._owners = owners
+        self._tokens = tokens
         self._leadership = leadership
         self._needed = Needed(records)
         self._stopping = threading.Event()
@@ -55,6 +58,7 @@ class Cleaner:
 
     def clean(self) -> list[Stored]:
         """Remove what has expired; return the files that went."""
+        self._tokens.reconcile()
         now_s = time.time()
         self._end_records(before_s=now_s - self._settings.record_age_s)
         self._blobs.sweep()

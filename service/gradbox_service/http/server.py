@@ -17,6 +17,7 @@ from gradbox_service.http.app import create_app
 from gradbox_service.http.connections import BoundedProtocol, ConnectionLimits
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.http.listening import bind, check_exposure, url_of
+from gradbox_service.revocations import Revocations
 from gradbox_service.settings import BadSettings, Settings
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,10 @@ def serve(
     if warning is not None:
         log.warning("%s", warning)
     app = create_app(settings)
+    try:
+        Revocations(settings.data).prepare()
+    except OSError as error:
+        log.warning("no token can be revoked while Redis refuses changes: %s", error)
     config = _config(app, settings)
     bound = bound or bind(settings.host, settings.port)
     # uvicorn hands a signal on to the earlier handler once it has stopped; by then all is done.

@@ -23,6 +23,7 @@ from gradbox.settings import FILE, ClientSettings, read_settings, write_settings
 from gradbox_service.http.listening import bind, check_exposure, url_of
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.revocations import Revocations
 from gradbox_service.settings import EMBEDDED, Settings, arguments_of
 from gradbox_service.tokens import RedisTokens
 from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis
@@ -163,7 +164,7 @@ class Box:
         earlier = read_settings(path)
         connection = connect(redis_url)
         try:
-            tokens = RedisTokens(connection)
+            tokens = RedisTokens(connection, revocations=Revocations(self._data))
             known = None if earlier is None else tokens.find(earlier.token)
             if earlier is not None and known is not None and known.admin:
                 token = earlier.token

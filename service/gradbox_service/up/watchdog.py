@@ -5,7 +5,8 @@ Redis     answers at all, be it with a refusal
 worker    its entry in the fleet is fresh: it renews it every two seconds, busy or not, from a
           process that never computes
 
-Only silence that was watched counts: were this process itself frozen, nobody would be to blame.
+A silence counts once a part was asked several times in it: after a freeze of this process, or of
+the whole machine, none has answered for long, and all do so with the next question.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Sequence, Set
 from typing import Final
 
 import redis
@@ -27,12 +29,11 @@ SERVICE: Final = "service"
 REDIS: Final = "redis"
 LOOK_S: Final = 1.0
 ANSWER_S: Final = 5.0
-# After so long a silence a part is taken to hang. A worker's entry lives 10 s by itself, and its job
-# must go on within 25 s, of which a new worker and its device take some 6 to start.
+# After so long a silence a part is taken to hang. A worker's entry lives 10 s by itself, and its
+# job must go on within 25 s, of which a new worker and its device take some 6 to start.
 SILENCE_S: Final = 15.0
 WORKER_SILENCE_S: Final = 4.0
-# Longer than a look can take. If there was none for so long, this process did not run.
-ABSENCE_S: Final = 4 * ANSWER_S
+NUM_UNANSWERED: Final = 3
 # Loading a large append-only file, or importing on a slow disk, is no silence.
 START_S: Final = 60.0
 
@@ -52,7 +53,7 @@ class Watchdog:
         self._fleet = RedisFleet(self._connection)
         self._workers = tuple(workers)
         self._heard: dict[str, float] = {}
-        self._looked_s = time.monotonic()
+        self._num_unanswered: Counter[str] = Counter()  # in a row, by part
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gradbox-watchdog", daemon=True)
 
@@ -67,10 +68,7 @@ class Watchdog:
         self._connection.close()
 
     def heard_s(self, name: str) -> float:
-        """Return when a part last answered, by the monotonic clock; 0 if it never did.
-
-        Time in which nobody asked is taken off: the part may seem to have answered later.
-        """
+        """Return when a part last answered, by the monotonic clock; 0 if it never did."""
         return self._heard.get(name, 0.0)
 
     def hangs(self, name: str, *, started_s: float) -> bool:
@@ -78,23 +76,15 @@ class Watchdog:
         silence_s = WORKER_SILENCE_S if name in self._workers else SILENCE_S
         heard_s = self.heard_s(name)
         awaited_since_s = heard_s if heard_s > started_s else started_s + START_S
-        return self._looked_s - awaited_since_s > silence_s
+        silent = time.monotonic() - awaited_since_s > silence_s
+        return silent and self._num_unanswered[name] >= NUM_UNANSWERED
 
     def _run(self) -> None:
-        self._looked_s = time.monotonic()
         while not self._stopping.wait(LOOK_S):
-            self._hear(self._live_parts())
+            live = set(self._live_parts())
             if answers(f"{self._url}/livez"):
-                self._hear([SERVICE])
-            self._note_look()
-
-    def _note_look(self) -> None:
-        """Note that all parts were asked, and excuse them for a time in which none was."""
-        now = time.monotonic()
-        absence_s = now - self._looked_s
-        if absence_s > ABSENCE_S:
-            self._heard = {name: heard_s + absence_s for name, heard_s in self._heard.items()}
-        self._looked_s = now
+                live.add(SERVICE)
+            self._note(live)
 
     def _live_parts(self) -> Sequence[str]:
         """Return which of Redis and the workers live, as far as Redis lets them say so."""
@@ -106,9 +96,11 @@ class Watchdog:
         except redis.RedisError:  # it refuses, for one because the disk is full
             return [REDIS, *self._workers]
 
-    def _hear(self, names: Sequence[str]) -> None:
+    def _note(self, live: Set[str]) -> None:
         now = time.monotonic()
-        self._heard |= dict.fromkeys(names, now)
+        self._heard |= dict.fromkeys(live, now)
+        for name in (REDIS, SERVICE, *self._workers):
+            self._num_unanswered[name] = 0 if name in live else self._num_unanswered[name] + 1
 
 
 def answers(url: str) -> bool:

@@ -1,10 +1,10 @@
 """The device process: keeps the models loaded and runs the jobs that the worker sends.
 
 Started by `gradbox_worker.device.process` as `python -m gradbox_worker.device.main`. It imports
-torch, and waits for its first message: until then it is a spare, and is called so in /proc and `ps`.
-It never talks to Redis and never outlives its worker. A second thread reads the pipe, so that a request to
-stop is heard while a job runs; it only sets a flag, which the engine's observer looks at before
-each shard.
+torch, and waits for its first message: until then it is a spare, and /proc and `ps` call it so. It
+never talks to Redis and never outlives its worker. A second thread reads the pipe, so that a
+request to stop is heard while a job runs; it only sets a flag, which the engine's observer looks at
+before each shard.
 """
 
 from __future__ import annotations
