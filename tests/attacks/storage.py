@@ -81,7 +81,7 @@ def _blobs(target: Target) -> None:
     "disk: full of others' files",
     tries="every byte of the data folder's disk taken for 6 s, while a job runs",
     must="posts are answered 503 or 507 with Retry-After, never 500; the job ends in its first "
-    "attempt; no process of the box ends",
+    "attempt; no process of the box ends; a token that is revoked meanwhile opens nothing",
     slow=True,
 )
 def _full(target: Target) -> None:
@@ -96,6 +96,8 @@ def _full(target: Target) -> None:
             while time.monotonic() < give_up:
                 answers.append(own.eve.post("/v1/jobs", json=spec))
                 time.sleep(0.2)
+            _revoke(own, "eve")
+            assert own.eve.get("/v1/jobs").status_code == 401
         statuses = {answer.status_code for answer in answers}
         assert statuses <= {202, *WAIT}, statuses
         assert statuses & set(WAIT), "nothing was refused: the disk was not full"

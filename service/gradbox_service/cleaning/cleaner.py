@@ -7,6 +7,7 @@ file goes, so whoever asks in between hears that it is not there.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,9 @@ from gradbox_service.tokens import Tokens
 log = logging.getLogger(__name__)
 
 LEADER_TTL_S = 5.0
+# Of the memory that Redis may take, what it notes of blobs may fill, and what it notes of one.
+BLOBS_SHARE = 0.3
+BLOB_NOTE_BYTES = 512
 # Records that end in one look; the rest waits for the next one.
 MAX_RECORDS = 1000
 
@@ -128,11 +132,13 @@ class Cleaner:
     def _limits(self, files: Sequence[Stored]) -> Limits:
         taken_bytes = sum(file.size_bytes for file in files)
         there_is_bytes = taken_bytes + self._blobs.room.left_bytes()
+        memory_bytes = self._records.memory().bound_bytes or math.inf
         return Limits(
             result_age_s=self._settings.result_age_s,
             blob_age_s=self._settings.blob_age_s,
             quota_bytes=self._settings.owner_quota_bytes,
             total_bytes=self._settings.storage_share * there_is_bytes,
+            num_blobs=BLOBS_SHARE * memory_bytes / BLOB_NOTE_BYTES,
         )
 
     def _end_records(self, *, before_s: float) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Collection
 
 import anyio.to_thread
@@ -32,6 +33,7 @@ class Hub:
     def __init__(self, records: Records) -> None:
         self._records = records
         self._listeners: dict[str, set[asyncio.Event]] = {}
+        self._num_open: Counter[str] = Counter()  # by who listens
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
         self._reader = threading.Thread(target=self._read, name="gradbox-events", daemon=True)
@@ -55,9 +57,16 @@ class Hub:
         """Whether the reader runs."""
         return self._reader.is_alive()
 
-    async def listen(self, job_id: str, *, after: str | None) -> AsyncIterator[Event]:
+    def num_open(self, listener: str) -> int:
+        """Return how many streams somebody has open."""
+        return self._num_open[listener]
+
+    async def listen(
+        self, job_id: str, *, after: str | None, listener: str = ""
+    ) -> AsyncIterator[Event]:
         """Yield the job's events behind `after`; end after the final one, or on `close`."""
         bell = asyncio.Event()
+        self._num_open[listener] += 1
         self._listeners.setdefault(job_id, set()).add(bell)
         try:
             while not self._stopping.is_set():
@@ -73,6 +82,7 @@ class Hub:
                 except TimeoutError:
                     continue
         finally:
+            self._num_open[listener] -= 1
             self._listeners[job_id].discard(bell)
             if not self._listeners[job_id]:
                 del self._listeners[job_id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -58,6 +59,9 @@ def serve(
     warning = check_exposure(settings)
     if warning is not None:
         log.warning("%s", warning)
+    # Each connection takes a descriptor; the usual soft limit of 1,024 is soon reached.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     app = create_app(settings)
     try:
         Revocations(settings.data).prepare()
