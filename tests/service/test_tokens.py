@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from gradbox.cli.exits import run_alone
 from gradbox_service.backing import Backing
 from gradbox_service.commands import register_tokens
 from gradbox_service.revocations import NUM_LINES, NotRevoked, Revocations
@@ -141,10 +141,7 @@ def test_without_the_boxs_folder_the_command_says_that_the_token_is_valid(
 
 
 def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    register_tokens(parser.add_subparsers())
-    args = parser.parse_args(["tokens", *arguments])
-    return int(args.func(args))
+    return run_alone(register_tokens, ["tokens", *arguments])
 
 
 def test_the_command_creates_lists_and_revokes(
