@@ -8,8 +8,9 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -22,6 +23,9 @@ from gradbox_service.revocations import Revocations
 from gradbox_service.settings import BadSettings, Settings
 
 log = logging.getLogger(__name__)
+
+
+OPEN_FILES: Final = 2**16
 
 
 class Server(uvicorn.Server):
@@ -59,9 +63,7 @@ def serve(
     warning = check_exposure(settings)
     if warning is not None:
         log.warning("%s", warning)
-    # Each connection takes a descriptor; the usual soft limit of 1,024 is soon reached.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _allow_connections()
     app = create_app(settings)
     try:
         Revocations(settings.data).prepare()
@@ -78,6 +80,15 @@ def serve(
         Server(config, hub=app.state.hub).run(sockets=[bound])
     finally:
         bound.close()
+
+
+def _allow_connections() -> None:
+    """Raise the soft limit of open files, which is often 1,024: each connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # macOS has a lower limit that it does not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
