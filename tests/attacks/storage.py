@@ -87,7 +87,7 @@ def _blobs(target: Target) -> None:
 def _full(target: Target) -> None:
     with own_box(models=["slow"], disk_bytes=512 * MIB, environment=RESERVE) as own:
         spec = own.spec(own.eve, model="slow")
-        shards = [{"shards": spec["inputs"][0]["shards"] * 20}]
+        shards = [{"shards": spec["inputs"][0]["shards"] * 100}]
         job = own.job(own.ann, model="slow", inputs=shards)
         before = {process.pid for process in own.box.processes()}
         answers = []

@@ -79,6 +79,20 @@ def test_a_log_goes_on_where_an_earlier_worker_ended(tmp_path: Path, log: Bounde
     assert kept(tmp_path) == b"earlier\nlater\n"
 
 
+def test_a_log_that_cannot_be_written_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "logs").write_text("a file in the folder's place")
+    log = BoundedLog(tmp_path / "logs" / "w.device.log")
+    log.write(b"lost")
+    log.write(b"lost, too")
+    (tmp_path / "logs").unlink()
+    log.write(b"kept")
+    log.close()
+    assert kept(tmp_path) == b"kept"
+    assert caplog.text.count("is not kept") == 1
+
+
 def test_a_full_disk_does_not_stop_who_prints(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

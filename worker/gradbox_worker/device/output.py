@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -26,45 +27,47 @@ PIECE_BYTES: Final = 2**16
 
 
 class BoundedLog:
-    """A log file, and the one before it."""
+    """A log file, and the one before it. Goes on with a file that is there."""
 
     def __init__(self, path: Path) -> None:
-        """Go on with a file that is there.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Open nothing yet: what a full disk refuses now it may take later."""
         self._path = path
         self._lock = threading.Lock()
-        self._full = False
-        self._open()
+        self._fd: int | None = None
+        self._size_bytes = 0
+        self._refused = False
 
     def write(self, data: bytes) -> None:
-        """Append at most `PIECE_BYTES`; what a full disk does not take is lost."""
+        """Append at most `PIECE_BYTES`; what the disk does not take is lost."""
         with self._lock:
             try:
-                if self._size_bytes + len(data) > LONGEST_BYTES:
-                    self._begin_anew()
+                while self._fd is None or self._size_bytes + len(data) > LONGEST_BYTES:
+                    self._fd = self._next_file()
                 self._size_bytes += os.write(self._fd, data)
-                self._full = False
+                self._refused = False
             except OSError as error:
-                if not self._full:
+                if not self._refused:
                     log.warning("the device's output is not kept in %s: %s", self._path, error)
-                self._full = True
+                self._refused = True
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Close the file; a later write opens it again."""
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
 
-    def _open(self) -> None:
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._size_bytes = os.fstat(self._fd).st_size
-
-    def _begin_anew(self) -> None:
-        os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
-        earlier = self._fd
-        self._open()
-        os.close(earlier)
+    def _next_file(self) -> int:
+        """Open the log, having put aside the one that was open."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+            with suppress(FileNotFoundError):
+                os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._size_bytes = os.fstat(found).st_size
+        return found
 
 
 class Output:

@@ -45,11 +45,7 @@ class DeviceProcess:
     """A device in a process of its own."""
 
     def __init__(self, settings: DeviceSettings) -> None:
-        """Start nothing yet.
-
-        Raises:
-            OSError: the log cannot be written.
-        """
+        """Start nothing yet."""
         self._settings = settings
         self._log = None if settings.log is None else BoundedLog(settings.log)
         self._child: DeviceChild | None = None
