@@ -119,15 +119,17 @@ class Cleaner:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
+            pause_s = min(LEADER_TTL_S, self._settings.clean_every_s)
             try:
                 if self._leadership.hold(ttl_s=LEADER_TTL_S):
+                    pause_s = self._settings.clean_every_s
                     self.clean()
             except redis.RedisError as error:
                 if not store_refuses(error):
                     log.exception("the cleaner failed; trying again")
             except Exception:  # one file that cannot be looked at must not end all cleaning
                 log.exception("the cleaner failed; trying again")
-            self._stopping.wait(self._settings.clean_every_s)
+            self._stopping.wait(pause_s)
 
     def _limits(self, files: Sequence[Stored]) -> Limits:
         taken_bytes = sum(file.size_bytes for file in files)
