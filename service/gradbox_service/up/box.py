@@ -24,6 +24,7 @@ from gradbox_service.http.listening import bind, check_exposure, url_of
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.fleet import RedisFleet, unusable_models
 from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.revocations import Revocations
 from gradbox_service.settings import EMBEDDED, Settings, arguments_of
 from gradbox_service.tokens import RedisTokens
 from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis
@@ -66,13 +67,22 @@ class Box:
 
     Args:
         devices: the device of each worker.
+        spare: whether each worker keeps a second process for its device.
     """
 
-    def __init__(self, settings: Settings, *, models_file: Path, devices: Sequence[str]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        models_file: Path,
+        devices: Sequence[str],
+        spare: bool = True,
+    ) -> None:
         self._settings = settings
         self._data = settings.data.resolve()
         self._models_file = models_file
         self._devices = devices
+        self._spare = spare
         self._stop = threading.Event()
         self._num_signals = 0
         self._redis: EmbeddedRedis | None = None
@@ -143,7 +153,10 @@ class Box:
             arguments += ["--data", str(self._data), "--redis-url", redis_url]
             if self._settings.disk_reserve_bytes is not None:
                 arguments += ["--disk-reserve-bytes", str(self._settings.disk_reserve_bytes)]
-            log = self._data / "logs" / f"{name}.log"
+            logs = self._data / "logs"
+            arguments += ["--device-log", str(logs / f"{name}.device.log")]
+            arguments += [] if self._spare else ["--no-spare"]
+            log = logs / f"{name}.log"
             found.append(Part(name, "gradbox_worker", arguments, log=log))
         return found
 
@@ -153,7 +166,7 @@ class Box:
         earlier = read_settings(path)
         connection = connect(redis_url)
         try:
-            tokens = RedisTokens(connection)
+            tokens = RedisTokens(connection, revocations=Revocations(self._data))
             known = None if earlier is None else tokens.find(earlier.token)
             if earlier is not None and known is not None and known.admin:
                 token = earlier.token

@@ -36,7 +36,6 @@ REPORT_S: Final = 0.1
 class Orders(Protocol):
     """What the worker asks for."""
 
-    def begin(self) -> Begin: ...
     def next_run(self, within_s: float | None) -> Run | None: ...
     def stop_requested(self, job_id: str, attempt: int) -> bool: ...
 
@@ -45,6 +44,7 @@ def serve(
     connection: Connection,
     orders: Orders,
     *,
+    begin: Begin,
     models_file: Path,
     data: Path,
     device_name: str,
@@ -56,9 +56,10 @@ def serve(
     """Build the models that the worker does not know, then run jobs until one spoils the device.
 
     The process ends elsewhere, when the worker closes the pipe.
-    """
 
-    begin = orders.begin()
+    Args:
+        begin: the worker's first message.
+    """
 
     def load() -> Registry:
         device = choose_device(device_name)

@@ -20,8 +20,9 @@ from gradbox_worker.errors import NameTaken
 
 log = logging.getLogger(__name__)
 
-PRESENCE_TTL_S: Final = 20.0
-ANNOUNCE_S: Final = 5.0
+# `gradbox up` kills a worker that lets its entry lapse: see its watchdog.
+PRESENCE_TTL_S: Final = 10.0
+ANNOUNCE_S: Final = 2.0
 
 
 class NameLock:

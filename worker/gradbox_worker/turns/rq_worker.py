@@ -215,6 +215,7 @@ class GradboxWorker(SimpleWorker):
 
     def _have_device(self) -> None:
         if self._device.ready:
+            self._device.have_spare()
             return
         self._start(self._device.ensure)
 
