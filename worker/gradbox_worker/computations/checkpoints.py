@@ -14,15 +14,17 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gradbox.errors import StorageFull
+from gradbox.errors import InvalidInputs, StorageFull
+from gradbox_engine import Checkpoint
 from gradbox_service.store import Room
 from gradbox_service.store.files import put_in_place
 from gradbox_worker.files.result_file import write_result
@@ -92,28 +94,28 @@ class CheckpointFile:
         wait_s = self._pace.every_s if self._num_written else self._pace.first_s
         return since_s >= wait_s and self._total_s + self._last_s <= self._pace.share * ran_s
 
-    def write(self, state: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Write the state in place of the one before; a full disk is logged and passed over.
-
-        Args:
-            state: any names, any layout; copied tensor by tensor.
-            meta: JSON values.
-        """
-        document = {"identity": self._identity, "resumed": self.resumed, "meta": dict(meta)}
+    def write(self, checkpoint: Checkpoint) -> None:
+        """Write the state in place of the one before; a full disk is logged and passed over."""
+        document = {
+            "identity": self._identity,
+            "resumed": self.resumed,
+            "facts": checkpoint.facts,
+            "dims": _dims_in_memory(checkpoint.tensors),
+        }
         began = self._clock()
         try:
             metadata = {METADATA_KEY: json.dumps(document)}
-            write_result(self._own, state, metadata=metadata, room=self._room)
+            write_result(self._own, checkpoint.tensors, metadata=metadata, room=self._room)
             put_in_place(self._own, self._path)
-        except StorageFull as error:
+        except (StorageFull, InvalidInputs) as error:
             log.warning("no checkpoint of %s: %s", self._path.stem, error)
         self._written_at = self._clock()
         self._last_s = self._written_at - began
         self._total_s += self._last_s
         self._num_written += 1
 
-    def read(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return the state that an earlier attempt left, and its JSON, on the CPU.
+    def read(self) -> Checkpoint | None:
+        """Return the state that an earlier attempt left, on the CPU.
 
         Returns:
             None if there is none, or none that this attempt may go on from: another model version,
@@ -125,16 +127,19 @@ class CheckpointFile:
                 if document["identity"] != self._identity:
                     log.info("the checkpoint of %s is of another kind of run", self._path.stem)
                     return None
-                # Copies: the file is replaced while the tensors live.
-                state = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-                meta = dict(document["meta"])
+                dims = document["dims"]
+                tensors = {
+                    name: _copied(file.get_tensor(name), dims.get(name))
+                    for name in file.keys()  # noqa: SIM118 - the file is no mapping
+                }
+                found = Checkpoint(tensors, dict(document["facts"]))
                 self.resumed = int(document["resumed"]) + 1
         except FileNotFoundError:
             return None
         except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
             log.warning("the checkpoint of %s cannot be read: %s", self._path.stem, error)
             return None
-        return state, meta
+        return found
 
     def remove(self) -> None:
         """Remove the job's checkpoint: the job has ended."""
@@ -144,3 +149,23 @@ class CheckpointFile:
 def checkpoint_path(folder: Path, job_id: str) -> Path:
     """Return where a job's checkpoint lies."""
     return folder / f"{job_id}.safetensors"
+
+
+def _dims_in_memory(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Return the order in which dims lie in memory, of tensors where it is not that of the file.
+
+    A matrix product may round otherwise where its operand is laid out otherwise.
+    """
+    return {
+        name: sorted(range(x.dim()), key=lambda dim: -strides[dim])
+        for name, x, strides in ((name, x, x.stride()) for name, x in tensors.items())
+        if not x.is_contiguous() and 0 not in strides
+    }
+
+
+def _copied(tensor: Tensor, dims: Sequence[int] | None) -> Tensor:
+    """Return a copy, laid out as the tensor was: the file is replaced while it lives."""
+    if dims is None:
+        return tensor.clone()
+    copy = tensor.permute(*dims).clone(memory_format=torch.contiguous_format)
+    return copy.permute(*(dims.index(dim) for dim in range(len(dims))))
