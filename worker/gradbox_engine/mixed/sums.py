@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.model.precision import accumulation_dtype
 
 
@@ -27,6 +28,15 @@ class LeafSums:
         for name, gradient in gradients.items():
             self._sums[name].add_(gradient)
             self._reached.add(name)
+
+    def state(self) -> Checkpoint:
+        """Return the sums, for another process."""
+        return Checkpoint(self._sums, {"reached": sorted(self._reached)})
+
+    def resume(self, found: Checkpoint) -> None:
+        """Go on from a `state` of another process."""
+        self._sums = dict(found.tensors)
+        self._reached = set(found.facts["reached"])
 
     def named(self) -> dict[str, Tensor]:
         """Return all sums in the leaves' order."""

@@ -1,7 +1,8 @@
 """What is done with a shard's terms: kept, written densely, or reduced.
 
 A collector takes the terms of one shard after the other, in chunks of outputs where it can; its
-`result` are fields of `SampleResult`.
+`result` are fields of `SampleResult`. Between two shards its `state` is what another process goes
+on from; rows that a sink took are not in it.
 
 Shapes: B samples over all shards, b of one, Y outputs.
 """
@@ -15,8 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.per_sample.pieces import Pieces, Sink
-from gradbox_factors import Block, Factored, Positions, Sketch, Term, squared_norms
+from gradbox_factors import (
+    Block,
+    Factored,
+    Positions,
+    Sketch,
+    Term,
+    packed,
+    squared_norms,
+    unpacked,
+)
 from gradbox_factors.factored import summed_rows
 from gradbox_factors.sums import common_dtype
 from gradbox_factors.term import Identity, identity
@@ -38,12 +49,26 @@ class Collector(ABC):
         """Take a shard's terms of some outputs."""
 
     @abstractmethod
+    def state(self, samples: int) -> Checkpoint:
+        """Return what is left of the terms so far, which were of this many samples."""
+
+    @abstractmethod
+    def resume(self, found: Checkpoint) -> None:
+        """Go on from a `state` of another process; `begin` was called."""
+
+    @abstractmethod
     def result(self, *, one_output: bool) -> dict[str, Any]:
         """Return what was collected, without the dim of outputs where there is `one_output`."""
 
     def _rows(self, term: Term, first_sample: int, outputs: range) -> tuple[slice, slice]:
         samples = slice(first_sample, first_sample + term.samples)
         return samples, slice(outputs.start, outputs.stop)
+
+    def _with_room(self, rows: Tensor) -> Tensor:
+        """Return the rows of the first samples with room for those of all."""
+        whole = rows.new_zeros((*self._sizes, *rows.shape[2:]))
+        whole[: len(rows)] = rows
+        return whole
 
 
 class ToArrays(Collector):
@@ -65,6 +90,12 @@ class ToArrays(Collector):
                 out = out[self._rows(term, first_sample, outputs)]
             term.write(out, accumulate=False)
 
+    def state(self, samples: int) -> Checkpoint:
+        return Checkpoint({name: array[:samples] for name, array in self._arrays.items()})
+
+    def resume(self, found: Checkpoint) -> None:
+        self._arrays = {name: self._with_room(rows) for name, rows in found.tensors.items()}
+
     def result(self, *, one_output: bool) -> dict[str, Any]:
         return {"arrays": {n: x.squeeze(1) if one_output else x for n, x in self._arrays.items()}}
 
@@ -83,6 +114,12 @@ class ToSink(Collector):
         for term in terms.values():
             self._pieces.send(term, self._sink, first_sample, outputs.start)
 
+    def state(self, samples: int) -> Checkpoint:
+        return Checkpoint()
+
+    def resume(self, found: Checkpoint) -> None:
+        """Do nothing: the sink has the rows."""
+
     def result(self, *, one_output: bool) -> dict[str, Any]:
         return {"arrays": {}}
 
@@ -98,6 +135,13 @@ class KeepFactors(Collector):
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
         self._pieces.append(smaller_forms(terms) if self._smaller else dict(terms))
+
+    def state(self, samples: int) -> Checkpoint:
+        tensors, described = packed(self._pieces)
+        return Checkpoint(tensors, {"pieces": described})
+
+    def resume(self, found: Checkpoint) -> None:
+        self._pieces = unpacked(found.tensors, found.facts["pieces"])
 
     def result(self, *, one_output: bool) -> dict[str, Any]:
         return {"arrays": {}, "factors": Factored(self._pieces)}
@@ -129,6 +173,12 @@ class Norms(Collector):
             total = self._squares.setdefault(name, squared.new_zeros(self._sizes))
             total[self._rows(terms[name], first_sample, outputs)] = squared
 
+    def state(self, samples: int) -> Checkpoint:
+        return Checkpoint({name: squared[:samples] for name, squared in self._squares.items()})
+
+    def resume(self, found: Checkpoint) -> None:
+        self._squares = {name: self._with_room(rows) for name, rows in found.tensors.items()}
+
     def result(self, *, one_output: bool) -> dict[str, Any]:
         total = torch.stack(list(self._squares.values())).sum(0).sqrt()
         norms = {"": total, **{name: x.sqrt() for name, x in self._squares.items()}}
@@ -158,6 +208,13 @@ class _Summed(Collector):
                 sizes = (*self._sizes, *part.shape[2:])
                 self._total = part.new_zeros(sizes, dtype=common_dtype(terms))
             self._total[self._rows(term, first_sample, outputs)] += part
+
+    def state(self, samples: int) -> Checkpoint:
+        return Checkpoint({} if self._total is None else {"total": self._total[:samples]})
+
+    def resume(self, found: Checkpoint) -> None:
+        if "total" in found.tensors:
+            self._total = self._with_room(found.tensors["total"])
 
     def result(self, *, one_output: bool) -> dict[str, Any]:
         if self._total is None:
@@ -210,6 +267,14 @@ class ClippedSum(Collector):
         for name, term in terms.items():
             part = summed_rows(term, factors)
             self._totals[name] = self._totals[name] + part if name in self._totals else part
+
+    def state(self, samples: int) -> Checkpoint:
+        norms = Checkpoint({"norms": torch.cat(self._norms)})
+        return Checkpoint.of_sections(totals=Checkpoint(self._totals), norms=norms)
+
+    def resume(self, found: Checkpoint) -> None:
+        self._totals = dict(found.section("totals").tensors)
+        self._norms = [found.section("norms").tensors["norms"]]
 
     def result(self, *, one_output: bool) -> dict[str, Any]:
         return {
