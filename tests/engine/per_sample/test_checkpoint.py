@@ -110,9 +110,11 @@ def same(found: SampleResult, expected: SampleResult) -> bool:
     return mine == theirs and a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-@pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.parametrize(("shards", "samples"), [(1, 2), (2, 4), (3, 5)])
 @pytest.mark.parametrize(("name", "form"), PROBLEMS)
-def test_a_killed_job_goes_on_with_the_same_bits(name: str, form: str, shard: int) -> None:
+def test_a_killed_job_goes_on_with_the_same_bits(
+    name: str, form: str, shards: int, samples: int
+) -> None:
     run = FORMS[form]
 
     def anew(**given: Any) -> SampleResult:
@@ -122,11 +124,11 @@ def test_a_killed_job_goes_on_with_the_same_bits(name: str, form: str, shard: in
     expected = anew()
     kept = Kept()
     with pytest.raises(Killed):
-        anew(checkpoints=kept, observer=KilledAt("samples", 2 * shard))
-    assert kept.num_written == shard
+        anew(checkpoints=kept, observer=KilledAt("samples", samples))
+    assert kept.num_written == shards
     resumed = undisturbed()
     assert same(anew(checkpoints=kept, observer=resumed), expected)
-    assert min(done for _, done in resumed.steps) == 2 * shard
+    assert min(done for _, done in resumed.steps) == samples
 
 
 class Rows:
@@ -135,10 +137,12 @@ class Rows:
     def __init__(self) -> None:
         self.arrays: dict[str, Tensor] = {}
         self.samples: set[int] = set()
+        self.begun = False
 
     def begin(
         self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
     ) -> None:
+        self.begun = True
         if not self.arrays:
             self.arrays = {n: torch.zeros(s, dtype=dtypes[n]) for n, s in shapes.items()}
 
@@ -149,7 +153,8 @@ class Rows:
         self.samples.update(range(at[0].start, at[0].stop))
 
 
-def test_rows_that_a_sink_has_are_not_sent_again() -> None:
+@pytest.mark.parametrize(("samples", "left"), [(2, {2, 3, 4}), (4, {4}), (5, set())])
+def test_rows_that_a_sink_has_are_not_sent_again(samples: int, left: set[int]) -> None:
     model, inputs = build("linear over positions")
     expected, sink, kept = jacobian(model, shards_of(inputs)), Rows(), Kept()
     with pytest.raises(Killed):
@@ -158,12 +163,14 @@ def test_rows_that_a_sink_has_are_not_sent_again() -> None:
             shards_of(inputs),
             sink=sink,
             checkpoints=kept,
-            observer=KilledAt("samples", 4),
+            observer=KilledAt("samples", samples),
         )
-    assert not any(name.startswith("rows/") for name in kept.tensors)
+    assert not any(x.numel() for n, x in kept.tensors.items() if n.startswith("rows/"))
     sink.samples.clear()
+    sink.begun = False
     jacobian(model, shards_of(inputs), sink=sink, checkpoints=kept)
-    assert sink.samples == {4}
+    assert sink.begun
+    assert sink.samples == left
     assert all(torch.equal(sink.arrays[n], x) for n, x in expected.arrays.items())
 
 

@@ -79,10 +79,9 @@ class ToArrays(Collector):
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
         if not self._arrays:
-            shapes, dtypes = _layout(terms, self._sizes)
             self._arrays = {
-                name: torch.empty(shape, dtype=dtypes[name], device=_device(terms))
-                for name, shape in shapes.items()
+                name: torch.empty((*self._sizes, *x.shape), dtype=x.dtype, device=_device(terms))
+                for name, x in terms.items()
             }
         for name, term in terms.items():
             out = self._arrays[name]
@@ -105,20 +104,24 @@ class ToSink(Collector):
 
     def __init__(self, sink: Sink, budget_bytes: int) -> None:
         self._sink, self._pieces = sink, Pieces(budget_bytes)
-        self._begun = False
+        self._empty: dict[str, Tensor] = {}  # name → (0, 0, *shape), once the sink was told
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
-        if not self._begun:
-            self._sink.begin(*_layout(terms, self._sizes))
-            self._begun = True
+        if not self._empty:
+            self._begin({n: torch.empty((0, 0, *t.shape), dtype=t.dtype) for n, t in terms.items()})
         for term in terms.values():
             self._pieces.send(term, self._sink, first_sample, outputs.start)
 
     def state(self, samples: int) -> Checkpoint:
-        return Checkpoint()
+        return Checkpoint(self._empty)  # the sink has the rows
 
     def resume(self, found: Checkpoint) -> None:
-        """Do nothing: the sink has the rows."""
+        self._begin(found.tensors)
+
+    def _begin(self, empty: Mapping[str, Tensor]) -> None:
+        self._empty = dict(empty)
+        shapes = {name: (*self._sizes, *x.shape[2:]) for name, x in empty.items()}
+        self._sink.begin(shapes, {name: x.dtype for name, x in empty.items()})
 
     def result(self, *, one_output: bool) -> dict[str, Any]:
         return {"arrays": {}}
@@ -295,13 +298,6 @@ def smaller_forms(terms: Terms) -> dict[str, Term]:
             chosen[name] = term
             kept.update(identity(factor) for factor in term.tensors().values())
     return {name: chosen[name] for name in terms}
-
-
-def _layout(
-    terms: Terms, sizes: tuple[int, int]
-) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
-    shapes = {name: (*sizes, *term.shape) for name, term in terms.items()}
-    return shapes, {name: term.dtype for name, term in terms.items()}
 
 
 def _device(terms: Terms) -> torch.device:
