@@ -61,7 +61,10 @@ class Checkpoints(Protocol):
         """Tell whether it is time to write one."""
 
     def write(self, checkpoint: Checkpoint) -> None:
-        """Keep this state in place of the one before; its tensors are only lent."""
+        """Keep this state, its tensors in their order, in place of the one before.
+
+        The tensors are only lent.
+        """
 
     def read(self) -> Checkpoint | None:
         """Return what an earlier run of the same job wrote last; None if it wrote nothing."""

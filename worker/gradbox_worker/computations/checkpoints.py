@@ -19,6 +19,7 @@ from __future__ import annotations
 import glob
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,8 +52,8 @@ class Pace:
 
     @classmethod
     def after(cls, first_s: float) -> Pace:
-        """Return a pace that begins so long after the attempt began, and goes on twice as often."""
-        return cls(first_s=first_s, every_s=first_s / 2)
+        """Return a pace that begins so early and goes on twice as often, whatever that costs."""
+        return cls(first_s=first_s, every_s=first_s / 2, share=math.inf)
 
 
 class CheckpointFile:
@@ -117,6 +118,7 @@ class CheckpointFile:
                 "identity": self._identity,
                 "resumed": self.resumed,
                 "facts": checkpoint.facts,
+                "names": list(checkpoint.tensors),
                 "dims": _dims_in_memory(checkpoint.tensors),
                 "rows": None if self._result is None else self._result.keep(self._own_rows),
             }
@@ -153,7 +155,7 @@ class CheckpointFile:
                 dims = document["dims"]
                 tensors = {
                     name: _copied(file.get_tensor(name), dims.get(name))
-                    for name in file.keys()  # noqa: SIM118 - the file is no mapping
+                    for name in document["names"]
                 }
                 found = Checkpoint(tensors, dict(document["facts"]))
                 if not self._has_rows(document["rows"]):
