@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import subprocess
@@ -13,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from gradbox.cli.exits import run_alone
 from gradbox_service.http.listening import check_exposure, is_loopback
-from gradbox_service.settings import Settings, add_arguments, given_in
+from gradbox_service.settings import Settings, takes_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -113,11 +113,16 @@ def test_the_service_image_may_listen_as_it_is_told_to() -> None:
     stage = DOCKERFILE.split(" AS service\n")[1].split("\nFROM ")[0]
     (line,) = re.findall(r"^CMD (\[.+\])$", stage, re.MULTILINE)
     _, _, *options = yaml.safe_load(line)
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    settings = Settings.read(**given_in(parser.parse_args(options)))
-    assert not is_loopback(settings.host)
-    assert check_exposure(settings) is not None
+    found: list[Settings] = []
+
+    @takes_settings()
+    def command(given: dict[str, Any]) -> int:
+        found.append(Settings.read(**given))
+        return 0
+
+    assert run_alone(lambda app: app.command("service")(command), ["service", *options]) == 0
+    assert not is_loopback(found[0].host)
+    assert check_exposure(found[0]) is not None
 
 
 @pytest.mark.parametrize("line", re.findall(r'^CMD (\["gradbox".+\])$', DOCKERFILE, re.MULTILINE))
