@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 import torch
 
 from gradbox_engine import Checkpoint
+from gradbox_service.store import Room
 from gradbox_worker.computations.checkpoints import CheckpointFile, Pace
+from gradbox_worker.files.result_in_place import ResultOnDisk
 
 IDENTITY = {"spec_digest": "a", "model_version": "b"}
 
@@ -192,3 +196,83 @@ def test_a_state_that_is_read_does_not_change_with_the_file(tmp_path: Path) -> N
     file.write(Checkpoint({"x": torch.zeros(4)}))
     assert found is not None
     assert found.tensors["x"].tolist() == [1.0] * 4
+
+
+@contextmanager
+def rows_in_place(folder: Path, *, attempt: int) -> Iterator[tuple[ResultOnDisk, CheckpointFile]]:
+    """Give an attempt at a job whose rows are written in place, and its checkpoint."""
+    path = folder / "results" / f"j.{attempt}.safetensors"
+    with ResultOnDisk(path, room=Room(folder)) as result:
+        yield result, checkpoint(folder / "checkpoints", attempt=attempt, result=result)
+
+
+def lay_out(result: ResultOnDisk) -> None:
+    result.lay_out({"w": (2, 1, 3)}, {"w": torch.float32}, squeezed=True)
+
+
+def test_a_checkpoint_counts_on_rows_in_place(tmp_path: Path) -> None:
+    with rows_in_place(tmp_path, attempt=1) as (result, file):
+        lay_out(result)
+        file.write(state(done=1))
+    assert names(tmp_path / "results") == set()
+    assert names(tmp_path / "checkpoints") == {"j.safetensors", "j.1.rows"}
+    with rows_in_place(tmp_path, attempt=2) as (_, file):
+        found = file.read()
+        assert found is not None
+        assert found.facts == {"done": 1}
+        assert file.resumed == 1
+        file.remove()
+    assert names(tmp_path / "checkpoints") == set()
+
+
+def test_rows_are_flushed_before_a_checkpoint_counts_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[int, bool]] = []
+    flush = os.fsync
+
+    def noted(descriptor: int) -> None:
+        flushed.append((os.fstat(descriptor).st_ino, (place / "j.safetensors").exists()))
+        flush(descriptor)
+
+    place = tmp_path / "checkpoints"
+    with rows_in_place(tmp_path, attempt=1) as (result, file):
+        lay_out(result)
+        monkeypatch.setattr(os, "fsync", noted)
+        file.write(state())
+        rows = (place / "j.1.rows").stat().st_ino
+    assert (rows, False) in flushed
+
+
+def test_rows_that_another_process_still_writes_are_not_gone_on_with(tmp_path: Path) -> None:
+    with rows_in_place(tmp_path, attempt=1) as (result, frozen):
+        lay_out(result)
+        frozen.write(state(done=1))
+        with rows_in_place(tmp_path, attempt=2) as (_, file):
+            assert file.read() is None
+            assert file.resumed == 0
+        frozen.write(state(done=2))
+        with rows_in_place(tmp_path, attempt=3) as (_, file):
+            assert file.read() is None
+
+
+def test_what_is_of_no_use_leaves_the_disk(tmp_path: Path) -> None:
+    with rows_in_place(tmp_path, attempt=1) as (result, file):
+        lay_out(result)
+        file.write(state())
+    other = checkpoint(tmp_path / "checkpoints", attempt=2, identity={"model_version": "other"})
+    assert other.read() is None
+    assert names(tmp_path / "checkpoints") == set()
+
+
+def test_a_disk_without_links_costs_the_checkpoint_and_not_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    with rows_in_place(tmp_path, attempt=1) as (result, file):
+        lay_out(result)
+        file.write(state())
+    assert checkpoint(tmp_path / "checkpoints", attempt=2).read() is None
