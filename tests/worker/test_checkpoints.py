@@ -85,6 +85,14 @@ def test_writing_takes_three_percent_of_the_time_at_most(tmp_path: Path, clock: 
     assert spent - 3.0 <= 0.03 * (clock.now - began)
 
 
+def test_a_pace_of_zero_writes_one_after_every_shard(tmp_path: Path, clock: Clock) -> None:
+    file = checkpoint(tmp_path, pace=Pace.after(0), clock=clock)
+    clock.now += 0.1
+    for _ in range(3):
+        assert file.due()
+        write_taking(file, clock, 3.0)
+
+
 def test_another_attempt_finds_the_state_bit_for_bit(tmp_path: Path) -> None:
     state = {
         "z": torch.randn(3, 5).t(),  # in another order than its bytes

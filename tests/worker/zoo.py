@@ -139,16 +139,11 @@ class Misbehaving(Affine):
         time.sleep(0.05)
 
     def _hold_at_a_call(self) -> None:
-        """Count calls in the file `calls`, a byte each, and wait in the one that `hold` names.
-
-        The call before takes a while.
-        """
+        """Count calls in the file `calls`, a byte each, and wait in the one that `hold` names."""
         with Path(self.folder, "calls").open("ab") as calls:
             calls.write(b".")
             number = calls.tell()
         hold = Path(self.folder, "hold")
-        if hold.exists() and hold.read_text() == str(number + 1):
-            time.sleep(0.6)
         while hold.exists() and hold.read_text() == str(number):
             time.sleep(0.02)
 

@@ -52,8 +52,12 @@ class Pace:
 
     @classmethod
     def after(cls, first_s: float) -> Pace:
-        """Return a pace that begins so early and goes on twice as often, whatever that costs."""
-        return cls(first_s=first_s, every_s=first_s / 2, share=math.inf)
+        """Return a pace that begins so long after the attempt began, and goes on twice as often.
+
+        At 0 a checkpoint is written after every shard, whatever that costs.
+        """
+        share = cls.share if first_s > 0 else math.inf
+        return cls(first_s=first_s, every_s=first_s / 2, share=share)
 
 
 class CheckpointFile:
