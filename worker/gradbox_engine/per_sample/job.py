@@ -15,14 +15,13 @@ from torch import Tensor
 from gradbox_engine.checkpoint import Checkpoint, Checkpoints
 from gradbox_engine.errors import BadInputs, BadReduction
 from gradbox_engine.per_sample.fp16_scaling import Scaled, pulled_back
+from gradbox_engine.per_sample.kept_factors import Gram, KeepFactors
 from gradbox_engine.per_sample.pieces import Sink
 from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.reductions import (
     ClippedSum,
     Collector,
     Directional,
-    Gram,
-    KeepFactors,
     Norms,
     Projected,
     ToArrays,

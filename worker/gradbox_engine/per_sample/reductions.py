@@ -1,4 +1,4 @@
-"""What is done with a shard's terms: kept, written densely, or reduced.
+"""What is done with a shard's terms: written densely, or reduced; `kept_factors` keeps them.
 
 A collector takes the terms of one shard after the other, in chunks of outputs where it can; its
 `result` are fields of `SampleResult`. Between two shards its `state` is what another process goes
@@ -18,19 +18,9 @@ from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.per_sample.pieces import Pieces, Sink
-from gradbox_factors import (
-    Block,
-    Factored,
-    Positions,
-    Sketch,
-    Term,
-    packed,
-    squared_norms,
-    unpacked,
-)
+from gradbox_factors import Sketch, Term, squared_norms
 from gradbox_factors.factored import summed_rows
 from gradbox_factors.sums import common_dtype
-from gradbox_factors.term import Identity, identity
 
 Terms = Mapping[str, Term]
 
@@ -125,41 +115,6 @@ class ToSink(Collector):
 
     def result(self, *, one_output: bool) -> dict[str, Any]:
         return {"arrays": {}}
-
-
-class KeepFactors(Collector):
-    """The factors themselves; `smaller` puts a term's array in its place where that is smaller."""
-
-    whole = True
-
-    def __init__(self, *, smaller: bool = False) -> None:
-        self._smaller = smaller
-        self._pieces: list[dict[str, Term]] = []
-
-    def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
-        self._pieces.append(smaller_forms(terms) if self._smaller else dict(terms))
-
-    def state(self, samples: int) -> Checkpoint:
-        tensors, described = packed(self._pieces)
-        return Checkpoint(tensors, {"pieces": described})
-
-    def resume(self, found: Checkpoint) -> None:
-        self._pieces = unpacked(found.tensors, found.facts["pieces"])
-
-    def result(self, *, one_output: bool) -> dict[str, Any]:
-        return {"arrays": {}, "factors": Factored(self._pieces)}
-
-
-class Gram(KeepFactors):
-    """J Jᵀ, (B, Y, B, Y), or its trace over outputs, (B, B)."""
-
-    def __init__(self, *, trace: bool) -> None:
-        super().__init__()
-        self._trace = trace
-
-    def result(self, *, one_output: bool) -> dict[str, Any]:
-        gram = Factored(self._pieces).gram(trace=self._trace)
-        return {"arrays": {"gram": gram[:, 0, :, 0] if one_output else gram}}
 
 
 class Norms(Collector):
@@ -284,20 +239,6 @@ class ClippedSum(Collector):
             "arrays": self._totals,
             "parameter_norms": {"": torch.cat(self._norms).squeeze(1)},
         }
-
-
-def smaller_forms(terms: Terms) -> dict[str, Term]:
-    """Return the terms, those as arrays whose array is smaller than their factors."""
-    chosen: dict[str, Term] = {}
-    kept: set[Identity] = set()
-    for name, term in sorted(terms.items(), key=lambda item: isinstance(item[1], Positions)):
-        shared = isinstance(term, Positions) and identity(term.left) in kept
-        if not shared and term.dense_bytes <= term.factor_bytes and not isinstance(term, Block):
-            chosen[name] = Block(name, term.shape, term.block())
-        else:
-            chosen[name] = term
-            kept.update(identity(factor) for factor in term.tensors().values())
-    return {name: chosen[name] for name in terms}
 
 
 def _device(terms: Terms) -> torch.device:
