@@ -86,7 +86,7 @@ def mixed_gradient(
         outer: called with dfdz, shards along dim 0, and its inputs by name; returns one number. Its
             parameters may be leaves of `inner`, under the same names.
         z: the shards' argument that is z; None takes the first floating-point one.
-        returns: "dfdz" gives it back beside the gradients, which always come.
+        returns: "dfdz" gives it back beside the gradients.
         checkpoints: where the state of a long job is written, and read when it begins again.
         options: how the model is called, see `CallOptions`; `output` and `readout` choose v.
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint, Checkpoints
 from gradbox_engine.errors import BadInputs, BadReduction
-from gradbox_engine.per_sample.fp16_scaling import Scaled, pulled_back
 from gradbox_engine.per_sample.kept_factors import Gram, KeepFactors
 from gradbox_engine.per_sample.pieces import Sink
 from gradbox_engine.per_sample.planning.model import CallableModel
@@ -30,6 +29,7 @@ from gradbox_engine.per_sample.reductions import (
 from gradbox_engine.per_sample.request import Request, SampleObserver, SampleResult
 from gradbox_engine.per_sample.result_facts import ResultFacts
 from gradbox_engine.per_sample.sample_loss import SampleLoss, rows_of
+from gradbox_engine.per_sample.sample_scales import Scaled, pulled_back
 from gradbox_engine.per_sample.shard_run import PlannedModel, ShardRun
 from gradbox_factors import Sketch
 
