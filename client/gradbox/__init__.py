@@ -63,6 +63,7 @@ from gradbox.errors import (
     Unauthorized,
     UnknownModel,
     UntraceableLoss,
+    UnusableModel,
     WorkerLost,
 )
 
@@ -137,6 +138,7 @@ __all__ = [
     "Unauthorized",
     "UnknownModel",
     "UntraceableLoss",
+    "UnusableModel",
     "WorkerLost",
     "losses",
     "pack",

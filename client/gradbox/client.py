@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel
 
 from gradbox.batch import Batch
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission
-from gradbox.errors import MissingBlobs
+from gradbox.errors import MissingBlobs, UnusableModel
 from gradbox.http.connection import Connection, Retry, parsed
 from gradbox.http.upload import Uploader
 from gradbox.job import Job
 from gradbox.progress import ProgressBar
-from gradbox.protocol import JobList, JobState, JobView, ModelView
+from gradbox.protocol import JobList, JobState, JobView, ModelList, ModelView
 from gradbox.settings import ClientSettings, find_settings
 from gradbox.tensors.tensor_bytes import Tensor
 from gradbox.waits import JobWaits
@@ -29,9 +29,7 @@ from gradbox.waits import JobWaits
 if TYPE_CHECKING:
     from gradbox.remote.model import RemoteModel
 
-
-class _Models(BaseModel):
-    models: list[ModelView]
+RELOAD_POLL_S: Final = 0.2
 
 
 class GradClient:
@@ -123,12 +121,39 @@ class GradClient:
         return [self._handle(view) for view in parsed(JobList, answer).jobs]
 
     def models(self) -> list[ModelView]:
-        """Return the registered models with their parameters, entry points and versions."""
-        answer = self._connection.request("GET", "/v1/models")
-        return parsed(_Models, answer).models
+        """Return the registered models with their parameters, entry points and versions.
+
+        One that the box cannot build is among them, not `usable`, with the `reason`.
+        """
+        return self._models("GET", "/v1/models").models
+
+    def reload_models(self, *, timeout_s: float | None = None) -> ModelList:
+        """Have the workers read the models file again, and wait until they have; owner only.
+
+        Each worker does so before its next job. Jobs that run end on the models that they began
+        with; jobs that wait for a version that is gone fail with `UnknownModel`.
+
+        Args:
+            timeout_s: how long to wait; None is without end, 0 not at all.
+
+        Returns:
+            What the workers offer now. `reloading` names those that have not read the file yet,
+            `errors` says why one could not, and serves what it served before.
+
+        Raises:
+            OwnerOnly: the token is not the owner's.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        found = self._models("POST", "/v1/models/reload")
+        while found.reloading and (deadline is None or time.monotonic() < deadline):
+            time.sleep(RELOAD_POLL_S)
+            found = self._models("GET", "/v1/models")
+        return found
 
     def model_info(self, name: str) -> ModelView:
-        """Describe one registered model.
+        """Describe one registered model; print its `example_code()` for a job to begin with.
+
+        One that the box cannot build is not `usable`, and `reason` says why.
 
         Raises:
             UnknownModel: there is none of that name.
@@ -168,6 +193,7 @@ class GradClient:
 
         Raises:
             UnknownModel: there is none of that name.
+            UnusableModel: the box cannot build it.
         """
         from gradbox.remote.model import JobOptions, RemoteModel
 
@@ -182,9 +208,12 @@ class GradClient:
             timeout_s=timeout_s,
             name=name,
         )
+        view = self.model_info(model)
+        if not view.usable:
+            raise UnusableModel(f"the model {view.name!r} cannot be used: {view.reason}")
         return RemoteModel(
             self,
-            self.model_info(model),
+            view,
             mode=mode,
             weights=weights,
             options=options,
@@ -222,6 +251,9 @@ class GradClient:
                 upload()
                 view = self._post(body, key)
         return self._handle(view)
+
+    def _models(self, method: str, path: str) -> ModelList:
+        return parsed(ModelList, self._connection.request(method, path))
 
     def _post(self, body: bytes, key: str) -> JobView:
         headers = {"Idempotency-Key": key, "Content-Type": "application/json"}

@@ -12,6 +12,7 @@ from gradbox_service.jobs.records import Records
 from gradbox_service.jobs.redis_records import RedisRecords
 from gradbox_service.jobs.turns import MemoryTurns, RqTurns, Turns
 from gradbox_service.queue.leadership import Leadership, RedisLeadership, SoleLeadership
+from gradbox_service.revocations import Revocations
 from gradbox_service.settings import BadSettings, Settings
 from gradbox_service.store import (
     BlobOwners,
@@ -55,7 +56,7 @@ class Backing:
             records=RedisRecords(connection),
             turns=RqTurns(connection),
             fleet=RedisFleet(connection),
-            tokens=RedisTokens(connection),
+            tokens=RedisTokens(connection, revocations=Revocations(settings.data)),
             leadership=RedisLeadership(connection),
             blobs=blob_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
             results=result_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),

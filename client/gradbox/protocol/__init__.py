@@ -2,10 +2,11 @@
 
 Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
 `per_sample` the two specs that have a row for every sample, `views` what the service answers,
-`problem` how errors travel, `receipt` what a result file says of its own making. docs/wire.md
-states the same in prose.
+`example` a model's example job, `problem` how errors travel, `receipt` what a result file says of
+its own making. docs/wire.md states the same in prose.
 """
 
+from gradbox.protocol.example import ExampleInput, ExampleView
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import Receipt, Seconds
@@ -40,6 +41,7 @@ from gradbox.protocol.views import (
     JobState,
     JobView,
     MethodView,
+    ModelList,
     ModelView,
     ParameterView,
     ProgressView,
@@ -54,6 +56,8 @@ __all__ = [
     "CotangentsLoss",
     "DifferentiatedSpec",
     "Digest",
+    "ExampleInput",
+    "ExampleView",
     "ForwardSpec",
     "GradientSpec",
     "GraphLoss",
@@ -66,6 +70,7 @@ __all__ = [
     "LossSpec",
     "MethodView",
     "MixedGradientSpec",
+    "ModelList",
     "ModelView",
     "ParameterView",
     "PenaltySpec",

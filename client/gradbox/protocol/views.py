@@ -8,6 +8,7 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict
 
 from gradbox import html
+from gradbox.protocol.example import ExampleView, example_code
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.spec_fields import JobId
 
@@ -114,14 +115,31 @@ class MethodView(View):
 
 
 class ModelView(View):
-    """A registered model. `version` is the SHA-256 over its architecture and weights."""
+    """A registered model. `version` is the SHA-256 over its architecture and weights.
+
+    Of one that is not `usable`, `reason` says why, and there is nothing else to say of it: its
+    version is empty. `size_bytes` are those of its parameters and buffers.
+    """
 
     name: str
-    version: str
-    num_parameters: int
-    parameters: list[ParameterView]
+    version: str = ""
+    usable: bool = True
+    reason: str = ""
+    num_parameters: int = 0
+    size_bytes: int = 0
+    parameters: list[ParameterView] = []
     buffers: list[ParameterView] = []
-    methods: dict[str, MethodView]
+    methods: dict[str, MethodView] = {}
+    example: ExampleView | None = None
+
+    def example_code(self) -> str:
+        """Return a Python program that runs a job on this model, with inputs that it takes.
+
+        Where the worker found no inputs by itself, the program has a gap that says so.
+        """
+        first = next(iter(self.methods.values()), None)
+        needed = [] if first is None else first.required or first.arguments[:1]
+        return example_code(self.name, self.example, needed=needed)
 
     def _repr_html_(self) -> str:
         methods = [
@@ -133,12 +151,25 @@ class ModelView(View):
             f"Model {self.name}",
             [
                 ("version", self.version[:12]),
+                ("cannot be used", self.reason),
                 ("parameters", f"{self.num_parameters:,} in {len(self.parameters):,} tensors"),
                 ("buffers", len(self.buffers) or None),
             ],
             html.listing(("entry point", "arguments"), methods, what="entry points"),
             html.listing(("parameter", "shape", "dtype"), parameters, what="parameters"),
         )
+
+
+class ModelList(View):
+    """All models of a box.
+
+    `reloading` names the workers that have not read the models file again since the box's owner
+    asked for it; `errors` says by worker why one could not, and serves what it served before.
+    """
+
+    models: list[ModelView]
+    reloading: list[str] = []
+    errors: dict[str, str] = {}
 
 
 def _local_time(seconds: float) -> str:

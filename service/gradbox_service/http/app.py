@@ -54,6 +54,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         blobs=box.blobs,
         results=box.results,
         owners=box.owners,
+        tokens=box.tokens,
         leadership=box.leadership,
     )
     app.state.bodies = Bodies(folder=settings.data, limit_bytes=settings.max_spec_bytes)

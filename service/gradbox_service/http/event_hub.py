@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Collection
 
 import anyio.to_thread
@@ -33,6 +34,7 @@ class Hub(RepeatingThread):
         super().__init__("event reader", failed_pause_s=WAIT_S)
         self._records = records
         self._listeners: dict[str, set[asyncio.Event]] = {}
+        self._num_open: Counter[str] = Counter()  # by who listens
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cursor: str | None = None
 
@@ -46,9 +48,16 @@ class Hub(RepeatingThread):
         super().close()
         self._wake(list(self._listeners))
 
-    async def listen(self, job_id: str, *, after: str | None) -> AsyncIterator[Event]:
+    def num_open(self, listener: str) -> int:
+        """Return how many streams somebody has open."""
+        return self._num_open[listener]
+
+    async def listen(
+        self, job_id: str, *, after: str | None, listener: str = ""
+    ) -> AsyncIterator[Event]:
         """Yield the job's events behind `after`; end after the final one, or on `close`."""
         bell = asyncio.Event()
+        self._num_open[listener] += 1
         self._listeners.setdefault(job_id, set()).add(bell)
         try:
             while not self._stopping.is_set():
@@ -64,6 +73,7 @@ class Hub(RepeatingThread):
                 except TimeoutError:
                     continue
         finally:
+            self._num_open[listener] -= 1
             self._listeners[job_id].discard(bell)
             if not self._listeners[job_id]:
                 del self._listeners[job_id]

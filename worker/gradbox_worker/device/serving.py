@@ -15,6 +15,7 @@ from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.computations.placement import choose_device, memory_bytes
 from gradbox_worker.device.messages import (
     Begin,
+    Building,
     DeviceReady,
     DeviceUnready,
     ProgressMade,
@@ -35,7 +36,6 @@ REPORT_S: Final = 0.1
 class Orders(Protocol):
     """What the worker asks for."""
 
-    def begin(self) -> Begin: ...
     def next_run(self, within_s: float | None) -> Run | None: ...
     def stop_requested(self, job_id: str, attempt: int) -> bool: ...
 
@@ -44,6 +44,7 @@ def serve(
     connection: Connection,
     orders: Orders,
     *,
+    begin: Begin,
     models_file: Path,
     data: Path,
     device_name: str,
@@ -52,12 +53,13 @@ def serve(
     job_memory_bytes: int | None,
     checkpoint_after_s: float | None,
 ) -> None:
-    """Load the models unless the worker knows them, then run jobs until one spoils the device.
+    """Build the models that the worker does not know, then run jobs until one spoils the device.
 
     The process ends elsewhere, when the worker closes the pipe.
-    """
 
-    known = orders.begin().known
+    Args:
+        begin: the worker's first message.
+    """
 
     def load() -> Registry:
         device = choose_device(device_name)
@@ -66,9 +68,12 @@ def serve(
             read_models_file(models_file),
             device=device,
             budget_bytes=budget,
-            versions=known,
+            versions=begin.known,
+            unusable=begin.unusable,
         )
-        described = [] if known else registry.describe()
+        described = registry.describe(
+            before=lambda name: send(connection, Building(model=name)),
+        )
         send(connection, DeviceReady(models=described, placement=str(device)))
         return registry
 
