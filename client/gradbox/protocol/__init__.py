@@ -37,6 +37,7 @@ from gradbox.protocol.spec_fields import (
     TracedFunction,
 )
 from gradbox.protocol.views import (
+    JobList,
     JobState,
     JobView,
     MethodView,
@@ -62,6 +63,7 @@ __all__ = [
     "GraphLoss",
     "InputGroup",
     "JacobianSpec",
+    "JobList",
     "JobSpec",
     "JobState",
     "JobView",

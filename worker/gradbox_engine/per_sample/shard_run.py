@@ -82,7 +82,7 @@ class PlannedModel:
         self, arguments: dict[str, Any], index: int, *, samples: int = SAMPLES
     ) -> PlanInUse:
         """Make a plan on this shard, in place of one that there may be."""
-        with blaming("the model", f"shard {index}"):
+        with blaming("the model", f"shard {index}", model=self.model.model, arguments=arguments):
             plan = plan_for(self.model, arguments, index, samples=samples)
         signature = self.model.signature(arguments)
         plans = _plans.setdefault(self.model.model, {})
@@ -96,7 +96,8 @@ class PlannedModel:
         # Before the call and not after it: the graph may read what the call wrote.
         self.model.restore_buffers()
         self.model.begin_stream(index)
-        with blaming("the model or the loss", f"shard {index}"):
+        where = f"shard {index}"
+        with blaming("the model or the loss", where, model=self.model.model, arguments=arguments):
             return RecordedGraph(self.model, plan, copied(arguments), head)
 
     def loops(self) -> list[dict[str, str]]:
