@@ -2,11 +2,12 @@
 
 Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
 `per_sample` the two specs that have a row for every sample, `views` what the service answers,
-`example` a model's example job, `problem` how errors travel, `receipt` what a result file says of
-its own making. docs/wire.md states the same in prose.
+`losses` what it says of the built-in losses, `example` a model's example job, `problem` how errors
+travel, `receipt` what a result file says of its own making. docs/wire.md states the same in prose.
 """
 
 from gradbox.protocol.example import ExampleInput, ExampleView
+from gradbox.protocol.losses import LossList, LossOption, LossTensor, LossView
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import Receipt, Seconds
@@ -68,6 +69,10 @@ __all__ = [
     "JobState",
     "JobView",
     "LossSpec",
+    "LossList",
+    "LossOption",
+    "LossTensor",
+    "LossView",
     "MethodView",
     "MixedGradientSpec",
     "ModelList",
