@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -12,7 +11,9 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 if TYPE_CHECKING:
     from gradbox import GradResult
@@ -39,17 +40,17 @@ class Comparison:
     naive_bytes: int
 
 
-def register(subparsers: Any) -> None:
+def register(app: typer.Typer) -> None:
     """Join the `gradbox` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "demo", help="run the main job end to end on real text and a real pretrained model"
-    )
-    parser.add_argument("--pairs", type=int, default=128, help="(query, passage) pairs [128]")
-    parser.add_argument("--shard", type=int, default=16, help="samples of a shard [16]")
-    parser.set_defaults(func=run)
+    text = "run the main job end to end on real text and a real pretrained model"
+    app.command("demo", help=text)(run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    *,
+    pairs: Annotated[int, typer.Option(metavar="N", help="(query, passage) pairs")] = 128,
+    shard: Annotated[int, typer.Option(metavar="N", help="samples of a shard")] = 16,
+) -> int:
     """Run the demo; 0 if the gradients agree, 1 if they do not or a part failed."""
     missing = [
         name
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="gradbox-demo-") as folder:
         try:
-            comparison = _compare(Path(folder), num_pairs=args.pairs, shard_size=args.shard)
+            comparison = _compare(Path(folder), num_pairs=pairs, shard_size=shard)
         except KeyboardInterrupt:
             print("\nstopped", file=sys.stderr)
             return 130
