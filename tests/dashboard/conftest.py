@@ -1,4 +1,4 @@
-"""One browser and one real box for all tests of the dashboard; a page of its own for each.
+"""One browser a process, one real box and one staged one; a page of its own for each test.
 
 Chromium is Debian's, driven by Playwright's Python driver: one wheel of PyPI that takes a browser
 as it finds it, waits for what is to appear by itself, and downloads nothing. `make browser` fetches
@@ -24,13 +24,6 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 # A token that is refused is meant to be: the browser notes the answer's status by itself.
 EXPECTED = "the server responded with a status of 401"
 DESK, PHONE = (1280, 860), (390, 844)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep these tests in one process, so that they share one browser and one box."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("dashboard"))
 
 
 @pytest.fixture(scope="session")
