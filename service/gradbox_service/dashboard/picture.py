@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from typing import Final
 
@@ -36,7 +37,7 @@ class Picture:
         """Return what this caller may see."""
         return BoxView(
             now_s=self.now_s,
-            gradbox=metadata.version("gradbox"),
+            gradbox=_version(),
             you=CallerView(name=caller.name, admin=caller.admin),
             num_running=self.num_running,
             num_queued=self.num_queued,
@@ -115,6 +116,11 @@ def models_shown(
             )
         )
     return found
+
+
+@cache
+def _version() -> str:
+    return metadata.version("gradbox")
 
 
 def _job(record: JobRecord, *, position: int | None = None) -> BoxJob:
