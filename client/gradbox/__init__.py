@@ -59,6 +59,7 @@ from gradbox.errors import (
     Unauthorized,
     UnknownModel,
     UntraceableLoss,
+    UnusableModel,
     WorkerLost,
 )
 
@@ -127,6 +128,7 @@ __all__ = [
     "Unauthorized",
     "UnknownModel",
     "UntraceableLoss",
+    "UnusableModel",
     "WorkerLost",
     "losses",
     "pack",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -15,10 +16,10 @@ import httpx
 from pydantic import BaseModel
 
 from gradbox.computations import Computation
-from gradbox.errors import MissingBlobs
+from gradbox.errors import MissingBlobs, UnusableModel
 from gradbox.http.connection import Connection, Retry, parsed
 from gradbox.job import Job
-from gradbox.protocol import JobState, JobView, ModelView
+from gradbox.protocol import JobState, JobView, ModelList, ModelView
 from gradbox.settings import ClientSettings, find_settings
 from gradbox.tensors.blob import Blob
 from gradbox.tensors.tensor_bytes import Tensor
@@ -28,14 +29,11 @@ if TYPE_CHECKING:
 
 # Enough to hide the way to the box and back; more would share the same uplink.
 UPLOADS_AT_ONCE: Final = 4
+RELOAD_POLL_S: Final = 0.2
 
 
 class _Jobs(BaseModel):
     jobs: list[JobView]
-
-
-class _Models(BaseModel):
-    models: list[ModelView]
 
 
 class GradClient:
@@ -129,12 +127,39 @@ class GradClient:
         return [Job(self._connection, view) for view in parsed(_Jobs, answer).jobs]
 
     def models(self) -> list[ModelView]:
-        """Return the registered models with their parameters, entry points and versions."""
-        answer = self._connection.request("GET", "/v1/models")
-        return parsed(_Models, answer).models
+        """Return the registered models with their parameters, entry points and versions.
+
+        One that the box cannot build is among them, not `usable`, with the `reason`.
+        """
+        return self._models("GET", "/v1/models").models
+
+    def reload_models(self, *, timeout_s: float | None = None) -> ModelList:
+        """Have the workers read the models file again, and wait until they have; owner only.
+
+        Each worker does so before its next job. Jobs that run end on the models that they began
+        with; jobs that wait for a version that is gone fail with `UnknownModel`.
+
+        Args:
+            timeout_s: how long to wait; None is without end, 0 not at all.
+
+        Returns:
+            What the workers offer now. `reloading` names those that have not read the file yet,
+            `errors` says why one could not, and serves what it served before.
+
+        Raises:
+            OwnerOnly: the token is not the owner's.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        found = self._models("POST", "/v1/models/reload")
+        while found.reloading and (deadline is None or time.monotonic() < deadline):
+            time.sleep(RELOAD_POLL_S)
+            found = self._models("GET", "/v1/models")
+        return found
 
     def model_info(self, name: str) -> ModelView:
-        """Describe one registered model.
+        """Describe one registered model; print its `example_code()` for a job to begin with.
+
+        One that the box cannot build is not `usable`, and `reason` says why.
 
         Raises:
             UnknownModel: there is none of that name.
@@ -174,6 +199,7 @@ class GradClient:
 
         Raises:
             UnknownModel: there is none of that name.
+            UnusableModel: the box cannot build it.
         """
         from gradbox.remote.model import JobOptions, RemoteModel
 
@@ -188,14 +214,20 @@ class GradClient:
             timeout_s=timeout_s,
             name=name,
         )
+        view = self.model_info(model)
+        if not view.usable:
+            raise UnusableModel(f"the model {view.name!r} cannot be used: {view.reason}")
         return RemoteModel(
             self,
-            self.model_info(model),
+            view,
             mode=mode,
             weights=weights,
             options=options,
             progress=progress,
         )
+
+    def _models(self, method: str, path: str) -> ModelList:
+        return parsed(ModelList, self._connection.request(method, path))
 
     def _post(self, body: bytes, key: str) -> JobView:
         headers = {"Idempotency-Key": key, "Content-Type": "application/json"}

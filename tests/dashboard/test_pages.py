@@ -166,6 +166,13 @@ def test_a_user_sees_who_waits_but_no_names_of_others_jobs(open_page: Open, busy
     expect(others.get_by_role("button")).to_have_count(0)
 
 
+def test_a_model_that_cannot_be_built_says_why(open_page: Open, busy: Staged) -> None:
+    page = open_page(busy.url).log_in(busy.token, "models")
+    model = page.get_by_role("listitem").filter(has_text="llama-old")
+    expect(model).to_contain_text("not usable")
+    expect(model).to_contain_text("found none; check its source")
+
+
 def test_five_hundred_jobs_are_shown_and_move(open_page: Open, tmp_path: Path) -> None:
     """The page is usable soon, and a change reaches it; the time is printed for the record."""
     with staged(tmp_path) as box:

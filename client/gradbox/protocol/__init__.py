@@ -2,8 +2,9 @@
 
 Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
 `per_sample` the two specs that have a row for every sample, `views` what the service answers about
-jobs and models, `box` what it answers about the whole box, `problem` how errors travel, `receipt`
-what a result file says of its own making. docs/wire.md states the same in prose.
+jobs and models, `example` a model's example job, `box` what it answers about the whole box,
+`problem` how errors travel, `receipt` what a result file says of its own making. docs/wire.md
+states the same in prose.
 """
 
 from gradbox.protocol.box import (
@@ -18,6 +19,7 @@ from gradbox.protocol.box import (
     Span,
     UsageView,
 )
+from gradbox.protocol.example import ExampleInput, ExampleView
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import Receipt, Seconds
@@ -51,6 +53,7 @@ from gradbox.protocol.views import (
     JobState,
     JobView,
     MethodView,
+    ModelList,
     ModelView,
     ParameterView,
     ProgressView,
@@ -72,6 +75,8 @@ __all__ = [
     "DeviceView",
     "DifferentiatedSpec",
     "Digest",
+    "ExampleInput",
+    "ExampleView",
     "ForwardSpec",
     "GradientSpec",
     "GraphLoss",
@@ -83,6 +88,7 @@ __all__ = [
     "LossSpec",
     "MethodView",
     "MixedGradientSpec",
+    "ModelList",
     "ModelView",
     "OwnerUsage",
     "ParameterView",

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
 
+from gradbox.protocol.example import ExampleView, example_code
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.spec_fields import JobId
 
@@ -84,11 +85,40 @@ class MethodView(View):
 
 
 class ModelView(View):
-    """A registered model. `version` is the SHA-256 over its architecture and weights."""
+    """A registered model. `version` is the SHA-256 over its architecture and weights.
+
+    Of one that is not `usable`, `reason` says why, and there is nothing else to say of it: its
+    version is empty. `size_bytes` are those of its parameters and buffers.
+    """
 
     name: str
-    version: str
-    num_parameters: int
-    parameters: list[ParameterView]
+    version: str = ""
+    usable: bool = True
+    reason: str = ""
+    num_parameters: int = 0
+    size_bytes: int = 0
+    parameters: list[ParameterView] = []
     buffers: list[ParameterView] = []
-    methods: dict[str, MethodView]
+    methods: dict[str, MethodView] = {}
+    example: ExampleView | None = None
+
+    def example_code(self) -> str:
+        """Return a Python program that runs a job on this model, with inputs that it takes.
+
+        Where the worker found no inputs by itself, the program has a gap that says so.
+        """
+        first = next(iter(self.methods.values()), None)
+        needed = [] if first is None else first.required or first.arguments[:1]
+        return example_code(self.name, self.example, needed=needed)
+
+
+class ModelList(View):
+    """All models of a box.
+
+    `reloading` names the workers that have not read the models file again since the box's owner
+    asked for it; `errors` says by worker why one could not, and serves what it served before.
+    """
+
+    models: list[ModelView]
+    reloading: list[str] = []
+    errors: dict[str, str] = {}

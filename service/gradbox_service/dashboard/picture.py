@@ -11,7 +11,7 @@ from typing import Final
 
 from gradbox.protocol import BoxJob, BoxModel, BoxView, CallerView, DeviceView, JobState, ModelView
 from gradbox_service.jobs import JobRecord, WorkerPresence
-from gradbox_service.jobs.fleet import offered_versions
+from gradbox_service.jobs.fleet import offered_versions, unusable_models
 from gradbox_service.jobs.usage import MINUTE_S, BusyByWorker
 from gradbox_service.tokens import TokenInfo
 
@@ -115,7 +115,8 @@ def models_shown(
                 loaded=[w.name for w in workers if w.memory and name in w.memory.models],
             )
         )
-    return found
+    unusable = unusable_models(workers).items()
+    return found + [BoxModel(name=name, usable=False, reason=why) for name, why in unusable]
 
 
 @cache

@@ -2,37 +2,44 @@
 
 service   /livez answers with 200
 Redis     answers at all, be it with a refusal
-worker    its entry in the fleet is fresh: it renews it every five seconds, busy or not
+worker    its entry in the fleet is fresh: it renews it every two seconds, busy or not, from a
+          process that never computes
+
+A silence counts once a part was asked several times in it: after a freeze of this process, or of
+the whole machine, none has answered for long, and all do so with the next question.
 """
 
 from __future__ import annotations
 
 import ssl
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Sequence, Set
 from typing import Final
 
 import redis
 
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.fleet import RedisFleet
+from gradbox_service.repeating_thread import RepeatingThread
 
 SERVICE: Final = "service"
 REDIS: Final = "redis"
 LOOK_S: Final = 1.0
 ANSWER_S: Final = 5.0
-# After so long a silence a part is taken to hang. A worker's entry lives 20 s by itself.
+# After so long a silence a part is taken to hang. A worker's entry lives 10 s by itself, and its
+# job must go on within 25 s, of which a new worker and its device take some 6 to start.
 SILENCE_S: Final = 15.0
-WORKER_SILENCE_S: Final = 45.0
+WORKER_SILENCE_S: Final = 4.0
+NUM_UNANSWERED: Final = 3
 # Loading a large append-only file, or importing on a slow disk, is no silence.
 START_S: Final = 60.0
 
 
-class Watchdog:
-    """Notes when each part last answered; whoever supervises them reads it."""
+class Watchdog(RepeatingThread):
+    """Notes when each part last answered, once a second; whoever supervises them reads it."""
 
     def __init__(self, url: str, *, redis_url: str, workers: Sequence[str]) -> None:
         """Ask nobody yet.
@@ -41,22 +48,18 @@ class Watchdog:
             url: of the service.
             workers: the names of the workers.
         """
+        super().__init__("watchdog")
         self._url = url
         self._connection = connect(redis_url, retries=0, timeout_s=ANSWER_S)
         self._fleet = RedisFleet(self._connection)
         self._workers = tuple(workers)
         self._heard: dict[str, float] = {}
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gradbox-watchdog", daemon=True)
-
-    def start(self) -> None:
-        """Begin to ask, once a second."""
-        self._thread.start()
+        self._num_unanswered: Counter[str] = Counter()  # in a row, by part
 
     def close(self) -> None:
-        """End it."""
-        self._stopping.set()
-        self._thread.join()
+        """End it, and wait until it has ended."""
+        super().close()
+        self.join()
         self._connection.close()
 
     def heard_s(self, name: str) -> float:
@@ -68,13 +71,15 @@ class Watchdog:
         silence_s = WORKER_SILENCE_S if name in self._workers else SILENCE_S
         heard_s = self.heard_s(name)
         awaited_since_s = heard_s if heard_s > started_s else started_s + START_S
-        return time.monotonic() - awaited_since_s > silence_s
+        silent = time.monotonic() - awaited_since_s > silence_s
+        return silent and self._num_unanswered[name] >= NUM_UNANSWERED
 
-    def _run(self) -> None:
-        while not self._stopping.wait(LOOK_S):
-            self._hear(self._live_parts())
-            if answers(f"{self._url}/livez"):
-                self._hear([SERVICE])
+    def _step(self) -> None:
+        live = set(self._live_parts())
+        if answers(f"{self._url}/livez"):
+            live.add(SERVICE)
+        self._note(live)
+        self._stopping.wait(LOOK_S)
 
     def _live_parts(self) -> Sequence[str]:
         """Return which of Redis and the workers live, as far as Redis lets them say so."""
@@ -86,9 +91,11 @@ class Watchdog:
         except redis.RedisError:  # it refuses, for one because the disk is full
             return [REDIS, *self._workers]
 
-    def _hear(self, names: Sequence[str]) -> None:
+    def _note(self, live: Set[str]) -> None:
         now = time.monotonic()
-        self._heard |= dict.fromkeys(names, now)
+        self._heard |= dict.fromkeys(live, now)
+        for name in (REDIS, SERVICE, *self._workers):
+            self._num_unanswered[name] = 0 if name in live else self._num_unanswered[name] + 1
 
 
 def answers(url: str) -> bool:

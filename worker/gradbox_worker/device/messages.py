@@ -1,8 +1,8 @@
 """The messages between a worker and its device process: JSON over a pipe, one message a frame.
 
     worker → device   begin; then run, stop
-    device → worker   ready | unready; then, for each run, progress* and memory* and one of
-                      finished, failed, stopped
+    device → worker   building*, then ready | unready; then, for each run, progress*, memory* and
+                      one of finished, failed, stopped
 
 `multiprocessing.connection.Connection` frames the bytes; its `send` and `recv` would pickle and are
 never used.
@@ -27,11 +27,13 @@ class Begin(Frame):
     """The first message.
 
     `known` are the versions of the models that an earlier device process described from the same
-    models file. Where it is not empty, none is loaded before a job needs it.
+    models file, `unusable` the reasons why others cannot be built. None of these is built before a
+    job needs it.
     """
 
     kind: Literal["begin"] = "begin"
     known: dict[str, str]
+    unusable: dict[str, str] = {}
 
 
 class Run(Frame):
@@ -55,11 +57,18 @@ class Stop(Frame):
     attempt: int
 
 
-class Ready(Frame):
+class Building(Frame):
+    """A model is about to be built and tried: what ends the process now, that model did."""
+
+    kind: Literal["building"] = "building"
+    model: str
+
+
+class DeviceReady(Frame):
     """Jobs can run, on the device that `placement` names.
 
-    `models` describes the models, unless the worker knew them. `hardware` is what the device calls
-    itself.
+    `models` describes the models that the worker did not know, also those that cannot be built.
+    `hardware` is what the device calls itself.
     """
 
     kind: Literal["ready"] = "ready"
@@ -69,8 +78,8 @@ class Ready(Frame):
     memory: DeviceMemory | None = None
 
 
-class Unready(Frame):
-    """The device cannot be used, or a model cannot be built; the process ends."""
+class DeviceUnready(Frame):
+    """The device or the models file cannot be used; the process ends."""
 
     kind: Literal["unready"] = "unready"
     problem: Problem
@@ -109,7 +118,16 @@ class RunStopped(Frame):
 
 
 ToDevice = Begin | Run | Stop
-FromDevice = Ready | Unready | ProgressMade | MemoryMeasured | RunFinished | RunFailed | RunStopped
+FromDevice = (
+    Building
+    | DeviceReady
+    | DeviceUnready
+    | ProgressMade
+    | MemoryMeasured
+    | RunFinished
+    | RunFailed
+    | RunStopped
+)
 
 TO_DEVICE: Final[TypeAdapter[ToDevice]] = TypeAdapter(
     Annotated[ToDevice, Field(discriminator="kind")]

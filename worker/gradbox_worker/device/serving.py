@@ -16,14 +16,15 @@ from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.computations.placement import choose_device, hardware_name, memory_bytes
 from gradbox_worker.device.messages import (
     Begin,
+    Building,
+    DeviceReady,
+    DeviceUnready,
     MemoryMeasured,
     ProgressMade,
-    Ready,
     Run,
     RunFailed,
     RunFinished,
     RunStopped,
-    Unready,
     send,
 )
 from gradbox_worker.exceptions_to_problems import Caught, caught
@@ -38,7 +39,6 @@ MEASURE_S: Final = 0.5
 class Orders(Protocol):
     """What the worker asks for."""
 
-    def begin(self) -> Begin: ...
     def next_run(self, within_s: float | None) -> Run | None: ...
     def stop_requested(self, job_id: str, attempt: int) -> bool: ...
 
@@ -47,6 +47,7 @@ def serve(
     connection: Connection,
     orders: Orders,
     *,
+    begin: Begin,
     models_file: Path,
     data: Path,
     device_name: str,
@@ -55,12 +56,13 @@ def serve(
     job_memory_bytes: int | None,
     checkpoint_after_s: float | None,
 ) -> None:
-    """Load the models unless the worker knows them, then run jobs until one spoils the device.
+    """Build the models that the worker does not know, then run jobs until one spoils the device.
 
     The process ends elsewhere, when the worker closes the pipe.
-    """
 
-    known = orders.begin().known
+    Args:
+        begin: the worker's first message.
+    """
 
     def load() -> Registry:
         device = choose_device(device_name)
@@ -69,10 +71,13 @@ def serve(
             read_models_file(models_file),
             device=device,
             budget_bytes=budget,
-            versions=known,
+            versions=begin.known,
+            unusable=begin.unusable,
         )
-        described = [] if known else registry.describe()
-        ready = Ready(
+        described = registry.describe(
+            before=lambda name: send(connection, Building(model=name)),
+        )
+        ready = DeviceReady(
             models=described,
             placement=str(device),
             hardware=hardware_name(device),
@@ -83,7 +88,7 @@ def serve(
 
     registry = caught(load, doing="the device process's start", let_through=OSError)
     if isinstance(registry, Caught):
-        send(connection, Unready(problem=registry.problem))
+        send(connection, DeviceUnready(problem=registry.problem))
         return
     blobs, kept = blob_store(data), KeptGraphs()
     limit = MemoryLimit(registry.device, job_bytes=job_memory_bytes)
