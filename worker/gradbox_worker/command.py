@@ -73,8 +73,9 @@ CheckpointAfter = Annotated[
     float | None,
     typer.Option(
         metavar="SECONDS",
-        help="once a gradient job has run so long, and twice as often from there, its state is "
-        "written, from which another attempt goes on after a crash [60]",
+        help="once a job has run so long, and twice as often from there, but for at most 3 % of "
+        "its time, its state is written, from which another attempt goes on after a crash; 0: "
+        "after every shard [60]",
     ),
 ]
 DeviceLog = Annotated[

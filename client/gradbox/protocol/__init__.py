@@ -50,6 +50,7 @@ from gradbox.protocol.spec_fields import (
     TracedFunction,
 )
 from gradbox.protocol.views import (
+    JobList,
     JobState,
     JobView,
     MethodView,
@@ -82,6 +83,7 @@ __all__ = [
     "GraphLoss",
     "InputGroup",
     "JacobianSpec",
+    "JobList",
     "JobSpec",
     "JobState",
     "JobView",

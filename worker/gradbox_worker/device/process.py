@@ -57,29 +57,14 @@ class DeviceProcess:
         self._models: list[ModelView] = []
         self._models_file_digest = ""  # of the file that they were described from
         self._building = ""  # the model that the child builds before it is ready
-        self._placement = settings.device
-        self._hardware = ""
-        self._memory: DeviceMemory | None = None
+        self.placement = settings.device  # once it has started, the device it computes on
+        self.hardware = ""  # what the device calls itself, once it is ready
+        self.memory: DeviceMemory | None = None  # what was last measured in it
 
     @property
     def models(self) -> list[ModelView]:
         """The models it offers; empty before it has started for the first time."""
         return self._models
-
-    @property
-    def placement(self) -> str:
-        """The device it computes on; before it has started, the one asked for."""
-        return self._placement
-
-    @property
-    def hardware(self) -> str:
-        """What the device calls itself; empty before it has started."""
-        return self._hardware
-
-    @property
-    def memory(self) -> DeviceMemory | None:
-        """What was last measured in its memory; None if no process is ready."""
-        return self._memory if self.ready else None
 
     @property
     def pid(self) -> int | None:
@@ -209,8 +194,8 @@ class DeviceProcess:
             self._building = answer.model
         match answer:
             case DeviceReady():
-                self._ready, self._placement, self._building = True, answer.placement, ""
-                self._hardware, self._memory = answer.hardware, answer.memory
+                self._ready, self.placement, self._building = True, answer.placement, ""
+                self.hardware, self.memory = answer.hardware, answer.memory
                 self._models += answer.models
                 self.have_spare()
                 log.info("device process %s is ready with %d models", child.pid, len(self._models))
@@ -268,7 +253,7 @@ class DeviceProcess:
                     progress = answer
                     supervision.progress(answer.phase, answer.done, answer.total)
                 case MemoryMeasured():
-                    self._memory = answer.memory
+                    self.memory = answer.memory
                 case RunFinished():
                     return Finished(answer.receipt, answer.result)
                 case RunFailed():
