@@ -8,6 +8,7 @@ from pathlib import Path
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.fleet import Fleet, MemoryFleet, RedisFleet
 from gradbox_service.jobs.memory_records import MemoryRecords
+from gradbox_service.jobs.operation import MemoryOperation, Operation, RedisOperation
 from gradbox_service.jobs.records import Records
 from gradbox_service.jobs.redis_records import RedisRecords
 from gradbox_service.jobs.turns import MemoryTurns, RqTurns, Turns
@@ -27,11 +28,12 @@ from gradbox_service.tokens import MemoryTokens, RedisTokens, Tokens
 
 @dataclass(frozen=True)
 class Backing:
-    """Records, turns, fleet, tokens, the leader's lock, two stores of files, and blobs' owners."""
+    """Records, turns, fleet, mode, tokens, the leader's lock, files, and blobs' owners."""
 
     records: Records
     turns: Turns
     fleet: Fleet
+    operation: Operation
     tokens: Tokens
     leadership: Leadership
     blobs: BlobStore
@@ -55,6 +57,7 @@ class Backing:
             records=RedisRecords(connection),
             turns=RqTurns(connection),
             fleet=RedisFleet(connection),
+            operation=RedisOperation(connection),
             tokens=RedisTokens(connection),
             leadership=RedisLeadership(connection),
             blobs=blob_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
@@ -70,6 +73,7 @@ class Backing:
             records=MemoryRecords(),
             turns=MemoryTurns(),
             fleet=MemoryFleet(),
+            operation=MemoryOperation(),
             tokens=MemoryTokens(),
             leadership=SoleLeadership(),
             blobs=blob_store(data, reserve_bytes=reserve_bytes),

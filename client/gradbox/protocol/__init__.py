@@ -2,10 +2,11 @@
 
 Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
 `per_sample` the two specs that have a row for every sample, `views` what the service answers,
-`problem` how errors travel, `receipt` what a result file says of its own making. docs/wire.md
-states the same in prose.
+`operation` whether a box hands out jobs, `problem` how errors travel, `receipt` what a result file
+says of its own making. docs/wire.md states the same in prose.
 """
 
+from gradbox.protocol.operation import OperationMode, OperationOrder, OperationView
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import Receipt, Seconds
@@ -65,6 +66,9 @@ __all__ = [
     "MethodView",
     "MixedGradientSpec",
     "ModelView",
+    "OperationMode",
+    "OperationOrder",
+    "OperationView",
     "ParameterView",
     "PenaltySpec",
     "PerSampleGradientSpec",

@@ -18,7 +18,7 @@ from gradbox_service.http.bodies import Bodies
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.http.rates import Allowance, RateLimit
 from gradbox_service.http.request_ids import RequestIds
-from gradbox_service.http.routes import blobs, events, jobs, models, probes, results
+from gradbox_service.http.routes import blobs, events, jobs, models, operation, probes, results
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.settings import Settings
 from gradbox_service.store.files import make_folder
@@ -47,7 +47,9 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.state.settings = settings
     app.state.backing = box
     app.state.hub = Hub(box.records)
-    app.state.dispatcher = Dispatcher(box.records, box.turns, box.fleet, box.leadership)
+    app.state.dispatcher = Dispatcher(
+        box.records, box.turns, box.fleet, box.leadership, operation=box.operation
+    )
     app.state.cleaner = Cleaner(
         settings,
         records=box.records,
@@ -64,7 +66,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     )
     app.add_middleware(RequestIds)  # the outermost: it gives refusals an id too
     problems.install(app)
-    for module in (blobs, jobs, events, results, models, probes):
+    for module in (blobs, jobs, events, results, models, operation, probes):
         app.include_router(module.router)
     app.openapi = partial(openapi.describe, app)  # type: ignore[method-assign]
     return app

@@ -8,6 +8,7 @@ Each has a protocol, an implementation on Redis and a twin in memory. To read in
     damaged                         what becomes of a record that cannot be read
     memory_records                  the twin
     turns, fleet                    RQ's short list; the workers and what they offer
+    operation                       whether jobs are handed out and taken
     connection, refusals            how Redis is reached; when it refuses only for now
 """
 
