@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
     """A folder with two shards, a target and losses."""
     torch.manual_seed(0)
     for index, rows in ((2, 3), (10, 2)):
-        save_file({"x": torch.randn(rows, 5).double()}, tmp_path / f"shard{index}.safetensors")
+        save_file({"input": torch.randn(rows, 5).double()}, tmp_path / f"shard{index}.safetensors")
         np.save(tmp_path / f"shard{index}.npy", np.ones((rows, 5)))
     save_file({"t": torch.randn(5, 3).double(), "u": torch.zeros(1)}, tmp_path / "more.safetensors")
     (tmp_path / "losses.py").write_text(LOSSES)
@@ -133,8 +133,11 @@ GOOD = 'model = "mlp"\ninputs = "shard2.npy"\n'
     ("text", "says"),
     [
         ("model = ", "job.toml: expected TOML"),
-        ('computation = "gradient"\n', "job.toml: loss: expected it in every gradient job"),
-        (f'{GOOD}loss = "info_nce"\nmodle = 1\n', "modle: expected one of the keys.*mean 'model'"),
+        ('computation = "gradient"\n', "job.toml: model: expected it in every gradient job"),
+        (
+            f'{GOOD}loss = "info_nce"\nmodell = 1\n',
+            "modell: expected one of the keys.*mean 'model'",
+        ),
         (f'{GOOD}computation = "hessian"\n', "computation: expected one of gradient, forward"),
         (f'{GOOD}loss = "losses.py:gone"\n', "loss: expected 'gone' in .*losses.py"),
         (f'{GOOD}loss = "none.py:f"\n', "loss: expected a file, found none at .*none.py"),

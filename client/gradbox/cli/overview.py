@@ -34,6 +34,7 @@ TOPICS: Final[Mapping[str, Mapping[str, str]]] = {
         "demo": "run the main job end to end on real text and a real pretrained model",
     },
     "This machine": {
+        "doctor": "say what is wrong with an installation or a box, and the fix",
         "login": "keep a box's URL and token on this machine",
         "version": "say which gradbox",
     },
@@ -47,6 +48,7 @@ OWN: Final[Mapping[str, str]] = {
     "resume": "operation:register_resume",
     "drain": "operation:register_drain",
     "down": "down:register",
+    "doctor": "doctor.command:register",
     "login": "login:register",
     "version": "version:register",
 }

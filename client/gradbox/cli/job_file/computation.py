@@ -70,17 +70,15 @@ def _computation(document: Mapping[str, Any], *, files: Files) -> Computation:
         raise InvalidJob(f"computation: expected one of {', '.join(KINDS)}, got {kind!r}")
     known = {field.name: field for field in fields(KINDS[kind])}
     values.known(document, {"computation", *known}, key="")
-    given = {
-        name: READERS.get(name, values.plain)(value, key=name, files=files)
-        for name, value in document.items()
-        if name != "computation"
-    }
+    given: dict[str, Any] = {}
+    for name, value in document.items():
+        reader: Callable[..., Any] = READERS.get(name, values.plain)
+        if name != "computation":
+            given[name] = reader(value, key=name, files=files)
     continues = isinstance(given.get("loss"), Cotangents)
     for name, field in known.items():
         no_default = field.default is MISSING and field.default_factory is MISSING
         needed = no_default or (name in ("model", "inputs") and not continues)
         if needed and name not in given:
             raise InvalidJob(f"{name}: expected it in every {kind} job, found none")
-    make: Any = KINDS[kind]
-    made: Computation = make(**given)
-    return made
+    return KINDS[kind](**given)
