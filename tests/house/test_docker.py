@@ -21,6 +21,21 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
+class _ComposeLoader(yaml.SafeLoader):
+    """Reads compose's own tags `!reset` and `!override` as the value behind them."""
+
+
+for _tag in ("!reset", "!override"):
+    _ComposeLoader.add_constructor(
+        _tag,
+        lambda loader, node: (
+            loader.construct_mapping(node, deep=True)
+            if isinstance(node, yaml.MappingNode)
+            else None
+        ),
+    )
+
+
 def test_every_port_is_published_on_loopback() -> None:
     published = [p for part in COMPOSE["services"].values() for p in part.get("ports", [])]
     assert published
@@ -48,6 +63,31 @@ def test_every_part_has_a_health_check() -> None:
 def test_the_worker_reserves_a_gpu() -> None:
     devices = COMPOSE["services"]["worker"]["deploy"]["resources"]["reservations"]["devices"]
     assert devices == [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]
+
+
+def test_every_image_that_is_built_has_a_tag() -> None:
+    for name in ("service", "worker"):
+        assert COMPOSE["services"][name]["image"] == f"gradbox-{name}:${{GRADBOX_VERSION:-0.1.0}}"
+
+
+def test_logs_are_bounded() -> None:
+    for name, part in COMPOSE["services"].items():
+        assert set(part["logging"]["options"]) == {"max-size", "max-file"}, name
+
+
+@pytest.mark.parametrize("name", ["compose.cpu.yml", "compose.gpus.yml"])
+def test_a_file_laid_over_compose_changes_workers_alone(name: str) -> None:
+    over = yaml.load((ROOT / "deploy" / name).read_text(), Loader=_ComposeLoader)
+    assert all(part.startswith("worker") for part in over["services"])
+
+
+def test_every_gpu_of_the_example_has_one_worker() -> None:
+    text = (ROOT / "deploy" / "compose.gpus.yml").read_text()
+    parts = yaml.load(text, Loader=_ComposeLoader)["services"].values()
+    given = [
+        part["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for part in parts
+    ]
+    assert given == [["0"], ["1"]]
 
 
 def test_volumes_are_named_and_shared_by_service_and_worker() -> None:
