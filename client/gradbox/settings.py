@@ -53,7 +53,7 @@ def find_settings(
     """
     environment = os.environ if environment is None else environment
     source = "" if url else "GRADBOX_URL"
-    url = url or environment.get("GRADBOX_URL")
+    url = url or environment.get("GRADBOX_URL") or None
     token = token or environment.get("GRADBOX_TOKEN")
     if url:
         url = checked_url(url)

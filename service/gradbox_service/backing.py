@@ -12,7 +12,9 @@ from gradbox_service.jobs.operation import MemoryOperation, Operation, RedisOper
 from gradbox_service.jobs.records import Records
 from gradbox_service.jobs.redis_records import RedisRecords
 from gradbox_service.jobs.turns import MemoryTurns, RqTurns, Turns
+from gradbox_service.jobs.usage import RedisUsage, Usage
 from gradbox_service.queue.leadership import Leadership, RedisLeadership, SoleLeadership
+from gradbox_service.sessions import MemorySessions, RedisSessions, Sessions
 from gradbox_service.settings import BadSettings, Settings
 from gradbox_service.store import (
     BlobOwners,
@@ -28,13 +30,15 @@ from gradbox_service.tokens import MemoryTokens, RedisTokens, Tokens
 
 @dataclass(frozen=True)
 class Backing:
-    """Records, turns, fleet, mode, tokens, the leader's lock, files, and blobs' owners."""
+    """Records, use, turns, fleet, mode, tokens, sessions, lock of the leader, files, owners."""
 
     records: Records
+    usage: Usage
     turns: Turns
     fleet: Fleet
     operation: Operation
     tokens: Tokens
+    sessions: Sessions
     leadership: Leadership
     blobs: BlobStore
     results: ResultStore
@@ -53,12 +57,15 @@ class Backing:
                 "(`gradbox up` brings its own)"
             )
         connection = connect(settings.redis_url)
+        tokens = RedisTokens(connection)
         return cls(
             records=RedisRecords(connection),
+            usage=RedisUsage(connection),
             turns=RqTurns(connection),
             fleet=RedisFleet(connection),
             operation=RedisOperation(connection),
-            tokens=RedisTokens(connection),
+            tokens=tokens,
+            sessions=RedisSessions(connection, tokens=tokens),
             leadership=RedisLeadership(connection),
             blobs=blob_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
             results=result_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
@@ -69,12 +76,15 @@ class Backing:
     def in_memory(cls, data: Path, *, settings: Settings | None = None) -> Backing:
         """Return the backing of a box inside one process; files are under `data`."""
         reserve_bytes = None if settings is None else settings.disk_reserve_bytes
+        records, tokens = MemoryRecords(), MemoryTokens()
         return cls(
-            records=MemoryRecords(),
+            records=records,
+            usage=records.usage,
             turns=MemoryTurns(),
             fleet=MemoryFleet(),
             operation=MemoryOperation(),
-            tokens=MemoryTokens(),
+            tokens=tokens,
+            sessions=MemorySessions(tokens=tokens),
             leadership=SoleLeadership(),
             blobs=blob_store(data, reserve_bytes=reserve_bytes),
             results=result_store(data, reserve_bytes=reserve_bytes),

@@ -1,11 +1,24 @@
 """What client, service and worker say to each other. Pydantic only: nothing here knows torch.
 
 Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
-`per_sample` the two specs that have a row for every sample, `views` what the service answers,
-`operation` whether a box hands out jobs, `problem` how errors travel, `receipt` what a result file
-says of its own making. docs/wire.md states the same in prose.
+`per_sample` the two specs that have a row for every sample, `views` what the service answers about
+jobs and models, `box` what it answers about the whole box, `operation` whether that hands out jobs,
+`problem` how errors travel, `receipt` what a result file says of its own making. docs/wire.md
+states the same in prose.
 """
 
+from gradbox.protocol.box import (
+    BoxChange,
+    BoxJob,
+    BoxModel,
+    BoxView,
+    CallerView,
+    DeviceMemory,
+    DeviceView,
+    OwnerUsage,
+    Span,
+    UsageView,
+)
 from gradbox.protocol.operation import OperationMode, OperationOrder, OperationView
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
@@ -49,9 +62,16 @@ from gradbox.protocol.views import (
 __all__ = [
     "JOB_SPEC",
     "PROTOCOL",
+    "BoxChange",
+    "BoxJob",
+    "BoxModel",
+    "BoxView",
     "BuiltinLoss",
+    "CallerView",
     "CotangentGradientSpec",
     "CotangentsLoss",
+    "DeviceMemory",
+    "DeviceView",
     "DifferentiatedSpec",
     "Digest",
     "ForwardSpec",
@@ -69,6 +89,7 @@ __all__ = [
     "OperationMode",
     "OperationOrder",
     "OperationView",
+    "OwnerUsage",
     "ParameterView",
     "PenaltySpec",
     "PerSampleGradientSpec",
@@ -80,8 +101,10 @@ __all__ = [
     "Seconds",
     "ShardRef",
     "SharedSpec",
+    "Span",
     "TensorRef",
     "TracedFunction",
+    "UsageView",
     "parse_posted",
     "parse_spec",
     "spec_digest",

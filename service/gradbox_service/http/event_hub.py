@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 
 import anyio.to_thread
 import redis
 
-from gradbox_service.jobs import Event, Records
+from gradbox_service.jobs import Change, Event, Records
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,16 @@ REREAD_S = 5.0
 class Hub:
     """Wakes listeners; `start` and `close` belong to the app's lifespan."""
 
-    def __init__(self, records: Records) -> None:
+    def __init__(
+        self, records: Records, *, also_tell: Callable[[Collection[Change]], None] | None = None
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            also_tell: called with all changes, in the event loop.
+        """
         self._records = records
+        self._also_tell = also_tell
         self._listeners: dict[str, set[asyncio.Event]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
@@ -101,9 +109,13 @@ class Hub:
                 cursor = None
                 self._stopping.wait(WAIT_S)
                 continue
-            jobs = {change.job_id for change in changes}
-            if jobs and self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._wake, jobs)
+            if changes and self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._spread, changes)
+
+    def _spread(self, changes: Collection[Change]) -> None:
+        self._wake({change.job_id for change in changes})
+        if self._also_tell is not None:
+            self._also_tell(changes)
 
     def _wake(self, job_ids: Collection[str]) -> None:
         for job_id in job_ids:
