@@ -18,7 +18,9 @@ TOPICS: Final[Mapping[str, Mapping[str, str]]] = {
         "jobs": "your jobs on the box",
         "result": "wait for a job and fetch its result",
     },
-    "A box, for its owner": {
+    "A box, over the network": {
+        "top": "devices and queue, live",
+        "workers": "the box's workers, each with its device and job",
         "pause": "hand no more jobs to workers; what runs goes on, new jobs wait",
         "resume": "end a pause, or a drain that is not over",
         "drain": "refuse new jobs as well, and end the box once nothing runs",
@@ -44,6 +46,8 @@ OWN: Final[Mapping[str, str]] = {
     "submit": "submit:register",
     "jobs": "jobs:register",
     "result": "result:register",
+    "top": "top:register_top",
+    "workers": "top:register_workers",
     "pause": "operation:register_pause",
     "resume": "operation:register_resume",
     "drain": "operation:register_drain",
