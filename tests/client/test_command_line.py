@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import stat
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,6 +168,28 @@ def test_colour_is_for_terminals_that_want_it(at_box: TestBox) -> None:
 
     assert "\x1b[" in on_a_terminal()
     assert "\x1b[" not in on_a_terminal(NO_COLOR="1")
+
+
+def test_top_draws_on_a_terminal_until_ctrl_c(at_box: TestBox) -> None:
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gradbox", "top", "--every", "0.2"],
+        stdout=end,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "150", "LINES": "40"},
+        # A suite that runs in the background has Ctrl-C ignored, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    os.close(end)
+    said = ""
+    while said.count("worker-0-cpu") < 2:
+        said += os.read(terminal, 65536).decode(errors="replace")
+    process.send_signal(signal.SIGINT)
+    with suppress(OSError):  # its end of the terminal is closed
+        while os.read(terminal, 65536):
+            pass
+    assert process.wait(30) == 0
+    os.close(terminal)
+    assert at_box.url in said
 
 
 def test_ids_of_jobs_are_completed(at_box: TestBox) -> None:
@@ -326,7 +350,7 @@ def test_listing_jobs_loads_no_server(real: TestBox) -> None:
 
 
 def test_every_command_stands_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+    assert main(["-h"]) == main(["jobs", "list", "-h"]) == main(["--help"]) == 0
     text = capsys.readouterr().out
     joined = {entry.name for entry in metadata.entry_points(group="gradbox.commands")}
     assert all(f"\n  {name} " in text for name in joined | {"jobs", "result", "login"})

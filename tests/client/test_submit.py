@@ -113,6 +113,19 @@ def test_every_computation_can_be_written_down(
     assert json.loads(capsys.readouterr().out)["state"] == "done"
 
 
+def test_a_gradient_continues_a_forward_job_that_ran_before(
+    at_box: TestBox, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward = 'computation = "forward"\nmodel = "mlp"\ninputs = "shard2.npy"\n'
+    assert main(["submit", job_file(folder, forward), "-o", str(folder / "z.safetensors")]) == 0
+    job_id = capsys.readouterr().out.split("\n")[0]
+    z = GradResult.load(folder / "z.safetensors").outputs["z"]
+    np.save(folder / "dz.npy", np.ones_like(np.asarray(z)))
+    text = f'[loss]\ncotangents = "dz.npy"\nof = "{job_id[:16]}"\n'
+    assert main(["submit", job_file(folder, text), "-o", str(folder / "g.safetensors")]) == 0
+    assert len(GradResult.load(folder / "g.safetensors").grads) == 6
+
+
 def test_a_builtin_loss_and_groups_need_no_python(folder: Path) -> None:
     text = (
         'model = "m"\nmode = "train"\norder = {b = "more.safetensors:u"}\n'

@@ -1,4 +1,4 @@
-"""The reference part of docs/cli.md, made from the commands: `python -m tests.house.cli_reference`."""
+"""The reference in docs/cli.md, made from the commands: `python -m tests.house.cli_reference`."""
 
 from __future__ import annotations
 

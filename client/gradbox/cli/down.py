@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Final
@@ -56,6 +56,10 @@ def data_folder(given: Path | None = None) -> Path:
 
 def holder_of(folder: Path) -> int | None:
     """Return the process of the `gradbox up` that runs on a data folder; None if there is none."""
+    if sys.platform == "win32":  # no box runs there, and it has no flock
+        return None
+    import fcntl
+
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

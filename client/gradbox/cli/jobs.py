@@ -75,6 +75,7 @@ def follow(job: Job, *, json: bool = False) -> int:
     """Show a job's events until it is over, say how it ended, and return the exit code for that."""
     from gradbox.progress import ProgressBar
 
+    say_hold(job.view)
     with ProgressBar(job.id[:SHOWN_LENGTH], shown=False if json else None) as bar:
         for event in job.events():
             bar.show(event)
@@ -84,6 +85,12 @@ def follow(job: Job, *, json: bool = False) -> int:
             elif event.job is not None and not sys.stderr.isatty():
                 say(event.job.state.value)
     return say_how_it_ended(job.view)
+
+
+def say_hold(view: JobView) -> None:
+    """Say on stderr why the job has to wait, if the box's owner lets none run."""
+    if view.hold is not None:
+        print(printable(f"no job runs for now: the box is {view.hold}"), file=sys.stderr)
 
 
 def say_how_it_ended(view: JobView) -> int:
@@ -159,6 +166,7 @@ def _described(view: JobView) -> dict[str, object]:
         "computation": view.computation,
         "model": view.model,
         **{name: f"{local(at)} ({ago(at)})" for name, at in times.items() if at is not None},
+        "waits": "" if view.hold is None else f"the box is {view.hold}",
         "progress": "" if view.error is not None else how_far(view),
         "worker": view.worker,
         "attempts": view.attempts,

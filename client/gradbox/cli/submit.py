@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gradbox.cli.job_file import read_job
-from gradbox.cli.jobs import say_how_it_ended
+from gradbox.cli.job_ids import find_job
+from gradbox.cli.jobs import say_hold, say_how_it_ended
 from gradbox.cli.output import AsJson, say, say_json
 from gradbox.cli.result import OutputFile, check_folder, fetch
 from gradbox.client import GradClient
+from gradbox.computations import Cotangents
 from gradbox.errors import InvalidJob
 
 JobFile = Annotated[
@@ -34,6 +35,9 @@ def run(
         return 2
     computation = read_job(job_file)
     with GradClient() as client:
+        continued = getattr(computation, "loss", None)
+        if isinstance(continued, Cotangents):
+            continued.forward = find_job(client, continued.forward).id
         try:
             job = client.submit(computation)
         except InvalidJob as error:
@@ -44,8 +48,7 @@ def run(
             return 0
         if not json:
             say(job.id)
-        if job.view.hold is not None:
-            print(f"no job runs for now: the box is {job.view.hold}", file=sys.stderr)
+        say_hold(job.view)
         if output is not None:
             return fetch(job, output, json=json)
         if not wait:
