@@ -62,7 +62,10 @@ class Buildah:
         for part in self._parts:
             image = part.image if part.build_target is not None else BASE
             hosts = [word for p in self._parts for word in ("--add-host", f"{p.name}:127.0.0.1")]
-            self._containers[part.name] = _buildah("from", *hosts, image)
+            container = self._containers[part.name] = _buildah("from", *hosts, image)
+            for mount in part.mounts:
+                # A VOLUME of the image would lie over what `buildah run` mounts at its place.
+                _buildah("config", "--volume", f"{mount.target}-", container)
             command = part.command or self._image_setting(part, "Cmd")
             self._running[part.name] = self._start(part, command)
             self._until_healthy(part)
@@ -136,8 +139,8 @@ class Buildah:
         return folder
 
     def _image_setting(self, part: Part, field: str) -> Any:
-        form = "{{json .Docker.config." + field + "}}"
-        return json.loads(_buildah("inspect", "--type", "image", "--format", form, part.image))
+        described = json.loads(_buildah("inspect", "--type", "image", part.image))
+        return described["Docker"]["config"][field]
 
     def _until_healthy(self, part: Part) -> None:
         check = part.health_check or self._image_setting(part, "Healthcheck")["Test"][1:]
