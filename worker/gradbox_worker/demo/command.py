@@ -23,7 +23,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class NaiveComparison:
     """The job against naive code.
 
     `difference` is the largest of ‖job − naive‖ / ‖naive‖ over the tensors. Where a tensor's norm
@@ -73,7 +73,7 @@ def run(
     return report(comparison)
 
 
-def _compare(folder: Path, *, num_pairs: int, shard_size: int) -> Comparison:
+def _compare(folder: Path, *, num_pairs: int, shard_size: int) -> NaiveComparison:
     from gradbox_worker.demo import task
     from gradbox_worker.demo.box import running_box
 
@@ -107,7 +107,7 @@ def _naive(size: Any, out: Path) -> dict[str, float]:
     return parsed
 
 
-def _difference(result: GradResult, naive: dict[str, float], naive_file: Path) -> Comparison:
+def _difference(result: GradResult, naive: dict[str, float], naive_file: Path) -> NaiveComparison:
     from safetensors.torch import load_file
 
     expected = load_file(naive_file)
@@ -125,7 +125,7 @@ def _difference(result: GradResult, naive: dict[str, float], naive_file: Path) -
     }
     worst = max(differences, key=differences.__getitem__)
     manifest = result.manifest
-    return Comparison(
+    return NaiveComparison(
         loss=result.loss,
         naive_loss=naive["loss"],
         num_gradients=len(result.grads),
@@ -136,7 +136,7 @@ def _difference(result: GradResult, naive: dict[str, float], naive_file: Path) -
     )
 
 
-def report(found: Comparison) -> int:
+def report(found: NaiveComparison) -> int:
     """Print the comparison; 0 if it is within the tolerance."""
     agrees = found.difference < TOLERANCE
     print(

@@ -55,7 +55,7 @@ class Stop(Frame):
     attempt: int
 
 
-class Ready(Frame):
+class DeviceReady(Frame):
     """Jobs can run, on the device that `placement` names.
 
     `models` describes the models, unless the worker knew them. `hardware` is what the device calls
@@ -69,7 +69,7 @@ class Ready(Frame):
     memory: DeviceMemory | None = None
 
 
-class Unready(Frame):
+class DeviceUnready(Frame):
     """The device cannot be used, or a model cannot be built; the process ends."""
 
     kind: Literal["unready"] = "unready"
@@ -109,7 +109,15 @@ class RunStopped(Frame):
 
 
 ToDevice = Begin | Run | Stop
-FromDevice = Ready | Unready | ProgressMade | MemoryMeasured | RunFinished | RunFailed | RunStopped
+FromDevice = (
+    DeviceReady
+    | DeviceUnready
+    | ProgressMade
+    | MemoryMeasured
+    | RunFinished
+    | RunFailed
+    | RunStopped
+)
 
 TO_DEVICE: Final[TypeAdapter[ToDevice]] = TypeAdapter(
     Annotated[ToDevice, Field(discriminator="kind")]

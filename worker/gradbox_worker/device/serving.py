@@ -16,14 +16,14 @@ from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.computations.placement import choose_device, hardware_name, memory_bytes
 from gradbox_worker.device.messages import (
     Begin,
+    DeviceReady,
+    DeviceUnready,
     MemoryMeasured,
     ProgressMade,
-    Ready,
     Run,
     RunFailed,
     RunFinished,
     RunStopped,
-    Unready,
     send,
 )
 from gradbox_worker.exceptions_to_problems import Caught, caught
@@ -72,7 +72,7 @@ def serve(
             versions=known,
         )
         described = [] if known else registry.describe()
-        ready = Ready(
+        ready = DeviceReady(
             models=described,
             placement=str(device),
             hardware=hardware_name(device),
@@ -83,7 +83,7 @@ def serve(
 
     registry = caught(load, doing="the device process's start", let_through=OSError)
     if isinstance(registry, Caught):
-        send(connection, Unready(problem=registry.problem))
+        send(connection, DeviceUnready(problem=registry.problem))
         return
     blobs, kept = blob_store(data), KeptGraphs()
     limit = MemoryLimit(registry.device, job_bytes=job_memory_bytes)

@@ -7,11 +7,9 @@ from pydantic import BaseModel
 
 from gradbox.errors import BoxDraining, GradboxError, ServiceUnavailable
 from gradbox.protocol import OperationMode
-from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.http.auth import Box
-from gradbox_service.http.event_hub import Hub
 from gradbox_service.jobs.fleet import offered_versions
-from gradbox_service.queue.dispatch import Dispatcher
+from gradbox_service.repeating_thread import RepeatingThread
 
 router = APIRouter(tags=["probes"])
 
@@ -73,7 +71,7 @@ def readyz(request: Request, box: Box) -> Ready:
 def _ended_threads(request: Request) -> list[str]:
     """Return the names of the service's threads that live no more."""
     state = request.app.state
-    threads: dict[str, Hub | Dispatcher | Cleaner] = {
+    threads: dict[str, RepeatingThread] = {
         "events": state.hub,
         "dispatcher": state.dispatcher,
         "cleaner": state.cleaner,
