@@ -3,6 +3,7 @@
 Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
 `per_sample` the two specs that have a row for every sample, `views` what the service answers about
 jobs and models, `example` a model's example job, `box` what it answers about the whole box,
+`operation` whether that hands out jobs,
 `problem` how errors travel, `receipt` what a result file says of its own making. docs/wire.md
 states the same in prose.
 """
@@ -20,6 +21,7 @@ from gradbox.protocol.box import (
     UsageView,
 )
 from gradbox.protocol.example import ExampleInput, ExampleView
+from gradbox.protocol.operation import OperationMode, OperationOrder, OperationView
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import Receipt, Seconds
@@ -92,6 +94,9 @@ __all__ = [
     "MixedGradientSpec",
     "ModelList",
     "ModelView",
+    "OperationMode",
+    "OperationOrder",
+    "OperationView",
     "OwnerUsage",
     "ParameterView",
     "PenaltySpec",
