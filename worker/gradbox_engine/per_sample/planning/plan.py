@@ -5,7 +5,8 @@ and the latter with one sample replaced. The first two show which dim of every t
 samples, the third how a merged dim is ordered and whether any sample depends on another.
 
 What is multiplied by zero hides a dependence from the third run, so a plan is valid only while the
-parameters and buffers that were all zero when it was made still are.
+parameters and buffers that were all zero when it was made still are. A layer that mixes samples
+shows in the third run all the same, at its own output: see `mixing_layers`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,12 @@ class Plan:
     loops: dict[str, str] = field(default_factory=dict)  # parameter → why it is looped over
     axes: Mapping[str, int] = field(default_factory=dict)  # argument → dim that counts samples
     zeros: frozenset[str] = frozenset()  # parameters and buffers all zero when it was made
-    reorders: bool = False  # whether data may decide which samples go where
+    reorders: bool = False  # whether data may decide which samples go where, or which are mixed
+    alone: bool = True  # whether a sample's z is the same, but for rounding, without the others
+    rounding: torch.dtype = torch.float64  # the coarsest dtype of a tensor on the way
+    unconfirmed: set[str] = field(default_factory=set)  # parameters whose rows were not yet
+    # compared in whole at a gradient that is not zero
+    confirmed_calls: set[int] = field(default_factory=set)  # `RecordedGraph.calls` of those shards
     recorded: bool = True  # whether uses are recorded; not where all parameters are looped over
     batched_backward: bool | None = None  # whether all outputs' backward run as one; None: untried
 

@@ -1,6 +1,6 @@
-"""Rows are compared with autograd's gradient on the graph that they were drawn from.
+"""Rows are compared with autograd's gradient, all of a shard's or one sample's.
 
-With weights w_by of either sign, drawn from the job's seed:
+All rows, with weights w_by of either sign, drawn from the job's seed:
 
     Σ_by w_by r_by  =  ∂(Σ_by w_by v_by)/∂θ,     r the rows, v the losses or the entries of z
 
@@ -14,9 +14,13 @@ The rows come from a backward pass without weights. Where ℓ_c depends on featu
 sample, row b holds Σ_c ∂ℓ_c/∂h_b, all of it weighted with w_b, and autograd's gradient weights each
 ∂ℓ_c/∂h_b with w_c: they differ unless it is zero. A dependence without a derivative is not seen.
 
-A gradient of zero confirms nothing, nor does one that overflows.
+One row: that of a sample drawn from the job's seed, against autograd's gradient at a cotangent of
+that sample's z alone, in the shard's graph or in that of a call on the sample alone.
 
-Cost: one backward pass, and the rows' weighted sum from the factors.
+A gradient of zero confirms nothing, nor does one that overflows; no sample is drawn whose ∂v_b/∂z_b
+is zero.
+
+Cost: one backward pass, and the rows' weighted sum from the factors; of one row, its share of that.
 
 Shapes: B samples, Y outputs.
 """
@@ -26,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import hypot, isfinite, sqrt
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -51,11 +56,6 @@ class Reference:
     weights: Tensor  # (B, Y)
     gradients: Mapping[str, Tensor | None]
 
-    @property
-    def empty(self) -> bool:
-        """Whether no path leads to any of the parameters."""
-        return all(gradient is None for gradient in self.gradients.values())
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -63,6 +63,16 @@ class Comparison:
 
     wrong: frozenset[str]
     confirmed: frozenset[str]
+
+
+@dataclass(frozen=True)
+class DrawnRow:
+    """The sample whose row is compared, and the cotangent of its z that the row belongs to."""
+
+    sample: int
+    weights: Tensor  # (1, Y)
+    z: Tensor  # (1, ...), without a graph
+    cotangent: Tensor  # of z's shape
 
 
 def check_head(z: Tensor, value: Tensor, head: Callable[[Tensor], Tensor]) -> None:
@@ -83,29 +93,87 @@ def check_head(z: Tensor, value: Tensor, head: Callable[[Tensor], Tensor]) -> No
         differ = samples_that_differ(value, head(replaced), BatchAxis(0))
     differ[sample] = False
     if differ.any():
-        raise CoupledSamples(
-            "the loss of one sample changed when another sample's output did, so it has no "
-            "gradient per sample: entry b of the loss may read row b of z alone"
-        )
+        _refuse_loss()
+
+
+def loss_slopes(z: Tensor, value_B1: Tensor) -> Tensor | None:
+    """Return ∂ℓ_b/∂z_b of every sample, None where no path leads to z; keeps the graph."""
+    (slopes,) = torch.autograd.grad(value_B1.sum(), z, retain_graph=True, allow_unused=True)
+    return slopes
+
+
+def check_slopes(z: Tensor, value_B1: Tensor, slopes: Tensor, *, seed: int) -> None:
+    """Weight the losses, and see that the slopes are those of each sample's own loss.
+
+    Weights are powers of two, which no rounding depends on.
+
+    Raises:
+        CoupledSamples: a loss depends on another row of z.
+    """
+    weights_B1 = _drawn(value_B1, seed).to(value_B1).exp2()
+    weighted = loss_slopes(z, value_B1 * weights_B1)
+    if weighted is not None:
+        weighted = (weighted.reshape(len(z), -1) / weights_B1).view_as(slopes)
+        if samples_that_differ(slopes, weighted, BatchAxis(0)).any():
+            _refuse_loss()
 
 
 def reference(
-    z: Tensor | None, value_BY: Tensor, parameters: Mapping[str, Tensor], *, seed: int
+    slopes: Tensor | None, value_BY: Tensor, parameters: Mapping[str, Tensor], *, seed: int
 ) -> Reference:
     """Return autograd's gradient of the weighted sum; keeps the graph.
 
     Args:
-        z: in the graph, with samples leading; None where the rows are of its entries.
+        slopes: ∂v_b/∂z_b; None where the rows are of z's entries.
         value_BY: what the rows are of.
     """
     weights_BY = _weights(value_BY, seed)
-    if z is not None:
-        weights_BY = _over_slopes(weights_BY, z, value_BY)
+    if slopes is not None:
+        weights_BY = _over_slopes(weights_BY, slopes)
     total = (value_BY * weights_BY).sum()
     gradients = torch.autograd.grad(
         total, list(parameters.values()), retain_graph=True, allow_unused=True
     )
     return Reference(weights_BY, dict(zip(parameters, gradients, strict=True)))
+
+
+def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> DrawnRow | None:
+    """Draw a sample, and weights of its outputs; None where all slopes are zero.
+
+    Args:
+        slopes: ∂v_b/∂z_b; None where the rows are of z's entries.
+    """
+    z = z.detach()
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    if slopes is None:
+        sample = int(torch.randint(z.shape[0], (), generator=generator))
+        drawn = torch.randint(16, 48, (1, len(outputs)), generator=generator)
+        weights = drawn.to(z) / 32
+        cotangent = torch.zeros_like(z[:1]).reshape(1, -1)
+        cotangent[:, outputs.start : outputs.stop] = weights
+        return DrawnRow(sample, weights, z[sample : sample + 1], cotangent.view_as(z[:1]))
+    candidates = slopes.reshape(len(z), -1).any(1).nonzero()[:, 0]
+    if not len(candidates):
+        return None
+    sample = int(candidates[torch.randint(len(candidates), (), generator=generator)])
+    row = slice(sample, sample + 1)
+    return DrawnRow(sample, z.new_ones(1, 1), z[row], slopes[row])
+
+
+def gradients_at(
+    z: Tensor, cotangent: Tensor, parameters: Mapping[str, Tensor], *, keep_graph: bool
+) -> dict[str, Tensor | None]:
+    """Return autograd's gradient by parameter, None where no path leads to one."""
+    gradients = torch.autograd.grad(
+        z, list(parameters.values()), cotangent, retain_graph=keep_graph, allow_unused=True
+    )
+    return dict(zip(parameters, gradients, strict=True))
+
+
+def same_output(found: Tensor, expected: Tensor, *, rounding: torch.dtype) -> bool:
+    """Return whether a sample's z is the same where it is called alone."""
+    near = max(TOLERANCE[expected.dtype], TOLERANCE[rounding])
+    return _norm(found.detach() - expected) <= near * _norm(expected)
 
 
 def compare(expected: Reference, terms: Mapping[str, Term], *, rounding: torch.dtype) -> Comparison:
@@ -135,13 +203,13 @@ def compare(expected: Reference, terms: Mapping[str, Term], *, rounding: torch.d
             or difference <= near * (size + _row_norm(term, expected.weights)) + least
         ):
             wrong.add(name)
-        elif size > 0:
+        elif size > 0 or gradient is None:
             confirmed.add(name)
     return Comparison(frozenset(wrong), frozenset(confirmed))
 
 
-def _weights(value_BY: Tensor, seed: int) -> Tensor:
-    """Return numbers of size 1/2 to 3/2 and either sign, which 16-bit dtypes hold exactly.
+def _drawn(value_BY: Tensor, seed: int) -> Tensor:
+    """Return whole numbers from -32 to 31, (B, Y).
 
     Of one output, those of the first 64 samples all differ, as do those of the next 64.
     """
@@ -150,20 +218,29 @@ def _weights(value_BY: Tensor, seed: int) -> Tensor:
     blocks = -(-samples // _SIZES)
     order = torch.randperm(_SIZES, generator=generator)[:, None]
     shifts = torch.randint(_SIZES, (blocks, 1, outputs), generator=generator)
-    drawn = ((order + shifts) % _SIZES).flatten(0, 1)[:samples] - _SIZES // 2
+    return ((order + shifts) % _SIZES).flatten(0, 1)[:samples] - _SIZES // 2
+
+
+def _weights(value_BY: Tensor, seed: int) -> Tensor:
+    """Return numbers of size 1/2 to 3/2 and either sign, which 16-bit dtypes hold exactly."""
+    drawn = _drawn(value_BY, seed)
     weights_BY: Tensor = ((drawn + torch.where(drawn < 0, -16, 17)) / 32).to(value_BY)
     return weights_BY
 
 
-def _over_slopes(weights_BY: Tensor, z: Tensor, value_BY: Tensor) -> Tensor:
+def _over_slopes(weights_BY: Tensor, slopes: Tensor) -> Tensor:
     """Divide by each sample's norm of ∂v/∂z, rounded to a power of two."""
-    (slope,) = torch.autograd.grad(value_BY.sum(), z, retain_graph=True, allow_unused=True)
-    if slope is None:
-        return weights_BY
-    exponents = slope.reshape(slope.shape[0], -1).norm(dim=1).log2().round()
+    exponents = slopes.reshape(slopes.shape[0], -1).norm(dim=1).log2().round()
     exponents = exponents.nan_to_num(0.0, 0.0, 0.0).clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-    scaled: Tensor = weights_BY * (-exponents).exp2()[:, None].to(value_BY)
+    scaled: Tensor = weights_BY * (-exponents).exp2()[:, None].to(weights_BY)
     return scaled
+
+
+def _refuse_loss() -> NoReturn:
+    raise CoupledSamples(
+        "the loss of one sample depends on another sample's output, so it has no gradient per "
+        "sample: entry b of the loss may read row b of z alone"
+    )
 
 
 def _rounding(dtypes: Collection[torch.dtype]) -> float:
