@@ -258,10 +258,9 @@ class ShardRun:
 
     def _gradients(self, names: list[str], row: DrawnRow) -> Gradients:
         """Return the drawn row by autograd, in the shard's graph."""
-        cotangent = torch.zeros_like(self.graph.z)
-        cotangent[row.sample] = row.cotangent[0]
+        z = self.graph.z.narrow(0, row.sample, 1)
         parameters = {name: self._parameters[name] for name in names}
-        return gradients_at(self.graph.z, cotangent, parameters, keep_graph=True)
+        return gradients_at(z, row.cotangent, parameters, keep_graph=True)
 
     def _gradients_alone(self, names: list[str], row: DrawnRow) -> Gradients | None:
         """Return the drawn row by autograd on a call of the sample alone, None if z is another."""

@@ -27,12 +27,14 @@ Shapes: B samples, Y outputs.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import hypot, isfinite, sqrt
 from typing import NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gradbox_engine.errors import CoupledSamples
@@ -138,24 +140,22 @@ def reference(
 
 
 def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> DrawnRow | None:
-    """Draw a sample, and weights of its outputs; None where all slopes are zero.
+    """Draw a sample, with weights for its outputs; None where all slopes are zero.
 
     Args:
         slopes: ∂v_b/∂z_b; None where the rows are of z's entries.
     """
-    z = z.detach()
-    generator = torch.Generator().manual_seed(seed % 2**63)
+    z, drawn = z.detach(), random.Random(seed)
     if slopes is None:
-        sample = int(torch.randint(z.shape[0], (), generator=generator))
-        drawn = torch.randint(16, 48, (1, len(outputs)), generator=generator)
-        weights = drawn.to(z) / 32
-        cotangent = torch.zeros_like(z[:1]).reshape(1, -1)
-        cotangent[:, outputs.start : outputs.stop] = weights
-        return DrawnRow(sample, weights, z[sample : sample + 1], cotangent.view_as(z[:1]))
-    candidates = slopes.reshape(len(z), -1).any(1).nonzero()[:, 0]
-    if not len(candidates):
+        sample = drawn.randrange(len(z))
+        weights = torch.linspace(0.5, 1.5, len(outputs), dtype=z.dtype, device=z.device)[None]
+        size = z[0].numel()
+        cotangent = F.pad(weights, (outputs.start, size - outputs.stop)).view_as(z[:1])
+        return DrawnRow(sample, weights, z[sample : sample + 1], cotangent)
+    candidates = slopes.reshape(len(z), -1).any(1).nonzero()[:, 0].tolist()
+    if not candidates:
         return None
-    sample = int(candidates[torch.randint(len(candidates), (), generator=generator)])
+    sample = drawn.choice(candidates)
     row = slice(sample, sample + 1)
     return DrawnRow(sample, z.new_ones(1, 1), z[row], slopes[row])
 
@@ -170,12 +170,14 @@ def gradients_at(
     return dict(zip(parameters, gradients, strict=True))
 
 
+@torch.no_grad()
 def same_output(found: Tensor, expected: Tensor, *, rounding: torch.dtype) -> bool:
     """Return whether a sample's z is the same where it is called alone."""
     near = max(TOLERANCE[expected.dtype], TOLERANCE[rounding])
-    return _norm(found.detach() - expected) <= near * _norm(expected)
+    return _norm(found - expected) <= near * _norm(expected)
 
 
+@torch.no_grad()
 def compare(expected: Reference, terms: Mapping[str, Term], *, rounding: torch.dtype) -> Comparison:
     """Compare terms with autograd's gradient.
 
@@ -196,8 +198,8 @@ def compare(expected: Reference, terms: Mapping[str, Term], *, rounding: torch.d
             continue
         term = terms[name]
         near = max(TOLERANCE[term.dtype], TOLERANCE[rounding])
-        found = term.vjp(expected.weights.to(term.dtype)).detach()
-        difference = _norm(found if gradient is None else found.sub_(gradient.detach()))
+        found = term.vjp(expected.weights.to(term.dtype))
+        difference = _norm(found if gradient is None else found.sub_(gradient))
         if not (
             difference <= near * size + least
             or difference <= near * (size + _row_norm(term, expected.weights)) + least
@@ -259,7 +261,7 @@ def _row_norm(term: Term, weights_BY: Tensor) -> float:
 
 def _norm(x: Tensor) -> float:
     """Return ‖x‖; where float32 loses it to overflow or underflow, from float64."""
-    x = wide(x.to_dense().detach()).reshape(-1)
+    x = wide(x.to_dense()).reshape(-1)
     # BLAS reads memory once, at several times the speed of `vector_norm`, but counts in 32 bits.
     norm = sqrt(torch.dot(x, x)) if x.numel() < 2**31 else float(torch.linalg.vector_norm(x))
     if _SMALLEST < norm < 1 / _SMALLEST or x.device.type == "mps":
