@@ -3,6 +3,8 @@
 A tensor of a run on B samples and the same tensor of a run on B + `EXTRA` samples differ in at most
 one dim: that dim holds the samples, alone (B against B + EXTRA) or merged with others (m·B against
 m·(B + EXTRA)). For a merged dim the order is settled by a third run in which one sample differs.
+Where none does (a mask repeated for every sample), samples are taken to be outermost; the rows of a
+new plan, which are compared with autograd's, show if they are not.
 """
 
 from __future__ import annotations
@@ -53,10 +55,11 @@ def _order(
     """Settle how a merged dim is laid out: every position that differs must be sample `changed`."""
     if second.shape != third.shape:
         return None
-    differs = (second != third).movedim(guess.dim, 0).flatten(1).any(1)
-    if not differs.any():
-        return None
+    differs = (second != third).movedim(guess.dim, 0)
+    differs = differs.reshape(len(differs), -1).any(1)
     copies = guess.before
+    if not differs.any():
+        return BatchAxis(guess.dim, 1, copies)
     fits = [
         before
         for before in range(1, copies + 1)
