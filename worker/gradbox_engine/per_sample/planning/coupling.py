@@ -58,10 +58,8 @@ def mixing_layers(uses: ProbeUses) -> Iterator[Mixing]:
     for one, two, three in zip(uses.first, uses.second, uses.third, strict=True):
         function = getattr(one.function, "__name__", str(one.function))
         for inputs, prefix in ((True, "what enters "), (False, "")):
-            groups = zip(
-                *((run.inputs if inputs else run.outputs) for run in (one, two, three)), strict=True
-            )
-            for a, b, c in groups:
+            runs = (run.inputs if inputs else run.outputs for run in (one, two, three))
+            for a, b, c in zip(*runs, strict=False):  # `torch.cat([q] * B)`: a tensor a sample
                 if b is c or id(b) in compared:
                     continue
                 compared.add(id(b))

@@ -195,16 +195,11 @@ class ExpandStep(Step):
             mine = lead.flatten(first, first + 1) if axis.merged else lead.unsqueeze(first)
             # Along every dim the output is q's entries, over and over.
             split = [n for m, s in zip(mine.shape[2:], sizes, strict=True) for n in (m // s, s)]
-            copies = range(2, 2 + len(split), 2)
-            array = mine.reshape(*mine.shape[:2], *split).sum(tuple(copies))
-            yield (
-                key,
-                Block(
-                    label(key),
-                    tuple(q.shape),
-                    array.reshape(*array.shape[:2], *q.shape).transpose(0, 1),
-                ),
-            )
+            copies = [2 * dim + 2 for dim, times in enumerate(split[::2]) if times > 1]
+            array = mine.reshape(*mine.shape[:2], *split)
+            array = array.sum(copies) if copies else array
+            array = array.reshape(*array.shape[:2], *q.shape).transpose(0, 1)
+            yield key, Block(label(key), tuple(q.shape), array)
 
         recorder.record(out, terms)
         return out
