@@ -4,7 +4,7 @@ ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 GRADBOX_DATA=/data
 RUN useradd --system --uid 10001 --create-home gradbox \
     && mkdir /data && chown gradbox /data
 WORKDIR /app
-COPY pyproject.toml constraints.txt README.md CHANGELOG.md ./
+COPY pyproject.toml constraints.txt README.md CHANGELOG.md LICENSE ./
 COPY client client
 COPY service service
 COPY worker worker
@@ -21,7 +21,7 @@ CMD ["gradbox", "service", "--host", "0.0.0.0", "--port", "8642", "--insecure"]
 
 FROM base AS worker
 # On Linux the registry's torch wheel brings its CUDA libraries; the host brings the driver.
-RUN pip install -c constraints.txt '.[worker]' transformers
+RUN pip install -c constraints.txt '.[worker]' transformers timm torchvision
 USER gradbox
 # The models folder is mounted read-only: its owner fetches what models.toml names beforehand.
 ENV HF_HOME=/models/huggingface HF_HUB_OFFLINE=1

@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-slow chaos check format bench clean
+.PHONY: setup demo test test-slow chaos containers check format bench clean
 
 # How long `make chaos` runs, and what it draws by; without a seed one is drawn and printed.
 MINUTES ?= 5
@@ -23,14 +23,19 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/gradbox demo
 
+# Two processes, each file's tests in one of them: most tests wait for processes, not for the processor.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+# The images built and started for real: by docker or podman, else (as root) by buildah and debootstrap.
+containers: $(STAMP)
+	$(BIN)/python -m tests.containers
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -21,7 +21,10 @@ _PAIR_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, eq=False)
 class Outer(Term):
-    """J[b, y, o, i] = Σ_t left[y, b, t, o] right[b, t, i]; `transposed` says that S is (I, O)."""
+    """J[b, y, o, i] = Σ_t left[y, b, t, o] right[b, t, i], of output gradients and inputs.
+
+    `transposed` says that S is (I, O).
+    """
 
     rule: ClassVar[str] = "outer"
     parameter: str

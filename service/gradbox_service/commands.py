@@ -2,62 +2,56 @@
 
 from __future__ import annotations
 
-import argparse
-import json
+import json as jsons
 import socket
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated, Any
 
 import redis
+import typer
 
+from gradbox.cli.exits import DONE, UNREACHABLE, WRONG_USAGE
+from gradbox.cli.output import AsJson
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.refusals import store_refuses
-from gradbox_service.settings import EMBEDDED, BadSettings, Settings, add_arguments, given_in
+from gradbox_service.settings import EMBEDDED, BadSettings, Settings, takes_settings
 from gradbox_service.tokens import BadTokenName, RedisTokens
 from gradbox_service.up.embedded_redis import url_in
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+RedisUrl = Annotated[
+    str | None, typer.Option(metavar="URL", help="address of Redis (GRADBOX_REDIS_URL)")
+]
+DataFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="data folder of a running `gradbox up` (GRADBOX_DATA)"),
+]
 
-DONE, WRONG_USAGE, UNREACHABLE = 0, 2, 3
 
-
-def register_service(subparsers: Subparsers) -> None:
+def register_service(app: typer.Typer) -> None:
     """Add `gradbox service`."""
-    parser = subparsers.add_parser("service", help="run the HTTP service alone")
-    add_arguments(parser, leave_out=EMBEDDED)
-    parser.add_argument("--fd", type=int, help="a listening socket to use, by its number")
-    parser.set_defaults(func=run_service)
+    app.command("service", help="run the HTTP service alone")(run_service)
 
 
-def register_tokens(subparsers: Subparsers) -> None:
+def register_tokens(app: typer.Typer) -> None:
     """Add `gradbox tokens`."""
-    parser = subparsers.add_parser("tokens", help="create, list and revoke tokens of this box")
-    actions = parser.add_subparsers(dest="action", required=True)
-    create = actions.add_parser("create", help="make a token; it is shown this once")
-    create.add_argument("name", help="whose jobs these will be")
-    create.add_argument(
-        "--admin", action="store_true", help="for the box's owner: everybody's jobs, and priority"
-    )
-    listing = actions.add_parser("list", help="list the tokens")
-    revoke = actions.add_parser("revoke", help="make a token worthless")
-    revoke.add_argument("name", help="the token's id, or the name that all of its tokens have")
-    for action, function in (
-        (create, create_token),
-        (listing, list_tokens),
-        (revoke, revoke_token),
-    ):
-        action.add_argument("--redis-url", help="address of Redis (GRADBOX_REDIS_URL)")
-        action.add_argument("--data", type=Path, help="data folder of a running `gradbox up`")
-        action.add_argument("--json", action="store_true", help="print JSON")
-        action.set_defaults(func=partial(_with_tokens, function))
+    tokens = typer.Typer(help="create, list and revoke tokens of this box", no_args_is_help=True)
+    tokens.command("create", help="make a token; it is shown this once")(create)
+    tokens.command("list", help="list the tokens")(list_tokens)
+    tokens.command("revoke", help="make a token worthless")(revoke)
+    app.add_typer(tokens, name="tokens")
 
 
-def run_service(args: argparse.Namespace) -> int:
+@takes_settings(leave_out=EMBEDDED)
+def run_service(
+    given: dict[str, Any],
+    *,
+    fd: Annotated[
+        int | None, typer.Option(metavar="N", help="a listening socket to use, by its number")
+    ] = None,
+) -> int:
     """Serve until stopped."""
     from gradbox.printable import log_to_stderr
     from gradbox_service.http.listening import CannotListen
@@ -65,11 +59,11 @@ def run_service(args: argparse.Namespace) -> int:
 
     log_to_stderr()
     try:
-        settings = Settings.read(**given_in(args))
+        settings = Settings.read(**given)
         serve(
             settings,
             listening=lambda url: print(f"gradbox service at {url}", flush=True),
-            bound=None if args.fd is None else socket.socket(fileno=args.fd),
+            bound=None if fd is None else socket.socket(fileno=fd),
         )
     except (BadSettings, CannotListen) as error:
         print(f"gradbox service: {error}", file=sys.stderr)
@@ -77,15 +71,90 @@ def run_service(args: argparse.Namespace) -> int:
     return DONE
 
 
-TokenCommand = Callable[[RedisTokens, argparse.Namespace], int]
+def create(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="whose jobs these will be")],
+    *,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="for the box's owner: everybody's jobs, and priority")
+    ] = False,
+    redis_url: RedisUrl = None,
+    data: DataFolder = None,
+    json: AsJson = False,
+) -> int:
+    """Make a token and print it."""
+
+    def run(tokens: RedisTokens) -> int:
+        token = tokens.create(name, admin=admin)
+        if json:
+            print(jsons.dumps({"name": name, "admin": admin, "token": token}))
+        else:
+            print(token)
+            print("It is not stored and cannot be shown again.", file=sys.stderr)
+        return DONE
+
+    return _with_tokens(run, redis_url, data)
 
 
-def _with_tokens(function: TokenCommand, args: argparse.Namespace) -> int:
-    """Run one of the commands below against the Redis that the arguments name."""
+def list_tokens(
+    *, redis_url: RedisUrl = None, data: DataFolder = None, json: AsJson = False
+) -> int:
+    """Print what is known of every token."""
+
+    def run(tokens: RedisTokens) -> int:
+        found = tokens.list()
+        if json:
+            print(jsons.dumps([info.model_dump() for info in found]))
+            return DONE
+        for info in found:
+            made = time.strftime("%Y-%m-%d %H:%M", time.localtime(info.created_s))
+            print(f"{info.id}  {made}  {'admin' if info.admin else 'user':5}  {info.name}")
+        return DONE
+
+    return _with_tokens(run, redis_url, data)
+
+
+def revoke(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="the token's id, or the name that its tokens have"),
+    ],
+    *,
+    redis_url: RedisUrl = None,
+    data: DataFolder = None,
+    json: AsJson = False,
+) -> int:
+    """Revoke by id or name."""
+
+    def run(tokens: RedisTokens) -> int:
+        num_revoked = tokens.revoke(name)
+        if json:
+            print(jsons.dumps({"revoked": num_revoked}))
+        elif num_revoked:
+            print(f"revoked {num_revoked}")
+        if not num_revoked:
+            print(f"gradbox tokens: no token has the id or name {name!r}", file=sys.stderr)
+            return WRONG_USAGE
+        return DONE
+
+    return _with_tokens(run, redis_url, data)
+
+
+def at_redis(redis_url: str | None, data: Path | None) -> str:
+    """Return --redis-url, else the Redis of the `gradbox up` that runs on this data folder."""
+    settings = Settings.read(redis_url=redis_url, data=data)
+    if redis_url is None and data is not None:
+        return url_in(settings.data / "redis")
+    return settings.redis_url or url_in(settings.data / "redis")
+
+
+def _with_tokens(
+    run: Callable[[RedisTokens], int], redis_url: str | None, data: Path | None
+) -> int:
+    """Run one of the commands above against the Redis that its options name."""
     try:
-        connection = connect(redis_url(args))
+        connection = connect(at_redis(redis_url, data))
         try:
-            return function(RedisTokens(connection), args)
+            return run(RedisTokens(connection))
         finally:
             connection.close()
     except (BadSettings, BadTokenName) as error:
@@ -100,47 +169,3 @@ def _with_tokens(function: TokenCommand, args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return UNREACHABLE
-
-
-def redis_url(args: argparse.Namespace) -> str:
-    """Return --redis-url, else the Redis of the `gradbox up` that runs on this data folder."""
-    settings = Settings.read(redis_url=args.redis_url, data=args.data)
-    if args.redis_url is None and args.data is not None:
-        return url_in(settings.data / "redis")
-    return settings.redis_url or url_in(settings.data / "redis")
-
-
-def create_token(tokens: RedisTokens, args: argparse.Namespace) -> int:
-    """Make a token and print it."""
-    token = tokens.create(args.name, admin=args.admin)
-    if args.json:
-        print(json.dumps({"name": args.name, "admin": args.admin, "token": token}))
-    else:
-        print(token)
-        print("It is not stored and cannot be shown again.", file=sys.stderr)
-    return DONE
-
-
-def list_tokens(tokens: RedisTokens, args: argparse.Namespace) -> int:
-    """Print what is known of every token."""
-    found = tokens.list()
-    if args.json:
-        print(json.dumps([info.model_dump() for info in found]))
-        return DONE
-    for info in found:
-        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(info.created_s))
-        print(f"{info.id}  {made}  {'admin' if info.admin else 'user':5}  {info.name}")
-    return DONE
-
-
-def revoke_token(tokens: RedisTokens, args: argparse.Namespace) -> int:
-    """Revoke by id or name."""
-    num_revoked = tokens.revoke(args.name)
-    if args.json:
-        print(json.dumps({"revoked": num_revoked}))
-    elif num_revoked:
-        print(f"revoked {num_revoked}")
-    if not num_revoked:
-        print(f"gradbox tokens: no token has the id or name {args.name!r}", file=sys.stderr)
-        return WRONG_USAGE
-    return DONE

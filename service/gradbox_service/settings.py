@@ -7,11 +7,13 @@ the environment.
 
 from __future__ import annotations
 
-import argparse
-from argparse import BooleanOptionalAction
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import typer
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -127,24 +129,30 @@ class Settings(BaseSettings):
         return found.model_copy(update={"data": found.data.expanduser()})
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, leave_out: tuple[str, ...] = ()) -> None:
-    """Add a flag for every setting; `given_in` reads them back."""
-    for name, field in Settings.model_fields.items():
-        if name not in leave_out:
-            default = "" if field.default in (None, False) else f", {field.default}"
-            described = f"{field.description} (GRADBOX_{name.upper()}{default})".replace("%", "%%")
-            if field.annotation is bool:
-                parser.add_argument(
-                    _flag(name), action=BooleanOptionalAction, default=None, help=described
-                )
-            else:
-                metavar = name.rpartition("_")[2].upper()
-                parser.add_argument(_flag(name), metavar=metavar, help=described)
+def takes_settings(
+    *, leave_out: tuple[str, ...] = ()
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return a decorator that gives a Typer command an option for every setting.
 
+    The command gets them as its keyword argument `given`, a dictionary for `Settings.read` in
+    which what was not given is None.
+    """
 
-def given_in(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings among parsed arguments, None where one was not given."""
-    return {name: getattr(args, name, None) for name in Settings.model_fields}
+    def decorate(command: Callable[..., int]) -> Callable[..., int]:
+        names = [name for name in Settings.model_fields if name not in leave_out]
+        own = inspect.signature(command, eval_str=True)
+        parameters = [_option(name) for name in names]
+        parameters += [own.parameters[name] for name in own.parameters if name != "given"]
+
+        @functools.wraps(command)
+        def run(**arguments: Any) -> int:
+            given = {name: arguments.pop(name) for name in names}
+            return command(given=given, **arguments)
+
+        run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def arguments_of(settings: Settings, *, leave_out: tuple[str, ...] = ()) -> list[str]:
@@ -159,3 +167,21 @@ def arguments_of(settings: Settings, *, leave_out: tuple[str, ...] = ()) -> list
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _option(name: str) -> inspect.Parameter:
+    field = Settings.model_fields[name]
+    default = "" if field.default in (None, False) else f", {field.default}"
+    described = f"{field.description} (GRADBOX_{name.upper()}{default})"
+    kind: type = bool if field.annotation is bool else str
+    if kind is bool:
+        option = typer.Option(help=described)
+    else:
+        # As text: `Settings.read` says what was expected in the words of the setting.
+        option = typer.Option(metavar=name.rpartition("_")[2].upper(), help=described)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )

@@ -5,71 +5,112 @@ It works on the box's own data folder and Redis, so it runs on the box's machine
 
 from __future__ import annotations
 
-import argparse
-import json
+import json as jsons
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Annotated, Final
 
 import redis
+import typer
 
+from gradbox.cli.exits import DONE, UNREACHABLE, WRONG_USAGE
+from gradbox.cli.output import AsJson
 from gradbox.printable import printable
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.cleaning.expiry import Stored
-from gradbox_service.commands import DONE, UNREACHABLE, WRONG_USAGE, redis_url
+from gradbox_service.commands import DataFolder, RedisUrl, at_redis
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.settings import DAY_S, BadSettings, Settings
 from gradbox_service.store.room import in_units
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
 SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S}
 
 
-def register(subparsers: Subparsers) -> None:
+class Kind(StrEnum):
+    """What `storage clean --only` takes."""
+
+    RESULTS = "results"
+    BLOBS = "blobs"
+
+
+def register(app: typer.Typer) -> None:
     """Join the `gradbox` command."""
-    parser = subparsers.add_parser(
-        "storage", help="what the box's files take, by owner; `storage clean` removes some"
+    storage = typer.Typer(
+        help="what the box's files take, by owner; `storage clean` removes some",
+        invoke_without_command=True,
     )
-    _add_shared(parser)
-    parser.set_defaults(func=partial(_with_cleaner, show))
-    actions = parser.add_subparsers(dest="action")
-    clean = actions.add_parser("clean", help="remove what was not used for some time")
-    clean.add_argument(
-        "--older-than",
-        type=_seconds,
-        required=True,
-        metavar="AGE",
-        help="remove what was last used longer ago: 90m, 12h, 3d",
-    )
-    clean.add_argument("--owner", help="only what counts against this owner")
-    clean.add_argument("--only", choices=["results", "blobs"], help="only these")
-    clean.add_argument("--dry-run", action="store_true", help="remove nothing, say what would go")
-    _add_shared(clean, default=argparse.SUPPRESS)
-    clean.set_defaults(func=partial(_with_cleaner, clean_by_hand))
+    storage.callback()(show)
+    storage.command("clean", help="remove what was not used for some time")(clean)
+    app.add_typer(storage, name="storage")
 
 
-def _add_shared(parser: argparse.ArgumentParser, **given: Any) -> None:
-    parser.add_argument("--redis-url", help="address of Redis (GRADBOX_REDIS_URL)", **given)
-    parser.add_argument(
-        "--data", type=Path, help="data folder of a running `gradbox up` (GRADBOX_DATA)", **given
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON", **given)
+def show(
+    ctx: typer.Context,
+    *,
+    redis_url: RedisUrl = None,
+    data: DataFolder = None,
+    json: AsJson = False,
+) -> int:
+    """Print what blobs and results take, by owner, and what is left."""
+    if ctx.invoked_subcommand is not None:
+        return DONE
+    return _with_cleaner(lambda box, _: _print_owners(box, json=json), redis_url, data)
 
 
-StorageCommand = Callable[[Backing, Cleaner, argparse.Namespace], int]
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if found is None:
+        raise typer.BadParameter(f"expected an age such as 90m, 12h or 3d, got {text!r}")
+    return float(found[1]) * SECONDS[found[2]]
 
 
-def _with_cleaner(function: StorageCommand, args: argparse.Namespace) -> int:
-    """Run one of the commands below on the box that the arguments name."""
+def clean(
+    ctx: typer.Context,
+    *,
+    older_than: Annotated[
+        float,
+        typer.Option(
+            parser=_seconds,
+            metavar="AGE",
+            help="remove what was last used longer ago: 90m, 12h, 3d",
+        ),
+    ],
+    owner: Annotated[
+        str | None, typer.Option(metavar="NAME", help="only what counts against this owner")
+    ] = None,
+    only: Annotated[Kind | None, typer.Option(help="only these")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="remove nothing, say what would go")
+    ] = False,
+    redis_url: RedisUrl = None,
+    data: DataFolder = None,
+    json: AsJson = False,
+) -> int:
+    """Remove what the arguments choose, but nothing that a job needs."""
+    # What stands before `clean` was given to `storage`.
+    before = {} if ctx.parent is None else ctx.parent.params
+
+    def run(box: Backing, cleaner: Cleaner) -> int:
+        before_s = time.time() - older_than
+        chosen = _chosen(cleaner, before_s=before_s, owner=owner, only=only)
+        gone = chosen if dry_run else cleaner.remove(chosen)
+        _print_gone(gone, dry_run=dry_run, json=json or bool(before.get("json")))
+        return DONE
+
+    return _with_cleaner(run, redis_url or before.get("redis_url"), data or before.get("data"))
+
+
+def _with_cleaner(
+    run: Callable[[Backing, Cleaner], int], redis_url: str | None, data: Path | None
+) -> int:
+    """Run one of the commands above on the box that its options name."""
     try:
-        settings = Settings.read(redis_url=redis_url(args), data=args.data)
+        settings = Settings.read(redis_url=at_redis(redis_url, data), data=data)
         box = Backing.on_redis(settings)
         cleaner = Cleaner(
             settings,
@@ -79,7 +120,7 @@ def _with_cleaner(function: StorageCommand, args: argparse.Namespace) -> int:
             owners=box.owners,
             leadership=box.leadership,
         )
-        return function(box, cleaner, args)
+        return run(box, cleaner)
     except BadSettings as error:
         print(f"gradbox storage: {error}", file=sys.stderr)
         return WRONG_USAGE
@@ -95,13 +136,12 @@ def _with_cleaner(function: StorageCommand, args: argparse.Namespace) -> int:
         return UNREACHABLE
 
 
-def show(box: Backing, cleaner: Cleaner, args: argparse.Namespace) -> int:
-    """Print what blobs and results take, by owner, and what is left."""
+def _print_owners(box: Backing, *, json: bool) -> int:
     blobs, results = box.owners.totals(), box.records.result_bytes()
     owners = sorted({*blobs, *results}, key=lambda o: -blobs.get(o, 0) - results.get(o, 0))
     left_bytes, free_bytes = box.blobs.room.left_bytes(), box.blobs.room.free_bytes()
     memory = box.records.memory()
-    if args.json:
+    if json:
         report = {
             "owners": [
                 {"owner": o, "blob_bytes": blobs.get(o, 0), "result_bytes": results.get(o, 0)}
@@ -112,7 +152,7 @@ def show(box: Backing, cleaner: Cleaner, args: argparse.Namespace) -> int:
             "redis_bytes": memory.used_bytes,
             "redis_bound_bytes": memory.bound_bytes,
         }
-        print(json.dumps(report))
+        print(jsons.dumps(report))
         return DONE
     print(f"{'owner':30} {'blobs':>12} {'results':>12}")
     for owner in owners:
@@ -124,38 +164,28 @@ def show(box: Backing, cleaner: Cleaner, args: argparse.Namespace) -> int:
     return DONE
 
 
-def clean_by_hand(box: Backing, cleaner: Cleaner, args: argparse.Namespace) -> int:
-    """Remove what the arguments choose, but nothing that a job needs."""
-    chosen = _chosen(cleaner, args)
-    gone = chosen if args.dry_run else cleaner.remove(chosen)
+def _print_gone(gone: Sequence[Stored], *, dry_run: bool, json: bool) -> None:
     total_bytes = sum(file.size_bytes for file in gone)
-    if args.json:
-        print(json.dumps({"removed": [vars(file) for file in gone], "bytes": total_bytes}))
-        return DONE
+    if json:
+        print(jsons.dumps({"removed": [vars(file) for file in gone], "bytes": total_bytes}))
+        return
     for file in gone:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.used_s))
         size = in_units(file.size_bytes)
         print(f"{file.kind:6} {file.name}  {size:>10}  {used}  {printable(file.owner)}")
-    verb = "would remove" if args.dry_run else "removed"
+    verb = "would remove" if dry_run else "removed"
     print(f"{verb} {len(gone)} files of {in_units(total_bytes)}")
-    return DONE
 
 
-def _chosen(cleaner: Cleaner, args: argparse.Namespace) -> Sequence[Stored]:
-    before_s = time.time() - args.older_than
+def _chosen(
+    cleaner: Cleaner, *, before_s: float, owner: str | None, only: str | None
+) -> Sequence[Stored]:
     needed = cleaner.needed()
     return [
         file
         for file in sorted(cleaner.stored(), key=lambda file: file.used_s)
         if file.used_s < before_s
         and file.name not in needed
-        and args.owner in (None, file.owner)
-        and args.only in (None, f"{file.kind}s")
+        and owner in (None, file.owner)
+        and only in (None, f"{file.kind}s")
     ]
-
-
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"expected an age such as 90m, 12h or 3d, got {text!r}")
-    return float(found[1]) * SECONDS[found[2]]

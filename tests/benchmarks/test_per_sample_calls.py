@@ -15,6 +15,7 @@ def test_a_row_states_the_calls_and_a_further_shard() -> None:
     assert "| W1 this | 50.00 | 2.00 | 3.00 | 4.00 | 1.50 |" in section
 
 
+@pytest.mark.slow
 def test_two_source_trees_are_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(per_sample_calls, "PROCESSES", 1)
     found = measure_calls(["W2 B=2"], against=ROOT)

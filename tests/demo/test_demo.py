@@ -73,7 +73,7 @@ def test_ctrl_c_stops_all_that_the_demo_started(tmp_path: Path) -> None:
 
 
 def test_a_difference_beyond_the_tolerance_is_a_failure() -> None:
-    found = command.Comparison(
+    found = command.NaiveComparison(
         loss=1.0,
         naive_loss=1.0,
         num_gradients=1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import subprocess
@@ -13,12 +12,28 @@ from typing import Any
 import pytest
 import yaml
 
+from gradbox.cli.exits import run_alone
 from gradbox_service.http.listening import check_exposure, is_loopback
-from gradbox_service.settings import Settings, add_arguments, given_in
+from gradbox_service.settings import Settings, takes_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+class _ComposeLoader(yaml.SafeLoader):
+    """Reads compose's own tags `!reset` and `!override` as the value behind them."""
+
+
+for _tag in ("!reset", "!override"):
+    _ComposeLoader.add_constructor(
+        _tag,
+        lambda loader, node: (
+            loader.construct_mapping(node, deep=True)
+            if isinstance(node, yaml.MappingNode)
+            else None
+        ),
+    )
 
 
 def test_every_port_is_published_on_loopback() -> None:
@@ -50,6 +65,31 @@ def test_the_worker_reserves_a_gpu() -> None:
     assert devices == [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]
 
 
+def test_every_image_that_is_built_has_a_tag() -> None:
+    for name in ("service", "worker"):
+        assert COMPOSE["services"][name]["image"] == f"gradbox-{name}:${{GRADBOX_VERSION:-0.1.0}}"
+
+
+def test_logs_are_bounded() -> None:
+    for name, part in COMPOSE["services"].items():
+        assert set(part["logging"]["options"]) == {"max-size", "max-file"}, name
+
+
+@pytest.mark.parametrize("name", ["compose.cpu.yml", "compose.gpus.yml"])
+def test_a_file_laid_over_compose_changes_workers_alone(name: str) -> None:
+    over = yaml.load((ROOT / "deploy" / name).read_text(), Loader=_ComposeLoader)
+    assert all(part.startswith("worker") for part in over["services"])
+
+
+def test_every_gpu_of_the_example_has_one_worker() -> None:
+    text = (ROOT / "deploy" / "compose.gpus.yml").read_text()
+    parts = yaml.load(text, Loader=_ComposeLoader)["services"].values()
+    given = [
+        part["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for part in parts
+    ]
+    assert given == [["0"], ["1"]]
+
+
 def test_volumes_are_named_and_shared_by_service_and_worker() -> None:
     for name in ("service", "worker"):
         assert "data:/data" in COMPOSE["services"][name]["volumes"]
@@ -73,11 +113,16 @@ def test_the_service_image_may_listen_as_it_is_told_to() -> None:
     stage = DOCKERFILE.split(" AS service\n")[1].split("\nFROM ")[0]
     (line,) = re.findall(r"^CMD (\[.+\])$", stage, re.MULTILINE)
     _, _, *options = yaml.safe_load(line)
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    settings = Settings.read(**given_in(parser.parse_args(options)))
-    assert not is_loopback(settings.host)
-    assert check_exposure(settings) is not None
+    found: list[Settings] = []
+
+    @takes_settings()
+    def command(given: dict[str, Any]) -> int:
+        found.append(Settings.read(**given))
+        return 0
+
+    assert run_alone(lambda app: app.command("service")(command), ["service", *options]) == 0
+    assert not is_loopback(found[0].host)
+    assert check_exposure(found[0]) is not None
 
 
 @pytest.mark.parametrize("line", re.findall(r'^CMD (\["gradbox".+\])$', DOCKERFILE, re.MULTILINE))

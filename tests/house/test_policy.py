@@ -27,7 +27,6 @@ LONG = {
 SHORT = {
     "service/gradbox_service/admission/forward.py": "the one check of a computation's own module",
     "service/gradbox_service/store/layout.py": "the folders that service and workers share",
-    "worker/gradbox_engine/mixed/dual.py": "a context manager that two modules need",
 }
 # What a package's file and `python -m` say in a few lines.
 ALWAYS_SHORT = ("__init__.py", "__main__.py")

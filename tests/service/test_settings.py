@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gradbox_service.settings import BadSettings, Settings, add_arguments, arguments_of, given_in
+from gradbox.cli.exits import run_alone
+from gradbox_service.settings import BadSettings, Settings, arguments_of, takes_settings
+
+FOUND: list[Settings] = []
+
+
+@takes_settings()
+def command(given: dict[str, Any]) -> int:
+    FOUND.append(Settings.read(**given))
+    return 0
+
+
+def run(*arguments: str) -> int:
+    return run_alone(lambda app: app.command("any")(command), ["any", *arguments])
 
 
 def parsed(*arguments: str) -> Settings:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return Settings.read(**given_in(parser.parse_args(arguments)))
+    assert run(*arguments) == 0
+    return FOUND.pop()
 
 
 def test_arguments_win_over_the_environment(
@@ -53,9 +65,8 @@ def test_arguments_of_settings_read_back_as_the_same() -> None:
     assert parsed(*arguments_of(settings)) == settings
 
 
-def test_the_help_of_every_setting_can_be_printed() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    printed = " ".join(parser.format_help().split())
+def test_the_help_of_every_setting_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    printed = " ".join(capsys.readouterr().out.split())
     assert all(f"GRADBOX_{name.upper()}" in printed for name in Settings.model_fields)
     assert "5 % of the" in printed

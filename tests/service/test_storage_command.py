@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
+from gradbox.cli.exits import run_alone
 from gradbox_service.backing import Backing
 from gradbox_service.settings import Settings
 from gradbox_service.storage_command import register
@@ -26,10 +26,7 @@ def backing(redis_settings: Settings) -> Backing:
 
 
 def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    register(parser.add_subparsers())
-    args = parser.parse_args(["storage", *arguments])
-    return int(args.func(args))
+    return run_alone(register, ["storage", *arguments])
 
 
 def test_it_lists_what_each_owner_takes(
@@ -84,8 +81,7 @@ def test_it_removes_nothing_that_a_job_needs(
 def test_it_refuses_what_is_no_age(
     age: str, where: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        run("clean", f"--older-than={age}", *where)
+    assert run("clean", f"--older-than={age}", *where) == 2
     assert "such as 90m, 12h or 3d" in capsys.readouterr().err
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 import redis
 
+from gradbox.cli.exits import run_alone
 from gradbox_service.backing import Backing
 from gradbox_service.commands import register_tokens
 from gradbox_service.tokens import BadTokenName, RedisTokens, Tokens
@@ -73,10 +73,7 @@ def test_a_revoked_token_opens_nothing(box: Box) -> None:
 
 
 def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    register_tokens(parser.add_subparsers())
-    args = parser.parse_args(["tokens", *arguments])
-    return int(args.func(args))
+    return run_alone(register_tokens, ["tokens", *arguments])
 
 
 def test_the_command_creates_lists_and_revokes(

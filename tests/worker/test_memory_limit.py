@@ -12,13 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradbox.protocol import JobState
-from gradbox_worker.computations import memory_limit
-from gradbox_worker.computations.memory_limit import (
-    RESERVE_BYTES,
-    MemoryLimit,
-    available_bytes,
-    private_bytes,
-)
+from gradbox_engine import host_memory
+from gradbox_engine.host_memory import available_bytes, private_bytes
+from gradbox_worker.computations.memory_limit import RESERVE_BYTES, MemoryLimit
 from tests.worker.box import (
     Box,
     WorkerProcess,
@@ -119,8 +115,8 @@ def test_what_a_container_may_take_counts(tmp_path: Path, monkeypatch: pytest.Mo
     (group.parent / "memory.current").write_text(f"{120 * MIB}\n")
     (group.parent / "memory.stat").write_text(f"anon 1\ninactive_file {20 * MIB}\n")
     (tmp_path / "cgroup").write_text("0::/pod/box\n")
-    monkeypatch.setattr(memory_limit, "CGROUPS", tmp_path)
-    monkeypatch.setattr(memory_limit, "CGROUP_OF_SELF", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "CGROUP_OF_SELF", tmp_path / "cgroup")
     assert available_bytes() == 200 * MIB
 
 

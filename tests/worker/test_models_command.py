@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
+from gradbox.cli.exits import run_alone
 from gradbox_worker.models.command import register
 from tests.worker import zoo
 
 
 def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    register(parser.add_subparsers())
-    args = parser.parse_args(["models", *arguments])
-    code: int = args.func(args)
-    return code
+    return run_alone(register, ["models", *arguments])
 
 
 def models_file(folder: Path, *functions: str) -> str:

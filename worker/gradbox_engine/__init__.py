@@ -21,7 +21,6 @@ from gradbox_engine.model.shard_rng import shard_stream
 from gradbox_engine.replay.gradient_at_cotangents import (
     CotangentGradient,
     FirstOutputs,
-    first_outputs,
     gradient_at_cotangents,
 )
 from gradbox_engine.replay.kept_graphs import KeptPass
@@ -66,7 +65,6 @@ __all__ = [
     "SetGradient",
     "SetOutputs",
     "UnknownParameter",
-    "first_outputs",
     "gradient_at_cotangents",
     "is_out_of_memory",
     "mixed_gradient",

@@ -2,60 +2,58 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from gradbox.cli.output import complain, say, say_json, say_table
+import typer
+
+from gradbox.cli.output import AsJson, complain, say, say_json, say_table
 from gradbox.printable import printable
 from gradbox.protocol import JobState, JobView
 
 TITLES: Final = ("ID", "STATE", "MODEL", "AGE", "PROGRESS", "NAME")
 
+JobId = Annotated[str, typer.Argument(metavar="ID", help="the job")]
+JobIds = Annotated[list[str], typer.Argument(metavar="ID...", help="the jobs")]
 
-def register(subparsers: Any) -> None:
+
+def register(app: typer.Typer) -> None:
     """Join the `gradbox` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser("jobs", help="your jobs on the box")
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
-    listing = _verb(verbs, "list", list_jobs, "your jobs, newest first")
-    listing.add_argument("--state", choices=[state.value for state in JobState])
-    listing.add_argument("--limit", type=int, help="at most so many")
-    _verb(verbs, "show", show_job, "one job").add_argument("id")
-    _verb(verbs, "watch", watch_job, "follow a job to its end").add_argument("id")
-    _verb(verbs, "cancel", cancel_jobs, "cancel jobs").add_argument("id", nargs="+")
-    deletion = verbs.add_parser("delete", help="delete the results of jobs that are over")
-    deletion.add_argument("id", nargs="+")
-    deletion.set_defaults(func=delete_jobs)
+    jobs = typer.Typer(help="your jobs on the box", no_args_is_help=True)
+    jobs.command("list", help="your jobs, newest first")(list_jobs)
+    jobs.command("show", help="one job")(show_job)
+    jobs.command("watch", help="follow a job to its end")(watch_job)
+    jobs.command("cancel", help="cancel jobs")(cancel_jobs)
+    jobs.command("delete", help="delete the results of jobs that are over")(delete_jobs)
+    app.add_typer(jobs, name="jobs")
 
 
-def _verb(verbs: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = verbs.add_parser(name, help=text)
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.set_defaults(func=run)
-    return parser
-
-
-def list_jobs(args: argparse.Namespace) -> int:
+def list_jobs(
+    *,
+    state: Annotated[JobState | None, typer.Option(help="only these")] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", help="at most so many")] = None,
+    json: AsJson = False,
+) -> int:
     """Print one line for each job."""
     from gradbox.client import GradClient
 
     with GradClient() as client:
-        views = [job.view for job in client.jobs(state=args.state, limit=args.limit)]
-    if args.json:
+        views = [job.view for job in client.jobs(state=state, limit=limit)]
+    if json:
         _say_views(views)
     else:
         say_table([TITLES, *map(_row, views)])
     return 0
 
 
-def show_job(args: argparse.Namespace) -> int:
+def show_job(id: JobId, *, json: AsJson = False) -> int:
     """Print all that the box says of a job."""
     from gradbox.client import GradClient
 
     with GradClient() as client:
-        view = client.job(args.id).view
-    if args.json:
+        view = client.job(id).view
+    if json:
         say_json(view.model_dump(mode="json"))
         return 0
     for name, value in view.model_dump(mode="json", exclude_none=True).items():
@@ -65,17 +63,17 @@ def show_job(args: argparse.Namespace) -> int:
     return 0
 
 
-def watch_job(args: argparse.Namespace) -> int:
+def watch_job(id: JobId, *, json: AsJson = False) -> int:
     """Follow a job: a bar on a terminal, else a line for each state; 1 if it does not end well."""
     from gradbox.client import GradClient
     from gradbox.progress import ProgressBar
 
     with GradClient() as client:
-        job = client.job(args.id)
-        with ProgressBar(job.id[:12], shown=False if args.json else None) as bar:
+        job = client.job(id)
+        with ProgressBar(job.id[:12], shown=False if json else None) as bar:
             for event in job.events():
                 bar.show(event)
-                if args.json:
+                if json:
                     data: Any = event.job or event.progress
                     say_json({"event": event.kind, "data": data.model_dump(mode="json")})
                 elif event.job is not None and not sys.stderr.isatty():
@@ -93,13 +91,13 @@ def say_how_it_ended(view: JobView) -> int:
     return 0 if view.state is JobState.DONE else 1
 
 
-def cancel_jobs(args: argparse.Namespace) -> int:
+def cancel_jobs(id: JobIds, *, json: AsJson = False) -> int:
     """Cancel each job and print what it is now."""
     from gradbox.client import GradClient
 
     with GradClient() as client:
-        views = [client.job(job_id).cancel() for job_id in args.id]
-    if args.json:
+        views = [client.job(job_id).cancel() for job_id in id]
+    if json:
         _say_views(views)
         return 0
     for view in views:
@@ -108,12 +106,12 @@ def cancel_jobs(args: argparse.Namespace) -> int:
     return 0
 
 
-def delete_jobs(args: argparse.Namespace) -> int:
+def delete_jobs(id: JobIds) -> int:
     """Delete the result of each job, which must be over."""
     from gradbox.client import GradClient
 
     with GradClient() as client:
-        for job_id in args.id:
+        for job_id in id:
             client.job(job_id).delete()
             say(f"{job_id} deleted")
     return 0

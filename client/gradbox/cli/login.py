@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
 import getpass
 import sys
-from typing import Any
+from typing import Annotated
+
+import typer
 
 from gradbox.cli.output import say
 from gradbox.errors import Unauthorized
 from gradbox.settings import ClientSettings, checked_url, login_file, write_settings
 
-
-def register(subparsers: Any) -> None:
-    """Join the `gradbox` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "login", help="keep a box's URL and token on this machine"
-    )
-    parser.add_argument("--url", help="the box's address; asked for if it is not given")
-    parser.add_argument(
-        "--token",
+Url = Annotated[
+    str | None, typer.Option(metavar="URL", help="the box's address; asked for if not given")
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKEN",
         help="the token, or - to read it from stdin; asked for if it is not given, and better so: "
         "arguments show in process lists",
-    )
-    parser.set_defaults(func=run)
+    ),
+]
 
 
-def run(args: argparse.Namespace) -> int:
+def register(app: typer.Typer) -> None:
+    """Join the `gradbox` command."""
+    app.command("login", help="keep a box's URL and token on this machine")(run)
+
+
+def run(*, url: Url = None, token: Token = None) -> int:
     """Try the token on the box, then write it to a file that nobody else can read."""
     from gradbox.client import GradClient
 
-    settings = _asked_for(args)
+    settings = _asked_for(url, token)
     with GradClient(settings.url, settings.token) as client:
         client.jobs(limit=1)
     path = login_file()
@@ -39,22 +43,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _asked_for(args: argparse.Namespace) -> ClientSettings:
+def _asked_for(url: str | None, token: str | None) -> ClientSettings:
     """Return what was given, and what is typed for the rest.
 
     Raises:
         ServiceUnavailable: see `checked_url`.
         Unauthorized: the input ended before there was a token.
     """
-    token = ""
     try:
-        url = checked_url(args.url or input("URL of the box: ").strip())
-        token = args.token or getpass.getpass("token: ")
+        url = checked_url(url or input("URL of the box: ").strip())
+        token = token or getpass.getpass("token: ")
     except EOFError:
-        pass
+        token = None
     if token == "-":
         token = sys.stdin.readline()
-    if not token.strip():
+    if not (url and token and token.strip()):
         raise Unauthorized(
             "expected a URL and a token, but the input ended before they were there: give "
             "--url URL, and --token - with the token on stdin"

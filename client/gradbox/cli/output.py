@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from gradbox.printable import printable
+
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 def say(text: object) -> None:

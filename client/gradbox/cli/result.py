@@ -2,51 +2,48 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from gradbox.cli.jobs import say_how_it_ended
-from gradbox.cli.output import complain, say, say_json
+import typer
+
+from gradbox.cli.jobs import JobId, say_how_it_ended
+from gradbox.cli.output import AsJson, complain, say, say_json
+
+OutputFile = Annotated[
+    Path, typer.Option("-o", "--output", metavar="FILE", help="a safetensors file to write")
+]
 
 
-def register(subparsers: Any) -> None:
+def register(app: typer.Typer) -> None:
     """Join the `gradbox` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "result", help="wait for a job and fetch its result"
-    )
-    parser.add_argument("id", help="the job")
-    parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FILE", help="a safetensors file"
-    )
-    parser.add_argument("--json", action="store_true", help="print the receipt")
-    parser.set_defaults(func=run)
+    app.command("result", help="wait for a job and fetch its result")(run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(id: JobId, *, output: OutputFile, json: AsJson = False) -> int:
     """Wait for the job, write its result to the file and say what is in it."""
     from gradbox.client import GradClient
     from gradbox.results.result import GradResult
 
-    if not args.output.parent.is_dir():  # said now, and not when the job is done
-        return _cannot_write(args.output, "there is no such folder")
+    if not output.parent.is_dir():  # said now, and not when the job is done
+        return _cannot_write(output, "there is no such folder")
     with GradClient() as client:
-        job = client.job(args.id)
+        job = client.job(id)
         code = say_how_it_ended(job.wait())
         if code:
             return code
         try:
-            job.fetch(args.output)
+            job.fetch(output)
         except OSError as error:
-            return _cannot_write(args.output, error.strerror or str(error))
-    result = GradResult.load(args.output)
-    if args.json:
+            return _cannot_write(output, error.strerror or str(error))
+    result = GradResult.load(output)
+    if json:
         say_json(result.manifest.model_dump(mode="json"), indent=2)
     else:
         loss = result.manifest.loss
         counted = {"gradients": result.grads, "outputs": result.outputs}
         found = ", ".join(f"{len(named)} {what}" for what, named in counted.items() if named)
-        say(f"{args.output}: {'' if loss is None else f'loss {loss:.6g}, '}{found}")
+        say(f"{output}: {'' if loss is None else f'loss {loss:.6g}, '}{found}")
     return 0
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from importlib import metadata
-from typing import Any
 
-from gradbox.cli.output import say, say_json
+import typer
+
+from gradbox.cli.output import AsJson, say, say_json
 from gradbox.protocol import PROTOCOL
 
 
-def register(subparsers: Any) -> None:
+def register(app: typer.Typer) -> None:
     """Join the `gradbox` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser("version", help="say which gradbox")
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.set_defaults(func=run)
+    app.command("version", help="say which gradbox")(run)
 
 
 def text() -> str:
@@ -22,8 +20,9 @@ def text() -> str:
     return f"gradbox {metadata.version('gradbox')}, protocol {PROTOCOL}"
 
 
-def run(args: argparse.Namespace) -> int:
-    if args.json:
+def run(*, json: AsJson = False) -> int:
+    """Print the version."""
+    if json:
         say_json({"gradbox": metadata.version("gradbox"), "protocol": PROTOCOL})
     else:
         say(text())

@@ -8,7 +8,7 @@ Read `computation` first, which all share, then `gradient`. `forward`, `per_samp
 functions; `function_inputs` and `traced_function` read and trace what a function needs.
 """
 
-from gradbox.computations.computation import Computation, Prepared
+from gradbox.computations.computation import Computation, Submission
 from gradbox.computations.forward import Forward
 from gradbox.computations.gradient import Gradient
 from gradbox.computations.loss_kinds import Builtin, Cotangents
@@ -26,5 +26,5 @@ __all__ = [
     "MixedGradient",
     "Penalty",
     "PerSampleGradient",
-    "Prepared",
+    "Submission",
 ]

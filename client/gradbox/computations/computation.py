@@ -23,7 +23,7 @@ Spec = TypeVar("Spec", bound=BaseModel)
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class Submission:
     """A job ready to be posted: its spec, and the blobs that the spec names."""
 
     spec: JobSpec | CotangentGradientSpec
@@ -82,7 +82,7 @@ class Computation(ABC):
         return read_groups(self.inputs, method=self.method, order=self.order)
 
     @abstractmethod
-    def prepare(self) -> Prepared:
+    def prepare(self) -> Submission:
         """Trace the functions, and name every tensor by the blob that holds it.
 
         Raises:

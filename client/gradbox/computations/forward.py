@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradbox.computations.computation import Differentiated, Prepared, checked, listed
+from gradbox.computations.computation import Differentiated, Submission, checked, listed
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import ForwardSpec
 from gradbox.protocol.spec import ForwardReturned
@@ -34,8 +34,8 @@ class Forward(Differentiated):
         shards = " + ".join(f"{len(group.shards)} {group.name}" for group in self.groups)
         return f"Forward(model={self.model!r}, shards={shards})"
 
-    def prepare(self) -> Prepared:
+    def prepare(self) -> Submission:
         uploads = Uploads()
         fields = self.shared_fields(uploads)
         spec = checked(ForwardSpec, computation="forward", returns=listed(self.returns), **fields)
-        return Prepared(spec=spec, blobs=uploads.blobs)
+        return Submission(spec=spec, blobs=uploads.blobs)

@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from gradbox.builtin_losses.signatures import check_builtin
-from gradbox.computations.computation import Differentiated, Prepared, checked, listed
+from gradbox.computations.computation import Differentiated, Submission, checked, listed
 from gradbox.computations.function_inputs import split_tensors_and_scalars
 from gradbox.computations.loss_kinds import Builtin, Cotangents
 from gradbox.computations.penalty import Penalty
@@ -83,7 +83,7 @@ class Gradient(Differentiated):
         shards = " + ".join(f"{len(group.shards)} {group.name}" for group in self.groups)
         return f"Gradient(model={self.model!r}, shards={shards}, loss={self.loss!r})"
 
-    def prepare(self) -> Prepared:
+    def prepare(self) -> Submission:
         uploads = Uploads()
         if isinstance(self.loss, Cotangents):
             return self._at_cotangents(self.loss, uploads)
@@ -105,9 +105,9 @@ class Gradient(Differentiated):
             "penalties": [penalty.spec(uploads) for penalty in self.penalties],
             "returns": listed(self.returns),
         }
-        return Prepared(spec=checked(GradientSpec, **given), blobs=uploads.blobs)
+        return Submission(spec=checked(GradientSpec, **given), blobs=uploads.blobs)
 
-    def _at_cotangents(self, loss: Cotangents, uploads: Uploads) -> Prepared:
+    def _at_cotangents(self, loss: Cotangents, uploads: Uploads) -> Submission:
         spec = checked(
             CotangentGradientSpec,
             computation="gradient",
@@ -118,7 +118,7 @@ class Gradient(Differentiated):
             timeout_s=self.timeout_s,
             name=self.name,
         )
-        return Prepared(spec=spec, blobs=uploads.blobs)
+        return Submission(spec=spec, blobs=uploads.blobs)
 
     def _builtin_loss(
         self, loss: Builtin, tensors: list[str], scalars: dict[str, Scalar]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradbox.computations.computation import Computation, Prepared, checked, listed
+from gradbox.computations.computation import Computation, Submission, checked, listed
 from gradbox.computations.function_inputs import split_tensors_and_scalars
 from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidInputs
@@ -56,7 +56,7 @@ class MixedGradient(Computation):
         shards = " + ".join(str(len(group.shards)) for group in self.groups)
         return f"MixedGradient(model={self.model!r}, shards={shards}, inner={self.inner!r})"
 
-    def prepare(self) -> Prepared:
+    def prepare(self) -> Submission:
         both = sorted(self.y.keys() & self.x.keys())
         if both:
             raise InvalidInputs(f"x: expected other names than those in y, got {both} in both")
@@ -72,7 +72,7 @@ class MixedGradient(Computation):
             "z": self.z or self._first_floating(),
             "returns": listed(self.returns),
         }
-        return Prepared(spec=checked(MixedGradientSpec, **fields), blobs=uploads.blobs)
+        return Submission(spec=checked(MixedGradientSpec, **fields), blobs=uploads.blobs)
 
     def _first_floating(self) -> str | None:
         """Return the first floating-point argument as it was given: a blob keeps no order."""

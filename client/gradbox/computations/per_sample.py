@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradbox.computations.computation import Computation, Prepared, checked, listed
+from gradbox.computations.computation import Computation, Submission, checked, listed
 from gradbox.computations.function_inputs import split_tensors_and_scalars
 from gradbox.computations.loss_kinds import Builtin
 from gradbox.computations.traced_function import traced
@@ -86,7 +86,7 @@ class PerSampleGradient(PerSample):
         shards = f"{len(self.groups[0].shards)} shards"
         return f"PerSampleGradient(model={self.model!r}, {shards}, reduce={self.reduce!r})"
 
-    def prepare(self) -> Prepared:
+    def prepare(self) -> Submission:
         if isinstance(self.loss, Builtin):
             raise InvalidJob(
                 f"loss: expected a function that returns one number a sample, got {self.loss!r}, "
@@ -112,7 +112,7 @@ class PerSampleGradient(PerSample):
             "reduce": self.reduce,
             "clip": self.clip,
         }
-        return Prepared(spec=checked(PerSampleGradientSpec, **fields), blobs=uploads.blobs)
+        return Submission(spec=checked(PerSampleGradientSpec, **fields), blobs=uploads.blobs)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,14 +137,14 @@ class Jacobian(PerSample):
         shards = f"{len(self.groups[0].shards)} shards"
         return f"Jacobian(model={self.model!r}, {shards}, reduce={self.reduce!r})"
 
-    def prepare(self) -> Prepared:
+    def prepare(self) -> Submission:
         uploads = Uploads()
         fields = self.shared_fields(uploads) | {
             "computation": "jacobian",
             "reduce": self.reduce,
             "vectors": self._uploaded_vectors(uploads),
         }
-        return Prepared(spec=checked(JacobianSpec, **fields), blobs=uploads.blobs)
+        return Submission(spec=checked(JacobianSpec, **fields), blobs=uploads.blobs)
 
     def _uploaded_vectors(self, uploads: Uploads) -> TensorRef | dict[str, TensorRef] | None:
         if self.vectors is None:

@@ -23,7 +23,7 @@ from torch.autograd import Function
 from gradbox.errors import InvalidInputs
 
 
-class Job(Protocol):
+class DoneForward(Protocol):
     """A forward job that is done."""
 
     def replay(self, cotangents: tuple[Tensor | None, ...]) -> list[Tensor | None]:
@@ -37,7 +37,7 @@ class AccumulatedGrads(Function):
     """The node whose backward adds the gradients of a job to the model's."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, job: Job) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, job: DoneForward) -> Tensor:
         ctx.job = job
         return anchor.new_zeros(())
 
@@ -51,7 +51,9 @@ class JobOutputs(Function):
     """The outputs of all calls of a job."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, outputs: list[Tensor], token: Tensor, *inputs: Tensor) -> Any:
+    def forward(
+        ctx: Any, job: DoneForward, outputs: list[Tensor], token: Tensor, *inputs: Tensor
+    ) -> Any:
         ctx.job = job
         ctx.set_materialize_grads(False)
         return tuple(outputs)

@@ -14,7 +14,7 @@ from gradbox_service.admission.functions import check_readout
 from gradbox_service.admission.model import find_model
 from gradbox_service.admission.parameters import check_weights
 from gradbox_service.admission.references import References, shared_references
-from gradbox_service.admission.tensors import Tensors
+from gradbox_service.admission.tensors import TensorHeaders
 from gradbox_service.jobs import Fleet
 from gradbox_service.store import OwnBlobs
 
@@ -22,7 +22,7 @@ from gradbox_service.store import OwnBlobs
 class Check(Protocol):
     """Raises if a spec of one computation does not fit the model or its own tensors."""
 
-    def __call__(self, spec: Any, *, model: ModelView, tensors: Tensors) -> None: ...
+    def __call__(self, spec: Any, *, model: ModelView, tensors: TensorHeaders) -> None: ...
 
 
 class Named(Protocol):
@@ -63,7 +63,7 @@ def admit(spec: JobSpec, *, fleet: Fleet, blobs: OwnBlobs) -> ModelView:
     _check_group_names(spec)
     references = [*shared_references(spec), *own.references(spec)]
     shards = {shard.blob for group in spec.inputs for shard in group.shards}
-    tensors = Tensors.load(shards | {ref.blob for _, ref in references}, blobs=blobs)
+    tensors = TensorHeaders.load(shards | {ref.blob for _, ref in references}, blobs=blobs)
     for where, reference in references:
         tensors.entry(reference, where=where)
     check_groups(spec, model=model, tensors=tensors)

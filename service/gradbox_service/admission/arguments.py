@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import InputGroup, MethodView, ModelView, SharedSpec
-from gradbox_service.admission.tensors import Tensors
+from gradbox_service.admission.tensors import TensorHeaders
 
 
-def check_groups(spec: SharedSpec, *, model: ModelView, tensors: Tensors) -> None:
+def check_groups(spec: SharedSpec, *, model: ModelView, tensors: TensorHeaders) -> None:
     """Check every group of inputs.
 
     Raises:
@@ -26,7 +26,7 @@ def check_groups(spec: SharedSpec, *, model: ModelView, tensors: Tensors) -> Non
         _check_fit(_common_arguments(group, tensors), group, method, model.name)
 
 
-def _common_arguments(group: InputGroup, tensors: Tensors) -> set[str]:
+def _common_arguments(group: InputGroup, tensors: TensorHeaders) -> set[str]:
     """Return the argument names that all shards of the group have."""
     first: set[str] = set()
     for index, shard in enumerate(group.shards):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradbox.protocol import ForwardSpec, ModelView
 from gradbox_service.admission.parameters import check_wrt
 from gradbox_service.admission.references import References
-from gradbox_service.admission.tensors import Tensors
+from gradbox_service.admission.tensors import TensorHeaders
 
 
 def references(spec: ForwardSpec) -> References:
@@ -13,7 +13,7 @@ def references(spec: ForwardSpec) -> References:
     return ()
 
 
-def check(spec: ForwardSpec, *, model: ModelView, tensors: Tensors) -> None:
+def check(spec: ForwardSpec, *, model: ModelView, tensors: TensorHeaders) -> None:
     """Check what its gradient jobs will differentiate.
 
     Raises:

@@ -16,7 +16,7 @@ from gradbox.protocol import (
     SharedSpec,
 )
 from gradbox.tensors.safetensors_header import TensorEntry, read_header
-from gradbox_service.admission.tensors import Tensors
+from gradbox_service.admission.tensors import TensorHeaders
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
 from gradbox_service.store import OwnBlobs
@@ -49,7 +49,7 @@ class ForwardJob:
             InvalidInputs: one is of no output, is not floating-point or has another shape.
             MissingBlobs: the box does not have them.
         """
-        tensors = Tensors.load({ref.blob for ref in loss.tensors.values()}, blobs=blobs)
+        tensors = TensorHeaders.load({ref.blob for ref in loss.tensors.values()}, blobs=blobs)
         for name, reference in loss.tensors.items():
             entry = tensors.entry(reference, where=f"loss.tensors.{name}")
             output = self.outputs.get(name)

@@ -11,7 +11,7 @@ from gradbox_service.admission.references import (
     function_references,
     named_references,
 )
-from gradbox_service.admission.tensors import Tensors
+from gradbox_service.admission.tensors import TensorHeaders
 
 
 def references(spec: GradientSpec) -> References:
@@ -28,7 +28,7 @@ def references(spec: GradientSpec) -> References:
         )
 
 
-def check(spec: GradientSpec, *, model: ModelView, tensors: Tensors) -> None:
+def check(spec: GradientSpec, *, model: ModelView, tensors: TensorHeaders) -> None:
     """Check the job.
 
     Raises:

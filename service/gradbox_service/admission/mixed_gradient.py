@@ -11,7 +11,7 @@ from gradbox_service.admission.references import (
     function_references,
     named_references,
 )
-from gradbox_service.admission.tensors import Tensors
+from gradbox_service.admission.tensors import TensorHeaders
 
 
 def references(spec: MixedGradientSpec) -> References:
@@ -22,7 +22,7 @@ def references(spec: MixedGradientSpec) -> References:
     yield from named_references("x", spec.x)
 
 
-def check(spec: MixedGradientSpec, *, model: ModelView, tensors: Tensors) -> None:
+def check(spec: MixedGradientSpec, *, model: ModelView, tensors: TensorHeaders) -> None:
     """Check the job.
 
     Raises:
@@ -61,7 +61,7 @@ def _check_outer(spec: MixedGradientSpec) -> None:
         )
 
 
-def _check_leaves(spec: MixedGradientSpec, tensors: Tensors) -> None:
+def _check_leaves(spec: MixedGradientSpec, tensors: TensorHeaders) -> None:
     leaves: dict[str, TensorRef] = {f"y.{name}": ref for name, ref in spec.y.items()}
     for place, function in (("inner", spec.inner), ("outer", spec.outer)):
         leaves |= {f"{place}.{name}": ref for name, ref in function.tensors.items()}
@@ -77,7 +77,7 @@ def _check_leaves(spec: MixedGradientSpec, tensors: Tensors) -> None:
             raise InvalidInputs(f"{name}: expected a floating-point tensor, got {dtype}")
 
 
-def _check_z(spec: MixedGradientSpec, tensors: Tensors) -> None:
+def _check_z(spec: MixedGradientSpec, tensors: TensorHeaders) -> None:
     shard = spec.inputs[0].shards[0]
     floating = [
         name

@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import DifferentiatedSpec, ModelView, SharedSpec, TensorRef
-from gradbox_service.admission.tensors import Tensors
+from gradbox_service.admission.tensors import TensorHeaders
 
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 
-def check_weights(spec: SharedSpec, *, model: ModelView, tensors: Tensors) -> None:
+def check_weights(spec: SharedSpec, *, model: ModelView, tensors: TensorHeaders) -> None:
     """Check the tensors that are laid over the model's own.
 
     Raises:
@@ -34,7 +34,11 @@ def check_weights(spec: SharedSpec, *, model: ModelView, tensors: Tensors) -> No
 
 
 def check_wrt(
-    spec: DifferentiatedSpec, *, model: ModelView, tensors: Tensors, others: Sequence[str] = ()
+    spec: DifferentiatedSpec,
+    *,
+    model: ModelView,
+    tensors: TensorHeaders,
+    others: Sequence[str] = (),
 ) -> None:
     """Check that every glob names something that has a gradient.
 
@@ -57,7 +61,7 @@ def check_wrt(
             )
 
 
-def _differentiable_inputs(spec: SharedSpec, tensors: Tensors) -> list[str]:
+def _differentiable_inputs(spec: SharedSpec, tensors: TensorHeaders) -> list[str]:
     """Return the floating-point arguments as `inputs.NAME` and `inputs.GROUP.NAME`."""
     names = []
     for group in spec.inputs:

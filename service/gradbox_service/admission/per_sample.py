@@ -19,7 +19,7 @@ from gradbox_service.admission.references import (
     function_references,
     named_references,
 )
-from gradbox_service.admission.tensors import Tensors
+from gradbox_service.admission.tensors import TensorHeaders
 
 
 def references_of_gradient(spec: PerSampleGradientSpec) -> References:
@@ -36,7 +36,9 @@ def references_of_jacobian(spec: JacobianSpec) -> References:
         yield from named_references("vectors", spec.vectors)
 
 
-def check_gradient(spec: PerSampleGradientSpec, *, model: ModelView, tensors: Tensors) -> None:
+def check_gradient(
+    spec: PerSampleGradientSpec, *, model: ModelView, tensors: TensorHeaders
+) -> None:
     """Check the job.
 
     Raises:
@@ -59,7 +61,7 @@ def check_gradient(spec: PerSampleGradientSpec, *, model: ModelView, tensors: Te
     _check_wrt(spec, model=model)
 
 
-def check_jacobian(spec: JacobianSpec, *, model: ModelView, tensors: Tensors) -> None:
+def check_jacobian(spec: JacobianSpec, *, model: ModelView, tensors: TensorHeaders) -> None:
     """Check the job.
 
     Raises:

@@ -14,14 +14,14 @@ MAX_BLOBS = 10_000
 MAX_LISTED = 1000
 
 
-class Tensors:
+class TensorHeaders:
     """The headers of a job's blobs."""
 
     def __init__(self, headers: Mapping[str, SafetensorsHeader]) -> None:
         self._headers = headers
 
     @classmethod
-    def load(cls, digests: Collection[str], *, blobs: OwnBlobs) -> Tensors:
+    def load(cls, digests: Collection[str], *, blobs: OwnBlobs) -> TensorHeaders:
         """Read the headers of these blobs.
 
         Raises:

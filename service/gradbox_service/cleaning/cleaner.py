@@ -7,7 +7,6 @@ file goes, so whoever asks in between hears that it is not there.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from gradbox_service.cleaning.needed import Needed
 from gradbox_service.jobs import JobRecord, Records
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.queue.leadership import Leadership
+from gradbox_service.repeating_thread import RepeatingThread
 from gradbox_service.settings import Settings
 from gradbox_service.store import BlobOwners, BlobStore, ResultStore
 from gradbox_service.store.files import use_of
@@ -30,8 +30,8 @@ LEADER_TTL_S = 5.0
 MAX_RECORDS = 1000
 
 
-class Cleaner:
-    """Removes what the settings let expire; `start` and `close` belong to the app's lifespan."""
+class Cleaner(RepeatingThread):
+    """Removes what the settings let expire, at once and then every `clean_every_s`."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class Cleaner:
         owners: BlobOwners,
         leadership: Leadership,
     ) -> None:
+        super().__init__("cleaner", failed_pause_s=settings.clean_every_s)
         self._settings = settings
         self._records = records
         self._blobs = blobs
@@ -50,8 +51,6 @@ class Cleaner:
         self._owners = owners
         self._leadership = leadership
         self._needed = Needed(records)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gradbox-cleaner", daemon=True)
 
     def clean(self) -> list[Stored]:
         """Remove what has expired; return the files that went."""
@@ -92,34 +91,14 @@ class Cleaner:
             log.info("removed %d results and blobs of %d bytes together", len(gone), taken)
         return gone
 
-    def start(self) -> None:
-        """Begin to look, at once and then every `clean_every_s`."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ask it to stop; `join` waits until it has."""
-        self._stopping.set()
-
-    def join(self) -> None:
-        """Wait until it has stopped."""
-        self._thread.join()
-
-    @property
-    def alive(self) -> bool:
-        """Whether it looks."""
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                if self._leadership.hold(ttl_s=LEADER_TTL_S):
-                    self.clean()
-            except redis.RedisError as error:
-                if not store_refuses(error):
-                    log.exception("the cleaner failed; trying again")
-            except Exception:  # one file that cannot be looked at must not end all cleaning
-                log.exception("the cleaner failed; trying again")
-            self._stopping.wait(self._settings.clean_every_s)
+    def _step(self) -> None:
+        try:
+            if self._leadership.hold(ttl_s=LEADER_TTL_S):
+                self.clean()
+        except redis.RedisError as error:
+            if not store_refuses(error):
+                raise
+        self._stopping.wait(self._settings.clean_every_s)
 
     def _limits(self, files: Sequence[Stored]) -> Limits:
         taken_bytes = sum(file.size_bytes for file in files)

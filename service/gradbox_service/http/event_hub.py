@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncIterator, Collection
 
 import anyio.to_thread
 import redis
 
 from gradbox_service.jobs import Event, Records
+from gradbox_service.repeating_thread import RepeatingThread
 
 log = logging.getLogger(__name__)
 
@@ -26,34 +26,25 @@ WAIT_S = 0.25
 REREAD_S = 5.0
 
 
-class Hub:
-    """Wakes listeners; `start` and `close` belong to the app's lifespan."""
+class Hub(RepeatingThread):
+    """Reads which jobs have new events, and wakes their listeners."""
 
     def __init__(self, records: Records) -> None:
+        super().__init__("event reader", failed_pause_s=WAIT_S)
         self._records = records
         self._listeners: dict[str, set[asyncio.Event]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping = threading.Event()
-        self._reader = threading.Thread(target=self._read, name="gradbox-events", daemon=True)
+        self._cursor: str | None = None
 
     def start(self) -> None:
         """Begin to read; call it in the event loop that the listeners run in."""
         self._loop = asyncio.get_running_loop()
-        self._reader.start()
+        super().start()
 
     def close(self) -> None:
         """End every listener and the reader. May be called twice."""
-        self._stopping.set()
+        super().close()
         self._wake(list(self._listeners))
-
-    def join(self) -> None:
-        """Wait until the reader has ended."""
-        self._reader.join()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the reader runs."""
-        return self._reader.is_alive()
 
     async def listen(self, job_id: str, *, after: str | None) -> AsyncIterator[Event]:
         """Yield the job's events behind `after`; end after the final one, or on `close`."""
@@ -87,23 +78,18 @@ class Hub:
             log.warning("events of job %s cannot be read (%s); trying again", job_id, error)
             return False, ()
 
-    def _read(self) -> None:
-        cursor: str | None = None
-        while not self._stopping.is_set():
-            try:
-                cursor, changes = self._records.changes(cursor, wait_s=WAIT_S)
-            except redis.RedisError as error:
-                log.warning("the events of the box cannot be read (%s); trying again", error)
-                self._stopping.wait(WAIT_S)
-                continue
-            except Exception:  # one bad entry must not end the events of every job
-                log.exception("the event reader failed; trying again from now on")
-                cursor = None
-                self._stopping.wait(WAIT_S)
-                continue
-            jobs = {change.job_id for change in changes}
-            if jobs and self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._wake, jobs)
+    def _step(self) -> None:
+        cursor, self._cursor = self._cursor, None  # after a bad entry, read from now on
+        try:
+            self._cursor, changes = self._records.changes(cursor, wait_s=WAIT_S)
+        except redis.RedisError as error:
+            self._cursor = cursor
+            log.warning("the events of the box cannot be read (%s); trying again", error)
+            self._stopping.wait(WAIT_S)
+            return
+        jobs = {change.job_id for change in changes}
+        if jobs and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake, jobs)
 
     def _wake(self, job_ids: Collection[str]) -> None:
         for job_id in job_ids:

@@ -8,7 +8,6 @@ twice does no harm, because only one worker's `begin` applies.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -20,6 +19,7 @@ from gradbox.protocol import JobState
 from gradbox_service.jobs import Fleet, JobRecord, Records, Turn, Turns
 from gradbox_service.queue.leadership import Leadership
 from gradbox_service.queue.order import fair_order
+from gradbox_service.repeating_thread import RepeatingThread
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +32,10 @@ LEADER_TTL_S = 5.0
 REFUSED_GRACE_S = 3.0
 # What no change announces (an expired lease, a lost turn) is noticed this fast.
 TICK_S = 0.25
-FAILED_PAUSE_S = 1.0
 LOST = "its lease ran out: the worker's process or its machine stopped answering"
 
 
-class Dispatcher:
+class Dispatcher(RepeatingThread):
     """Acts in the one service process that holds the leader's lock; elsewhere it only waits."""
 
     def __init__(
@@ -48,13 +47,13 @@ class Dispatcher:
         *,
         turn_grace_s: float = TURN_GRACE_S,
     ) -> None:
+        super().__init__("dispatcher")
         self._records = records
         self._turns = turns
         self._fleet = fleet
         self._leadership = leadership
         self._turn_grace_s = turn_grace_s
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gradbox-dispatcher", daemon=True)
+        self._cursor: str | None = None
         # When the turn of each queued job was last seen, by the monotonic clock.
         self._seen: dict[Turn, float] = {}
         # Until when leases may have run out because nobody could renew them, by the same clock.
@@ -76,34 +75,19 @@ class Dispatcher:
         """Begin to act, on every change and four times a second."""
         # Redis may have been away together with this process.
         self._beats_late_until = time.monotonic() + REFUSED_GRACE_S
-        self._thread.start()
+        super().start()
 
-    def close(self) -> None:
-        """Ask it to stop; `join` waits until it has."""
-        self._stopping.set()
-
-    def join(self) -> None:
-        """Wait until it has stopped."""
-        self._thread.join()
-
-    @property
-    def alive(self) -> bool:
-        """Whether it acts."""
-        return self._thread.is_alive()
+    def _step(self) -> None:
+        try:
+            self.tick()
+            self._cursor = self._wait(self._cursor)
+        except redis.RedisError as error:
+            self._beats_late_until = time.monotonic() + REFUSED_GRACE_S
+            log.warning("Redis does not do its part (%s); trying again", error)
+            self._stopping.wait(TICK_S)
 
     def _run(self) -> None:
-        cursor: str | None = None
-        while not self._stopping.is_set():
-            try:
-                self.tick()
-                cursor = self._wait(cursor)
-            except redis.RedisError as error:
-                self._beats_late_until = time.monotonic() + REFUSED_GRACE_S
-                log.warning("Redis does not do its part (%s); trying again", error)
-                self._stopping.wait(TICK_S)
-            except Exception:  # a mistake of ours in one look must not end all later ones
-                log.exception("the dispatcher failed; trying again")
-                self._stopping.wait(FAILED_PAUSE_S)
+        super()._run()
         try:
             self._leadership.release()
         except redis.RedisError as error:

@@ -8,16 +8,14 @@ killed; a job that was running then is taken up by the next `up` on the same fol
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Annotated, Any, Final
 
-from gradbox_service.settings import BadSettings, Settings, add_arguments, given_in
+import typer
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+from gradbox_service.settings import BadSettings, Settings, takes_settings
 
 MODELS_FILE: Final = "models.toml"
 EXAMPLE: Final = """\
@@ -26,25 +24,39 @@ EXAMPLE: Final = """\
   source = "sentence-transformers/all-MiniLM-L6-v2\""""
 
 
-def register(subparsers: Subparsers) -> None:
+def register(app: typer.Typer) -> None:
     """Join the `gradbox` command."""
-    parser = subparsers.add_parser(
-        "up", help="run a whole box on this machine: Redis, service, a worker for every device"
-    )
-    add_arguments(parser, leave_out=("redis_url",))
-    parser.add_argument(
-        "--models", type=Path, help="the models file (DATA/models.toml, else ./models.toml)"
-    )
-    parser.add_argument(
-        "--workers", type=_count, metavar="N", help="how many workers (one for every device)"
-    )
-    parser.add_argument(
-        "--device", default="auto", help="auto, cpu, or a list such as cuda:0,cuda:1 (auto)"
-    )
-    parser.set_defaults(func=run)
+    text = "run a whole box on this machine: Redis, service, a worker for every device"
+    app.command("up", help=text)(run)
 
 
-def run(args: argparse.Namespace) -> int:
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"expected at least one worker, got {text!r}")
+    return int(text)
+
+
+ModelsFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="the models file (DATA/models.toml, else ./models.toml)"),
+]
+NumWorkers = Annotated[
+    int | None,
+    typer.Option(parser=_count, metavar="N", help="how many workers (one for every device)"),
+]
+Device = Annotated[
+    str, typer.Option(metavar="DEVICE", help="auto, cpu, or a list such as cuda:0,cuda:1")
+]
+
+
+@takes_settings(leave_out=("redis_url",))
+def run(
+    given: dict[str, Any],
+    *,
+    models: ModelsFile = None,
+    workers: NumWorkers = None,
+    device: Device = "auto",
+) -> int:
     """Run the box until Ctrl-C or SIGTERM.
 
     Returns:
@@ -58,14 +70,14 @@ def run(args: argparse.Namespace) -> int:
     from gradbox_service.up.embedded_redis import NoRedis
 
     try:
-        settings = Settings.read(**given_in(args))
+        settings = Settings.read(**given)
         # Read for the service alone: a Redis of somebody else's would not be ours to stop.
         if os.environ.get("GRADBOX_REDIS_URL"):
             print("gradbox up: GRADBOX_REDIS_URL is not used, up runs its own", file=sys.stderr)
         box = Box(
             settings,
-            models_file=models_file(args.models, data=settings.data),
-            devices=spread(args.device, num_workers=args.workers),
+            models_file=models_file(models, data=settings.data),
+            devices=spread(device, num_workers=workers),
         )
         return box.run()
     except (BadSettings, CannotListen, DataInUse) as error:
@@ -93,10 +105,3 @@ def models_file(given: Path | None, *, data: Path) -> Path:
         f"expected a models file at {' or '.join(str(place) for place in places)}, found none; "
         f"name one with --models, or write one such as\n\n{EXAMPLE}\n"
     )
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected at least one worker, got {number}")
-    return number

@@ -8,7 +8,6 @@ worker    its entry in the fleet is fresh: it renews it every five seconds, busy
 from __future__ import annotations
 
 import ssl
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +18,7 @@ import redis
 
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.fleet import RedisFleet
+from gradbox_service.repeating_thread import RepeatingThread
 
 SERVICE: Final = "service"
 REDIS: Final = "redis"
@@ -31,8 +31,8 @@ WORKER_SILENCE_S: Final = 45.0
 START_S: Final = 60.0
 
 
-class Watchdog:
-    """Notes when each part last answered; whoever supervises them reads it."""
+class Watchdog(RepeatingThread):
+    """Notes when each part last answered, once a second; whoever supervises them reads it."""
 
     def __init__(self, url: str, *, redis_url: str, workers: Sequence[str]) -> None:
         """Ask nobody yet.
@@ -41,22 +41,17 @@ class Watchdog:
             url: of the service.
             workers: the names of the workers.
         """
+        super().__init__("watchdog")
         self._url = url
         self._connection = connect(redis_url, retries=0, timeout_s=ANSWER_S)
         self._fleet = RedisFleet(self._connection)
         self._workers = tuple(workers)
         self._heard: dict[str, float] = {}
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gradbox-watchdog", daemon=True)
-
-    def start(self) -> None:
-        """Begin to ask, once a second."""
-        self._thread.start()
 
     def close(self) -> None:
-        """End it."""
-        self._stopping.set()
-        self._thread.join()
+        """End it, and wait until it has ended."""
+        super().close()
+        self.join()
         self._connection.close()
 
     def heard_s(self, name: str) -> float:
@@ -70,11 +65,11 @@ class Watchdog:
         awaited_since_s = heard_s if heard_s > started_s else started_s + START_S
         return time.monotonic() - awaited_since_s > silence_s
 
-    def _run(self) -> None:
-        while not self._stopping.wait(LOOK_S):
-            self._hear(self._live_parts())
-            if answers(f"{self._url}/livez"):
-                self._hear([SERVICE])
+    def _step(self) -> None:
+        self._hear(self._live_parts())
+        if answers(f"{self._url}/livez"):
+            self._hear([SERVICE])
+        self._stopping.wait(LOOK_S)
 
     def _live_parts(self) -> Sequence[str]:
         """Return which of Redis and the workers live, as far as Redis lets them say so."""

@@ -17,8 +17,15 @@ from gradbox_engine import (
     set_outputs,
 )
 from gradbox_engine.model.outputs import Outputs
-from gradbox_engine.replay.gradient_at_cotangents import first_outputs
 from tests.cases import Case
+
+
+def first_outputs(answer: SetOutputs) -> FirstOutputs:
+    """Return what the first half answered in the form that the second one takes."""
+    outputs = {
+        group: {"": z} if isinstance(z, Tensor) else z for group, z in answer.outputs.items()
+    }
+    return FirstOutputs(outputs, answer.rows, answer.stateful)
 
 
 @dataclass

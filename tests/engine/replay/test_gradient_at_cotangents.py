@@ -19,10 +19,10 @@ from gradbox_engine import (
     set_outputs,
 )
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.replay.gradient_at_cotangents import CotangentGradient, first_outputs
+from gradbox_engine.replay.gradient_at_cotangents import CotangentGradient
 from tests import case_models
 from tests.cases import CASES
-from tests.engine.replay.halves import first_half
+from tests.engine.replay.halves import first_half, first_outputs
 from tests.engine.replay.running import answer
 from tests.oracle import TOLERANCE, difference
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine import Group, Objective, set_gradient
-from gradbox_engine.replay import retention
+from gradbox_engine import Group, Objective, host_memory, set_gradient
 from gradbox_engine.replay.retention import HELD_FACTOR, GraphBudget, graph_budget
 from gradbox_engine.replay.saved_tensors import SavedTensors
 from tests.cases import CASES
@@ -57,6 +56,16 @@ def test_a_budget_keeps_as_many_as_fit():
 
     one_shard_bytes = 10 * (8 + 100) * 4 * 1.3
     assert [kept(round(n * one_shard_bytes) + 50) for n in (0, 1, 4, 9, 20)] == [1, 2, 5, 10, 10]
+
+
+def test_graphs_of_other_shapes_are_counted_anew():
+    model = nn.Sequential(nn.Linear(8, 100), nn.Tanh(), nn.Linear(100, 1))
+    shards = [{"0": torch.ones(rows, 8)} for rows in (10, 10, 40, 40, 10)]
+    two_small_and_a_large = round(6 * 10 * (8 + 100) * 4 * HELD_FACTOR) + 50
+    result = set_gradient(
+        model, [Group("z", shards)], Objective(torch.sum), retain=two_small_and_a_large
+    )
+    assert (result.retained, result.replayed) == (4, 1)  # the last one is kept in any case
 
 
 @pytest.mark.parametrize(("with_headroom", "expected"), [(False, 4), (True, 3)])
@@ -192,7 +201,7 @@ def test_a_loss_that_needs_the_memory_of_the_graphs_gets_it():
 
 
 def test_auto_stays_within_the_control_group(tmp_path, monkeypatch):
-    monkeypatch.setattr(retention, "CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 600000\ninactive_file 100000\n")

@@ -1,10 +1,11 @@
-"""Forward-mode rules for operations of which only one argument moves, and linearly.
+"""Dual tensors, and forward-mode rules for operations of which one argument moves, and linearly.
+
+A dual tensor is a value with its tangent, alive inside `torch.autograd.forward_ad.dual_level`.
 
 torch's own rules also multiply by the constants' tangents, which are zero here: a convolution or a
 matrix product runs three times where two are needed (value and tangent), a product with a number
-goes through Python for the shape of nothing, and an evaluated batch norm, which only scales and
-shifts, takes five kernels for its tangent. What is left out is zero, so
-the results are the same.
+computes the shape of its zero tangent in Python, and an evaluated batch norm, which only scales and
+shifts, takes five kernels for its tangent. What is left out is zero, so the results are the same.
 
 Not reached: what a Python function of `torch.nn.functional` calls on its own account, as
 `multi_head_attention_forward` does, and scripted modules. There torch's rules apply.
@@ -18,12 +19,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from gradbox_engine.mixed.dual import dual, parts
-
 Operation = Callable[..., Any]
+
+
+def dual(primal: Tensor, tangent: Tensor) -> Tensor:
+    """Return a view of `primal` that carries a tangent of the same shape and dtype."""
+    joined: Tensor = forward_ad.make_dual(primal, tangent)  # type: ignore[no-untyped-call]
+    return joined
+
+
+def parts(value: Any) -> tuple[Any, Tensor | None]:
+    """Return primal and tangent; None for a tangent where the value is constant."""
+    if not isinstance(value, Tensor):
+        return value, None
+    unpacked = forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
+    return unpacked.primal, unpacked.tangent
 
 
 class LeanRules(TorchFunctionMode):

@@ -38,8 +38,13 @@ from torch import Tensor, nn
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.mixed.inner import Inner
 from gradbox_engine.mixed.jacobian_products import ShardJacobians
-from gradbox_engine.mixed.phases import Equipment, differentiate_outer, first_pass, tangent_pass
-from gradbox_engine.mixed.sums import LeafSums
+from gradbox_engine.mixed.phases import (
+    Equipment,
+    LeafSums,
+    differentiate_outer,
+    first_pass,
+    tangent_pass,
+)
 from gradbox_engine.model.kernels import differentiable_kernels
 from gradbox_engine.model.prepared import prepared
 from gradbox_engine.model.wrt import Selection
@@ -82,7 +87,7 @@ def mixed_gradient(
         outer: called with dfdz, shards along dim 0, and its inputs by name; returns one number. Its
             parameters may be leaves of `inner`, under the same names.
         z: the shards' argument that is z; None takes the first floating-point one.
-        returns: "dfdz" gives it back beside the gradients, which always come.
+        returns: "dfdz" gives it back beside the gradients.
         options: how the model is called, see `CallOptions`; `output` and `readout` choose v.
 
     Raises:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.model.blame import blaming
-from gradbox_engine.model.outputs import Outputs, as_z
-from gradbox_engine.model.precision import accumulation_dtype
+from gradbox_engine.model.outputs import Outputs, as_z, wide_leaves
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.shard_rng import shard_stream
 from gradbox_engine.replay.cotangents import moved, real_number
@@ -63,7 +62,7 @@ class Inner:
             ModelCallFailed: `inner` raised.
             LossNotScalar: it returned anything but one real number.
         """
-        leaves = _leaves(outputs)
+        leaves = wide_leaves(outputs)
         return _gradients(self._evaluate(position, leaves), leaves)
 
     def contract(self, position: Position, outputs: Outputs, tangents: Outputs) -> Contraction:
@@ -73,7 +72,7 @@ class Inner:
             outputs: v.
             tangents: w, by the same names.
         """
-        leaves = _leaves(outputs)
+        leaves = wide_leaves(outputs)
         value = self._evaluate(position, leaves)
         with blaming("inner's derivative", "inner"), torch.enable_grad():
             cotangents = _gradients(value, leaves, create_graph=True)
@@ -100,14 +99,6 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
     """Return the Euclidean norm of several tensors as one vector; 0-dim, without a graph."""
     norms = [torch.linalg.vector_norm(tensor.detach()) for tensor in tensors]
     return torch.stack(norms).norm() if norms else torch.zeros(())
-
-
-def _leaves(outputs: Outputs) -> Outputs:
-    """Return v as `inner` gets it: in float32 or wider, and nothing behind it."""
-    return {
-        name: value.detach().to(accumulation_dtype(value.dtype)).requires_grad_()
-        for name, value in outputs.items()
-    }
 
 
 def _gradients(

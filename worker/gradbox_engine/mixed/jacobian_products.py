@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradbox_engine.errors import BadInputs, BadOutput, ModelCallFailed, NoTangent
-from gradbox_engine.mixed.dual import dual, parts
-from gradbox_engine.mixed.forward_rules import LeanRules
+from gradbox_engine.mixed.forward_rules import LeanRules, dual, parts
 from gradbox_engine.model.blame import blaming
 from gradbox_engine.model.calls import ShardGraph
 from gradbox_engine.model.kernels import checkpoints_inlined

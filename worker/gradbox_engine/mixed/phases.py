@@ -13,9 +13,8 @@ from torch import Tensor
 from gradbox_engine.errors import BadInputs, ModelCallFailed
 from gradbox_engine.mixed.inner import Contraction, Inner, norm
 from gradbox_engine.mixed.jacobian_products import Linearised, ShardJacobians, missing_rule
-from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.model.outputs import BARE, Outputs
-from gradbox_engine.model.precision import replay_tolerance
+from gradbox_engine.model.precision import accumulation_dtype, replay_tolerance
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.snapshots import Snapshot
@@ -58,6 +57,33 @@ class OuterDifferentiated:
     direct: dict[str, Tensor]  # without what outer itself does not reach
     directions: dict[Position, Tensor]
     dfdz: Tensor
+
+
+class LeafSums:
+    """dt/dy, added up over shards in their order: one sum for each leaf, in float32 or wider."""
+
+    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
+        """Begin with zeros, of the width that the leaves have during the job."""
+        self._sums = {
+            name: torch.zeros_like(leaf.detach(), dtype=accumulation_dtype(leaf.dtype))
+            for name, leaf in leaves.items()
+        }
+        self._reached: set[str] = set()
+
+    @torch.no_grad()
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add one shard's gradients, which are those of the leaves that a path leads to."""
+        for name, gradient in gradients.items():
+            self._sums[name].add_(gradient)
+            self._reached.add(name)
+
+    def named(self) -> dict[str, Tensor]:
+        """Return all sums in the leaves' order."""
+        return dict(self._sums)
+
+    def unreached(self) -> tuple[str, ...]:
+        """Return the leaves that no gradient has reached."""
+        return tuple(name for name in self._sums if name not in self._reached)
 
 
 @dataclass

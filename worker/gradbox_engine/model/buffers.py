@@ -18,16 +18,12 @@ Cost: the changing buffers once a shard, packed into one flat tensor for each dt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
 from gradbox_engine.errors import GraphInBuffer
-from gradbox_engine.model.snapshots import Layout, Live, PackedValues, Slot, Snapshot, flattened
+from gradbox_engine.model.snapshots import Live, PackedValues, Slot, Snapshot
 from gradbox_engine.model.tensor_equality import form, same_values, strided_parts, writable
-
-Kind = tuple[torch.dtype, torch.device]
 
 
 class Buffers:
@@ -38,7 +34,6 @@ class Buffers:
         self._tables = [(prefix, module._buffers) for prefix, module in self._modules.items()]
         self._changing: set[Slot] = set()
         self._rebound: set[Slot] = set()
-        self._layouts: dict[Kind, tuple[tuple[Slot, ...], Layout]] = {}
         self._registered = self._live()
         self._forms = {slot: form(b) for slot, b in self._registered.items() if b is not None}
         self.first = self._take(self._registered, None)
@@ -162,7 +157,7 @@ class Buffers:
         if previous is not None:
             self._changing.update(previous.share())
         apart: Live = {}
-        together: dict[Kind, dict[Slot, Tensor]] = {}
+        together: dict[tuple[torch.dtype, torch.device], dict[Slot, Tensor]] = {}
         compare: list[Slot] = []
         for slot, buffer in live.items():
             before = None if previous is None else previous.apart(slot)
@@ -184,17 +179,11 @@ class Buffers:
             else:
                 apart[slot] = _copy(buffer)
                 self._changing.add(slot)
-        packed = [self._pack(kind, members) for kind, members in together.items()]
+        packed = [PackedValues.of(alike) for alike in together.values()]
         snapshot = Snapshot(apart, packed, versions=self._versions(live))
         if previous is not None and compare:
             snapshot.compare_later(previous, compare)
         return snapshot
-
-    def _pack(self, kind: Kind, members: Mapping[Slot, Tensor]) -> PackedValues:
-        slots, values = tuple(members), tuple(members.values())
-        if kind not in self._layouts or self._layouts[kind][0] != slots:
-            self._layouts[kind] = slots, Layout.of(values)
-        return PackedValues(*self._layouts[kind], flattened(values))
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -114,11 +114,6 @@ class ModelCalls:
         """Put the global generators where a shard's stream begins."""
         begin_stream(self._options.seed, *self._stream(position))
 
-    @property
-    def has_penalties(self) -> bool:
-        """Whether a shard matters to L even where its cotangent is zero."""
-        return bool(self._taps.penalties)
-
     def backward(self) -> AbstractContextManager[None]:
         """Return the context in which a shard's backward pass runs."""
         return nullcontext() if self._by_sample is None else self._by_sample.backward()

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from gradbox_engine.errors import BadOutput
+from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.requests import Z
 
 Outputs = dict[str, Tensor]
@@ -73,6 +74,14 @@ def as_outputs(value: Any, *, source: str) -> Outputs:
 def as_z(outputs: Outputs) -> Z:
     """Return what a loss or a scale sees: the tensor itself where there is just one, unnamed."""
     return outputs[BARE] if outputs.keys() == {BARE} else outputs
+
+
+def wide_leaves(outputs: Outputs) -> Outputs:
+    """Return z as a function of it gets it: leaves that require grad, in float32 or wider."""
+    return {
+        name: z.detach().to(accumulation_dtype(z.dtype)).requires_grad_()
+        for name, z in outputs.items()
+    }
 
 
 def describe(value: Any) -> str:

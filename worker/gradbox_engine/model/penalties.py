@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -126,17 +126,14 @@ class Taps:
         Raises:
             BadPenalty: there is no submodule of that name.
         """
-        self.penalties = penalties
+        self._penalties = penalties
         self._sites = [_site(model, penalty) for penalty in penalties]
         self._copied: set[int] = set()
 
-    def hooked(self, *, with_values: bool) -> AbstractContextManager[Tapped]:
+    @contextmanager
+    def hooked(self, *, with_values: bool) -> Iterator[Tapped]:
         """Register forward hooks that collect the taps, until this ends."""
         tapped = Tapped(with_values=with_values)
-        return self._hooks(tapped) if self._sites else nullcontext(tapped)
-
-    @contextmanager
-    def _hooks(self, tapped: Tapped) -> Iterator[Tapped]:
         handles = [
             module.register_forward_hook(partial(self._tap, index, element, tapped))
             for index, (module, element) in enumerate(self._sites)
@@ -166,7 +163,7 @@ class Taps:
         output: Any,
     ) -> Any:
         """Tap one call of a submodule; return its output, or what is to stand in its place."""
-        penalty = self.penalties[index]
+        penalty = self._penalties[index]
         if not torch.is_grad_enabled():
             raise BadPenalty(
                 f"penalty at {penalty.at!r}: expected the submodule to run with gradients enabled, "

@@ -1,4 +1,4 @@
-"""The registered model comes out of a job as it went in.
+"""Restores the registered model after a job.
 
 A job sets flags, registers hooks, swaps data, and the model itself may rebind attributes. All of
 that is put back, also after an error: every attribute of every submodule, the entries of its dicts

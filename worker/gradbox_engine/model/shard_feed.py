@@ -1,8 +1,8 @@
 """Reads shards and copies them to the model's device.
 
 On CUDA the next shard is read, pinned and copied on a stream of its own while the kernels of the
-current one run; nothing waits on the host. No tensor that was handed in is ever given to the model
-itself, which may write to its arguments.
+current one run; nothing waits on the host. The model always gets copies of the shards' tensors, for
+it may write to its arguments.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class ShardFeed:
         self._device = device
         self._widened = widened
         self._arguments: dict[int, frozenset[str]] = {}
-        self._copies = _side_stream(device) if device.type == "cuda" else None
+        self._copies: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._next: tuple[Position, dict[str, Any]] | None = None
 
     def take(self, position: Position) -> dict[str, Any]:
@@ -138,7 +140,3 @@ def call_arguments(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]
     places = sorted((name for name in arguments if name.isdigit()), key=int)
     named = {name: value for name, value in arguments.items() if not name.isdigit()}
     return [arguments[name] for name in places], named
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -6,9 +6,7 @@ packed into one flat tensor for each dtype, for a tensor takes more memory than 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -25,41 +23,27 @@ Slot = tuple[str, str]
 Live = dict[Slot, Tensor | None]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where each of several tensors of one dtype and device lies in a flat one."""
-
-    shapes: tuple[torch.Size, ...]
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Layout:
-        """Return how `flattened` lays these out."""
-        shapes = tuple(tensor.shape for tensor in tensors)
-        return cls(shapes, tuple(map(math.prod, shapes)))
-
-    def parts(self, flat: Tensor) -> list[Tensor]:
-        """Return the tensors' values, as views."""
-        pieces = flat.split(self.sizes)  # type: ignore[no-untyped-call]
-        return [
-            piece if len(shape) == 1 else piece.view(shape)
-            for piece, shape in zip(pieces, self.shapes, strict=True)
-        ]
-
-
-@torch.no_grad()
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a flat copy of all of them, one behind the other."""
-    flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-    return flat.clone() if len(tensors) == 1 else flat  # one alone comes as a view
-
-
 class PackedValues(NamedTuple):
-    """Several buffers' values in one flat tensor."""
+    """The values of several buffers of one dtype and device in one flat tensor."""
 
     slots: tuple[Slot, ...]
-    layout: Layout
+    shapes: tuple[torch.Size, ...]
     flat: Tensor
+
+    @classmethod
+    def of(cls, buffers: Mapping[Slot, Tensor]) -> PackedValues:
+        """Copy the values of buffers, one behind the other."""
+        values = tuple(buffers.values())
+        flat: Tensor = _flatten_dense_tensors(values)  # type: ignore[no-untyped-call]
+        if len(values) == 1:
+            flat = flat.clone()  # one alone comes as a view
+        return cls(tuple(buffers), tuple(value.shape for value in values), flat)
+
+    def items(self) -> Iterator[tuple[Slot, Tensor]]:
+        """Return the buffers' values, as views."""
+        pieces = self.flat.split([shape.numel() for shape in self.shapes])  # type: ignore[no-untyped-call]
+        for slot, shape, piece in zip(self.slots, self.shapes, pieces, strict=True):
+            yield slot, piece.view(shape)
 
 
 class Snapshot:
@@ -81,8 +65,7 @@ class Snapshot:
     @property
     def values(self) -> Live:
         """All values by slot, those kept together as views."""
-        together = (zip(p.slots, p.layout.parts(p.flat), strict=True) for p in self._packed)
-        return self._apart | dict(chain.from_iterable(together))
+        return self._apart | dict(chain.from_iterable(p.items() for p in self._packed))
 
     def apart(self, slot: Slot) -> Tensor | None:
         """Return the value of a slot that is kept by itself; None if it is not."""

@@ -1,7 +1,7 @@
 """Other numbers in the same model, for one job.
 
 The tensors that a model registers stay the same objects; only the data they point at is exchanged.
-`preservation.preserved` points them back, so the registered data is never written to.
+`restore.restored` points them back, so the registered data is never written to.
 """
 
 from __future__ import annotations

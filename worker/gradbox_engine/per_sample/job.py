@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.errors import BadInputs, BadReduction
-from gradbox_engine.per_sample.fp16_scaling import Scaled, pulled_back
 from gradbox_engine.per_sample.pieces import Sink
 from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.reductions import (
@@ -30,6 +29,7 @@ from gradbox_engine.per_sample.reductions import (
 )
 from gradbox_engine.per_sample.request import Request, SampleObserver, SampleResult
 from gradbox_engine.per_sample.sample_loss import SampleLoss, rows_of
+from gradbox_engine.per_sample.sample_scales import Scaled, pulled_back
 from gradbox_engine.per_sample.shard_run import PlannedModel, ShardRun
 from gradbox_factors import Sketch
 

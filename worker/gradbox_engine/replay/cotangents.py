@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradbox_engine.errors import LossNotFinite, LossNotScalar
 from gradbox_engine.model.blame import blaming
-from gradbox_engine.model.outputs import Outputs, as_z, describe
+from gradbox_engine.model.outputs import Outputs, as_z, describe, wide_leaves
 from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.shard_rng import begin_stream
@@ -26,7 +26,7 @@ from gradbox_engine.requests import Group, Objective, Z
 
 
 @dataclass(frozen=True)
-class Differentiated:
+class LossDerivatives:
     """The loss and its derivatives.
 
     `cotangents` have the shards' order, `seen` and `seen_cotangents` that in which g saw Z. A
@@ -52,7 +52,7 @@ def differentiate(
     widened: bool,
     penalty: float = 0.0,
     called: str = "loss",
-) -> Differentiated:
+) -> LossDerivatives:
     """Evaluate g at Z and differentiate it there.
 
     The global generators stay where g leaves them; `prepared` puts them back.
@@ -68,7 +68,7 @@ def differentiate(
         LossNotScalar: g returned anything but one real floating-point number.
         LossNotFinite: that number is NaN or infinite.
     """
-    leaves = {group: _leaves(named) for group, named in outputs.items()}
+    leaves = {group: wide_leaves(named) for group, named in outputs.items()}
     by_name = {group.name: group for group in groups}
     # Not a shard's stream: a loss that draws numbers gets the same ones in every run.
     begin_stream(seed, len(groups), 0)
@@ -86,7 +86,7 @@ def differentiate(
         gradients = iter(_gradients(loss, [*flat, *objective.parameters.values()]))
     cotangents = {g: {name: next(gradients) for name in named} for g, named in leaves.items()}
     parameters = dict(zip(objective.parameters, gradients, strict=True))
-    return Differentiated(
+    return LossDerivatives(
         loss=value,
         cotangents=cotangents,
         parameters={
@@ -100,13 +100,6 @@ def differentiate(
             for group, named in cotangents.items()
         },
     )
-
-
-def _leaves(named: Outputs) -> Outputs:
-    return {
-        name: z.detach().to(accumulation_dtype(z.dtype)).requires_grad_()
-        for name, z in named.items()
-    }
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -20,7 +20,7 @@ from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.snapshots import Snapshot
 from gradbox_engine.replay.retention import GraphBudget
-from gradbox_engine.replay.saved_tensors import counted
+from gradbox_engine.replay.saved_tensors import GraphSizes
 from gradbox_engine.replay.shard_record import ShardRecord, retried_without_kept_graphs
 from gradbox_engine.requests import Observer
 
@@ -57,6 +57,7 @@ def first_pass(
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
     records: list[ShardRecord] = []
+    sizes = GraphSizes(prepared, outlive_the_job=outlives_the_job)
     state = before
     prepared.buffers.restore(before)
     for index, position in enumerate(positions):
@@ -68,8 +69,8 @@ def first_pass(
             position,
             before=state,
             budget=budget,
+            sizes=sizes,
             is_last=last and not outlives_the_job,
-            outlives_the_job=outlives_the_job,
         )
         record = retried_without_kept_graphs(
             call, records, undo=partial(_start_again, prepared, state, budget)
@@ -91,8 +92,8 @@ def _call(
     *,
     before: Snapshot,
     budget: GraphBudget,
+    sizes: GraphSizes,
     is_last: bool,
-    outlives_the_job: bool,
 ) -> ShardRecord:
     """Put one shard through, and keep its graph if there is room."""
 
@@ -102,13 +103,7 @@ def _call(
     if is_last or not budget.has_room():
         graph, num_bytes, kept = call(), 0, is_last
     else:
-        found = counted(
-            call,
-            device=prepared.device,
-            parameters=prepared.parameter_storages,
-            copied=prepared.buffers.storages() if outlives_the_job else (),
-            through_hooks=outlives_the_job,
-        )
+        found = sizes.counted(position, prepared.feed.take(position))
         if found is None:  # cannot be counted, so no graph of this model is kept
             _start_again(prepared, before, budget)
             graph, num_bytes, kept = call(), 0, False

@@ -38,7 +38,6 @@ from gradbox_engine.replay.input_gradients import InputGrads, collect
 from gradbox_engine.replay.kept_graphs import KeptPass
 from gradbox_engine.replay.phase_clock import PhaseClock
 from gradbox_engine.replay.retention import GraphBudget, graph_budget
-from gradbox_engine.replay.set_outputs import SetOutputs
 from gradbox_engine.replay.shard_record import ShardRecord, free_graphs
 from gradbox_engine.replay.z import NumRows, ShardRows, unordered
 from gradbox_engine.requests import (
@@ -73,14 +72,6 @@ class FirstOutputs:
     outputs: Mapping[str, Outputs]
     rows: NumRows
     stateful: bool = True
-
-
-def first_outputs(answer: SetOutputs) -> FirstOutputs:
-    """Return what `set_outputs` answered in the form that `gradient_at_cotangents` takes."""
-    outputs = {
-        group: {"": z} if isinstance(z, Tensor) else z for group, z in answer.outputs.items()
-    }
-    return FirstOutputs(outputs, answer.rows, answer.stateful)
 
 
 def gradient_at_cotangents(

@@ -1,7 +1,9 @@
 """Gradients summed over shards: Σᵢ z̄ᵢᵀ ∂zᵢ/∂θ.
 
-A hook takes each parameter's gradient of a shard as soon as it is complete and adds it to the sum,
-so beside the sums one parameter's gradient is alive, not all of them. Sums are float32 or wider.
+During a backward pass a sum is its parameter's `.grad`, to which autograd adds in place. Where that
+is not possible (there is no sum yet, it is wider than the parameter, or gradients are scaled), a
+hook takes the gradient as soon as it is complete and adds it. Either way one parameter's gradient
+is alive beside the sums, not all of them. Sums are float32 or wider.
 
 A backward pass that ended early leaves sums that are of no use: `clear` them.
 """
@@ -21,7 +23,7 @@ from gradbox_engine.model.precision import accumulation_dtype
 class GradientSums:
     """One sum for each parameter that a backward pass has reached.
 
-    Gradients come `scale` times too large, see `fp16_scaling`, and are divided by it.
+    Gradients are `scale` times too large, see `fp16_scaling`, and are divided by it.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -41,14 +43,20 @@ class GradientSums:
         """Add the gradients of the backward passes that run until this ends."""
         handles = []
         for name, parameter in self.parameters.items():
-            parameter.grad = None  # what the model's own backward passes may have left
-            hook = partial(self._add, name)
-            handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            total = self._sums.get(name)
+            if total is not None and total.dtype == parameter.dtype and self.scale == 1.0:
+                parameter.grad = total
+            else:
+                parameter.grad = None  # what the model's own backward passes may have left
+                hook = partial(self._add, name)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            for parameter in self.parameters.values():
+                parameter.grad = None
 
     def clear(self) -> None:
         """Forget all sums."""

@@ -7,8 +7,8 @@ its backward pass alone. Every other one is put through the model once more, und
 stream and the buffers that it began with, and its z is compared with that of the first pass.
 
 The sum runs over the last shard first, whose graph the first pass has just kept, and then from the
-first shard on. Every entry point goes this way, whatever was kept, so that on a CPU the result has
-the same bits.
+first shard on. Every entry point uses this order, whatever was kept, so that on a CPU the result
+has the same bits.
 
 Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
 section 3; random streams, buffers, retention and the comparison are ours.

@@ -10,12 +10,11 @@ While a shard runs, its own graph is there beside the kept ones.
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from typing import Final, Protocol
 
 import torch
 
+from gradbox_engine.host_memory import available_bytes
 from gradbox_engine.requests import Retain
 
 HELD_FACTOR = 1.3
@@ -23,19 +22,6 @@ CUDA_RESERVE = 0.1
 HOST_RESERVE = 0.5
 """Parts of what is free that "auto" leaves alone. On the host it leaves more: there other programs
 share the memory, and running out ends the process instead of raising."""
-
-MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
-CGROUP_FILES = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        "memory/memory.stat",
-        "total_inactive_file",
-    ),
-)
-"""Limit, use, statistics and what of the use is cached files, in versions 2 and 1."""
 
 
 class OlderGraphs(Protocol):
@@ -143,29 +129,5 @@ def _free_bytes(device: torch.device) -> float:
         cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return (free_bytes + cached_bytes) * (1 - CUDA_RESERVE)
     if device.type == "cpu":
-        return min(_available_bytes(), _cgroup_bytes()) * (1 - HOST_RESERVE)
+        return available_bytes() * (1 - HOST_RESERVE)
     return 0
-
-
-def _available_bytes() -> float:
-    try:
-        lines = MEMINFO.read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-
-
-def _cgroup_bytes() -> float:
-    """Return what the process's control group (Linux) still admits; infinite without a limit."""
-    for limit_file, used_file, statistics_file, files_field in CGROUP_FILES:
-        try:
-            limit = (CGROUP / limit_file).read_text().strip()
-            used_bytes = int((CGROUP / used_file).read_text())
-            statistics = (CGROUP / statistics_file).read_text().splitlines()
-        except OSError:
-            continue
-        if limit == "max":
-            return math.inf
-        fields = dict(line.split() for line in statistics)
-        return max(0, int(limit) - used_bytes + int(fields.get(files_field, 0)))
-    return math.inf

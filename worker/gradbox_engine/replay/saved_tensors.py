@@ -2,56 +2,73 @@
 
 On CUDA the allocator knows. Elsewhere the tensors that the forward pass saves for its backward
 pass are counted by torch's hooks on saved tensors: bytes by storage, each once, without the
-parameters, which are there anyway. A graph that is to outlive the job goes through the hooks on
-every device: it then holds aliases of the tensors as they are now, whatever data the model's
-parameters point to later, and copies of buffers.
+parameters, which are there anyway. The first graph of arguments of given shapes is counted, those
+after it are taken to be as large: where data decide what a model saves, that is a guess.
 
-Cost: about 10 µs for each tensor that a graph saves.
+A graph that is to outlive the job goes through the hooks on every device: it then holds aliases of
+the tensors as they are now, whatever data the model's parameters point to later, and copies of
+buffers.
+
+Cost: about 10 µs for each tensor that a graph saves under the hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Hashable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradbox_engine.errors import ModelCallFailed
 from gradbox_engine.model.calls import ShardGraph
+from gradbox_engine.model.prepared import Prepared
+from gradbox_engine.model.shard_feed import Position
 
 Saved = tuple[Tensor, int]
 """A tensor and the version in which it was saved."""
 
 
-def counted(
-    call: Callable[[], ShardGraph],
-    *,
-    device: torch.device,
-    parameters: Collection[int],
-    copied: Collection[int] = (),
-    through_hooks: bool = False,
-) -> tuple[ShardGraph, int] | None:
-    """Make a call of the model and return its graph with the bytes that it holds.
+class GraphSizes:
+    """How many bytes the graphs of a job's shards hold."""
 
-    Args:
-        parameters: addresses of storages that are not counted.
-        copied: addresses of storages, those of buffers, that are copied where they are saved.
-        through_hooks: whether the graph is to outlive the job.
+    def __init__(self, prepared: Prepared, *, outlive_the_job: bool) -> None:
+        self._prepared = prepared
+        self._outlive_the_job = outlive_the_job
+        self._known: dict[Hashable, int] = {}
 
-    Returns:
-        None where the model cannot be called under hooks: `torch.func` refuses them.
-    """
-    if device.type == "cuda" and not through_hooks:
-        before = torch.cuda.memory_allocated(device)
-        return call(), torch.cuda.memory_allocated(device) - before
-    saved = SavedTensors(parameters=parameters, copied=copied)
-    try:
-        with saved.hooks():
-            return call(), saved.num_bytes
-    except ModelCallFailed as error:
-        if "saved tensor hooks" in str(error.__cause__):
-            return None
-        raise
+    def counted(
+        self, position: Position, arguments: dict[str, Any]
+    ) -> tuple[ShardGraph, int] | None:
+        """Put a shard through the model and return its graph with the bytes that it holds.
+
+        Returns:
+            None where the model cannot be called under hooks: `torch.func` refuses them.
+        """
+        ready = self._prepared
+        call = partial(ready.calls, position, arguments, with_penalties=True)
+        tensors = {n: v for n, v in arguments.items() if isinstance(v, Tensor)}
+        shapes = (position.group, *((name, tensor.shape) for name, tensor in tensors.items()))
+        if not self._outlive_the_job:
+            if ready.device.type == "cuda":
+                before = torch.cuda.memory_allocated(ready.device)
+                return call(), torch.cuda.memory_allocated(ready.device) - before
+            if shapes in self._known:
+                return call(), self._known[shapes]
+        saved = SavedTensors(
+            parameters=ready.parameter_storages,
+            copied=ready.buffers.storages() if self._outlive_the_job else (),
+        )
+        try:
+            with saved.hooks():
+                graph = call()
+        except ModelCallFailed as error:
+            if "saved tensor hooks" in str(error.__cause__):
+                return None
+            raise
+        self._known[shapes] = saved.num_bytes
+        return graph, saved.num_bytes
 
 
 class SavedTensors:

@@ -1,4 +1,4 @@
-"""`set_gradient`: first pass → cotangents → replay, on a model that comes out as it went in.
+"""`set_gradient`: first pass → cotangents → replay, on a model that is restored afterwards.
 
     for i:  zᵢ = f(xᵢ; θ)                       first_pass
     L = g(cat(z₁ … zₙ)),  z̄ = ∂L/∂Z             cotangents
@@ -23,7 +23,7 @@ from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.shard_feed import Position, all_positions
 from gradbox_engine.model.wrt import Selection, select
 from gradbox_engine.replay.checkpoint import JobCheckpoint
-from gradbox_engine.replay.cotangents import Differentiated, differentiate, nonzero
+from gradbox_engine.replay.cotangents import LossDerivatives, differentiate, nonzero
 from gradbox_engine.replay.first_pass import FirstPass, first_pass
 from gradbox_engine.replay.fp16_scaling import scaled_replay
 from gradbox_engine.replay.gradient_sums import GradientSums
@@ -129,7 +129,7 @@ def _selected(model: nn.Module, wrt: Sequence[str] | None, objective: Objective)
 
 def _cotangents(
     ready: Prepared, objective: Objective, records: Sequence[ShardRecord]
-) -> tuple[Differentiated, dict[Position, Outputs]]:
+) -> tuple[LossDerivatives, dict[Position, Outputs]]:
     """Return L, and z̄ of the shards that need a backward pass; with penalties all of them do."""
     groups = ready.calls.groups
     whole, num_rows = concatenated(groups, {r.position: r.outputs for r in records})
@@ -157,7 +157,7 @@ def _cotangents(
 def _result(
     ready: Prepared,
     first: FirstPass,
-    loss: Differentiated,
+    loss: LossDerivatives,
     sums: GradientSums,
     replayed: ReplayProgress,
     clock: PhaseClock,

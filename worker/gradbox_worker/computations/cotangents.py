@@ -18,13 +18,13 @@ from gradbox.protocol import CotangentsLoss, GradientSpec, Receipt
 from gradbox_engine import FirstOutputs, gradient_at_cotangents
 from gradbox_engine.model.outputs import BARE, Outputs
 from gradbox_worker.computations.engine_inputs import differentiated
-from gradbox_worker.computations.job import Computed, Job
+from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import input_gradients, section
 
 OUTPUTS = "outputs/"
 
 
-def compute(job: Job, spec: GradientSpec, loss: CotangentsLoss) -> Computed:
+def compute(job: LoadedJob, spec: GradientSpec, loss: CotangentsLoss) -> Computed:
     """Return dL/dθ from ∂L/∂Z.
 
     Raises:

@@ -21,7 +21,7 @@ from gradbox_service.store import Room
 from gradbox_worker.computations import forward, gradient, mixed_gradient, per_sample
 from gradbox_worker.computations.checkpoints import CheckpointFile, Pace
 from gradbox_worker.computations.engine_inputs import build_function, input_groups
-from gradbox_worker.computations.job import Compute, Computed, Job
+from gradbox_worker.computations.job import Compute, Computed, LoadedJob
 from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.computations.memory import PeakMemory, default_result_memory_bytes
 from gradbox_worker.computations.memory_limit import MemoryLimit
@@ -144,7 +144,7 @@ def _run(
         readout = None
         if spec.readout is not None:
             readout = build_function(spec.readout, tensors, device=registry.device).function
-        job = Job(
+        job = LoadedJob(
             work=work,
             loaded=loaded,
             groups=input_groups(spec, loaded, tensors),
@@ -174,7 +174,7 @@ def _run(
     return Finished(receipt=receipt, result=result)
 
 
-def _receipt(job: Job, computed: Computed, *, peak: PeakMemory, load_s: float) -> Receipt:
+def _receipt(job: LoadedJob, computed: Computed, *, peak: PeakMemory, load_s: float) -> Receipt:
     work, spec = job.work, job.work.spec
     peak_bytes, before_bytes = peak.measure()
     return Receipt(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from gradbox.protocol import ForwardSpec
 from gradbox_engine import set_outputs
-from gradbox_worker.computations.job import Computed, Job
+from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import by_group, section
 
 
-def compute(job: Job, spec: ForwardSpec) -> Computed:
+def compute(job: LoadedJob, spec: ForwardSpec) -> Computed:
     """Return Z of each group."""
     answer = set_outputs(
         job.loaded.module,

@@ -14,11 +14,11 @@ from gradbox_worker.computations.engine_inputs import (
     loss_objective,
     model_penalties,
 )
-from gradbox_worker.computations.job import Computed, Job
+from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import by_group, input_gradients, section
 
 
-def compute(job: Job, spec: GradientSpec) -> Computed:
+def compute(job: LoadedJob, spec: GradientSpec) -> Computed:
     """Return dL/dθ."""
     if isinstance(spec.loss, CotangentsLoss):
         return cotangents.compute(job, spec, spec.loss)

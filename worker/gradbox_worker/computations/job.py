@@ -20,7 +20,7 @@ from gradbox_worker.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class LoadedJob:
     """A job with what all computations need made ready."""
 
     work: Work
@@ -41,8 +41,8 @@ class Job:
 class Computed:
     """What stands in the result file, and what the receipt says beyond what all receipts say.
 
-    `tensors` go by SECTION/NAME and come beside what was written to `Job.result` already. `facts`
-    are fields of `Receipt`, `metadata` stands beside it. `kept` are graphs for a job to come.
+    `tensors` are named SECTION/NAME, beside what was written to `LoadedJob.result` already. `facts`
+    are fields of `Receipt`, `metadata` stands beside it. `kept` are graphs for a later job.
     """
 
     tensors: Mapping[str, Tensor]
@@ -55,4 +55,4 @@ class Computed:
 class Compute(Protocol):
     """Computes a job of one kind."""
 
-    def __call__(self, job: Job, spec: Any) -> Computed: ...
+    def __call__(self, job: LoadedJob, spec: Any) -> Computed: ...

@@ -17,18 +17,12 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
 import torch
 
+from gradbox_engine.host_memory import available_bytes, private_bytes
 from gradbox_worker.computations.placement import memory_bytes
-
-MEMINFO: Final = Path("/proc/meminfo")
-STATUS: Final = Path("/proc/self/status")
-CGROUP_OF_SELF: Final = Path("/proc/self/cgroup")
-CGROUPS: Final = Path("/sys/fs/cgroup")
-KIB: Final = 1024
 
 # What a job leaves free for the rest of the machine, if it is not told how much it may take.
 RESERVE_BYTES: Final = 2**30
@@ -91,46 +85,3 @@ class MemoryLimit:
             yield
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, self._device)
-
-
-def available_bytes() -> int:
-    """Return how much memory this process could take on the host (Linux): cached files don't count.
-
-    It is the machine's, or what the control groups around the process leave (cgroup v2).
-    """
-    machine = _field(MEMINFO, "MemAvailable:") * KIB
-    return min([machine, *_left_in_cgroups()])
-
-
-def private_bytes() -> int:
-    """Return what RLIMIT_DATA counts of this process so far."""
-    return _field(STATUS, "VmData:") * KIB
-
-
-def _left_in_cgroups() -> Iterator[int]:
-    try:
-        own = CGROUP_OF_SELF.read_text().rpartition("0::")[2].strip().lstrip("/")
-    except OSError:
-        return
-    for folder in (CGROUPS / own, *(CGROUPS / own).parents):
-        try:
-            limit = (folder / "memory.max").read_text().strip()
-            used = int((folder / "memory.current").read_text())
-            cached = _field(folder / "memory.stat", "inactive_file")
-        except (OSError, ValueError):  # not a group, or the root, which has no limit
-            continue
-        if limit != "max":
-            yield max(0, int(limit) - used + cached)
-
-
-def _field(path: Path, name: str) -> int:
-    """Return the number behind a name in a file of lines.
-
-    Raises:
-        ValueError: it is not there.
-    """
-    for line in path.read_text().splitlines():
-        words = line.split()
-        if words and words[0] == name:
-            return int(words[1])
-    raise ValueError(f"expected a line {name!r} in {path}, found none")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from gradbox.protocol import MixedGradientSpec
 from gradbox_engine import mixed_gradient
 from gradbox_worker.computations.engine_inputs import mixed_objectives
-from gradbox_worker.computations.job import Computed, Job
+from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import section
 
 
-def compute(job: Job, spec: MixedGradientSpec) -> Computed:
+def compute(job: LoadedJob, spec: MixedGradientSpec) -> Computed:
     """Return dt/dy."""
     (group,) = job.groups
     inner, outer = mixed_objectives(spec, job.tensors, device=job.device)

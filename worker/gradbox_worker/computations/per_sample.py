@@ -18,7 +18,7 @@ from gradbox_engine.per_sample import SampleResult, jacobian, per_sample_gradien
 from gradbox_engine.requests import Phase
 from gradbox_worker.computations.engine_inputs import build_function
 from gradbox_worker.computations.factors import described
-from gradbox_worker.computations.job import Computed, Job
+from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import section
 from gradbox_worker.files.result_in_place import ResultOnDisk
 
@@ -29,7 +29,7 @@ GRADS = "grads"
 Spec = PerSampleGradientSpec | JacobianSpec
 
 
-def compute_gradient(job: Job, spec: PerSampleGradientSpec) -> Computed:
+def compute_gradient(job: LoadedJob, spec: PerSampleGradientSpec) -> Computed:
     """Return dℓ_b/dθ of every sample."""
     loss_inputs = {
         name: job.tensors.tensor(value) if isinstance(value, TensorRef) else value
@@ -48,7 +48,7 @@ def compute_gradient(job: Job, spec: PerSampleGradientSpec) -> Computed:
     return _computed(spec, answer, {"samples/loss": answer.values})
 
 
-def compute_jacobian(job: Job, spec: JacobianSpec) -> Computed:
+def compute_jacobian(job: LoadedJob, spec: JacobianSpec) -> Computed:
     """Return dz_by/dθ of every sample and output."""
     vectors: Any = None
     if isinstance(spec.vectors, TensorRef):
@@ -66,7 +66,7 @@ def compute_jacobian(job: Job, spec: JacobianSpec) -> Computed:
     return _computed(spec, answer, {f"outputs/{job.groups[0].name}": answer.values})
 
 
-def _shared(job: Job, spec: Spec, progress: _Progress, *, squeezed: bool) -> dict[str, Any]:
+def _shared(job: LoadedJob, spec: Spec, progress: _Progress, *, squeezed: bool) -> dict[str, Any]:
     dense = spec.form == "dense" and spec.reduce == "none"
     return {
         "form": spec.form,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -12,7 +11,9 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 if TYPE_CHECKING:
     from gradbox import GradResult
@@ -22,7 +23,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class NaiveComparison:
     """The job against naive code.
 
     `difference` is the largest of ‖job − naive‖ / ‖naive‖ over the tensors. Where a tensor's norm
@@ -39,17 +40,17 @@ class Comparison:
     naive_bytes: int
 
 
-def register(subparsers: Any) -> None:
+def register(app: typer.Typer) -> None:
     """Join the `gradbox` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "demo", help="run the main job end to end on real text and a real pretrained model"
-    )
-    parser.add_argument("--pairs", type=int, default=128, help="(query, passage) pairs [128]")
-    parser.add_argument("--shard", type=int, default=16, help="samples of a shard [16]")
-    parser.set_defaults(func=run)
+    text = "run the main job end to end on real text and a real pretrained model"
+    app.command("demo", help=text)(run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    *,
+    pairs: Annotated[int, typer.Option(metavar="N", help="(query, passage) pairs")] = 128,
+    shard: Annotated[int, typer.Option(metavar="N", help="samples of a shard")] = 16,
+) -> int:
     """Run the demo; 0 if the gradients agree, 1 if they do not or a part failed."""
     missing = [
         name
@@ -65,14 +66,14 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="gradbox-demo-") as folder:
         try:
-            comparison = _compare(Path(folder), num_pairs=args.pairs, shard_size=args.shard)
+            comparison = _compare(Path(folder), num_pairs=pairs, shard_size=shard)
         except KeyboardInterrupt:
             print("\nstopped", file=sys.stderr)
             return 130
     return report(comparison)
 
 
-def _compare(folder: Path, *, num_pairs: int, shard_size: int) -> Comparison:
+def _compare(folder: Path, *, num_pairs: int, shard_size: int) -> NaiveComparison:
     from gradbox_worker.demo import task
     from gradbox_worker.demo.box import running_box
 
@@ -106,7 +107,7 @@ def _naive(size: Any, out: Path) -> dict[str, float]:
     return parsed
 
 
-def _difference(result: GradResult, naive: dict[str, float], naive_file: Path) -> Comparison:
+def _difference(result: GradResult, naive: dict[str, float], naive_file: Path) -> NaiveComparison:
     from safetensors.torch import load_file
 
     expected = load_file(naive_file)
@@ -124,7 +125,7 @@ def _difference(result: GradResult, naive: dict[str, float], naive_file: Path) -
     }
     worst = max(differences, key=differences.__getitem__)
     manifest = result.manifest
-    return Comparison(
+    return NaiveComparison(
         loss=result.loss,
         naive_loss=naive["loss"],
         num_gradients=len(result.grads),
@@ -135,7 +136,7 @@ def _difference(result: GradResult, naive: dict[str, float], naive_file: Path) -
     )
 
 
-def report(found: Comparison) -> int:
+def report(found: NaiveComparison) -> int:
     """Print the comparison; 0 if it is within the tolerance."""
     agrees = found.difference < TOLERANCE
     print(

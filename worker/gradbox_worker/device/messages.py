@@ -55,7 +55,7 @@ class Stop(Frame):
     attempt: int
 
 
-class Ready(Frame):
+class DeviceReady(Frame):
     """Jobs can run, on the device that `placement` names.
 
     `models` describes the models, unless the worker knew them.
@@ -66,7 +66,7 @@ class Ready(Frame):
     models: list[ModelView]
 
 
-class Unready(Frame):
+class DeviceUnready(Frame):
     """The device cannot be used, or a model cannot be built; the process ends."""
 
     kind: Literal["unready"] = "unready"
@@ -99,7 +99,7 @@ class RunStopped(Frame):
 
 
 ToDevice = Begin | Run | Stop
-FromDevice = Ready | Unready | ProgressMade | RunFinished | RunFailed | RunStopped
+FromDevice = DeviceReady | DeviceUnready | ProgressMade | RunFinished | RunFailed | RunStopped
 
 TO_DEVICE: Final[TypeAdapter[ToDevice]] = TypeAdapter(
     Annotated[ToDevice, Field(discriminator="kind")]

@@ -20,14 +20,14 @@ from gradbox_worker.device.child import POLL_S, DeviceChild, DeviceSettings
 from gradbox_worker.device.exits import OUT_OF_MEMORY, Exit
 from gradbox_worker.device.messages import (
     Begin,
+    DeviceReady,
+    DeviceUnready,
     ProgressMade,
-    Ready,
     Run,
     RunFailed,
     RunFinished,
     RunStopped,
     Stop,
-    Unready,
 )
 from gradbox_worker.errors import DeviceNotStarted
 from gradbox_worker.work import Died, Failed, Finished, Outcome, Stopped, Supervision, Work
@@ -152,12 +152,12 @@ class DeviceProcess:
         child = self._child
         assert child is not None
         match child.next_answer(while_waiting):
-            case Ready() as answer:
+            case DeviceReady() as answer:
                 self._ready, self._placement = True, answer.placement
                 self._models = answer.models or self._models
                 log.info("device process %s is ready with %d models", child.pid, len(self._models))
                 return None
-            case Unready() as answer:
+            case DeviceUnready() as answer:
                 self.close()
                 raise DeviceNotStarted(answer.problem.detail)
         ended = child.end()

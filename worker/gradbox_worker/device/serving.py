@@ -18,13 +18,13 @@ from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.computations.placement import choose_device, memory_bytes
 from gradbox_worker.device.messages import (
     Begin,
+    DeviceReady,
+    DeviceUnready,
     ProgressMade,
-    Ready,
     Run,
     RunFailed,
     RunFinished,
     RunStopped,
-    Unready,
     send,
 )
 from gradbox_worker.exceptions_to_problems import Caught, caught
@@ -72,12 +72,12 @@ def serve(
             versions=known,
         )
         described = [] if known else registry.describe()
-        send(connection, Ready(models=described, placement=str(device)))
+        send(connection, DeviceReady(models=described, placement=str(device)))
         return registry
 
     registry = caught(load, doing="the device process's start", let_through=OSError)
     if isinstance(registry, Caught):
-        send(connection, Unready(problem=registry.problem))
+        send(connection, DeviceUnready(problem=registry.problem))
         return
     blobs, kept = blob_store(data), KeptGraphs()
     limit = MemoryLimit(registry.device, job_bytes=job_memory_bytes)

@@ -35,7 +35,7 @@ from gradbox_worker.files.result_file import (
     write_result,
 )
 
-# The receipt names a parameter at most four times, quoted twice, with its roads.
+# The receipt names a parameter at most four times, quoted twice, with its rules.
 ROOM_BYTES: Final = 64 * 2**10
 ROOM_A_TENSOR_BYTES: Final = 512
 FILLER: Final = "filler"

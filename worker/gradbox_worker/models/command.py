@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import argparse
-import json
+import json as jsons
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import typer
+
+from gradbox.cli.output import AsJson
+
+ModelsFile = Annotated[Path, typer.Option(metavar="FILE", help="the models file")]
+MODELS_FILE = Path("models.toml")
 
 
-def register(subparsers: Any) -> None:
+def register(app: typer.Typer) -> None:
     """Join the `gradbox` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "models", help="list or verify the models of a models file"
-    )
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-    _action(actions, "list", help="what the file names; builds nothing", run=list_models)
-    _action(
-        actions,
-        "verify",
-        help="build every model twice and say its version, its size and what is wrong",
-        run=verify_models,
-    )
+    group = typer.Typer(help="list or verify the models of a models file", no_args_is_help=True)
+    group.command("list", help="what the file names; builds nothing")(list_models)
+    group.command(
+        "verify", help="build every model twice and say its version, its size and what is wrong"
+    )(verify_models)
+    app.add_typer(group, name="models")
 
 
-def _action(actions: Any, name: str, *, help: str, run: Callable[[Any], int]) -> None:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=help)
-    parser.add_argument(
-        "--models", type=Path, default=Path("models.toml"), help="the models file [models.toml]"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(func=run)
-
-
-def list_models(args: argparse.Namespace) -> int:
+def list_models(*, models: ModelsFile = MODELS_FILE, json: AsJson = False) -> int:
     """Print the entries of the models file; 2 if it cannot be read."""
     from gradbox_worker.errors import ModelsFileError
     from gradbox_worker.models import read_models_file
 
     try:
-        entries = read_models_file(args.models)
+        entries = read_models_file(models)
     except ModelsFileError as error:
         print(f"gradbox models: {error}", file=sys.stderr)
         return 2
@@ -54,8 +45,8 @@ def list_models(args: argparse.Namespace) -> int:
         }
         for entry in entries.values()
     ]
-    if args.json:
-        print(json.dumps(rows, indent=2))
+    if json:
+        print(jsons.dumps(rows, indent=2))
         return 0
     for row in rows:
         weights = f", weights {row['weights']}" if row["weights"] else ""
@@ -63,7 +54,7 @@ def list_models(args: argparse.Namespace) -> int:
     return 0
 
 
-def verify_models(args: argparse.Namespace) -> int:
+def verify_models(*, models: ModelsFile = MODELS_FILE, json: AsJson = False) -> int:
     """Build the models and print what came of each.
 
     Returns:
@@ -73,15 +64,15 @@ def verify_models(args: argparse.Namespace) -> int:
     from gradbox_worker.models import read_models_file
 
     try:
-        entries = read_models_file(args.models)
+        entries = read_models_file(models)
     except ModelsFileError as error:
         print(f"gradbox models: {error}", file=sys.stderr)
         return 2
     from gradbox_worker.models.verify import verify_model
 
     rows = [verify_model(entry) for entry in entries.values()]
-    if args.json:
-        print(json.dumps([row.as_dict() for row in rows], indent=2))
+    if json:
+        print(jsons.dumps([row.as_dict() for row in rows], indent=2))
     else:
         for row in rows:
             print(row)

@@ -6,11 +6,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from gradbox.errors import GradboxError, ServiceUnavailable
-from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.http.auth import Box
-from gradbox_service.http.event_hub import Hub
 from gradbox_service.jobs.fleet import offered_versions
-from gradbox_service.queue.dispatch import Dispatcher
+from gradbox_service.repeating_thread import RepeatingThread
 
 router = APIRouter(tags=["probes"])
 
@@ -59,7 +57,7 @@ def readyz(request: Request, box: Box) -> Ready:
 def _ended_threads(request: Request) -> list[str]:
     """Return the names of the service's threads that live no more."""
     state = request.app.state
-    threads: dict[str, Hub | Dispatcher | Cleaner] = {
+    threads: dict[str, RepeatingThread] = {
         "events": state.hub,
         "dispatcher": state.dispatcher,
         "cleaner": state.cleaner,

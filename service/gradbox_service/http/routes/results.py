@@ -21,7 +21,7 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 _RANGE = re.compile(r"\s*(?:(\d{1,18})\s*-\s*(\d{0,18})|-\s*(\d{1,18}))\s*")
 
 
-class ResultFile(FileResponse):
+class ResultResponse(FileResponse):
     chunk_size = MIB
 
 
@@ -46,7 +46,7 @@ def job_result(request: Request, record: VisibleJob, box: Box) -> Response:
     refused = _refused_range(request, size_bytes=found.st_size)
     if refused is not None:
         return refused
-    return ResultFile(
+    return ResultResponse(
         path,
         headers=headers,
         media_type="application/octet-stream",

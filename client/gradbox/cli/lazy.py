@@ -1,0 +1,124 @@
+"""The `gradbox` group: it knows every command's name and line, and loads the one that is called."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib import metadata
+from typing import Annotated, Any, Final
+
+import typer
+from typer.core import TyperCommand
+from typer.main import get_command
+
+from gradbox.cli.exits import WRONG_USAGE, ExitCodes, new_app
+from gradbox.cli.output import complain, say
+from gradbox.cli.overview import OTHER, TOPICS, entries, line_of
+
+EPILOG: Final = "exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 no service can be reached"
+# Which extra brings what a package of this distribution imports, and packages that tell.
+EXTRAS: Final = {
+    "gradbox_service": ("service", ("redis", "pydantic_settings", "fastapi", "uvicorn")),
+    "gradbox_worker": ("worker", ("redis", "pydantic_settings", "rq", "torch")),
+}
+
+
+class LazyCommand(TyperCommand):
+    """What is known of a command before it is loaded."""
+
+    def __init__(self, entry: metadata.EntryPoint) -> None:
+        super().__init__(entry.name, help=line_of(entry.name))
+        self.entry = entry
+
+    def loaded(self) -> Any:
+        """Load the command.
+
+        Raises:
+            ModuleNotFoundError: its package is not installed, or what that imports is not.
+        """
+        app = new_app(ExitCodes)
+        self.entry.load()(app)
+        group: Any = get_command(app)
+        return group.commands[self.entry.name]
+
+
+class LazyGroup(ExitCodes):
+    """The commands of all packages; each is loaded when it is called."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {name: LazyCommand(entry) for name, entry in entries().items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        """Return the command that the arguments name, loaded, and the arguments that are left."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if not isinstance(command, LazyCommand):
+            return name, command, rest
+        try:
+            return name, command.loaded(), rest
+        except ModuleNotFoundError as error:
+            raise _explained(error, command.entry) from error
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; if a package that it imports is missing, say how to install it."""
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("gradbox"):
+                raise
+            command = self.commands[ctx.invoked_subcommand]
+            assert isinstance(command, LazyCommand)  # as all of them are
+            raise _explained(error, command.entry) from error
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write every command with its line, by topic."""
+        unlisted = self.commands.keys() - {name for lines in TOPICS.values() for name in lines}
+        for topic, names in {**TOPICS, OTHER: sorted(unlisted)}.items():
+            rows = [self._row(name) for name in names if name in self.commands]
+            if rows:
+                with formatter.section(topic):
+                    formatter.write_dl(rows)
+
+    def _row(self, name: str) -> tuple[str, str]:
+        command = self.commands[name]
+        assert isinstance(command, LazyCommand)  # as all of them are
+        package = command.entry.module.partition(".")[0]
+        _, needed = EXTRAS.get(package, ("", (package,)))
+        missing = any(importlib.util.find_spec(module) is None for module in needed)
+        line = f"(not installed: {how_to_install(package)})" if missing else command.help
+        return typer.style(name, fg=typer.colors.CYAN, bold=True), line or ""
+
+
+def gradbox() -> typer.Typer:
+    """Return the app of the `gradbox` command."""
+    app = new_app(LazyGroup, add_completion=True)
+    app.callback(epilog=EPILOG)(_gradbox)
+    return app
+
+
+def how_to_install(package: str) -> str:
+    """Say how to install what a package's commands need."""
+    extra, _ = EXTRAS.get(package, ("", ()))
+    return f"pip install 'gradbox[{extra}]'" if extra else f"install what {package} needs"
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        from gradbox.cli.version import text
+
+        say(text())
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_say_version, is_eager=True, help="say which gradbox")
+]
+
+
+def _gradbox(*, version: Version = False) -> None:
+    """Gradients of large models, computed on a box that a team shares."""
+
+
+def _explained(error: ModuleNotFoundError, entry: metadata.EntryPoint) -> typer.Exit:
+    install = how_to_install(entry.module.partition(".")[0])
+    complain(f"{entry.name} needs {error.name}, which is not installed: {install}")
+    return typer.Exit(WRONG_USAGE)
