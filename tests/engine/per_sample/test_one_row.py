@@ -182,3 +182,14 @@ def test_a_model_that_takes_no_sample_alone_is_called_once_more_and_then_no_furt
         result = per_sample_gradient(model, [{"0": _x()}], _squares)
         assert calls == expected
     assert naive.difference(naive.flat(result.arrays, lead=1), _rows(model, {"0": _x()})) < 1e-10
+
+
+def test_slopes_of_very_different_sizes_are_no_coupling() -> None:
+    """One output's slope is so small that a weight below 1 would underflow."""
+    scale = torch.tensor([1.0, 1e-33, 1e9])
+    model, x = nn.Linear(5, 3), _x(40).float()
+    for seed in range(3):
+        result = per_sample_gradient(
+            model, [{"0": x}], lambda z: (z.square() * scale).sum(1), seed=seed
+        )
+        assert not result.loops
