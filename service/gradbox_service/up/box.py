@@ -22,7 +22,9 @@ from gradbox.errors import GradboxError
 from gradbox.settings import FILE, ClientSettings, read_settings, write_settings
 from gradbox_service.http.listening import bind, check_exposure, url_of
 from gradbox_service.jobs.connection import connect
+from gradbox_service.jobs.fleet import RedisFleet, unusable_models
 from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.revocations import Revocations
 from gradbox_service.settings import EMBEDDED, Settings, arguments_of
 from gradbox_service.tokens import RedisTokens
 from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis
@@ -65,13 +67,22 @@ class Box:
 
     Args:
         devices: the device of each worker.
+        spare: whether each worker keeps a second process for its device.
     """
 
-    def __init__(self, settings: Settings, *, models_file: Path, devices: Sequence[str]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        models_file: Path,
+        devices: Sequence[str],
+        spare: bool = True,
+    ) -> None:
         self._settings = settings
         self._data = settings.data.resolve()
         self._models_file = models_file
         self._devices = devices
+        self._spare = spare
         self._stop = threading.Event()
         self._num_signals = 0
         self._redis: EmbeddedRedis | None = None
@@ -114,6 +125,7 @@ class Box:
             if self._until_ready(url, [service, *workers]):
                 print(f"{READY} {url}", flush=True)
                 _say(f"GradClient() finds address and token with GRADBOX_DATA={self._data}")
+                _say_unusable(self._redis.url)
                 names = [worker.name for worker in workers]
                 watchdog = Watchdog(url, redis_url=self._redis.url, workers=names)
                 watchdog.start()
@@ -141,7 +153,10 @@ class Box:
             arguments += ["--data", str(self._data), "--redis-url", redis_url]
             if self._settings.disk_reserve_bytes is not None:
                 arguments += ["--disk-reserve-bytes", str(self._settings.disk_reserve_bytes)]
-            log = self._data / "logs" / f"{name}.log"
+            logs = self._data / "logs"
+            arguments += ["--device-log", str(logs / f"{name}.device.log")]
+            arguments += [] if self._spare else ["--no-spare"]
+            log = logs / f"{name}.log"
             found.append(Part(name, "gradbox_worker", arguments, log=log))
         return found
 
@@ -151,7 +166,7 @@ class Box:
         earlier = read_settings(path)
         connection = connect(redis_url)
         try:
-            tokens = RedisTokens(connection)
+            tokens = RedisTokens(connection, revocations=Revocations(self._data))
             known = None if earlier is None else tokens.find(earlier.token)
             if earlier is not None and known is not None and known.admin:
                 token = earlier.token
@@ -280,6 +295,14 @@ def lock_folder(data: Path) -> int:
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
+
+
+def _say_unusable(redis_url: str) -> None:
+    """Say which models could not be built; the others are served."""
+    connection = connect(redis_url)
+    for name, why in unusable_models(RedisFleet(connection).workers()).items():
+        _say(f"the model {name!r} cannot be used: {why}; mend it, then `gradbox models reload`")
+    connection.close()
 
 
 def _say(text: str) -> None:

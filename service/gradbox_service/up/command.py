@@ -47,6 +47,14 @@ NumWorkers = Annotated[
 Device = Annotated[
     str, typer.Option(metavar="DEVICE", help="auto, cpu, or a list such as cuda:0,cuda:1")
 ]
+Spare = Annotated[
+    bool,
+    typer.Option(
+        "--spare/--no-spare",
+        help="each worker keeps a second process that has imported torch, to take the place of a "
+        "device process that dies",
+    ),
+]
 
 
 @takes_settings(leave_out=("redis_url",))
@@ -56,6 +64,7 @@ def run(
     models: ModelsFile = None,
     workers: NumWorkers = None,
     device: Device = "auto",
+    spare: Spare = True,
 ) -> int:
     """Run the box until Ctrl-C or SIGTERM.
 
@@ -78,6 +87,7 @@ def run(
             settings,
             models_file=models_file(models, data=settings.data),
             devices=spread(device, num_workers=workers),
+            spare=spare,
         )
         return box.run()
     except (BadSettings, CannotListen, DataInUse) as error:

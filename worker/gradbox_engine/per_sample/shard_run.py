@@ -27,7 +27,7 @@ all come from a loop: they are the derivatives of the coupled losses.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,7 @@ class PlannedModel:
         self, arguments: dict[str, Any], index: int, *, samples: int = SAMPLES
     ) -> PlanInUse:
         """Make a plan on this shard, in place of one that there may be."""
-        with blaming("the model", f"shard {index}"):
+        with blaming("the model", f"shard {index}", model=self.model.model, arguments=arguments):
             plan = plan_for(self.model, arguments, index, samples=samples)
         signature = self.model.signature(arguments)
         plans = _plans.setdefault(self.model.model, {})
@@ -114,7 +114,8 @@ class PlannedModel:
         # Before the call and not after it: the graph may read what the call wrote.
         self.model.restore_buffers()
         self.model.begin_stream(index)
-        with blaming("the model or the loss", f"shard {index}"):
+        where = f"shard {index}"
+        with blaming("the model or the loss", where, model=self.model.model, arguments=arguments):
             return RecordedGraph(self.model, plan, copied(arguments), head)
 
     def called_alone(
@@ -132,6 +133,22 @@ class PlannedModel:
                 return self.model.call(copied(alone))
         except (*CALL_ERRORS, NoBatchAxis):
             return None
+
+    def loops(self) -> list[dict[str, str]]:
+        """Return why parameters are looped over, for each plan in use, by their first shards."""
+        return [dict(used.plan.loops) for used in self._in_use.values()]
+
+    def resume(self, loops: Sequence[Mapping[str, str]], *, first: int) -> None:
+        """Loop over what another process found to need it; rows are compared all the same.
+
+        Args:
+            loops: what `loops` returned there, after it had counted the same shards.
+            first: the shard from which on this process computes.
+        """
+        for used, found in zip(self._in_use.values(), loops, strict=True):
+            used.plan.loops.update(found)
+            if used.made_on is not None:
+                used.made_on = first
 
     def _use(self, signature: Any, used: PlanInUse) -> PlanInUse:
         self._in_use[signature] = used

@@ -1,8 +1,8 @@
 """The messages between a worker and its device process: JSON over a pipe, one message a frame.
 
     worker → device   begin; then run, stop
-    device → worker   ready | unready; then, for each run, progress* and one of finished, failed,
-                      stopped
+    device → worker   building*, then ready | unready; then, for each run, progress*, memory* and
+                      one of finished, failed, stopped
 
 `multiprocessing.connection.Connection` frames the bytes; its `send` and `recv` would pickle and are
 never used.
@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from gradbox.protocol import JobSpec, ModelView, Problem, Receipt, ResultView
+from gradbox.protocol import DeviceMemory, JobSpec, ModelView, Problem, Receipt, ResultView
 
 
 class Frame(BaseModel):
@@ -27,11 +27,13 @@ class Begin(Frame):
     """The first message.
 
     `known` are the versions of the models that an earlier device process described from the same
-    models file. Where it is not empty, none is loaded before a job needs it.
+    models file, `unusable` the reasons why others cannot be built. None of these is built before a
+    job needs it.
     """
 
     kind: Literal["begin"] = "begin"
     known: dict[str, str]
+    unusable: dict[str, str] = {}
 
 
 class Run(Frame):
@@ -55,19 +57,29 @@ class Stop(Frame):
     attempt: int
 
 
+class Building(Frame):
+    """A model is about to be built and tried: what ends the process now, that model did."""
+
+    kind: Literal["building"] = "building"
+    model: str
+
+
 class DeviceReady(Frame):
     """Jobs can run, on the device that `placement` names.
 
-    `models` describes the models, unless the worker knew them.
+    `models` describes the models that the worker did not know, also those that cannot be built.
+    `hardware` is what the device calls itself.
     """
 
     kind: Literal["ready"] = "ready"
     placement: str
     models: list[ModelView]
+    hardware: str = ""
+    memory: DeviceMemory | None = None
 
 
 class DeviceUnready(Frame):
-    """The device cannot be used, or a model cannot be built; the process ends."""
+    """The device or the models file cannot be used; the process ends."""
 
     kind: Literal["unready"] = "unready"
     problem: Problem
@@ -78,6 +90,13 @@ class ProgressMade(Frame):
     phase: str
     done: int
     total: int
+
+
+class MemoryMeasured(Frame):
+    """What is in the device's memory, now and then while a job runs and at its end."""
+
+    kind: Literal["memory"] = "memory"
+    memory: DeviceMemory
 
 
 class RunFinished(Frame):
@@ -99,7 +118,16 @@ class RunStopped(Frame):
 
 
 ToDevice = Begin | Run | Stop
-FromDevice = DeviceReady | DeviceUnready | ProgressMade | RunFinished | RunFailed | RunStopped
+FromDevice = (
+    Building
+    | DeviceReady
+    | DeviceUnready
+    | ProgressMade
+    | MemoryMeasured
+    | RunFinished
+    | RunFailed
+    | RunStopped
+)
 
 TO_DEVICE: Final[TypeAdapter[ToDevice]] = TypeAdapter(
     Annotated[ToDevice, Field(discriminator="kind")]

@@ -9,10 +9,9 @@ from itertools import islice
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request
-from pydantic import BaseModel
 
 from gradbox.errors import OwnerOnly
-from gradbox.protocol import JobState, JobView
+from gradbox.protocol import JobList, JobState, JobView
 from gradbox_service.admission import post
 from gradbox_service.http.auth import Box, Caller, VisibleJob
 from gradbox_service.http.bodies import Bodies
@@ -25,10 +24,6 @@ IdempotencyKey = Annotated[
     str | None, Header(min_length=1, max_length=200, description="Makes posting repeatable")
 ]
 MAX_LISTED = 500
-
-
-class JobList(BaseModel):
-    jobs: list[JobView]
 
 
 @router.post("", status_code=202, openapi_extra=JOB_BODY)
