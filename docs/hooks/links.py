@@ -1,8 +1,8 @@
 """Links of the pages that leave docs/, and what a built page may load.
 
-The pages are read on the code host, too, where `../examples/x.py` leads to a file of the repository. On the site
-there is no such file: the link becomes the file's path as code, once the file is known to exist. With
-`repo_url` in mkdocs.yml it leads there instead.
+The pages are read on the code host, too, where `../examples/x.py` leads to a file of the
+repository. On the site there is no such file: the link becomes the file's path as code, once the
+file is known to exist. With `repo_url` in mkdocs.yml it leads there instead.
 """
 
 from __future__ import annotations

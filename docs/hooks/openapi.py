@@ -1,4 +1,4 @@
-"""Puts the HTTP reference, made from the service's own OpenAPI document, where a page asks for it."""
+"""Puts the HTTP reference, made from the service's OpenAPI document, where a page asks for it."""
 
 from __future__ import annotations
 

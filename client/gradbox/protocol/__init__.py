@@ -1,13 +1,27 @@
 """What client, service and worker say to each other. Pydantic only: nothing here knows torch.
 
 Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
-`per_sample` the two specs that have a row for every sample, `views` what the service answers,
-`losses` what it says of the built-in losses, `example` a model's example job, `problem` how errors
-travel, `receipt` what a result file says of its own making. docs/wire.md states the same in prose.
+`per_sample` the two specs that have a row for every sample, `views` what the service answers about
+jobs and models, `losses` about the built-in losses, `box` about the whole box, `operation` whether
+that hands out jobs, `example` is a model's example job, `problem` how errors travel, `receipt` what
+a result file says of its own making. docs/wire.md states the same in prose.
 """
 
+from gradbox.protocol.box import (
+    BoxChange,
+    BoxJob,
+    BoxModel,
+    BoxView,
+    CallerView,
+    DeviceMemory,
+    DeviceView,
+    OwnerUsage,
+    Span,
+    UsageView,
+)
 from gradbox.protocol.example import ExampleInput, ExampleView
 from gradbox.protocol.losses import LossList, LossOption, LossTensor, LossView
+from gradbox.protocol.operation import OperationMode, OperationOrder, OperationView
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import Receipt, Seconds
@@ -52,9 +66,16 @@ from gradbox.protocol.views import (
 __all__ = [
     "JOB_SPEC",
     "PROTOCOL",
+    "BoxChange",
+    "BoxJob",
+    "BoxModel",
+    "BoxView",
     "BuiltinLoss",
+    "CallerView",
     "CotangentGradientSpec",
     "CotangentsLoss",
+    "DeviceMemory",
+    "DeviceView",
     "DifferentiatedSpec",
     "Digest",
     "ExampleInput",
@@ -68,15 +89,19 @@ __all__ = [
     "JobSpec",
     "JobState",
     "JobView",
-    "LossSpec",
     "LossList",
     "LossOption",
+    "LossSpec",
     "LossTensor",
     "LossView",
     "MethodView",
     "MixedGradientSpec",
     "ModelList",
     "ModelView",
+    "OperationMode",
+    "OperationOrder",
+    "OperationView",
+    "OwnerUsage",
     "ParameterView",
     "PenaltySpec",
     "PerSampleGradientSpec",
@@ -88,8 +113,10 @@ __all__ = [
     "Seconds",
     "ShardRef",
     "SharedSpec",
+    "Span",
     "TensorRef",
     "TracedFunction",
+    "UsageView",
     "parse_posted",
     "parse_spec",
     "spec_digest",
