@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup browser demo test test-slow chaos containers check format bench clean
+.PHONY: setup browser demo docs test test-slow chaos containers check format bench clean
 
 # How long `make chaos` runs, and what it draws by; without a seed one is drawn and printed.
 MINUTES ?= 5
@@ -57,6 +57,11 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks
+
+# The site, in build/docs: a link, an anchor or a name that leads nowhere ends it with an error.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

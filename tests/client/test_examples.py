@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import runpy
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from tests.boxes import ROOT, TestBox
+from tests.pages import program
 
 # Two sides in float32, thirty optimizer steps apart.
 TOLERANCE = 1e-5
@@ -24,10 +24,7 @@ PUTS_A_STEP = 8
 def test_the_page_on_remote_autograd_runs_as_it_stands(
     real: TestBox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    page = Path(ROOT, "docs", "remote_autograd.md").read_text()
-    found = re.search(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    (tmp_path / "block.py").write_text(found.group(1))
+    (tmp_path / "block.py").write_text(program("docs/remote_autograd.md"))
     monkeypatch.setenv("GRADBOX_URL", real.url)
     monkeypatch.setenv("GRADBOX_TOKEN", real.token)
     runpy.run_path(str(tmp_path / "block.py"))
@@ -39,9 +36,7 @@ def test_the_page_on_remote_autograd_runs_as_it_stands(
 def test_the_page_on_notebooks_runs_as_it_stands(
     real: TestBox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    page = Path(ROOT, "docs", "notebooks.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "blocks.py").write_text("\n".join(blocks))
+    (tmp_path / "blocks.py").write_text(program("docs/notebooks.md"))
     monkeypatch.setenv("GRADBOX_URL", real.url)
     monkeypatch.setenv("GRADBOX_TOKEN", real.token)
     runpy.run_path(str(tmp_path / "blocks.py"))

@@ -24,27 +24,28 @@ from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.models import ModelEntry, read_models_file
 from gradbox_worker.models.builders import build_model
 from gradbox_worker.models.command import register
-from tests.boxes import ROOT, TestBox, running_box
+from tests.boxes import TestBox, running_box
+from tests.pages import blocks
 
-PAGE = (ROOT / "docs" / "models.md").read_text()
+PAGE = "docs/models.md"
 HUB = "sentence-transformers/all-MiniLM-L6-v2"
-OWNERS_FILE, USERS = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+OWNERS_FILE, USERS = blocks(PAGE, "sh")
 TABLES: dict[str, Any] = {}
-for found in re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+for found in blocks(PAGE, "toml"):
     TABLES |= tomllib.loads(found)["models"]
 
 
 def python(beginning: str) -> str:
     """Return the page's Python block that begins so."""
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    (block,) = [block for block in blocks if block.startswith(beginning)]
-    return str(block)
+    (block,) = [block for block in blocks(PAGE, "python") if block.startswith(beginning)]
+    return block
 
 
 def write_toml(path: Path, *names: str) -> Path:
     """Write a models file with the page's own blocks of these names."""
-    blocks = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    chosen = [block for block in blocks if tomllib.loads(block)["models"].keys() & {*names}]
+    chosen = [
+        block for block in blocks(PAGE, "toml") if tomllib.loads(block)["models"].keys() & {*names}
+    ]
     path.write_text("\n".join(chosen))
     return path
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,11 +20,10 @@ from gradbox_factors import TERMS
 from tests.boxes import TestBox
 from tests.client import zoo
 from tests.engine.per_sample import naive
+from tests.pages import blocks
 
 WAIT_S = 60.0
 MIB = 2**20
-
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "per_sample.md").read_text()
 
 IN_A_SMALL_MEMORY = """
 import json, sys
@@ -218,9 +216,9 @@ def test_what_the_page_shows_runs(
     monkeypatch.chdir(tmp_path)
     x = torch.randn(6, 5, dtype=torch.float64)
     names: dict[str, Any] = {"shards": list(x.split(4)), "targets": x[:, :3]}
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
+    shown = blocks("docs/per_sample.md", "python")
+    assert len(shown) == 2
+    for block in shown:
         exec(block.replace('"m"', '"mlp"'), names)
     names["client"].close()
     assert (tmp_path / "jacobian.safetensors").exists()

@@ -19,6 +19,7 @@ ROOMS = sorted(path.parent for path in SOURCES if path.name == "__init__.py")
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 LONGEST_FILE = 300
 SHORTEST_FILE = 25
+IMPORT_S = 0.15
 
 # Longer or shorter than that, each for the reason beside it.
 LONG = {
@@ -59,6 +60,18 @@ def test_import_loads_no_torch(statement: str) -> None:
 def test_the_client_imports_none_of_the_others() -> None:
     loaded = modules_loaded_by("import gradbox, gradbox.cli")
     assert not {"gradbox_service", "gradbox_worker", "gradbox_engine"} & loaded
+
+
+@pytest.mark.slow  # a time, which other work on the machine would falsify
+def test_importing_the_client_takes_a_moment() -> None:
+    def import_s() -> float:
+        timed = (
+            "import time; t = time.perf_counter(); import gradbox; print(time.perf_counter() - t)"
+        )
+        command = [sys.executable, "-c", timed]
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert min(import_s() for _ in range(10)) <= IMPORT_S
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

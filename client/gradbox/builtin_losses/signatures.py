@@ -18,6 +18,7 @@ class Option:
     """A Python value that changes what a loss computes."""
 
     default: float | str
+    meaning: str
     above: float | None = None  # a number must be greater than this
     at_least: float | None = None
     choices: tuple[str, ...] = ()  # a string must be one of these
@@ -28,50 +29,95 @@ class Signature:
     """A builtin loss: its tensors in order, which of them may be left out, its options.
 
     The first tensor is Z where the job has one unnamed group of inputs. Every other tensor is
-    either another group of inputs or a loss input, by its name.
+    either another group of inputs or a loss input, by its name. `summary` is the first line of
+    the function's docstring, `shapes` has one entry a tensor.
     """
 
+    summary: str
     tensors: tuple[str, ...]
+    shapes: tuple[str, ...]
     options: Mapping[str, Option]
     optional: tuple[str, ...] = ()
 
 
-_POSITIVE_SCALE = {"temperature": Option(0.07, above=0.0)}
+_TEMPERATURE = "divides the cosines"
+_ROOT = "added to a variance under its root"
+_PAIR = ("(N, D), or (2N, D) without the second", "(N, D)")
 
 BUILTIN_SIGNATURES: Final[Mapping[str, Signature]] = {
     "info_nce": Signature(
+        "Contrast each query's passage with all other passages.",
         ("queries", "passages"),
-        {"temperature": Option(0.05, above=0.0)},
+        (_PAIR[0], "(M, D), M ≥ N: those from N on are hard negatives"),
+        {"temperature": Option(0.05, _TEMPERATURE, above=0.0)},
         optional=("passages",),
     ),
     "clip_symmetric": Signature(
-        ("images", "texts", "log_scale"), _POSITIVE_SCALE, optional=("texts", "log_scale")
+        "Classify the text of each image and the image of each text.",
+        ("images", "texts", "log_scale"),
+        (*_PAIR, "()"),
+        {"temperature": Option(0.07, f"{_TEMPERATURE} where there is no log_scale", above=0.0)},
+        optional=("texts", "log_scale"),
     ),
-    "supervised_contrastive": Signature(("z", "labels"), _POSITIVE_SCALE),
+    "supervised_contrastive": Signature(
+        "Draw samples of one class together, against all others.",
+        ("z", "labels"),
+        ("(N, D)", "(N,) whole numbers"),
+        {"temperature": Option(0.07, _TEMPERATURE, above=0.0)},
+    ),
     "vicreg": Signature(
+        "Hold two views together, each feature's spread up, and features uncorrelated.",
         ("left", "right"),
+        _PAIR,
         {
-            "invariance": Option(25.0, at_least=0.0),
-            "variance": Option(25.0, at_least=0.0),
-            "covariance": Option(1.0, at_least=0.0),
-            "epsilon": Option(1e-4, above=0.0),
+            "invariance": Option(25.0, "weight of the views' distance", at_least=0.0),
+            "variance": Option(25.0, "weight of the spread", at_least=0.0),
+            "covariance": Option(1.0, "weight of the correlation", at_least=0.0),
+            "epsilon": Option(1e-4, _ROOT, above=0.0),
         },
         optional=("right",),
     ),
     "barlow_twins": Signature(
+        "Make the cross-correlation of two views the identity.",
         ("left", "right"),
-        {"redundancy": Option(0.0051, at_least=0.0), "epsilon": Option(1e-5, above=0.0)},
+        _PAIR,
+        {
+            "redundancy": Option(0.0051, "weight of the entries off the diagonal", at_least=0.0),
+            "epsilon": Option(1e-5, _ROOT, above=0.0),
+        },
         optional=("right",),
     ),
-    "mmd": Signature(("z", "reference"), {"bandwidth": Option(1.0, above=0.0)}),
-    "wasserstein_1d": Signature(("z", "reference"), {"power": Option(2.0, at_least=1.0)}),
-    "triplet_all": Signature(("z", "labels"), {"margin": Option(0.2, at_least=0.0)}),
-    "cox_partial_likelihood": Signature(("z", "times", "events"), {}),
-    "cross_entropy": Signature(
+    "mmd": Signature(
+        "Squared maximum mean discrepancy of two samples under a Gaussian kernel.",
+        ("z", "reference"),
+        ("(N, D)", "(M, D)"),
+        {"bandwidth": Option(1.0, "the kernel's standard deviation", above=0.0)},
+    ),
+    "wasserstein_1d": Signature(
+        "p-th power of the p-Wasserstein distance of two samples, feature by feature, averaged.",
+        ("z", "reference"),
+        ("(N,) or (N, D)", "as z"),
+        {"power": Option(2.0, "p", at_least=1.0)},
+    ),
+    "triplet_all": Signature(
+        "Every anchor with every positive and every negative.",
         ("z", "labels"),
+        ("(N, D)", "(N,) whole numbers"),
+        {"margin": Option(0.2, "by which negatives shall be farther, squared", at_least=0.0)},
+    ),
+    "cox_partial_likelihood": Signature(
+        "Negative log partial likelihood of a proportional hazards model, per event.",
+        ("z", "times", "events"),
+        ("(N,) or (N, 1)", "(N,)", "(N,), 1 where the event was seen, else 0"),
+        {},
+    ),
+    "cross_entropy": Signature(
+        "Classify each sample.",
+        ("z", "labels"),
+        ("(N, C) or (N, C, ...)", "(N,) whole numbers, or (N, ...), or probabilities as z"),
         {
-            "label_smoothing": Option(0.0, at_least=0.0),
-            "reduction": Option("mean", choices=("mean", "sum")),
+            "label_smoothing": Option(0.0, "share of the target on all classes", at_least=0.0),
+            "reduction": Option("mean", "over the samples", choices=("mean", "sum")),
         },
     ),
 }

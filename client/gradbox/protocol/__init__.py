@@ -2,10 +2,9 @@
 
 Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
 `per_sample` the two specs that have a row for every sample, `views` what the service answers about
-jobs and models, `example` a model's example job, `box` what it answers about the whole box,
-`operation` whether that hands out jobs,
-`problem` how errors travel, `receipt` what a result file says of its own making. docs/wire.md
-states the same in prose.
+jobs and models, `losses` about the built-in losses, `box` about the whole box, `operation` whether
+that hands out jobs, `example` is a model's example job, `problem` how errors travel, `receipt` what
+a result file says of its own making. docs/wire.md states the same in prose.
 """
 
 from gradbox.protocol.box import (
@@ -21,6 +20,7 @@ from gradbox.protocol.box import (
     UsageView,
 )
 from gradbox.protocol.example import ExampleInput, ExampleView
+from gradbox.protocol.losses import LossList, LossOption, LossTensor, LossView
 from gradbox.protocol.operation import OperationMode, OperationOrder, OperationView
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
@@ -89,7 +89,11 @@ __all__ = [
     "JobSpec",
     "JobState",
     "JobView",
+    "LossList",
+    "LossOption",
     "LossSpec",
+    "LossTensor",
+    "LossView",
     "MethodView",
     "MixedGradientSpec",
     "ModelList",

