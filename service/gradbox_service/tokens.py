@@ -69,6 +69,9 @@ class Tokens(Protocol):
     def find(self, token: str) -> TokenInfo | None:
         """Return what is known of a token, or None if this box did not make it or it is revoked."""
 
+    def hashed(self, digest: str) -> TokenInfo | None:
+        """Return the same of the token with this hash."""
+
 
 class RedisTokens:
     """Implements `Tokens` with one hash."""
@@ -89,7 +92,10 @@ class RedisTokens:
         return self._redis.hdel(TOKENS, *found) if found else 0
 
     def find(self, token: str) -> TokenInfo | None:
-        text = cast("bytes | None", self._redis.hget(TOKENS, digest_of(token)))
+        return self.hashed(digest_of(token))
+
+    def hashed(self, digest: str) -> TokenInfo | None:
+        text = cast("bytes | None", self._redis.hget(TOKENS, digest))
         return None if text is None else _read(text)
 
     def _all(self) -> dict[str, TokenInfo]:
@@ -123,8 +129,11 @@ class MemoryTokens:
             return len(found)
 
     def find(self, token: str) -> TokenInfo | None:
+        return self.hashed(digest_of(token))
+
+    def hashed(self, digest: str) -> TokenInfo | None:
         with self._lock:
-            return self._tokens.get(digest_of(token))
+            return self._tokens.get(digest)
 
 
 def digest_of(token: str) -> str:

@@ -1,11 +1,23 @@
 """What client, service and worker say to each other. Pydantic only: nothing here knows torch.
 
 Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
-`per_sample` the two specs that have a row for every sample, `views` what the service answers,
-`problem` how errors travel, `receipt` what a result file says of its own making. docs/wire.md
-states the same in prose.
+`per_sample` the two specs that have a row for every sample, `views` what the service answers about
+jobs and models, `box` what it answers about the whole box, `problem` how errors travel, `receipt`
+what a result file says of its own making. docs/wire.md states the same in prose.
 """
 
+from gradbox.protocol.box import (
+    BoxChange,
+    BoxJob,
+    BoxModel,
+    BoxView,
+    CallerView,
+    DeviceMemory,
+    DeviceView,
+    OwnerUsage,
+    Span,
+    UsageView,
+)
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import Receipt, Seconds
@@ -48,9 +60,16 @@ from gradbox.protocol.views import (
 __all__ = [
     "JOB_SPEC",
     "PROTOCOL",
+    "BoxChange",
+    "BoxJob",
+    "BoxModel",
+    "BoxView",
     "BuiltinLoss",
+    "CallerView",
     "CotangentGradientSpec",
     "CotangentsLoss",
+    "DeviceMemory",
+    "DeviceView",
     "DifferentiatedSpec",
     "Digest",
     "ForwardSpec",
@@ -65,6 +84,7 @@ __all__ = [
     "MethodView",
     "MixedGradientSpec",
     "ModelView",
+    "OwnerUsage",
     "ParameterView",
     "PenaltySpec",
     "PerSampleGradientSpec",
@@ -76,8 +96,10 @@ __all__ = [
     "Seconds",
     "ShardRef",
     "SharedSpec",
+    "Span",
     "TensorRef",
     "TracedFunction",
+    "UsageView",
     "parse_posted",
     "parse_spec",
     "spec_digest",

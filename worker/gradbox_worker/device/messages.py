@@ -1,8 +1,8 @@
 """The messages between a worker and its device process: JSON over a pipe, one message a frame.
 
     worker → device   begin; then run, stop
-    device → worker   ready | unready; then, for each run, progress* and one of finished, failed,
-                      stopped
+    device → worker   ready | unready; then, for each run, progress* and memory* and one of
+                      finished, failed, stopped
 
 `multiprocessing.connection.Connection` frames the bytes; its `send` and `recv` would pickle and are
 never used.
@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from gradbox.protocol import JobSpec, ModelView, Problem, Receipt, ResultView
+from gradbox.protocol import DeviceMemory, JobSpec, ModelView, Problem, Receipt, ResultView
 
 
 class Frame(BaseModel):
@@ -58,12 +58,15 @@ class Stop(Frame):
 class DeviceReady(Frame):
     """Jobs can run, on the device that `placement` names.
 
-    `models` describes the models, unless the worker knew them.
+    `models` describes the models, unless the worker knew them. `hardware` is what the device calls
+    itself.
     """
 
     kind: Literal["ready"] = "ready"
     placement: str
     models: list[ModelView]
+    hardware: str = ""
+    memory: DeviceMemory | None = None
 
 
 class DeviceUnready(Frame):
@@ -78,6 +81,13 @@ class ProgressMade(Frame):
     phase: str
     done: int
     total: int
+
+
+class MemoryMeasured(Frame):
+    """What is in the device's memory, now and then while a job runs and at its end."""
+
+    kind: Literal["memory"] = "memory"
+    memory: DeviceMemory
 
 
 class RunFinished(Frame):
@@ -99,7 +109,11 @@ class RunStopped(Frame):
 
 
 ToDevice = Begin | Run | Stop
+<<<<<<< HEAD
 FromDevice = DeviceReady | DeviceUnready | ProgressMade | RunFinished | RunFailed | RunStopped
+=======
+FromDevice = Ready | Unready | ProgressMade | MemoryMeasured | RunFinished | RunFailed | RunStopped
+>>>>>>> wt-dashboard
 
 TO_DEVICE: Final[TypeAdapter[ToDevice]] = TypeAdapter(
     Annotated[ToDevice, Field(discriminator="kind")]

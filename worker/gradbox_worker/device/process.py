@@ -15,13 +15,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from gradbox.protocol import ModelView
+from gradbox.protocol import DeviceMemory, ModelView
 from gradbox_worker.device.child import POLL_S, DeviceChild, DeviceSettings
 from gradbox_worker.device.exits import OUT_OF_MEMORY, Exit
 from gradbox_worker.device.messages import (
     Begin,
+<<<<<<< HEAD
     DeviceReady,
     DeviceUnready,
+=======
+    MemoryMeasured,
+>>>>>>> wt-dashboard
     ProgressMade,
     Run,
     RunFailed,
@@ -49,6 +53,8 @@ class DeviceProcess:
         self._models: list[ModelView] = []
         self._models_file_digest = ""  # of the file that they were described from
         self._placement = settings.device
+        self._hardware = ""
+        self._memory: DeviceMemory | None = None
 
     @property
     def models(self) -> list[ModelView]:
@@ -59,6 +65,16 @@ class DeviceProcess:
     def placement(self) -> str:
         """The device it computes on; before it has started, the one asked for."""
         return self._placement
+
+    @property
+    def hardware(self) -> str:
+        """What the device calls itself; empty before it has started."""
+        return self._hardware
+
+    @property
+    def memory(self) -> DeviceMemory | None:
+        """What was last measured in its memory; None if no process is ready."""
+        return self._memory if self.ready else None
 
     @property
     def pid(self) -> int | None:
@@ -154,6 +170,7 @@ class DeviceProcess:
         match child.next_answer(while_waiting):
             case DeviceReady() as answer:
                 self._ready, self._placement = True, answer.placement
+                self._hardware, self._memory = answer.hardware, answer.memory
                 self._models = answer.models or self._models
                 log.info("device process %s is ready with %d models", child.pid, len(self._models))
                 return None
@@ -194,6 +211,8 @@ class DeviceProcess:
                 case ProgressMade():
                     progress = answer
                     supervision.progress(answer.phase, answer.done, answer.total)
+                case MemoryMeasured():
+                    self._memory = answer.memory
                 case RunFinished():
                     return Finished(answer.receipt, answer.result)
                 case RunFailed():

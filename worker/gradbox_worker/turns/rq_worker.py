@@ -138,7 +138,7 @@ class GradboxWorker(SimpleWorker):
         token = CURRENT.set(self._runner)
         try:
             super().execute_job(job, queue)
-            self._announcer.announce("idle")
+            self._announcer.announce("idle", memory=self._device.memory)
         except redis.RedisError as error:
             self._wait_while_refused(error)
         finally:
@@ -150,7 +150,7 @@ class GradboxWorker(SimpleWorker):
         self._until_taken(partial(super().heartbeat, *args, **kwargs))
         if self.get_state() == WorkerStatus.IDLE:
             self._have_device()
-            self._announcer.announce("idle")
+            self._announcer.announce("idle", memory=self._device.memory)
 
     def run_maintenance_tasks(self) -> None:
         self._until_taken(super().run_maintenance_tasks)
@@ -174,7 +174,8 @@ class GradboxWorker(SimpleWorker):
         """Keep the worker known while a job runs: to RQ, and in the fleet."""
         if self._turn is None:
             return
-        self._announcer.announce("busy", job=str(self._turn.args[0]))
+        job_id = str(self._turn.args[0])
+        self._announcer.announce("busy", job=job_id, memory=self._device.memory)
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_S
@@ -213,5 +214,9 @@ class GradboxWorker(SimpleWorker):
         except DeviceNotStarted as error:
             self.failure = error
             raise
-        placement = self._device.placement
-        self._until_taken(lambda: self._announcer.offer(self._device.models, device=placement))
+        device = self._device
+        self._until_taken(
+            lambda: self._announcer.offer(
+                device.models, device=device.placement, hardware=device.hardware
+            )
+        )
