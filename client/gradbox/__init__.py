@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 from gradbox.errors import (
     BlobRejected,
     BlobTooLarge,
+    BoxDraining,
     GradboxError,
     GraphRefused,
     IdempotencyConflict,
@@ -85,6 +86,7 @@ _LAZY = {
 __all__ = [
     "BlobRejected",
     "BlobTooLarge",
+    "BoxDraining",
     "Builtin",
     "Cotangents",
     "Forward",

@@ -8,6 +8,7 @@ from pathlib import Path
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.fleet import Fleet, MemoryFleet, RedisFleet
 from gradbox_service.jobs.memory_records import MemoryRecords
+from gradbox_service.jobs.operation import MemoryOperation, Operation, RedisOperation
 from gradbox_service.jobs.records import Records
 from gradbox_service.jobs.redis_records import RedisRecords
 from gradbox_service.jobs.turns import MemoryTurns, RqTurns, Turns
@@ -29,12 +30,13 @@ from gradbox_service.tokens import MemoryTokens, RedisTokens, Tokens
 
 @dataclass(frozen=True)
 class Backing:
-    """Records, use, turns, fleet, tokens, sessions, the leader's lock, files, and blobs' owners."""
+    """Records, use, turns, fleet, mode, tokens, sessions, lock of the leader, files, owners."""
 
     records: Records
     usage: Usage
     turns: Turns
     fleet: Fleet
+    operation: Operation
     tokens: Tokens
     sessions: Sessions
     leadership: Leadership
@@ -61,6 +63,7 @@ class Backing:
             usage=RedisUsage(connection),
             turns=RqTurns(connection),
             fleet=RedisFleet(connection),
+            operation=RedisOperation(connection),
             tokens=tokens,
             sessions=RedisSessions(connection, tokens=tokens),
             leadership=RedisLeadership(connection),
@@ -79,6 +82,7 @@ class Backing:
             usage=records.usage,
             turns=MemoryTurns(),
             fleet=MemoryFleet(),
+            operation=MemoryOperation(),
             tokens=tokens,
             sessions=MemorySessions(tokens=tokens),
             leadership=SoleLeadership(),

@@ -2,8 +2,9 @@
 
 Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
 `per_sample` the two specs that have a row for every sample, `views` what the service answers about
-jobs and models, `box` what it answers about the whole box, `problem` how errors travel, `receipt`
-what a result file says of its own making. docs/wire.md states the same in prose.
+jobs and models, `box` what it answers about the whole box, `operation` whether that hands out jobs,
+`problem` how errors travel, `receipt` what a result file says of its own making. docs/wire.md
+states the same in prose.
 """
 
 from gradbox.protocol.box import (
@@ -18,6 +19,7 @@ from gradbox.protocol.box import (
     Span,
     UsageView,
 )
+from gradbox.protocol.operation import OperationMode, OperationOrder, OperationView
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import Receipt, Seconds
@@ -84,6 +86,9 @@ __all__ = [
     "MethodView",
     "MixedGradientSpec",
     "ModelView",
+    "OperationMode",
+    "OperationOrder",
+    "OperationView",
     "OwnerUsage",
     "ParameterView",
     "PenaltySpec",

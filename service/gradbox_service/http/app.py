@@ -26,6 +26,7 @@ from gradbox_service.http.routes import (
     events,
     jobs,
     models,
+    operation,
     probes,
     results,
     session,
@@ -62,7 +63,11 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.state.board = Board(stands_on)
     app.state.hub = Hub(stands_on.records, also_tell=app.state.board.note)
     app.state.dispatcher = Dispatcher(
-        stands_on.records, stands_on.turns, stands_on.fleet, stands_on.leadership
+        stands_on.records,
+        stands_on.turns,
+        stands_on.fleet,
+        stands_on.leadership,
+        operation=stands_on.operation,
     )
     app.state.cleaner = Cleaner(
         settings,
@@ -80,7 +85,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     )
     app.add_middleware(RequestIds)  # the outermost: it gives refusals an id too
     problems.install(app)
-    for module in (blobs, jobs, events, results, models, box, session, probes):
+    for module in (blobs, jobs, events, results, models, box, operation, session, probes):
         app.include_router(module.router)
     app.include_router(pages.router())
     app.openapi = partial(openapi.describe, app)  # type: ignore[method-assign]

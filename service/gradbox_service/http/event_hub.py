@@ -10,22 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-<<<<<<< HEAD
-from collections.abc import AsyncIterator, Collection
-=======
-import threading
 from collections.abc import AsyncIterator, Callable, Collection
->>>>>>> wt-dashboard
 
 import anyio.to_thread
 import redis
 
-<<<<<<< HEAD
-from gradbox_service.jobs import Event, Records
-from gradbox_service.repeating_thread import RepeatingThread
-=======
 from gradbox_service.jobs import Change, Event, Records
->>>>>>> wt-dashboard
+from gradbox_service.repeating_thread import RepeatingThread
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +29,6 @@ REREAD_S = 5.0
 class Hub(RepeatingThread):
     """Reads which jobs have new events, and wakes their listeners."""
 
-<<<<<<< HEAD
-    def __init__(self, records: Records) -> None:
-        super().__init__("event reader", failed_pause_s=WAIT_S)
-=======
     def __init__(
         self, records: Records, *, also_tell: Callable[[Collection[Change]], None] | None = None
     ) -> None:
@@ -50,7 +37,7 @@ class Hub(RepeatingThread):
         Args:
             also_tell: called with all changes, in the event loop.
         """
->>>>>>> wt-dashboard
+        super().__init__("event reader", failed_pause_s=WAIT_S)
         self._records = records
         self._also_tell = also_tell
         self._listeners: dict[str, set[asyncio.Event]] = {}
@@ -99,7 +86,6 @@ class Hub(RepeatingThread):
             log.warning("events of job %s cannot be read (%s); trying again", job_id, error)
             return False, ()
 
-<<<<<<< HEAD
     def _step(self) -> None:
         cursor, self._cursor = self._cursor, None  # after a bad entry, read from now on
         try:
@@ -109,32 +95,13 @@ class Hub(RepeatingThread):
             log.warning("the events of the box cannot be read (%s); trying again", error)
             self._stopping.wait(WAIT_S)
             return
-        jobs = {change.job_id for change in changes}
-        if jobs and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._wake, jobs)
-=======
-    def _read(self) -> None:
-        cursor: str | None = None
-        while not self._stopping.is_set():
-            try:
-                cursor, changes = self._records.changes(cursor, wait_s=WAIT_S)
-            except redis.RedisError as error:
-                log.warning("the events of the box cannot be read (%s); trying again", error)
-                self._stopping.wait(WAIT_S)
-                continue
-            except Exception:  # one bad entry must not end the events of every job
-                log.exception("the event reader failed; trying again from now on")
-                cursor = None
-                self._stopping.wait(WAIT_S)
-                continue
-            if changes and self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._spread, changes)
+        if changes and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._spread, changes)
 
     def _spread(self, changes: Collection[Change]) -> None:
         self._wake({change.job_id for change in changes})
         if self._also_tell is not None:
             self._also_tell(changes)
->>>>>>> wt-dashboard
 
     def _wake(self, job_ids: Collection[str]) -> None:
         for job_id in job_ids:

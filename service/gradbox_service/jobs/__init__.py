@@ -9,6 +9,7 @@ Each has a protocol, an implementation on Redis and a twin in memory. To read in
     memory_records                  the twin
     usage                           what each owner used, charged once as an attempt ends
     turns, fleet                    RQ's short list; the workers and what they offer
+    operation                       whether jobs are handed out and taken
     connection, refusals            how Redis is reached; when it refuses only for now
 """
 

@@ -109,11 +109,15 @@ class RunStopped(Frame):
 
 
 ToDevice = Begin | Run | Stop
-<<<<<<< HEAD
-FromDevice = DeviceReady | DeviceUnready | ProgressMade | RunFinished | RunFailed | RunStopped
-=======
-FromDevice = Ready | Unready | ProgressMade | MemoryMeasured | RunFinished | RunFailed | RunStopped
->>>>>>> wt-dashboard
+FromDevice = (
+    DeviceReady
+    | DeviceUnready
+    | ProgressMade
+    | MemoryMeasured
+    | RunFinished
+    | RunFailed
+    | RunStopped
+)
 
 TO_DEVICE: Final[TypeAdapter[ToDevice]] = TypeAdapter(
     Annotated[ToDevice, Field(discriminator="kind")]

@@ -20,12 +20,9 @@ from gradbox_worker.device.child import POLL_S, DeviceChild, DeviceSettings
 from gradbox_worker.device.exits import OUT_OF_MEMORY, Exit
 from gradbox_worker.device.messages import (
     Begin,
-<<<<<<< HEAD
     DeviceReady,
     DeviceUnready,
-=======
     MemoryMeasured,
->>>>>>> wt-dashboard
     ProgressMade,
     Run,
     RunFailed,
