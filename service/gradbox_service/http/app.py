@@ -68,6 +68,8 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         stands_on.fleet,
         stands_on.leadership,
         operation=stands_on.operation,
+        usage=stands_on.usage,
+        half_life_s=settings.share_half_life_s,
     )
     app.state.cleaner = Cleaner(
         settings,
