@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import gradbox.losses as losses
+    from gradbox.async_client import AsyncGradClient as AsyncGradClient
+    from gradbox.async_client import AsyncJob as AsyncJob
+    from gradbox.batch import Batch as Batch
     from gradbox.client import GradClient as GradClient
     from gradbox.computations import Builtin as Builtin
     from gradbox.computations import Cotangents as Cotangents
     from gradbox.computations import Forward as Forward
     from gradbox.computations import Gradient as Gradient
     from gradbox.computations import Jacobian as Jacobian
+    from gradbox.computations import MixedGradient as MixedGradient
     from gradbox.computations import Penalty as Penalty
     from gradbox.computations import PerSampleGradient as PerSampleGradient
     from gradbox.http.connection import Retry as Retry
@@ -60,11 +64,15 @@ from gradbox.errors import (
     Unauthorized,
     UnknownModel,
     UntraceableLoss,
+    UnusableModel,
     WorkerLost,
 )
 
 # Loaded when they are first used: name → module.
 _LAZY = {
+    "AsyncGradClient": "gradbox.async_client",
+    "AsyncJob": "gradbox.async_client",
+    "Batch": "gradbox.batch",
     "Builtin": "gradbox.computations",
     "Cotangents": "gradbox.computations",
     "Forward": "gradbox.computations",
@@ -84,6 +92,9 @@ _LAZY = {
 }
 
 __all__ = [
+    "AsyncGradClient",
+    "AsyncJob",
+    "Batch",
     "BlobRejected",
     "BlobTooLarge",
     "BoxDraining",
@@ -129,6 +140,7 @@ __all__ = [
     "Unauthorized",
     "UnknownModel",
     "UntraceableLoss",
+    "UnusableModel",
     "WorkerLost",
     "losses",
     "pack",

@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel
 
+from gradbox.batch import Batch
 from gradbox.computations import Computation
-from gradbox.errors import MissingBlobs
+from gradbox.computations.computation import Submission
+from gradbox.errors import MissingBlobs, UnusableModel
 from gradbox.http.connection import Connection, Retry, parsed
+from gradbox.http.upload import Uploader
 from gradbox.job import Job
-from gradbox.protocol import JobState, JobView, ModelView
+from gradbox.progress import ProgressBar
+from gradbox.protocol import JobList, JobState, JobView, ModelList, ModelView
 from gradbox.settings import ClientSettings, find_settings
-from gradbox.tensors.blob import Blob
 from gradbox.tensors.tensor_bytes import Tensor
+from gradbox.waits import JobWaits
 
 if TYPE_CHECKING:
     from gradbox.remote.model import RemoteModel
 
-# Enough to hide the way to the box and back; more would share the same uplink.
-UPLOADS_AT_ONCE: Final = 4
+RELOAD_POLL_S: Final = 0.2
 # The most jobs that a box lists in one answer.
 PAGE: Final = 500
-
-
-class _Jobs(BaseModel):
-    jobs: list[JobView]
-    next: str | None = None
-
-
-class _Models(BaseModel):
-    models: list[ModelView]
 
 
 class GradClient:
@@ -72,8 +65,8 @@ class GradClient:
             timeout_s=timeout_s,
             retry=retry,
         )
-        # What this client has seen on the box: not asked for again when it submits in a loop.
-        self._present: set[str] = set()
+        self._uploader = Uploader(self._connection)
+        self._waits = JobWaits(self._connection)
 
     def __repr__(self) -> str:
         return f"GradClient({self.url!r})"
@@ -91,28 +84,26 @@ class GradClient:
 
     def close(self) -> None:
         """Close the connections; jobs continue on the box."""
+        self._waits.close()
         self._connection.close()
 
-    def submit(self, computation: Computation) -> Job:
+    def submit(self, computation: Computation, *, progress: bool | None = None) -> Job:
         """Upload what the box does not have and post the job.
+
+        Args:
+            progress: whether to show how much is uploaded, where that is much; None shows it on a
+                terminal and in a notebook.
 
         Raises:
             InvalidJob: the computation cannot be run as it is: see its subclasses.
             Unauthorized: the box does not know the token.
             ServiceUnavailable: the box cannot be reached.
         """
-        prepared = computation.prepare()
-        body = prepared.spec.model_dump_json().encode()
-        key = str(uuid.uuid4())
-        self._upload(prepared.blobs)
-        try:
-            view = self._post(body, key)
-        except MissingBlobs:
-            # The box's owner removed blobs since this client saw them there.
-            self._present.clear()
-            self._upload(prepared.blobs)
-            view = self._post(body, key)
-        return Job(self._connection, view)
+        return self._send(computation.prepare(), progress=progress)
+
+    def batch(self) -> Batch:
+        """Return a context in which many jobs are submitted at a time; see `Batch`."""
+        return Batch(lambda submission, stop: self._send(submission, progress=False, stop=stop))
 
     def job(self, job_id: str) -> Job:
         """Return a handle on one of one's own jobs.
@@ -121,7 +112,7 @@ class GradClient:
             JobNotFound: there is none of that id.
         """
         answer = self._connection.request("GET", f"/v1/jobs/{quote(job_id, safe='')}")
-        return Job(self._connection, parsed(JobView, answer))
+        return self._handle(parsed(JobView, answer))
 
     def jobs(
         self,
@@ -144,17 +135,17 @@ class GradClient:
         """
         asked = {"state": state, "all": "true" if everybodys else None}
 
-        def fetch(cursor: str | None, num_wanted: int | None) -> _Jobs:
+        def fetch(cursor: str | None, num_wanted: int | None) -> JobList:
             page = None if num_wanted is None else min(num_wanted, PAGE)
             query = asked | {"limit": page, "cursor": cursor}
             given = httpx.QueryParams({k: v for k, v in query.items() if v is not None})
             path = f"/v1/jobs?{given}" if given else "/v1/jobs"
-            return parsed(_Jobs, self._connection.request("GET", path))
+            return parsed(JobList, self._connection.request("GET", path))
 
-        def jobs(page: _Jobs) -> Iterator[Job]:
+        def jobs(page: JobList) -> Iterator[Job]:
             left = limit
             while True:
-                yield from (Job(self._connection, view) for view in page.jobs)
+                yield from (self._handle(view) for view in page.jobs)
                 left = None if left is None else left - len(page.jobs)
                 if page.next is None or (left is not None and left <= 0):
                     return
@@ -163,12 +154,39 @@ class GradClient:
         return jobs(fetch(None, limit))
 
     def models(self) -> list[ModelView]:
-        """Return the registered models with their parameters, entry points and versions."""
-        answer = self._connection.request("GET", "/v1/models")
-        return parsed(_Models, answer).models
+        """Return the registered models with their parameters, entry points and versions.
+
+        One that the box cannot build is among them, not `usable`, with the `reason`.
+        """
+        return self._models("GET", "/v1/models").models
+
+    def reload_models(self, *, timeout_s: float | None = None) -> ModelList:
+        """Have the workers read the models file again, and wait until they have; owner only.
+
+        Each worker does so before its next job. Jobs that run end on the models that they began
+        with; jobs that wait for a version that is gone fail with `UnknownModel`.
+
+        Args:
+            timeout_s: how long to wait; None is without end, 0 not at all.
+
+        Returns:
+            What the workers offer now. `reloading` names those that have not read the file yet,
+            `errors` says why one could not, and serves what it served before.
+
+        Raises:
+            OwnerOnly: the token is not the owner's.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        found = self._models("POST", "/v1/models/reload")
+        while found.reloading and (deadline is None or time.monotonic() < deadline):
+            time.sleep(RELOAD_POLL_S)
+            found = self._models("GET", "/v1/models")
+        return found
 
     def model_info(self, name: str) -> ModelView:
-        """Describe one registered model.
+        """Describe one registered model; print its `example_code()` for a job to begin with.
+
+        One that the box cannot build is not `usable`, and `reason` says why.
 
         Raises:
             UnknownModel: there is none of that name.
@@ -208,6 +226,7 @@ class GradClient:
 
         Raises:
             UnknownModel: there is none of that name.
+            UnusableModel: the box cannot build it.
         """
         from gradbox.remote.model import JobOptions, RemoteModel
 
@@ -222,47 +241,57 @@ class GradClient:
             timeout_s=timeout_s,
             name=name,
         )
+        view = self.model_info(model)
+        if not view.usable:
+            raise UnusableModel(f"the model {view.name!r} cannot be used: {view.reason}")
         return RemoteModel(
             self,
-            self.model_info(model),
+            view,
             mode=mode,
             weights=weights,
             options=options,
             progress=progress,
         )
 
+    def _send(
+        self,
+        submission: Submission,
+        *,
+        progress: bool | None = None,
+        stop: threading.Event | None = None,
+    ) -> Job:
+        """Upload what the box does not have of a job, and post it.
+
+        Args:
+            stop: once it is set, no more is uploaded, and nothing is posted.
+
+        Raises:
+            concurrent.futures.CancelledError: `stop` was set.
+        """
+        body = submission.spec.model_dump_json().encode()
+        key = str(uuid.uuid4())
+        title = submission.spec.name or "inputs"
+        with ProgressBar(title, shown=progress) as bar:
+            upload = partial(
+                self._uploader.upload, submission.blobs, on_bytes=bar.show_upload, stop=stop
+            )
+            upload()
+            try:
+                view = self._post(body, key)
+            except MissingBlobs:
+                # The box's owner removed blobs since this client saw them there.
+                self._uploader.forget()
+                upload()
+                view = self._post(body, key)
+        return self._handle(view)
+
+    def _models(self, method: str, path: str) -> ModelList:
+        return parsed(ModelList, self._connection.request(method, path))
+
     def _post(self, body: bytes, key: str) -> JobView:
         headers = {"Idempotency-Key": key, "Content-Type": "application/json"}
         answer = self._connection.request("POST", "/v1/jobs", body=lambda: [body], headers=headers)
         return parsed(JobView, answer)
 
-    def _upload(self, blobs: Iterable[Blob]) -> None:
-        missing = [blob for blob in blobs if blob.digest not in self._present]
-        if not missing:
-            return
-        stop = threading.Event()
-        pool = ThreadPoolExecutor(UPLOADS_AT_ONCE)
-        try:
-            self._present.update(pool.map(partial(self._upload_one, stop=stop), missing))
-        finally:
-            # After an error or Ctrl-C the other uploads stop too.
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-
-    def _upload_one(self, blob: Blob, *, stop: threading.Event) -> str:
-        """Upload a blob unless the box has it; return its digest. Stops once `stop` is set."""
-
-        def chunks() -> Iterator[memoryview]:
-            for chunk in blob.chunks():
-                if stop.is_set():
-                    raise CancelledError
-                yield chunk
-
-        path = f"/v1/blobs/{blob.digest}"
-        if self._connection.request("HEAD", path, accept=(404,)).status_code == 404:
-            headers = {
-                "Content-Length": str(blob.size_bytes),
-                "Content-Type": "application/octet-stream",
-            }
-            self._connection.request("PUT", path, body=chunks, headers=headers)
-        return blob.digest
+    def _handle(self, view: JobView) -> Job:
+        return Job(self._connection, view, waits=self._waits)

@@ -5,6 +5,7 @@
     │   ├── UntraceableLoss             a Python function that does not become a graph
     │   ├── GraphRefused                a graph with something outside the allow-list in it
     │   ├── UnknownModel                no model of that name, or not that version of it
+    │   │   └── UnusableModel           the box has it in its models file and cannot build it
     │   ├── InvalidInputs               shards, arguments, shapes, names
     │   │   └── MissingBlobs            the job names blobs that the box does not have
     │   └── BlobRejected                bytes that are not what they were said to be
@@ -90,6 +91,13 @@ class UnknownModel(InvalidJob):
 
     code = "unknown-model"
     title = "No such model"
+
+
+class UnusableModel(UnknownModel):
+    """The box's models file names the model, but no worker could build it; the message says why."""
+
+    code = "unusable-model"
+    title = "The model cannot be used"
 
 
 class InvalidInputs(InvalidJob):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -15,21 +18,35 @@ from gradbox.errors import GradboxError, JobCancelled, JobFailed, ResultGone, Re
 from gradbox.http.connection import Connection, parsed
 from gradbox.http.download import download
 from gradbox.http.events import JobEvent, follow
-from gradbox.progress import ProgressBar
+from gradbox.progress import ProgressBar, downloading
 from gradbox.protocol import JobState, JobView
 from gradbox.results.result import GradResult
 from gradbox.results.result_files import RemoteFile
+from gradbox.waits import JobWaits
 
 
 class Job:
-    """A handle on one job. It holds no more than an id: closing the laptop stops nothing."""
+    """A handle on one job. It holds no more than an id: closing the laptop stops nothing.
 
-    def __init__(self, connection: Connection, view: JobView) -> None:
+    `await job` is `job.result()` for a task, which waits without a thread of its own. A task that
+    is cancelled stops waiting; the job continues on the box.
+    """
+
+    def __init__(
+        self, connection: Connection, view: JobView, *, waits: JobWaits | None = None
+    ) -> None:
         self._connection = connection
         self._view = view
+        self._waits = waits or JobWaits(connection)
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self._view.state.value} at {self._connection.url}>"
+
+    def _repr_html_(self) -> str:
+        return self._view._repr_html_()
+
+    def __await__(self) -> Generator[Any, None, GradResult]:
+        return self._awaited().__await__()
 
     @property
     def id(self) -> str:
@@ -65,7 +82,7 @@ class Job:
 
         Args:
             timeout: seconds.
-            progress: whether to show a progress bar; None shows one where stderr is a terminal.
+            progress: whether to show a progress bar; None shows one on a terminal or in a notebook.
 
         Raises:
             TimeoutError: the job was not over in time; it continues on the box.
@@ -87,6 +104,20 @@ class Job:
             raise
         return self._view
 
+    async def wait_async(self, *, progress: bool | None = None) -> JobView:
+        """Wait as `wait` does, for a task: many may wait at once with one thread for all.
+
+        Args:
+            progress: as for `wait`.
+
+        Raises:
+            ServiceUnavailable: the box stayed out of reach, or the client was closed.
+        """
+        if not self._view.state.final:
+            with ProgressBar(self._title, shown=progress) as bar:
+                self._view = await self._waits.until_over(self.id, on_view=bar.show_view)
+        return self._view
+
     def result(self, timeout: float | None = None, *, progress: bool | None = None) -> GradResult:
         """Wait for the job and fetch its result.
 
@@ -101,10 +132,14 @@ class Job:
             TimeoutError: it was not over in time; it continues on the box.
         """
         self.wait(timeout, progress=progress)
+        return self._fetched(progress=progress)
+
+    def _fetched(self, *, progress: bool | None, stop: threading.Event | None = None) -> GradResult:
+        """Fetch the result into a folder that is removed when the result is no longer used."""
         folder = Path(tempfile.mkdtemp(prefix="gradbox-"))
         try:
             path = folder / f"{self.id}.safetensors"
-            self.fetch(path, progress=progress)
+            self._download(path, progress=progress, stop=stop)
             return GradResult.owning(path)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -128,7 +163,14 @@ class Job:
         view = self.refresh()
         if view.result is None:
             raise self._why_no_result(view)
-        return GradResult(RemoteFile(self._connection, self._result_path, expected=view.result))
+        return GradResult(
+            RemoteFile(
+                self._connection,
+                self._result_path,
+                expected=view.result,
+                downloading=lambda: downloading(self._title, shown=progress),
+            )
+        )
 
     def fetch(self, path: str | Path, *, progress: bool | None = None) -> None:
         """Write the result of a job that is over to `path`, a safetensors file.
@@ -138,17 +180,7 @@ class Job:
             ResultNotReady: it is not over.
             ResultGone: it was deleted or has expired.
         """
-        view = self.refresh()
-        if view.result is None:
-            raise self._why_no_result(view)
-        with ProgressBar(self._title, shown=progress) as bar:
-            download(
-                self._connection,
-                self._result_path,
-                Path(path),
-                expected=view.result,
-                on_bytes=bar.show_bytes,
-            )
+        self._download(Path(path), progress=progress)
 
     def cancel(self) -> JobView:
         """Cancel the job: at once if it waits, within a shard if it runs; nothing if it is over."""
@@ -166,6 +198,21 @@ class Job:
         """
         gone = httpx.codes.GONE
         self._connection.request("DELETE", self._result_path, accept=(gone,))
+
+    async def _awaited(self) -> GradResult:
+        await self.wait_async()
+        return await asyncio.to_thread(self._fetched, progress=None)
+
+    def _download(
+        self, path: Path, *, progress: bool | None, stop: threading.Event | None = None
+    ) -> None:
+        view = self.refresh()
+        if view.result is None:
+            raise self._why_no_result(view)
+        with downloading(self._title, shown=progress, stop=stop) as on_bytes:
+            download(
+                self._connection, self._result_path, path, expected=view.result, on_bytes=on_bytes
+            )
 
     @property
     def _result_path(self) -> str:

@@ -9,6 +9,7 @@ from gradbox_factors.factored import Factored, squared_norms
 from gradbox_factors.hashing import Sketch
 from gradbox_factors.lookup import Lookup
 from gradbox_factors.outer import Outer
+from gradbox_factors.packed import packed, unpacked
 from gradbox_factors.term import Term
 from gradbox_factors.total import TERMS, Total
 
@@ -25,5 +26,7 @@ __all__ = [
     "Term",
     "Total",
     "Zero",
+    "packed",
     "squared_norms",
+    "unpacked",
 ]

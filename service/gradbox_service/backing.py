@@ -14,6 +14,7 @@ from gradbox_service.jobs.redis_records import RedisRecords
 from gradbox_service.jobs.turns import MemoryTurns, RqTurns, Turns
 from gradbox_service.jobs.usage import RedisUsage, Usage
 from gradbox_service.queue.leadership import Leadership, RedisLeadership, SoleLeadership
+from gradbox_service.revocations import Revocations
 from gradbox_service.sessions import MemorySessions, RedisSessions, Sessions
 from gradbox_service.settings import BadSettings, Settings
 from gradbox_service.store import (
@@ -57,7 +58,7 @@ class Backing:
                 "(`gradbox up` brings its own)"
             )
         connection = connect(settings.redis_url)
-        tokens = RedisTokens(connection)
+        tokens = RedisTokens(connection, revocations=Revocations(settings.data))
         return cls(
             records=RedisRecords(connection),
             usage=RedisUsage(connection),

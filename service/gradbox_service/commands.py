@@ -17,6 +17,7 @@ from gradbox.cli.output import AsJson, say_table
 from gradbox.cli.times import local
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.revocations import NotRevoked, Revocations
 from gradbox_service.settings import EMBEDDED, BadSettings, Settings, takes_settings
 from gradbox_service.tokens import BadTokenName, RedisTokens
 from gradbox_service.up.embedded_redis import url_in
@@ -156,12 +157,16 @@ def _with_tokens(
     try:
         connection = connect(at_redis(redis_url, data))
         try:
-            return run(RedisTokens(connection))
+            revocations = Revocations(Settings.read(data=data).data)
+            return run(RedisTokens(connection, revocations=revocations))
         finally:
             connection.close()
     except (BadSettings, BadTokenName) as error:
         print(f"gradbox tokens: {error}", file=sys.stderr)
         return WRONG_USAGE
+    except NotRevoked as error:
+        print(f"gradbox tokens: {error}", file=sys.stderr)
+        return UNREACHABLE
     except redis.RedisError as error:
         if not store_refuses(error):
             raise

@@ -118,6 +118,7 @@ def _with_cleaner(
             blobs=box.blobs,
             results=box.results,
             owners=box.owners,
+            tokens=box.tokens,
             leadership=box.leadership,
         )
         return run(box, cleaner)

@@ -2,6 +2,8 @@
 
 A token has 256 random bits, so a plain SHA-256 cannot be searched, and looking the hash up tells
 nothing about the token by its timing.
+
+A token can be revoked while Redis refuses changes: see `revocations`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import redis
 from pydantic import BaseModel, ConfigDict
 
 from gradbox.errors import GradboxError
+from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.revocations import Revocations
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +68,11 @@ class Tokens(Protocol):
         """Return what is known of every token, oldest first."""
 
     def revoke(self, name_or_id: str) -> int:
-        """Forget the token of that id, or all of that name; return how many there were."""
+        """Forget the token of that id, or all of that name; return how many there were.
+
+        Raises:
+            NotRevoked: neither Redis nor the disk takes it.
+        """
 
     def find(self, token: str) -> TokenInfo | None:
         """Return what is known of a token, or None if this box did not make it or it is revoked."""
@@ -72,12 +80,21 @@ class Tokens(Protocol):
     def hashed(self, digest: str) -> TokenInfo | None:
         """Return the same of the token with this hash."""
 
+    def reconcile(self) -> None:
+        """Make the revocations that could only be noted."""
+
 
 class RedisTokens:
     """Implements `Tokens` with one hash."""
 
-    def __init__(self, connection: redis.Redis) -> None:
+    def __init__(self, connection: redis.Redis, *, revocations: Revocations | None = None) -> None:
+        """Send nothing yet.
+
+        Args:
+            revocations: where those are noted that Redis refuses; without it they fail.
+        """
         self._redis = connection
+        self._revocations = revocations
 
     def create(self, name: str, *, admin: bool = False) -> str:
         token, digest, info = _fresh(name, admin=admin)
@@ -89,19 +106,47 @@ class RedisTokens:
 
     def revoke(self, name_or_id: str) -> int:
         found = [digest for digest, info in self._all().items() if _named(info, name_or_id)]
-        return self._redis.hdel(TOKENS, *found) if found else 0
+        if not found:
+            return 0
+        try:
+            self._redis.hdel(TOKENS, *found)
+        except redis.RedisError as error:
+            if self._revocations is None or not store_refuses(error):
+                raise
+            self._revocations.add(found)
+            log.warning(
+                "Redis takes no change for now (%s): the revocation holds, and is noted in %s",
+                error,
+                self._revocations.path,
+            )
+        return len(found)
 
     def find(self, token: str) -> TokenInfo | None:
         return self.hashed(digest_of(token))
 
     def hashed(self, digest: str) -> TokenInfo | None:
         text = cast("bytes | None", self._redis.hget(TOKENS, digest))
-        return None if text is None else _read(text)
+        return None if text is None or digest in self._revoked() else _read(text)
+
+    def reconcile(self) -> None:
+        digests = self._revoked()
+        if digests and self._revocations is not None:
+            self._redis.hdel(TOKENS, *digests)
+            self._revocations.remove(digests)
+            log.info("Redis takes changes again: %d noted revocations are made", len(digests))
+
+    def _revoked(self) -> frozenset[str]:
+        return frozenset() if self._revocations is None else self._revocations.digests()
 
     def _all(self) -> dict[str, TokenInfo]:
         stored = cast("dict[bytes, bytes]", self._redis.hgetall(TOKENS))
         found = {digest.decode(): _read(text) for digest, text in stored.items()}
-        return {digest: info for digest, info in found.items() if info is not None}
+        revoked = self._revoked()
+        return {
+            digest: info
+            for digest, info in found.items()
+            if info is not None and digest not in revoked
+        }
 
 
 class MemoryTokens:
@@ -134,6 +179,9 @@ class MemoryTokens:
     def hashed(self, digest: str) -> TokenInfo | None:
         with self._lock:
             return self._tokens.get(digest)
+
+    def reconcile(self) -> None:
+        """Do nothing: memory refuses no revocation."""
 
 
 def digest_of(token: str) -> str:

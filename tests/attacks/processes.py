@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tests.chaos.models import write_models
 from tests.chaos.processes import Process
 
 REPLACED_WITHIN_S = 30.0
+RESUMED_WITHIN_S = 25.0
 
 
 def _only(target: Target, role: str) -> Process:
@@ -124,6 +126,36 @@ def _hangs(target: Target) -> None:
             time.sleep(0.2)
         _next(own, "service", after=service.pid)
         own.still_works()
+
+
+@attack(
+    "process: the only worker hangs",
+    tries="SIGSTOP of the box's only worker, for good, in the middle of a job",
+    must="`gradbox up` starts another; the job goes on within 25 s, in its second attempt",
+    slow=True,
+)
+def _worker_hangs(target: Target) -> None:
+    with own_box(models=["plain", "slow"]) as own:
+        shards = own.spec(own.ann, model="slow")["inputs"][0]["shards"] * 100
+        job = own.job(own.ann, model="slow", inputs=[{"shards": shards}])
+        _until_progress(own, job, attempt=1, within_s=30.0)
+        worker = _only(own, "worker")
+        worker.signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        _until_progress(own, job, attempt=2, within_s=60.0)
+        seconds = time.monotonic() - begin
+        assert _only(own, "worker").pid != worker.pid
+        assert seconds <= RESUMED_WITHIN_S, f"{seconds:.1f} s, load {os.getloadavg()[0]:.1f}"
+
+
+def _until_progress(target: Target, job: str, *, attempt: int, within_s: float) -> None:
+    give_up = time.monotonic() + within_s
+    while True:
+        view = target.ann.get(f"/v1/jobs/{job}").json()
+        if view["attempts"] == attempt and view["progress"] is not None:
+            return
+        assert time.monotonic() < give_up, view
+        time.sleep(0.05)
 
 
 @attack(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
@@ -12,15 +14,17 @@ from gradbox.errors import QueueFull, TooManyRequests
 from gradbox.protocol import Problem
 from gradbox_service.settings import Settings
 from tests.attacks.services import Service, running, while_live
-from tests.service.boxes import SHARDS, begin, run_job, spec_for, upload
+from tests.service.boxes import SHARDS, begin, run_job, spec_for, submit, upload
 
 MAX_JOBS = 5
 REQUESTS_PER_S = 20
+MAX_STREAMS = 3
 
 
 @pytest.fixture(scope="module")
 def service(settings: Settings) -> Iterator[Service]:
     limits = ("--max-queued-jobs", str(MAX_JOBS), "--requests-per-s", str(REQUESTS_PER_S))
+    limits += ("--max-event-streams", str(MAX_STREAMS))
     with running(settings, *limits) as found:
         yield found
 
@@ -81,6 +85,27 @@ def test_a_flood_of_one_token_is_refused_and_the_others_are_answered(service: Se
     assert refused.headers["x-request-id"] == refused.json()["request_id"]
     assert token not in refused.text
     assert service.client_of("calm").get("/v1/jobs").status_code == 200
+
+
+def test_one_user_has_so_many_event_streams_and_the_others_theirs(service: Service) -> None:
+    client, other = service.client_of("listening"), service.client_of("calm")
+    paths = [f"/v1/jobs/{submit(each)}/events" for each in (client, other)]
+    with ExitStack() as streams:
+        for _ in range(MAX_STREAMS):
+            answer = streams.enter_context(client.stream("GET", paths[0]))
+            assert answer.status_code == 200
+        refused = client.get(paths[0])
+        assert refused.status_code == 429
+        assert "event streams of yours are open" in refused.json()["detail"]
+        with other.stream("GET", paths[1]) as answer:
+            assert answer.status_code == 200
+    give_up = time.monotonic() + 10.0
+    while (again := client.send(client.build_request("GET", paths[0]), stream=True)) and (
+        again.status_code == 429
+    ):
+        assert time.monotonic() < give_up, "closed streams still count"
+        time.sleep(0.05)
+    again.close()
 
 
 def test_one_user_with_two_tokens_has_an_allowance_for_each(service: Service) -> None:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import trustme
 
+from gradbox import GradClient, Retry, ServiceUnavailable
 from gradbox_service.http.listening import check_exposure, is_loopback
 from gradbox_service.settings import BadSettings, Settings
 from tests.attacks.services import Service, answer_of, running
@@ -111,6 +112,21 @@ def test_with_a_certificate_the_service_speaks_tls_alone(
         ) as client:
             assert client.get("/v1/jobs", headers=headers).status_code == 200
         assert not answered_in_the_clear(service)
+
+
+def test_the_client_trusts_whom_the_environment_says_also_on_this_machine(
+    settings: Settings, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key = certificate
+    with running(settings, "--tls-cert", str(cert), "--tls-key", str(key)) as service:
+        token = service.token_of("ann")
+        once = Retry(patience_s=0.0)
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        with pytest.raises(ServiceUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+            GradClient(service.url, token, retry=once).jobs()
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+        assert GradClient(service.url, token, retry=once).jobs() == []
 
 
 def answered_in_the_clear(service: Service) -> bool:

@@ -18,7 +18,7 @@ from tests.chaos.proxy import Proxy
 from tests.chaos.recovery import Observer, Recoveries
 
 LONG_FREEZE_S: Final = 24.0
-"""Longer than a worker's lease: its job is given to another worker, and it wakes up too late."""
+"""Longer than a worker's lease, and than `gradbox up` waits for a worker that says nothing."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,37 @@ def _freeze(role: str, shortest_s: float, longest_s: float) -> Inject:
     return freeze
 
 
+def _freeze_worker_long(scene: Scene) -> str | None:
+    """Freeze a worker until long after it is killed for it, and measure when its job goes on."""
+    process = _one(scene, "worker")
+    if process is None:
+        return None
+    job = scene.observer.held_by(process.name)
+    if not process.signal(signal.SIGSTOP):
+        return None
+    since_s = time.time()
+    if job is not None:
+        seconds = scene.observer.until_resumed(job, since_s=since_s)
+        scene.recoveries.add("frozen worker's job resumed", seconds)
+    time.sleep(max(0.0, since_s + LONG_FREEZE_S - time.time()))
+    process.signal(signal.SIGCONT)
+    scene.watch_whole("all after a long freeze")
+    return process.name
+
+
+def _freeze_unwatched(scene: Scene) -> str | None:
+    """Freeze a worker, and who would kill it: its job is given away, and it wakes up too late."""
+    process = _one(scene, "worker")
+    frozen = [*scene.box.processes("up"), *([process] if process else [])]
+    for each in frozen:
+        each.signal(signal.SIGSTOP)
+    time.sleep(LONG_FREEZE_S)
+    for each in frozen:
+        each.signal(signal.SIGCONT)
+    scene.watch_whole("all after a long freeze")
+    return process.name if process else None
+
+
 def _freeze_all(scene: Scene) -> str | None:
     processes = scene.box.processes()
     seconds = scene.rng.uniform(0.5, 3.0)
@@ -195,8 +226,9 @@ def _fill_disk(scene: Scene) -> str | None:
 
 # Gentle: may be injected while the recovery from another fault is measured.
 CUT = Fault("cut connections", 4, _cut, _cut)
-FREEZE_LONG = Fault(
-    "freeze a worker beyond its lease", 0, _freeze("worker", LONG_FREEZE_S, LONG_FREEZE_S)
+FREEZE_LONG = (
+    Fault("freeze a worker until it is killed", 0, _freeze_worker_long),
+    Fault("freeze a worker and who watches it", 0, _freeze_unwatched),
 )
 FULL_DISK = Fault("fill the disk", 0, _fill_disk)
 WHOLE_BOX = (

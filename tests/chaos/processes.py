@@ -3,7 +3,7 @@
 gradbox up ─┬─ valkey
             ├─ service
             └─ worker ─┬─ device
-                       └─ what else it keeps beside the device
+                       └─ what else it keeps beside the device: a guardian, a spare
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Literal
 Role = Literal["up", "valkey", "service", "worker", "device", "beside", "other"]
 # An entry of the environment that `gradbox up` and all that it starts inherit.
 MARK = "GRADBOX_CHAOS"
+# What a device process calls itself; one that waits to become it has another name.
+DEVICE_NAME = "gradbox-device"
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def processes_of(mark: str, data: Path) -> list[Process]:
     for pid, (parent, state, command) in found.items():
         role, above = roles[pid], roles.get(parent)
         if role == "other" and above == "worker":
-            role = "device" if "--device" in command else "beside"
+            role = "device" if _called(pid) == DEVICE_NAME else "beside"
         holder = found[parent][2] if role in ("device", "beside") else command
         name = _worker_name(holder) if role in ("worker", "device", "beside") else role
         result.append(Process(pid, parent, role, name, state in "Tt", " ".join(command)))
@@ -90,6 +92,13 @@ def _read(folder: Path) -> tuple[int, str, list[str]]:
 
 def _marked(folder: Path, mark: str) -> bool:
     return f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0")
+
+
+def _called(pid: int) -> str:
+    try:
+        return Path("/proc", str(pid), "comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _role(command: Sequence[str]) -> Role:

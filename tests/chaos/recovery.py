@@ -21,6 +21,7 @@ ANSWER_WITHIN_S = 5.0
 BARS: Mapping[str, float] = {
     "device replaced": 3.0,
     "worker's job resumed": 25.0,
+    "frozen worker's job resumed": 25.0,
     "service answering": 3.0,
     "whole box ready": 10.0,
 }

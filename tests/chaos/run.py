@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import tempfile
@@ -29,7 +30,7 @@ STORM_SHARE = 0.2
 GENTLE_PAUSE_S = (0.3, 1.0)
 EVERY_BOX_S = 45.0
 EVERY_DISK_S = 70.0
-EVERY_LONG_FREEZE_S = 150.0
+EVERY_LONG_FREEZE_S = 100.0
 # Room for what a box keeps free in any case, and for what the jobs of a run leave.
 DISK_BYTES = 2560 * 2**20
 
@@ -180,6 +181,7 @@ def _storm(scene: Scene) -> Iterator[tuple[Fault, str | None]]:
 
 def _rare(scene: Scene, plan: Plan, *, full_disk: bool) -> Iterator[Fault | None]:
     """Give the fault whose time has come among those that take long, else None."""
+    long_freezes = itertools.cycle(faults.FREEZE_LONG)
     every = {"box": EVERY_BOX_S, "freeze": EVERY_LONG_FREEZE_S, "disk": EVERY_DISK_S}
     due = {kind: time.monotonic() + seconds / 2 for kind, seconds in every.items()}
     while True:
@@ -189,7 +191,7 @@ def _rare(scene: Scene, plan: Plan, *, full_disk: bool) -> Iterator[Fault | None
         if kind == "box" and plan.whole_box:
             yield _drawn(scene.rng, faults.WHOLE_BOX)
         elif kind == "freeze" and plan.whole_box:
-            yield faults.FREEZE_LONG
+            yield next(long_freezes)
         elif kind == "disk" and full_disk:
             yield faults.FULL_DISK
         else:

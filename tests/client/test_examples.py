@@ -36,6 +36,23 @@ def test_the_page_on_remote_autograd_runs_as_it_stands(
     assert int(num_grads) > 90
 
 
+def test_the_page_on_notebooks_runs_as_it_stands(
+    real: TestBox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    page = Path(ROOT, "docs", "notebooks.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "blocks.py").write_text("\n".join(blocks))
+    monkeypatch.setenv("GRADBOX_URL", real.url)
+    monkeypatch.setenv("GRADBOX_TOKEN", real.token)
+    runpy.run_path(str(tmp_path / "blocks.py"))
+    first, both, *losses = capsys.readouterr().out.splitlines()
+    assert "done=3 total=3" in first
+    loss = float(first.split()[0])
+    expected = pytest.approx([loss, 2 * loss], rel=1e-5)
+    assert [float(value) for value in both.strip("[]").split(",")] == expected
+    assert [float(value) for value in losses] == pytest.approx([loss, 2 * loss, 4 * loss], rel=1e-5)
+
+
 def example(name: str) -> ModuleType:
     path = Path(ROOT, "examples", f"{name}.py")
     spec = importlib.util.spec_from_file_location(name, path)

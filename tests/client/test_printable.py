@@ -50,7 +50,7 @@ def test_tables_complaints_and_bars_are_printable(capsys: pytest.CaptureFixture[
     say_table([("ID", "NAME"), ("j1", HOSTILE)])
     complain(f"first\nsecond {HOSTILE}")
     with ProgressBar(HOSTILE, shown=True) as bar:
-        bar.show_bytes(0, 2**30)
+        bar.show_download(0, 2**30)
     out, err = capsys.readouterr()
     assert shows_nothing_hidden(out)
     assert len(out.splitlines()) == 2

@@ -374,5 +374,5 @@ def test_a_bar_is_not_drawn_more_often_than_it_can_be_read(
 ) -> None:
     with ProgressBar("job", shown=True) as bar:
         for have in range(1000):
-            bar.show_bytes(have * 2**20, 1000 * 2**20)
+            bar.show_download(have * 2**20, 1000 * 2**20)
     assert capsys.readouterr().err.count("fetching") < 100

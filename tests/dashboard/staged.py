@@ -37,6 +37,10 @@ GIB = 2**30
 LEASE_S = 3600.0
 FORWARD = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds"]
 CLIP = {"get_image_features": ["pixel_values"], "get_text_features": FORWARD[:2]}
+UNUSABLE = (
+    "models.llama-old: expected a folder with config.json at /models/llama-old, found none; check "
+    "its source, or run `gradbox models verify llama-old`"
+)
 # Name, parameters, methods.
 MODELS = [
     ("minilm", 22_713_216, {"forward": FORWARD}),
@@ -229,6 +233,7 @@ def _announce(backing: Backing, jobs: list[str], now_s: float) -> None:
             device=f"cuda:{index}",
             state="busy" if jobs else "idle",
             models=versions,
+            unusable={"llama-old": UNUSABLE},
             job=jobs[index] if jobs else None,
             started_s=now_s - 90_000,
             hardware="NVIDIA H100 80GB HBM3",

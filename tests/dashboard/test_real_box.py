@@ -47,6 +47,8 @@ def test_a_job_moves_before_ones_eyes_and_is_cancelled(open_page: Open, box: Tes
     first = row.locator(".phase").text_content()
     expect(row.locator(".phase")).not_to_have_text(str(first))
     expect(page.locator(".devices .state")).to_have_text("busy")
+    expect(page.locator(".devices .legend .model")).to_have_text("slow 32\u202fB")
+    expect(page.locator(".devices .holds")).to_have_text("gradient of grace on slow")
     cancel = row.get_by_role("button", name="Cancel watched")
     cancel.click()
     row.get_by_role("button", name="Really cancel watched").click()

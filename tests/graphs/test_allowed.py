@@ -74,9 +74,16 @@ def test_every_argument_with_a_rule_is_known_by_its_place() -> None:
     for name, function in targets.FUNCTIONS.items():
         with contextlib.suppress(ValueError, TypeError):  # a builtin: by keyword only
             for place, parameter in enumerate(inspect.signature(function).parameters.values()):
-                ruled = parameter.name in {*allow_list.FORBIDDEN_KEYWORDS, "inplace", "device"}
+                ruled = parameter.name in {
+                    *allow_list.FORBIDDEN_KEYWORDS,
+                    *allow_list.ZERO_KEYWORDS,
+                    "inplace",
+                    "device",
+                }
                 if ruled and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
                     found.setdefault(name, {})[parameter.name] = place
+    # A builtin that takes it by position, too, which its signature doesn't say.
+    found["torch.nn.functional.scaled_dot_product_attention"] = {"dropout_p": 4}
     assert found == PLACES
 
 

@@ -28,7 +28,7 @@ class ModelOutput(OrderedDict[str, Any]):
 
 def rebuilt(function: Callable[..., Any], *, positional: int = 1) -> Callable[..., Any]:
     traced = trace(function, positional=positional, structured=True)
-    return build(traced.graph, {**traced.constants, **traced.parameters}, device="cpu")
+    return build(traced.graph, traced.tensors, device="cpu")
 
 
 HELD: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {

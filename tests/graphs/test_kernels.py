@@ -15,6 +15,9 @@ from tests.graphs.test_refused import NODE_Z, call, graph_of
 UNCHECKED = [
     "torch.nn.functional.ctc_loss",
     "torch.nn.functional.grid_sample",
+    "torch.nn.functional.conv_transpose1d",
+    "torch.nn.functional.conv_transpose2d",
+    "torch.nn.functional.conv_transpose3d",
     "torch.linalg.lu_solve",
     "torch.linalg.ldl_solve",
     "torch.nn.functional.embedding_bag",
@@ -46,6 +49,15 @@ TRUSTING = {
         call(N + "max_pool1d", NODE_Z, 5, stride=1, dilation=2**62),
     ),
     "a kernel in a list": ([0], call(N + "avg_pool1d", NODE_Z, [2**61])),
+    "a stride in three dimensions": ([0], call(N + "max_pool3d", NODE_Z, 1, stride=2**62)),
+    "a mean over volumes": ([0], call(N + "avg_pool3d", NODE_Z, [1, 1, 2**61])),
+    "an output of three dimensions": ([0], call(N + "adaptive_max_pool3d", NODE_Z, 2**40)),
+    "a mean of three dimensions": ([0], call(N + "adaptive_avg_pool3d", NODE_Z, [2**40] * 3)),
+    "a stride that crashes a backward": ([0], call(N + "conv1d", NODE_Z, NODE_Z, None, 65536)),
+    "a stride that crashes a backward, by name": (
+        [0],
+        call(N + "conv2d", NODE_Z, NODE_Z, stride=[1, 4096]),
+    ),
     "a negative padding": ([0], call(N + "pad", NODE_Z, [-(2**62), 2**62])),
 }
 
@@ -83,7 +95,7 @@ def test_counts_and_labels_that_are_right_pass() -> None:
 
     z = torch.arange(6.0).reshape(2, 3)
     traced = trace(function, positional=1)
-    assert build(traced.graph, traced.constants, device="cpu")(z) == function(z)
+    assert build(traced.graph, traced.tensors, device="cpu")(z) == function(z)
 
 
 def test_a_padding_may_have_any_value() -> None:

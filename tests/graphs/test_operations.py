@@ -50,7 +50,7 @@ def traced_again(function: Callable[..., Any], rest: tuple[Any, ...], *, first: 
         return found
 
     traced = trace(user, positional=1)
-    again: Tensor = build(traced.graph, traced.constants, device="cpu")(Z.clone())
+    again: Tensor = build(traced.graph, traced.tensors, device="cpu")(Z.clone())
     return again
 
 

@@ -64,6 +64,18 @@ REFUSED_BEFORE = {
         call("torch.nn.functional.embedding", NODE_Z, NODE_Z, None, 1.0),
         "max_norm",
     ),
+    "attention that drops entries": (
+        call("torch.nn.functional.scaled_dot_product_attention", *[NODE_Z] * 3, dropout_p=0.5),
+        "dropout_p",
+    ),
+    "attention that drops entries by position": (
+        call("torch.nn.functional.scaled_dot_product_attention", *[NODE_Z] * 3, None, 0.5),
+        "dropout_p",
+    ),
+    "attention that drops as many entries as it computes": (
+        call("torch.nn.functional.multi_head_attention_forward", *[NODE_Z] * 13),
+        "dropout_p",
+    ),
     "a generator": (call("torch.ones", 2, generator=1), "generator"),
     "a device of its own": (call("torch.ones", 2, device="cuda:1"), "device"),
     "another device of its own": (call("to", NODE_Z, "cuda:1", op="call_method"), "device"),

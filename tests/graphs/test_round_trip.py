@@ -26,7 +26,7 @@ def rebuilt(traced: Traced) -> tuple[Callable[..., Any], dict[str, Tensor]]:
         name: parameter.detach().clone().requires_grad_()
         for name, parameter in traced.parameters.items()
     }
-    return build(graph, {**traced.constants, **leaves}, device="cpu"), leaves
+    return build(graph, {**traced.tensors, **leaves}, device="cpu"), leaves
 
 
 def value_and_gradients(
@@ -72,7 +72,7 @@ def test_a_module_keeps_its_state_and_names_its_parameters() -> None:
     traced = trace(loss, positional=1, arguments=["labels"])
     assert set(traced.parameters) == {"log_scale", "head.0.weight", "head.0.bias"}
     assert traced.parameters["log_scale"] is loss.log_scale
-    assert next(iter(traced.constants.values())) is loss.offset
+    assert traced.buffers == {"offset": loss.offset}
     assert loss.num_calls == 0
     assert all(type(value) is not torch.fx.Proxy for value in vars(loss).values())
 
@@ -82,7 +82,8 @@ def test_a_bound_method_and_a_frozen_parameter_are_traced() -> None:
     loss.head.requires_grad_(False)
     traced = trace(loss.forward, positional=1, arguments=["labels"])
     assert set(traced.parameters) == {"log_scale"}
-    assert len(traced.constants) == 3
+    assert set(traced.buffers) == {"offset"}
+    assert len(traced.constants) == 2
 
 
 def test_groups_are_arguments_by_name() -> None:

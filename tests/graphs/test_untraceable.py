@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from gradbox.errors import GraphRefused, InvalidInputs, UntraceableLoss
@@ -64,6 +65,11 @@ def to_numpy(z: Tensor) -> Tensor:
 
 def numpy_array(z: Tensor) -> Tensor:
     return (np.ones(3) * z).sum()  # here
+
+
+def scipy(z: Tensor) -> Tensor:
+    rows, columns = linear_sum_assignment(z)  # here
+    return z[rows, columns].sum()
 
 
 def random_noise(z: Tensor) -> Tensor:
@@ -208,6 +214,7 @@ FUNCTIONS = [
     (to_float, "math.sqrt"),
     (to_numpy, "keep it a tensor"),
     (numpy_array, "torch.from_numpy"),
+    (scipy, "the torch function"),
     (random_noise, "loss_inputs"),
     (random_noise_like, "loss_inputs"),
     (random_of_python, "loss_inputs"),
@@ -252,6 +259,14 @@ def test_the_error_names_the_line_and_what_to_do(function: Callable[..., Any], a
     message = str(caught.value)
     assert f"{Path(__file__).name}:{marked_line(function)}: `" in message
     assert advice in message
+
+
+@pytest.mark.parametrize(
+    "function", [branch, branch_on_a_size, loop, item, to_float, to_numpy, numpy_array, scipy]
+)
+def test_what_needs_values_names_the_way_that_has_them(function: Callable[..., Any]) -> None:
+    with pytest.raises(UntraceableLoss, match=r"client\.model\(.*docs/remote_autograd\.md"):
+        trace(function, positional=1)
 
 
 def test_the_line_is_in_the_helper_that_does_it() -> None:

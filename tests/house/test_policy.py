@@ -25,6 +25,7 @@ LONG = {
     "client/gradbox/errors.py": "the whole tree of errors, drawn and defined in one place",
 }
 SHORT = {
+    "worker/gradbox_worker/computations/factors.py": "what jobs, tests and benchmarks write alike",
     "service/gradbox_service/admission/forward.py": "the one check of a computation's own module",
     "service/gradbox_service/store/layout.py": "the folders that service and workers share",
 }

@@ -68,6 +68,13 @@ def test_what_expires_by_age_makes_room_first() -> None:
     assert names(files, bound) == ["old"]
 
 
+def test_of_too_many_blobs_the_least_recently_used_go() -> None:
+    files = [stored(f"b{days}", days=days, kind="blob") for days in range(1, 6)]
+    few = Limits(7 * DAY_S, 30 * DAY_S, quota_bytes=None, total_bytes=1e18, num_blobs=2)
+    assert names(files, few) == ["b5", "b4", "b3"]
+    assert names([stored("fresh", days=0.0, kind="blob"), *files[:2]], few) == ["b2"]
+
+
 def cleaner_of(box: Backing, data: Path, **settings: Any) -> Cleaner:
     return Cleaner(
         Settings(data=data, **settings),
@@ -75,6 +82,7 @@ def cleaner_of(box: Backing, data: Path, **settings: Any) -> Cleaner:
         blobs=box.blobs,
         results=box.results,
         owners=box.owners,
+        tokens=box.tokens,
         leadership=box.leadership,
     )
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
+
+import pytest
 
 from gradbox.errors import WorkerLost
 from gradbox.protocol import JobView, Problem
+from gradbox_service.backing import Backing
+from gradbox_service.http.app import create_app
 from gradbox_service.jobs import JobRecord
-from tests.service.boxes import SHARDS, begin, run_job, spec_for, submit, upload
-from tests.service.conftest import Box
+from gradbox_service.settings import Settings
+from gradbox_service.testing.inprocess import InProcessTransport
+from tests.service.boxes import SHARDS, announce, begin, run_job, spec_for, submit, upload
+from tests.service.conftest import Box, client_with
 
 
 def test_a_posted_job_is_queued_and_fed(box: Box) -> None:
@@ -155,6 +162,23 @@ def test_a_box_is_ready_once_a_worker_has_described_its_models(box: Box) -> None
     box.backing.fleet.retire("worker-1")
     assert box.client.get("/readyz").status_code == 503
     assert box.client.get("/livez").status_code == 200
+
+
+@pytest.mark.parametrize("thread", ["dispatcher", "cleaner", "hub"])
+def test_a_service_without_one_of_its_threads_is_not_ready(
+    backing: Backing, tmp_path: Path, thread: str
+) -> None:
+    announce(backing)
+    app = create_app(Settings(data=tmp_path / "data"), backing=backing)
+    with InProcessTransport(app) as transport:
+        client = client_with(transport, "")
+        assert client.get("/readyz").status_code == 200
+        ended = getattr(app.state, thread)
+        ended.close()
+        backing.records.wake()
+        ended.join()
+        assert client.get("/readyz").status_code == 503
+        assert client.get("/livez").status_code == 500
 
 
 def test_jobs_are_listed_in_pages(box: Box) -> None:

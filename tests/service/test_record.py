@@ -35,6 +35,18 @@ def test_finish_keeps_the_result_and_the_time() -> None:
     assert (record.state, record.result, record.finished_s) == (JobState.DONE, RESULT, 5.0)
 
 
+def test_a_job_that_is_done_has_all_its_shards_done() -> None:
+    progress = ProgressView(phase="replay", done=3, total=4, seconds_left=1.5)
+    noted = running().advance(attempt=1, progress=progress)
+    assert noted is not None
+    record = noted.finish(attempt=1, result=RESULT, now_s=5.0)
+    assert record is not None
+    assert record.view().progress == ProgressView(phase="replay", done=4, total=4)
+    failed = noted.fail(attempt=1, error=PROBLEM, now_s=5.0)
+    assert failed is not None
+    assert failed.view().progress == progress
+
+
 @pytest.mark.parametrize("attempt", [0, 1, 3])
 def test_what_another_attempt_says_changes_nothing(attempt: int) -> None:
     lost = running().requeue(attempt=1, reason="it died", now_s=3.0)

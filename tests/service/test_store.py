@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -102,13 +104,31 @@ def test_a_mapped_blob_survives_its_replacement(tmp_path: Path) -> None:
 
 def test_a_sweep_removes_what_dead_uploads_left(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
-    for name in ("old", "new"):
-        store.upload(name * 20).write(b"x")
-    old = next((tmp_path / "incoming").glob("old*"))
-    long_ago = time.time() - 2 * blobs_module.STALE_UPLOAD_S
-    os.utime(old, (long_ago, long_ago))
-    store.sweep()
-    assert [path.name[:3] for path in (tmp_path / "incoming").iterdir()] == ["new"]
+    upload_for_ever = (
+        "import sys, time; from pathlib import Path\n"
+        "from gradbox_service.store.blobs import BlobStore\n"
+        "upload = BlobStore(Path(sys.argv[1])).upload('dead' * 16)\n"
+        "upload.write(b'x'); print('begun', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", upload_for_ever, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as dying:
+        assert dying.stdout is not None
+        assert dying.stdout.readline() == b"begun\n"
+        begun = time.time() - 2 * blobs_module.UNLOCKED_S
+        with store.upload("live" * 16) as upload:
+            upload.write(b"x")
+            for path in (tmp_path / "incoming").iterdir():
+                os.utime(path, (begun, begun))
+            store.sweep()
+            assert names_in(tmp_path / "incoming") == ["dead", "live"]
+            dying.kill()
+            dying.wait()
+            store.sweep()
+            assert names_in(tmp_path / "incoming") == ["live"]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name[:4] for path in folder.iterdir())
 
 
 def test_cached_headers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ import redis
 from gradbox.cli.exits import run_alone
 from gradbox_service.backing import Backing
 from gradbox_service.commands import register_tokens
-from gradbox_service.tokens import BadTokenName, RedisTokens, Tokens
+from gradbox_service.revocations import NUM_LINES, NotRevoked, Revocations
+from gradbox_service.tokens import TOKENS, BadTokenName, RedisTokens, Tokens
 from gradbox_service.up.embedded_redis import EmbeddedRedis
+from tests.chaos.disk import filled
+from tests.disks import small_disk
 from tests.service.conftest import Box
 
 
@@ -70,6 +74,70 @@ def test_a_revoked_token_opens_nothing(box: Box) -> None:
     assert box.client.get("/v1/jobs").status_code == 200
     box.backing.tokens.revoke("ann")
     assert box.client.get("/v1/jobs").status_code == 401
+
+
+@pytest.fixture
+def refusing(connection: redis.Redis) -> Iterator[redis.Redis]:
+    """A Redis that refuses every change, deletions too: a replica, as while a disk is full."""
+    yield connection
+    connection.replicaof("NO", "ONE")
+
+
+def refuse(connection: redis.Redis) -> None:
+    connection.replicaof("127.0.0.1", 1)
+    with pytest.raises(redis.ReadOnlyError):
+        connection.hdel(TOKENS, "none")
+
+
+def test_a_token_is_revoked_while_redis_refuses_changes(
+    refusing: redis.Redis, tmp_path: Path
+) -> None:
+    owners_side = RedisTokens(refusing, revocations=Revocations(tmp_path))
+    service_side = RedisTokens(refusing, revocations=Revocations(tmp_path))
+    Revocations(tmp_path).prepare()
+    eve, ann = owners_side.create("eve"), owners_side.create("ann")
+    assert service_side.find(eve) is not None
+    refuse(refusing)
+    assert owners_side.revoke("eve") == 1
+    assert service_side.find(eve) is None
+    assert owner_of(service_side, ann) == "ann"
+    assert [info.name for info in owners_side.list()] == ["ann"]
+    assert RedisTokens(refusing).find(eve) is not None  # so far by the note alone
+
+    refusing.replicaof("NO", "ONE")
+    service_side.reconcile()
+    assert RedisTokens(refusing).find(eve) is None
+    assert Revocations(tmp_path).digests() == frozenset()
+    assert owner_of(service_side, ann) == "ann"
+
+
+def test_a_note_takes_no_room_on_the_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=2**20) as disk:
+        notes = Revocations(disk)
+        notes.prepare()
+        with filled(disk):
+            notes.add(f"{number:064x}" for number in range(NUM_LINES))
+            assert len(Revocations(disk).digests()) == NUM_LINES
+        with pytest.raises(NotRevoked, match="1000 revocations"):
+            notes.add(["f" * 64])
+        notes.remove([f"{1:064x}"])
+        notes.add(["f" * 64, "f" * 64])
+        assert len(notes.digests()) == NUM_LINES
+
+
+def test_without_the_boxs_folder_the_command_says_that_the_token_is_valid(
+    refusing: redis.Redis,
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    token = RedisTokens(refusing).create("eve")
+    refuse(refusing)
+    monkeypatch.setenv("GRADBOX_DATA", str(tmp_path / "elsewhere"))
+    assert run("revoke", "eve", "--redis-url", redis_server.url) == 3
+    assert "with --data and the box's data folder" in capsys.readouterr().err
+    assert RedisTokens(refusing).find(token) is not None
 
 
 def run(*arguments: str) -> int:

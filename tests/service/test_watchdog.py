@@ -97,6 +97,22 @@ def test_a_worker_that_says_nothing_hangs(watchdog: Watchdog, connection: redis.
     assert eventually(lambda: watchdog.hangs("w", started_s=begun))
 
 
+def test_a_worker_that_announces_itself_after_a_freeze_of_all_does_not_hang(
+    watchdog: Watchdog, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WORKER_SILENCE_S", 0.0)
+    begun = time.monotonic()
+    announce(connection, ttl_s=60)
+    assert eventually(lambda: watchdog.heard_s("w") > begun)
+    # As a thread that asks finds it after the freeze: the time is over, one question unanswered.
+    monkeypatch.setattr(module, "NUM_UNANSWERED", 10**6)
+    connection.delete("gradbox:worker:w")
+    time.sleep(0.2)
+    assert not watchdog.hangs("w", started_s=begun)
+    monkeypatch.setattr(module, "NUM_UNANSWERED", 2)
+    assert eventually(lambda: watchdog.hangs("w", started_s=begun))
+
+
 def test_a_worker_that_redis_keeps_silent_does_not_hang(
     watchdog: Watchdog, connection: redis.Redis
 ) -> None:

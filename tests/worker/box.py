@@ -130,13 +130,14 @@ class Box:
 
 
 class WorkerProcess:
-    """A real `gradbox worker`, whose children are its device process and that one's guardian."""
+    """A real `gradbox worker`, with its device process, that one's guardian, and a spare."""
 
     def __init__(self, box: Box, *options: str, name: str = "w1") -> None:
         self.log = box.folder / f"{name}.{secrets.token_hex(2)}.log"
         command = [sys.executable, "-m", "gradbox_worker", "--models", str(box.models_file)]
         command += ["--device", "cpu", "--data", str(box.folder), "--name", name]
-        command += ["--redis-url", box.redis_url, *options]
+        # Without a spare, whose imports would slow the tests of everything else.
+        command += ["--redis-url", box.redis_url, "--no-spare", *options]
         # What this process was told to import is what the worker is to be made of.
         paths = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
         with self.log.open("wb") as log:
@@ -155,6 +156,14 @@ class WorkerProcess:
         (device,) = [child for child in children if is_device(int(child))]
         return int(device)
 
+    @property
+    def spare_pid(self) -> int:
+        """The process that waits to take the device's place; ValueError if there is none."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        (spare,) = [child for child in children if is_spare(int(child))]
+        return int(spare)
+
     def wait_until_ready(self, *, timeout_s: float = 40.0) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
@@ -171,10 +180,19 @@ class WorkerProcess:
 
 
 def is_device(pid: int) -> bool:
+    return _name(pid) == "gradbox-device"
+
+
+def is_spare(pid: int) -> bool:
+    """Tell whether a device process waits to take another one's place."""
+    return _name(pid) == "gradbox-spare"
+
+
+def _name(pid: int) -> str:
     try:
-        return b"gradbox_worker.device.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/comm").read_text().strip()
     except FileNotFoundError:
-        return False
+        return ""
 
 
 def is_zombie(pid: int) -> bool:

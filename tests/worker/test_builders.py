@@ -107,6 +107,11 @@ def test_weights_that_do_not_fit_are_refused_by_name(
         build_model(entry("python", "zoo.py:affine", weights=tmp_path / "w.safetensors"))
 
 
+def test_a_weights_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelsFileError, match=r"expected a file, found none at .*w\.safetensors"):
+        build_model(entry("python", "zoo.py:affine", weights=tmp_path / "w.safetensors"))
+
+
 def test_a_transformers_folder_builds_in_fp32_and_eval(tmp_path: Path) -> None:
     model = build_model(entry("hf", str(minilm_folder()), folder=tmp_path))
     assert type(model).__name__ == "BertModel"
@@ -124,7 +129,7 @@ def test_auto_class_picks_a_head() -> None:
 def test_a_folder_with_pickled_weights_only_is_refused(tmp_path: Path) -> None:
     shutil.copy(minilm_folder() / "config.json", tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
-    with pytest.raises(OSError, match="safetensors"):
+    with pytest.raises(ModelsFileError, match=r"only pickled weights.*save_pretrained"):
         build_model(entry("hf", str(tmp_path)))
 
 
@@ -171,7 +176,7 @@ def test_a_folder_that_brings_code_does_not_get_to_run_it(tmp_path: Path) -> Non
     config |= {"model_type": "mine", "auto_map": {"AutoModel": "code.Mine", "AutoConfig": "code.C"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(ValueError, match=r"trust_remote_code|mine"):
+    with pytest.raises(ModelsFileError, match=r"'mine' is code .* trust_remote_code"):
         build_model(entry("hf", str(tmp_path)))
     assert not (tmp_path / "ran").exists()
 
@@ -198,6 +203,7 @@ def test_timm_and_torchvision_are_asked_for_no_downloaded_weights(
     for name, function in (("timm", "create_model"), ("torchvision.models", "get_model")):
         module = ModuleType(name)
         setattr(module, function, create)
+        module.list_models = lambda: ["vit", "resnet18"]
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "torchvision", ModuleType("torchvision"))
     build_model(entry("timm", "vit", kwargs={"num_classes": 0}))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gradbox_engine import Checkpoint
+from gradbox_service.store import Room
 from gradbox_worker.computations.checkpoints import CheckpointFile, Pace
+from gradbox_worker.files.result_in_place import ResultOnDisk
 
 IDENTITY = {"spec_digest": "a", "model_version": "b"}
 
@@ -39,10 +43,14 @@ def checkpoint(folder: Path, *, attempt: int = 1, **given: Any) -> CheckpointFil
     )
 
 
+def state(**facts: int) -> Checkpoint:
+    return Checkpoint({"x": torch.ones(2)}, facts)
+
+
 def write_taking(file: CheckpointFile, clock: Clock, seconds: float) -> None:
     """Write a state, which takes so long by the clock."""
     clock.step_s = seconds
-    file.write({"x": torch.ones(2)}, {})
+    file.write(state())
     clock.step_s = 0.0
 
 
@@ -77,6 +85,14 @@ def test_writing_takes_three_percent_of_the_time_at_most(tmp_path: Path, clock: 
     assert spent - 3.0 <= 0.03 * (clock.now - began)
 
 
+def test_a_pace_of_zero_writes_one_after_every_shard(tmp_path: Path, clock: Clock) -> None:
+    file = checkpoint(tmp_path, pace=Pace.after(0), clock=clock)
+    clock.now += 0.1
+    for _ in range(3):
+        assert file.due()
+        write_taking(file, clock, 3.0)
+
+
 def test_another_attempt_finds_the_state_bit_for_bit(tmp_path: Path) -> None:
     state = {
         "z": torch.randn(3, 5).t(),  # in another order than its bytes
@@ -85,15 +101,32 @@ def test_another_attempt_finds_the_state_bit_for_bit(tmp_path: Path) -> None:
         "none": torch.empty(0, 4, dtype=torch.float64),
     }
     meta = {"phase": "replay", "done": 50, "loss": 0.25}
-    checkpoint(tmp_path).write(state, meta)
+    checkpoint(tmp_path).write(Checkpoint(state, meta))
     found = checkpoint(tmp_path, attempt=2).read()
     assert found is not None
-    assert found[1] == meta
-    assert found[0].keys() == state.keys()
+    assert found.facts == meta
+    assert list(found.tensors) == list(state)  # sums run in this order
     for name, tensor in state.items():
-        assert found[0][name].dtype == tensor.dtype
-        assert found[0][name].shape == tensor.shape
-        assert bits(found[0][name]) == bits(tensor)
+        assert found.tensors[name].dtype == tensor.dtype
+        assert found.tensors[name].shape == tensor.shape
+        assert bits(found.tensors[name]) == bits(tensor)
+
+
+def test_what_is_read_lies_in_memory_as_it_did(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 4)
+    tensors = {
+        "as it is": x,
+        "transposed": x.mT,
+        "permuted": x.permute(2, 0, 1),
+        "part of a transposed one": x.permute(2, 0, 1)[:, :, 1:],
+        "expanded": x[:1].expand(5, 3, 4),
+    }
+    checkpoint(tmp_path).write(Checkpoint(tensors))
+    found = checkpoint(tmp_path, attempt=2).read()
+    assert found is not None
+    for name, tensor in tensors.items():
+        assert torch.equal(found.tensors[name], tensor)
+        assert found.tensors[name].stride() == tensor.clone().stride() or name == "expanded"
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -103,18 +136,18 @@ def bits(tensor: torch.Tensor) -> bytes:
 def test_a_job_counts_how_often_it_was_resumed(tmp_path: Path) -> None:
     first = checkpoint(tmp_path)
     assert first.read() is None
-    first.write({}, {})
+    first.write(Checkpoint())
     assert first.resumed == 0
     for resumed in (1, 2):
         file = checkpoint(tmp_path, attempt=1 + resumed)
         assert file.read() is not None
         assert file.resumed == resumed
-        file.write({}, {})
+        file.write(Checkpoint())
 
 
 @pytest.mark.parametrize("key", IDENTITY)
 def test_the_state_of_another_run_is_not_used(tmp_path: Path, key: str) -> None:
-    checkpoint(tmp_path).write({"x": torch.ones(2)}, {})
+    checkpoint(tmp_path).write(state())
     other = checkpoint(tmp_path, attempt=2, identity=IDENTITY | {key: "other"})
     assert other.read() is None
     assert other.resumed == 0
@@ -122,33 +155,39 @@ def test_the_state_of_another_run_is_not_used(tmp_path: Path, key: str) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\x10" * 9, b"\x02\0\0\0\0\0\0\0{}", "half"])
 def test_a_file_that_is_not_whole_is_not_used(tmp_path: Path, content: bytes | str) -> None:
-    checkpoint(tmp_path).write({"x": torch.ones(1000)}, {})
+    checkpoint(tmp_path).write(Checkpoint({"x": torch.ones(1000)}))
     path = tmp_path / "j.safetensors"
     path.write_bytes(content if isinstance(content, bytes) else path.read_bytes()[:2000])
     assert checkpoint(tmp_path, attempt=2).read() is None
+
+
+def test_a_state_that_no_file_holds_costs_the_checkpoint_and_not_the_job(tmp_path: Path) -> None:
+    file = checkpoint(tmp_path)
+    file.write(Checkpoint({"x": torch.ones(2, dtype=torch.complex128)}))
+    assert names(tmp_path) == set()
 
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = checkpoint(tmp_path)
-    file.write({"x": torch.ones(2)}, {"done": 1})
+    file.write(state(done=1))
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        file.write({"x": torch.zeros(2)}, {"done": 2})
+        file.write(state(done=2))
     found = checkpoint(tmp_path, attempt=2).read()
     assert found is not None
-    assert found[1] == {"done": 1}
+    assert found.facts == {"done": 1}
     assert names(tmp_path) == {"j.safetensors"}
 
 
 def test_it_goes_when_the_job_has_ended(tmp_path: Path) -> None:
     file = checkpoint(tmp_path)
-    file.write({"x": torch.ones(2)}, {})
+    file.write(state())
     file.remove()
     assert names(tmp_path) == set()
     file.remove()  # of a job that never wrote one
@@ -160,9 +199,88 @@ def names(folder: Path) -> set[str]:
 
 def test_a_state_that_is_read_does_not_change_with_the_file(tmp_path: Path) -> None:
     file = checkpoint(tmp_path)
-    state: Mapping[str, torch.Tensor] = {"x": torch.ones(4)}
-    file.write(state, {})
+    file.write(Checkpoint({"x": torch.ones(4)}))
     found = file.read()
-    file.write({"x": torch.zeros(4)}, {})
+    file.write(Checkpoint({"x": torch.zeros(4)}))
     assert found is not None
-    assert found[0]["x"].tolist() == [1.0] * 4
+    assert found.tensors["x"].tolist() == [1.0] * 4
+
+
+@contextmanager
+def rows_in_place(folder: Path, *, attempt: int) -> Iterator[tuple[ResultOnDisk, CheckpointFile]]:
+    """Give an attempt at a job whose rows are written in place, and its checkpoint."""
+    path = folder / "results" / f"j.{attempt}.safetensors"
+    with ResultOnDisk(path, room=Room(folder)) as result:
+        yield result, checkpoint(folder / "checkpoints", attempt=attempt, result=result)
+
+
+def lay_out(result: ResultOnDisk) -> None:
+    result.lay_out({"w": (2, 1, 3)}, {"w": torch.float32}, squeezed=True)
+
+
+def test_a_checkpoint_counts_on_rows_in_place(tmp_path: Path) -> None:
+    with rows_in_place(tmp_path, attempt=1) as (result, file):
+        lay_out(result)
+        file.write(state(done=1))
+    assert names(tmp_path / "results") == set()
+    assert names(tmp_path / "checkpoints") == {"j.safetensors", "j.1.rows"}
+    with rows_in_place(tmp_path, attempt=2) as (_, file):
+        found = file.read()
+        assert found is not None
+        assert found.facts == {"done": 1}
+        assert file.resumed == 1
+        file.remove()
+    assert names(tmp_path / "checkpoints") == set()
+
+
+def test_rows_are_flushed_before_a_checkpoint_counts_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[int, bool]] = []
+    flush = os.fsync
+
+    def noted(descriptor: int) -> None:
+        flushed.append((os.fstat(descriptor).st_ino, (place / "j.safetensors").exists()))
+        flush(descriptor)
+
+    place = tmp_path / "checkpoints"
+    with rows_in_place(tmp_path, attempt=1) as (result, file):
+        lay_out(result)
+        monkeypatch.setattr(os, "fsync", noted)
+        file.write(state())
+        rows = (place / "j.1.rows").stat().st_ino
+    assert (rows, False) in flushed
+
+
+def test_rows_that_another_process_still_writes_are_not_gone_on_with(tmp_path: Path) -> None:
+    with rows_in_place(tmp_path, attempt=1) as (result, frozen):
+        lay_out(result)
+        frozen.write(state(done=1))
+        with rows_in_place(tmp_path, attempt=2) as (_, file):
+            assert file.read() is None
+            assert file.resumed == 0
+        frozen.write(state(done=2))
+        with rows_in_place(tmp_path, attempt=3) as (_, file):
+            assert file.read() is None
+
+
+def test_what_is_of_no_use_leaves_the_disk(tmp_path: Path) -> None:
+    with rows_in_place(tmp_path, attempt=1) as (result, file):
+        lay_out(result)
+        file.write(state())
+    other = checkpoint(tmp_path / "checkpoints", attempt=2, identity={"model_version": "other"})
+    assert other.read() is None
+    assert names(tmp_path / "checkpoints") == set()
+
+
+def test_a_disk_without_links_costs_the_checkpoint_and_not_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    with rows_in_place(tmp_path, attempt=1) as (result, file):
+        lay_out(result)
+        file.write(state())
+    assert checkpoint(tmp_path / "checkpoints", attempt=2).read() is None

@@ -60,7 +60,7 @@ class Device:
     def run(self, spec: JobSpec, *, observer: Any = None, **given: Any) -> tuple[Work, Any]:
         self._num_jobs += 1
         if spec.model not in self.versions:
-            self.versions[spec.model] = self.registry.get(spec.model).view.version
+            self.versions[spec.model] = self.registry.get(spec.model).version
         work = Work(
             **{
                 "job_id": f"{self._num_jobs:012x}",

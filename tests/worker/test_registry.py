@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradbox.errors import UnknownModel
-from gradbox_worker.errors import ModelsFileError
+from gradbox.errors import UnknownModel, UnusableModel
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.registry import Registry
 from tests.worker import zoo
@@ -61,9 +60,9 @@ def test_another_name_is_refused_with_those_there_are(tmp_path: Path) -> None:
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
     models = registry(tmp_path, "affine")
-    version = models.get("affine").view.version
-    assert models.get("affine", version).view.version == version
-    assert models.get("affine", version[:8]).view.version == version
+    version = models.get("affine").version
+    assert models.get("affine", version).version == version
+    assert models.get("affine", version[:8]).version == version
     for wrong in (version[:7], "0" * 64):
         with pytest.raises(UnknownModel, match="submit the job again"):
             models.get("affine", wrong)
@@ -73,10 +72,42 @@ def test_a_model_that_comes_back_different_is_refused(tmp_path: Path) -> None:
     models = registry(tmp_path, "affine", "different_each_time", budget_bytes=AFFINE_BYTES)
     models.describe()
     models.get("affine")
-    with pytest.raises(UnknownModel, match="restart the worker"):
+    with pytest.raises(UnknownModel, match="gradbox models reload"):
         models.get("different_each_time")
 
 
-def test_a_builder_that_raises_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelsFileError, match=r"'raises' failed with KeyError.*no such checkpoint"):
-        registry(tmp_path, "raises").describe()
+def test_a_model_that_cannot_be_built_says_why_and_the_rest_are_served(tmp_path: Path) -> None:
+    models = registry(tmp_path, "raises", "affine")
+    broken, whole = models.describe()
+    assert (broken.name, broken.usable, broken.version) == ("raises", False, "")
+    assert "raised KeyError: 'no such checkpoint' (line " in broken.reason
+    assert whole.usable
+    assert whole.version == models.get("affine").version
+    with pytest.raises(UnusableModel, match="no such checkpoint"):
+        models.get("raises")
+
+
+def test_models_that_are_known_are_not_built_again(tmp_path: Path) -> None:
+    entries = registry(tmp_path, "raises", "affine", "tied")._entries
+    began: list[str] = []
+    later = Registry(
+        entries,
+        device=torch.device("cpu"),
+        versions={"affine": "0" * 64},
+        unusable={"raises": "it was so before"},
+    )
+    assert [view.name for view in later.describe(before=began.append)] == ["tied"] == began
+    with pytest.raises(UnusableModel, match="it was so before"):
+        later.get("raises")
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    code = "import torch\ndef f():\n    return torch.nn.Linear(2, {})\n"
+    file = tmp_path / "models.toml"
+    file.write_text('[models.m]\nbuilder = "python"\nsource = "f.py:f"\n')
+    shapes = []
+    for out in (3, 4):
+        (tmp_path / "f.py").write_text(code.format(out))
+        (view,) = Registry(read_models_file(file), device=torch.device("cpu")).describe()
+        shapes.append(view.parameters[0].shape)
+    assert shapes == [[3, 2], [4, 2]]

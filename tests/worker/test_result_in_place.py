@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -156,3 +157,76 @@ def test_a_limit_on_file_sizes_is_a_full_disk(tmp_path: Path) -> None:
             tmp_path / "r.safetensors", {"w": torch.ones(MIB)}, metadata={}, room=Room(tmp_path)
         )
     assert not list(tmp_path.iterdir())
+
+
+ROWS = torch.arange(24.0).view(4, 1, 6)
+
+
+@contextmanager
+def laid_out(folder: Path, *, attempt: int, kept: Path | None = None) -> Iterator[ResultOnDisk]:
+    """Lay out the file of an attempt at ROWS, or go on with a kept one."""
+    with ResultOnDisk(folder / f"j.{attempt}.safetensors", room=Room(folder)) as result:
+        if kept is not None:
+            assert result.go_on(kept)
+        result.lay_out({"w": tuple(ROWS.shape)}, {"w": ROWS.dtype}, squeezed=True)
+        yield result
+
+
+def write_rows(result: ResultOnDisk, start: int, stop: int) -> None:
+    result.write("w", (slice(start, stop), slice(0, 1), slice(0, 6)), ROWS[start:stop])
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_another_attempt_goes_on_with_the_rows_that_were_kept(
+    tmp_path: Path, committed: bool
+) -> None:
+    kept = tmp_path / "kept" / "j.1.rows"
+    with laid_out(tmp_path, attempt=1) as result:
+        write_rows(result, 0, 2)
+        assert result.keep(kept) == kept.name
+        if committed:  # and the process ended before anybody knew
+            write_rows(result, 2, 4)
+            result.commit({"loss": torch.ones(99)}, metadata={"gradbox": "1"})
+    assert kept.exists()
+    with laid_out(tmp_path, attempt=2, kept=kept) as result:
+        write_rows(result, 2, 4)
+        view = result.commit({"loss": torch.zeros(3)}, metadata={"gradbox": "2"})
+    path = tmp_path / "j.2.safetensors"
+    content = path.read_bytes()
+    assert (view.size_bytes, view.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    assert torch.equal(load_file(path)["w"], ROWS[:, 0])
+    assert torch.equal(load_file(path)["loss"], torch.zeros(3))
+    assert read_header(path).metadata == {"gradbox": "2"}
+    assert path.samefile(kept)
+
+
+def test_a_file_is_kept_under_one_name(tmp_path: Path) -> None:
+    first, second = tmp_path / "j.1.rows", tmp_path / "j.2.rows"
+    with laid_out(tmp_path, attempt=1) as result:
+        assert [result.keep(first), result.keep(first)] == [first.name] * 2
+    with laid_out(tmp_path, attempt=2, kept=first) as result:
+        assert result.keep(second) == first.name
+    assert not second.exists()
+
+
+def test_a_file_that_is_still_written_is_not_taken(tmp_path: Path) -> None:
+    kept = tmp_path / "j.1.rows"
+    with laid_out(tmp_path, attempt=1) as first:
+        first.keep(kept)
+        with ResultOnDisk(tmp_path / "j.2.safetensors", room=Room(tmp_path)) as second:
+            assert not second.go_on(kept)
+            second.lay_out({"w": (4, 1, 6)}, {"w": ROWS.dtype}, squeezed=True)
+            second.write("w", (slice(0, 4), slice(0, 1), slice(0, 6)), ROWS)
+            second.commit({}, metadata={})
+        write_rows(first, 0, 4)
+    assert torch.equal(load_file(tmp_path / "j.2.safetensors")["w"], ROWS[:, 0])
+
+
+def test_rows_that_are_gone_are_not_gone_on_with(tmp_path: Path) -> None:
+    with ResultOnDisk(tmp_path / "j.2.safetensors", room=Room(tmp_path)) as result:
+        assert not result.go_on(tmp_path / "j.1.rows")
+
+
+def test_a_result_in_memory_has_no_rows_to_keep(tmp_path: Path) -> None:
+    with ResultOnDisk(tmp_path / "j.1.safetensors", room=Room(tmp_path)) as result:
+        assert result.keep(tmp_path / "j.1.rows") is None

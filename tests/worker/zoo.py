@@ -138,6 +138,15 @@ class Misbehaving(Affine):
     def _sleep(self) -> None:
         time.sleep(0.05)
 
+    def _hold_at_a_call(self) -> None:
+        """Count calls in the file `calls`, a byte each, and wait in the one that `hold` names."""
+        with Path(self.folder, "calls").open("ab") as calls:
+            calls.write(b".")
+            number = calls.tell()
+        hold = Path(self.folder, "hold")
+        while hold.exists() and hold.read_text() == str(number):
+            time.sleep(0.02)
+
     def _dawdle(self) -> None:
         time.sleep(0.3)
 

@@ -1,5 +1,6 @@
 """The mathematics of gradbox: pure torch; no queue, no HTTP, no files."""
 
+from gradbox_engine.checkpoint import Checkpoint, Checkpoints
 from gradbox_engine.errors import (
     BadInputs,
     BadOutput,
@@ -29,7 +30,6 @@ from gradbox_engine.replay.set_outputs import SetOutputs, set_outputs
 from gradbox_engine.requests import (
     CallKeywords,
     CallOptions,
-    Checkpoints,
     Group,
     MixedResult,
     Objective,
@@ -45,6 +45,7 @@ __all__ = [
     "BadWeights",
     "CallKeywords",
     "CallOptions",
+    "Checkpoint",
     "Checkpoints",
     "CotangentGradient",
     "EngineError",

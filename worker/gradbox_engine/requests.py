@@ -183,34 +183,6 @@ class Observer(Protocol):
         """Called before each shard, and once more when a phase ends."""
 
 
-class Checkpoints(Protocol):
-    """Where the state of a long job is kept, so that another process can go on from it."""
-
-    def due(self) -> bool:
-        """Tell whether it is time to write one."""
-
-    def write(self, state: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Write tensors and JSON values in place of what was written before."""
-
-    def read(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return what an earlier run of the same job wrote last, if it did."""
-
-
-class NoCheckpoints:
-    """None is ever written."""
-
-    def due(self) -> bool:
-        """Never."""
-        return False
-
-    def write(self, state: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def read(self) -> None:
-        """There is none."""
-        return
-
-
 class Silent:
     """An observer that does nothing."""
 

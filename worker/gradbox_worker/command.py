@@ -73,8 +73,23 @@ CheckpointAfter = Annotated[
     float | None,
     typer.Option(
         metavar="SECONDS",
-        help="once a gradient job has run so long, and twice as often from there, its state is "
-        "written, from which another attempt goes on after a crash [60]",
+        help="once a job has run so long, and twice as often from there, but for at most 3 % of "
+        "its time, its state is written, from which another attempt goes on after a crash; 0: "
+        "after every shard [60]",
+    ),
+]
+DeviceLog = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="a file for what models print, at most 8 MiB and the 8 MiB before [standard error]",
+    ),
+]
+Spare = Annotated[
+    bool,
+    typer.Option(
+        "--spare/--no-spare",
+        help="keep a second process that has imported torch, to take a dead one's place at once",
     ),
 ]
 Lease = Annotated[
@@ -112,6 +127,8 @@ def run(
     result_memory_gib: ResultMemory = None,
     job_memory_gib: JobMemory = None,
     checkpoint_after_s: CheckpointAfter = None,
+    device_log: DeviceLog = None,
+    spare: Spare = True,
     lease_s: Lease = 20.0,
     cancel_grace_s: CancelGrace = 30.0,
     check: Check = False,
@@ -148,6 +165,8 @@ def run(
             result_memory_bytes=_bytes(result_memory_gib),
             job_memory_bytes=_bytes(job_memory_gib),
             checkpoint_after_s=checkpoint_after_s,
+            log=device_log,
+            spare=spare,
         )
         patience = Patience(lease_s=lease_s, cancel_grace_s=cancel_grace_s)
         return _work(name, settings=settings, device_settings=device_settings, patience=patience)

@@ -60,21 +60,29 @@ class Caught:
 
 
 def caught(
-    call: Callable[[], T], *, doing: str, let_through: type[BaseException] | tuple[()] = ()
+    call: Callable[[], T],
+    *,
+    doing: str,
+    let_through: type[BaseException] | tuple[()] = (),
+    explain: Callable[[BaseException], GradboxError | None] = lambda error: None,
+    log_level: int = logging.ERROR,
 ) -> T | Caught:
     """Call user code; return its value, or the problem that it ended in.
 
     Args:
         doing: what it is, for messages: "job 4f2a", "the model 'minilm'".
         let_through: raised on as it is.
+        explain: asked first what an error means here; None leaves it to `translated`.
+        log_level: of the line, with traceback, that the worker's log gets.
     """
     try:
         return call()
     except let_through:
         raise
     except BaseException as error:  # a model's KeyboardInterrupt is no reason to end, either
-        log.exception("%s failed", doing)
-        return Caught(Problem.of(translated(error, doing=doing)), spoilt=_spoils_device(error))
+        log.log(log_level, "%s failed", doing, exc_info=True)
+        ours = explain(error) or translated(error, doing=doing)
+        return Caught(Problem.of(ours), spoilt=_spoils_device(error))
 
 
 def translated(error: BaseException, *, doing: str) -> GradboxError:

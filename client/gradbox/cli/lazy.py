@@ -21,6 +21,8 @@ EXTRAS: Final = {
     "gradbox_service": ("service", ("redis", "pydantic_settings", "fastapi", "uvicorn")),
     "gradbox_worker": ("worker", ("redis", "pydantic_settings", "rq", "torch")),
 }
+# Commands of such packages of which a part needs the client alone.
+CLIENT_ENOUGH: Final = ("models",)
 
 
 class LazyCommand(TyperCommand):
@@ -84,7 +86,9 @@ class LazyGroup(ExitCodes):
         assert isinstance(command, LazyCommand)  # as all of them are
         package = command.entry.module.partition(".")[0]
         _, needed = EXTRAS.get(package, ("", (package,)))
-        missing = any(importlib.util.find_spec(module) is None for module in needed)
+        missing = name not in CLIENT_ENOUGH and any(
+            importlib.util.find_spec(module) is None for module in needed
+        )
         line = f"(not installed: {how_to_install(package)})" if missing else command.help
         return styled(name, typer.colors.CYAN, stream=sys.stdout), line or ""
 

@@ -28,7 +28,7 @@ TOPICS: Final[Mapping[str, Mapping[str, str]]] = {
     "A box, on its own machine": {
         "up": "run a whole box on this machine: Redis, service, a worker for every device",
         "down": "stop the box that `gradbox up` runs on a data folder",
-        "models": "list or verify the models of a models file",
+        "models": "the models of a box, and the file that names them",
         "tokens": "create, list and revoke tokens of this box",
         "storage": "what the box's files take, by owner; `storage clean` removes some",
         "service": "run the HTTP service alone",

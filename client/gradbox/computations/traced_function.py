@@ -7,6 +7,7 @@ from typing import Any
 from gradbox.errors import InvalidJob
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import TracedFunction
+from gradbox.protocol.spec_fields import FunctionTensor
 from gradbox.tensors.tensor_bytes import is_torch_importable, tensor_bytes
 
 
@@ -33,14 +34,21 @@ def traced(
     from gradbox.tracing.trace import trace
 
     found = trace(function, structured=structured, **arguments)
-    tensors = {**found.constants, **found.parameters}
     refs = uploads.tensors(
-        {name: tensor_bytes(t, where=f"{what}: tensor {name!r}") for name, t in tensors.items()}
+        {
+            name: tensor_bytes(t, where=f"{what}: tensor {name!r}")
+            for name, t in found.tensors.items()
+        }
     )
     return TracedFunction(
         graph=found.graph,
         tensors={
-            name: ref.model_copy(update={"requires_grad": name in found.parameters})
+            name: FunctionTensor(
+                blob=ref.blob,
+                tensor=ref.tensor,
+                requires_grad=name in found.parameters,
+                buffer=name in found.buffers,
+            )
             for name, ref in refs.items()
         },
     )

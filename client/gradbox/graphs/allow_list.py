@@ -5,8 +5,8 @@ into tensors of the graph, and if its result is a tensor, a number, a size or a 
 there is nothing random, nothing that reads uninitialised memory (`empty`), nothing that takes a
 callable or a string to evaluate, no input or output, no storage and no autograd engine. Nor is
 there a function whose kernel believes values that it should check (`ctc_loss`, `grid_sample`,
-`linalg.lu_solve`, `linalg.ldl_solve`): it would reach any memory of the box. What such a kernel can
-be spared by a check is in `gradbox.interpreting.kernel_arguments`.
+`linalg.lu_solve`, `linalg.ldl_solve`, transposed convolutions): it would reach any memory of the
+box. What such a kernel can be spared by a check is in `gradbox.interpreting.kernel_arguments`.
 
 A function with two names has one here, the first of `FUNCTIONS` that is the same object; `targets`
 looks functions up by identity. A method's in-place twin (`add_`) is listed where gradients flow
@@ -56,14 +56,14 @@ _LINEAR_ALGEBRA = """
 
 _SHAPES = """
     adjoint argwhere atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to
-    cartesian_prod cat chunk clone column_stack combinations concat concatenate detach diag
-    diag_embed diagflat diagonal diagonal_scatter dsplit dstack flatten flip fliplr flipud
-    gather hsplit hstack index_add index_copy index_fill index_reduce index_select masked_fill
-    masked_scatter masked_select meshgrid moveaxis movedim narrow nonzero numel permute put
-    ravel repeat_interleave reshape resolve_conj roll rot90 row_stack scatter scatter_add
-    scatter_reduce select select_scatter slice_scatter split squeeze stack swapaxes swapdims t
-    take take_along_dim tensor_split tile transpose unbind unflatten unravel_index unsqueeze
-    vander view_as_complex view_as_real vsplit vstack
+    cartesian_prod cat channel_shuffle chunk clone column_stack combinations concat concatenate
+    detach diag diag_embed diagflat diagonal diagonal_scatter dsplit dstack flatten flip fliplr
+    flipud gather hsplit hstack index_add index_copy index_fill index_reduce index_select
+    masked_fill masked_scatter masked_select meshgrid moveaxis movedim narrow nonzero numel
+    permute put ravel repeat_interleave reshape resolve_conj roll rot90 row_stack scatter
+    scatter_add scatter_reduce select select_scatter slice_scatter split squeeze stack swapaxes
+    swapdims t take take_along_dim tensor_split tile transpose unbind unflatten unravel_index
+    unsqueeze vander view_as_complex view_as_real vsplit vstack
 """
 
 _FACTORIES = """
@@ -72,17 +72,18 @@ _FACTORIES = """
 """
 
 _FUNCTIONAL = """
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool1d adaptive_max_pool2d affine_grid
-    avg_pool1d avg_pool2d batch_norm bilinear binary_cross_entropy
-    binary_cross_entropy_with_logits celu conv1d conv2d conv3d cosine_embedding_loss
-    cross_entropy elu embedding fold gaussian_nll_loss gelu glu group_norm hardshrink
-    hardsigmoid hardswish hardtanh hinge_embedding_loss huber_loss instance_norm
-    interpolate kl_div l1_loss layer_norm leaky_relu linear local_response_norm log_softmax
-    logsigmoid lp_pool1d lp_pool2d margin_ranking_loss max_pool1d max_pool2d mish mse_loss
-    multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss nll_loss normalize
-    one_hot pad pixel_shuffle pixel_unshuffle poisson_nll_loss relu relu6 rms_norm selu sigmoid
-    silu smooth_l1_loss soft_margin_loss softmax softmin softplus softshrink softsign
-    tanhshrink threshold triplet_margin_loss unfold
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
+    adaptive_max_pool2d adaptive_max_pool3d affine_grid avg_pool1d avg_pool2d avg_pool3d
+    batch_norm bilinear binary_cross_entropy binary_cross_entropy_with_logits celu conv1d conv2d
+    conv3d cosine_embedding_loss cross_entropy elu embedding fold gaussian_nll_loss gelu glu
+    group_norm hardshrink hardsigmoid hardswish hardtanh hinge_embedding_loss huber_loss
+    instance_norm interpolate kl_div l1_loss layer_norm leaky_relu linear local_response_norm
+    log_softmax logsigmoid lp_pool1d lp_pool2d margin_ranking_loss max_pool1d max_pool2d
+    max_pool3d mish mse_loss multi_head_attention_forward multi_margin_loss multilabel_margin_loss
+    multilabel_soft_margin_loss nll_loss normalize one_hot pad pixel_shuffle pixel_unshuffle
+    poisson_nll_loss relu relu6 rms_norm scaled_dot_product_attention selu sigmoid silu
+    smooth_l1_loss soft_margin_loss softmax softmin softplus softshrink softsign tanhshrink
+    threshold triplet_margin_loss unfold
 """
 
 _LINALG = """
@@ -252,6 +253,9 @@ MEMORY_FORMATS: Final = frozenset(
 FORBIDDEN_KEYWORDS: Final = frozenset(
     "generator max_norm names out pin_memory requires_grad".split()
 )
+
+# A loss is a function of its arguments: the probability with which attention drops entries is 0.
+ZERO_KEYWORDS: Final = frozenset({"dropout_p"})
 
 # One call makes as many tensors as the data says: `build` counts them first.
 PIECES: Final = frozenset(

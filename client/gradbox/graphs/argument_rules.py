@@ -1,7 +1,7 @@
 """Arguments that have a rule of their own, found whether they are given by keyword or by position.
 
-torch's builtin functions take them by keyword only. Those that are written in Python take them by
-position as well, and `PLACES` says where.
+torch's builtin functions take them by keyword only, attention's excepted. Those that are written in
+Python take them by position as well, and `PLACES` says where.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ PLACES: Final[dict[str, dict[str, int]]] = {
     "torch.norm": {"out": 4},
     "torch.tensordot": {"out": 3},
     _FUNCTIONAL + "embedding": {"max_norm": 3},
+    _FUNCTIONAL + "multi_head_attention_forward": {"dropout_p": 10},
     _FUNCTIONAL + "normalize": {"out": 4},
+    _FUNCTIONAL + "scaled_dot_product_attention": {"dropout_p": 4},
     **{
         _FUNCTIONAL + name: {"inplace": place}
         for place, names in (

@@ -146,6 +146,9 @@ def _check_keywords(node: Node) -> None:
             argument(name, node.target, node.args, {}) is not None
         ):
             raise _refusal(node, f"the argument {name!r} is not allowed, by position either")
+    for name in allow_list.ZERO_KEYWORDS:
+        if not is_zero(argument(name, node.target, node.args, node.kwargs)):
+            raise _refusal(node, f"the argument {name!r} is 0: nothing random happens in a graph")
 
 
 def _check_attribute(node: Node) -> None:
@@ -181,6 +184,11 @@ _DEVICE: Final = {"device": "job"}
 def names_device(value: Any) -> bool:
     """Tell whether torch would read a value as a device: "cuda:1", or 1."""
     return isinstance(value, str | int) and not isinstance(value, bool)
+
+
+def is_zero(value: Any) -> bool:
+    """Tell whether an argument is left out or is the number 0, whatever the graph computes."""
+    return value is None or (isinstance(value, int | float) and value == 0)
 
 
 def _is_node(value: Any) -> bool:

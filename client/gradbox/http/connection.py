@@ -115,11 +115,14 @@ class Connection:
         self._timeout_s = timeout_s
         self._retry = retry or Retry()
         self._answered = False
+        address = urlsplit(settings.url)
         self._http = httpx.Client(
             base_url=settings.url,
             transport=transport,
-            # A machine reaches itself without a proxy, whatever the environment names.
-            trust_env=urlsplit(settings.url).hostname not in LOOPBACK,
+            # A machine reaches itself without a proxy, whatever the environment names. Whose
+            # certificates are trusted is the environment's to say all the same: SSL_CERT_FILE.
+            trust_env=address.hostname not in LOOPBACK,
+            verify=httpx.create_ssl_context() if address.scheme == "https" else True,
             headers={
                 "Authorization": f"Bearer {settings.token}",
                 "User-Agent": f"gradbox/{metadata.version('gradbox')}",

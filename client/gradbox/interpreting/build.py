@@ -7,7 +7,7 @@ same order as it would have seen from the Python function, so value and gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,7 +30,11 @@ _COPIES: Final = "="
 
 
 def build(
-    graph: Graph, tensors: Mapping[str, torch.Tensor], *, device: torch.device | str
+    graph: Graph,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    device: torch.device | str,
+    buffers: Collection[str] = (),
 ) -> GraphFunction:
     """Make a function of a graph.
 
@@ -40,12 +44,13 @@ def build(
             get gradients.
         device: where the function runs; its factories (`torch.eye`) make their tensors there,
             whatever device its author had.
+        buffers: the names of tensors whose values after a call are wanted: `GraphFunction.buffers`.
 
     Raises:
         GraphRefused: `check_graph` refuses it.
     """
     check_graph(graph, tensors)
-    return GraphFunction(graph, tensors, torch.device(device))
+    return GraphFunction(graph, tensors, torch.device(device), buffers)
 
 
 class GraphFunction:
@@ -54,19 +59,31 @@ class GraphFunction:
     Where the graph writes in place, it works on copies: the tensors that it is given, at any depth,
     and those that it was built with are as they were after every call.
 
-    `arguments` are the names of its arguments in order.
+    Attributes:
+        arguments: the names of its arguments in order.
+        buffers: what the last call left in each tensor named as a buffer, without its graph. Before
+            the first call it is empty.
     """
 
     def __init__(
-        self, graph: Graph, tensors: Mapping[str, torch.Tensor], device: torch.device
+        self,
+        graph: Graph,
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device,
+        buffers: Collection[str],
     ) -> None:
         self.arguments = arguments_of(graph)
+        self.buffers: dict[str, torch.Tensor] = {}
+        read = dict.fromkeys(node.target for node in graph.nodes if node.op == "get_attr")
+        self._tensors = {name: tensors[name].to(device) for name in read}
+        self._kept = [name for name in read if name in buffers]
         self._writes = any(_writes(node) for node in graph.nodes)
         self._output = _reader(graph.nodes[-1].args[0], device)
         self._steps = [
             _Step(
                 name=node.name,
-                run=self._operation(node, tensors, device),
+                operation=f"{node.target} (node {node.name!r})",
+                run=self._operation(node, device),
                 last_used=tuple(names),
             )
             for node, names in zip(graph.nodes, _last_uses(graph), strict=True)
@@ -85,9 +102,16 @@ class GraphFunction:
         values |= self._bind(args, kwargs, values)
         try:
             for step in self._steps:
-                values[step.name] = step.run(values)
+                try:
+                    values[step.name] = step.run(values)
+                except Exception as error:
+                    error.add_note(f"operation: {step.operation}")
+                    raise
                 for name in step.last_used:
                     del values[name]
+            self.buffers = {
+                name: self._own(self._tensors[name], values).detach() for name in self._kept
+            }
             return uncopied(self._output(values))
         finally:
             torch.set_grad_enabled(grad_enabled)
@@ -109,11 +133,9 @@ class GraphFunction:
             for name, argument in zip(self._names, self.arguments, strict=True)
         }
 
-    def _operation(
-        self, node: Node, tensors: Mapping[str, torch.Tensor], device: torch.device
-    ) -> _Reader:
+    def _operation(self, node: Node, device: torch.device) -> _Reader:
         if node.op == "get_attr":
-            tensor = tensors[node.target].to(device)
+            tensor = self._tensors[node.target]
             return lambda values: self._own(tensor, values)
         if node.target == allow_list.GRAD_MODE:
             enabled = node.args[0]
@@ -143,6 +165,7 @@ class _Call:
 @dataclass(frozen=True)
 class _Step:
     name: str
+    operation: str  # for messages
     run: _Reader
     last_used: tuple[str, ...]  # values that no later step reads: deleted after it
 

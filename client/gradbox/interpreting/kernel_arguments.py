@@ -3,7 +3,8 @@
 Most kernels check the indices that they are given. Those named here do not, or not on every
 device, or overflow on the way to the check: they read and write where the argument says, in a
 process that other people's jobs share. What cannot be checked at a small cost (`ctc_loss`,
-`grid_sample`, `linalg.lu_solve`, `linalg.ldl_solve`) is not on the allow-list.
+`grid_sample`, `linalg.lu_solve`, `linalg.ldl_solve`; transposed convolutions, whose kernels crash
+on strides that torch accepts) is not on the allow-list.
 """
 
 from __future__ import annotations
@@ -12,20 +13,27 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradbox.errors import GraphRefused
 
 MAX_EXTENT: Final = 2**20  # of a window, its step, its dilation, a padding, an output's side
+# oneDNN's backward of a convolution crashes from strides of 4096 on, depending on the channels.
+MAX_CONVOLUTION_STRIDE: Final = 64
 
 # Products of their integers wrap around 64 bits, and max_pool1d then writes before its buffer.
 _WINDOWED: Final = frozenset(
     f"torch.nn.functional.{name}"
     for name in """
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool1d adaptive_max_pool2d affine_grid
-    avg_pool1d avg_pool2d conv1d conv2d conv3d fold interpolate local_response_norm lp_pool1d
-    lp_pool2d max_pool1d max_pool2d pad pixel_shuffle pixel_unshuffle unfold
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
+    adaptive_max_pool2d adaptive_max_pool3d affine_grid avg_pool1d avg_pool2d avg_pool3d conv1d
+    conv2d conv3d fold interpolate local_response_norm lp_pool1d lp_pool2d max_pool1d max_pool2d
+    max_pool3d pad pixel_shuffle pixel_unshuffle unfold
     """.split()
 )
+
+_CONVOLUTIONS: Final = frozenset(f"torch.nn.functional.conv{dims}d" for dims in (1, 2, 3))
+_ATTENTIONS: Final = frozenset({"multi_head_attention_forward", "scaled_dot_product_attention"})
 
 
 def trusted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,6 +43,8 @@ def trusted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         name: its name on the allow-list, or a method's.
         function: what it computes with.
     """
+    if name in _CONVOLUTIONS:
+        function = _stepping(name, function)
     if name in _WINDOWED:
         return _windowed(name, function)
     if name.rpartition(".")[2] == "repeat_interleave":
@@ -43,7 +53,22 @@ def trusted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return _labelled(name, function, lowest=0)
     if name == "torch.nn.functional.multilabel_margin_loss":
         return _labelled(name, function, lowest=-1)
+    if name.rpartition(".")[2] in _ATTENTIONS:
+        return _unfused(function)
     return function
+
+
+def _unfused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute attention by matmul and softmax: the fused kernels read masks as they are laid out.
+
+    It has a second derivative, too, which the fused kernels of a CPU lack.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _windowed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,6 +77,19 @@ def _windowed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         sizes = [value for key, value in kwargs.items() if key != "value"]
         _check_extents(name, [*args[:num_sizes], *sizes])
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _stepping(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        stride = kwargs.get("stride", args[3] if len(args) > 3 else 1)
+        for step in stride if isinstance(stride, list | tuple) else (stride,):
+            if isinstance(step, int) and step > MAX_CONVOLUTION_STRIDE:
+                raise GraphRefused(
+                    f"{name} is given the stride {step}: it is at most {MAX_CONVOLUTION_STRIDE}"
+                )
         return function(*args, **kwargs)
 
     return call

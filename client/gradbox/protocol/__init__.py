@@ -2,7 +2,8 @@
 
 Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
 `per_sample` the two specs that have a row for every sample, `views` what the service answers about
-jobs and models, `box` what it answers about the whole box, `operation` whether that hands out jobs,
+jobs and models, `example` a model's example job, `box` what it answers about the whole box,
+`operation` whether that hands out jobs,
 `problem` how errors travel, `receipt` what a result file says of its own making. docs/wire.md
 states the same in prose.
 """
@@ -19,6 +20,7 @@ from gradbox.protocol.box import (
     Span,
     UsageView,
 )
+from gradbox.protocol.example import ExampleInput, ExampleView
 from gradbox.protocol.operation import OperationMode, OperationOrder, OperationView
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
@@ -50,9 +52,11 @@ from gradbox.protocol.spec_fields import (
     TracedFunction,
 )
 from gradbox.protocol.views import (
+    JobList,
     JobState,
     JobView,
     MethodView,
+    ModelList,
     ModelView,
     ParameterView,
     ProgressView,
@@ -74,17 +78,21 @@ __all__ = [
     "DeviceView",
     "DifferentiatedSpec",
     "Digest",
+    "ExampleInput",
+    "ExampleView",
     "ForwardSpec",
     "GradientSpec",
     "GraphLoss",
     "InputGroup",
     "JacobianSpec",
+    "JobList",
     "JobSpec",
     "JobState",
     "JobView",
     "LossSpec",
     "MethodView",
     "MixedGradientSpec",
+    "ModelList",
     "ModelView",
     "OperationMode",
     "OperationOrder",

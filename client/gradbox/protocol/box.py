@@ -71,7 +71,7 @@ class BoxJob(View):
 
 
 class BoxModel(View):
-    """A registered model. `problem` says why it cannot be used, where it cannot.
+    """A registered model. `reason` says why it cannot be used, where it cannot.
 
     `workers` are those that offer it, `loaded` those that have it in their device's memory.
     """
@@ -81,7 +81,7 @@ class BoxModel(View):
     num_parameters: int = 0
     methods: dict[str, MethodView] = {}
     usable: bool = True
-    problem: str | None = None
+    reason: str = ""
     workers: list[str] = []
     loaded: list[str] = []
 

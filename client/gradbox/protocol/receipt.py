@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+from gradbox import html
+
 
 class Seconds(BaseModel):
     """Where the time of a job went."""
@@ -69,3 +71,35 @@ class Receipt(BaseModel):
     memory_before_bytes: int
     attempts: int = 1
     resumed: int = 0
+
+    def _repr_html_(self) -> str:
+        return html.card(f"Receipt of job {self.job}", self.facts())
+
+    def facts(self) -> list[tuple[str, object]]:
+        """Return what a person wants to know of it, as names and values."""
+        seconds = self.seconds.model_dump()
+        return [
+            ("computation", self.computation),
+            ("model", f"{self.model}@{self.model_version[:12]}"),
+            ("loss", self.loss),
+            ("shards", ", ".join(f"{num} {group}" for group, num in self.shards.items())),
+            ("graphs kept", self.shards_retained),
+            ("replayed", self.shards_replayed),
+            ("replay difference", _rounded(self.replay_difference)),
+            ("samples", self.samples),
+            ("outputs", self.outputs),
+            ("reduce", self.reduce),
+            ("form", self.form),
+            ("unreached parameters", len(self.unreached)),
+            ("mode, seed", f"{self.mode}, {self.seed}"),
+            ("precision", self.precision),
+            ("device", self.device),
+            ("seconds", ", ".join(f"{name} {s:.3g}" for name, s in seconds.items() if s)),
+            ("peak memory", html.size(self.peak_memory_bytes)),
+            ("attempts", f"{self.attempts}, {self.resumed} resumed" if self.attempts > 1 else None),
+            ("versions", f"gradbox {self.gradbox}, torch {self.torch}"),
+        ]
+
+
+def _rounded(number: float | None) -> str | None:
+    return None if number is None else f"{number:.2g}"

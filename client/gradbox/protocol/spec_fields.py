@@ -80,14 +80,21 @@ class InputGroup(Wire):
     order: TensorRef | None = None
 
 
-class TracedFunction(Wire):
-    """A graph with the constants and parameters that it reads.
+class FunctionTensor(TensorRef):
+    """A tensor that a graph reads: a parameter with `requires_grad`, or a `buffer`, or a constant.
 
-    The tensors that have `requires_grad` are parameters: their gradients come back.
+    Gradients of parameters come back; so do the values that a loss leaves in its buffers, where
+    `returns` asks for buffers.
     """
 
+    buffer: StrictBool = False
+
+
+class TracedFunction(Wire):
+    """A graph with the constants, parameters and buffers that it reads."""
+
     graph: Graph
-    tensors: Entries[str, TensorRef] = {}
+    tensors: Entries[str, FunctionTensor] = {}
 
 
 class GraphLoss(Wire):

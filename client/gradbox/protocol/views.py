@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
 
+from gradbox import html
+from gradbox.protocol.example import ExampleView, example_code
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.spec_fields import JobId
 
@@ -47,7 +50,7 @@ class ResultView(View):
 
 
 class JobView(View):
-    """One job. Times are seconds since 1970, UTC.
+    """One job. Times are seconds since 1970, UTC. `progress` is complete where it is done.
 
     Of a queued job, `queue_position` is 1 for the next one, `waiting_for` says how many jobs of
     which owners run or come before it (the owners with most of them), and `seconds_left` guesses
@@ -76,6 +79,35 @@ class JobView(View):
     error: Problem | None = None
     result: ResultView | None = None
 
+    def _repr_html_(self) -> str:
+        left = self.progress.seconds_left if self.progress else None
+        facts = [
+            ("name", self.name),
+            ("computation", self.computation),
+            ("model", self.model),
+            ("owner", self.owner),
+            ("position", self.queue_position),
+            ("submitted", _local_time(self.created_s)),
+            ("waited", _seconds(self.created_s, self.started_s)),
+            ("ran", _seconds(self.started_s, self.finished_s)),
+            ("time left", None if left is None or self.state.final else f"{left:.0f} s"),
+            ("attempts", self.attempts if self.attempts > 1 else None),
+            ("result", html.size(self.result.size_bytes) if self.result else None),
+            ("error", f"{self.error.code}: {self.error.detail}" if self.error else None),
+        ]
+        bar = ""
+        if self.progress is not None:
+            done, total = self.progress.done, self.progress.total
+            bar = html.meter(done, total, label=f"{self.progress.phase} {done} of {total}")
+        return html.card(f"Job {self.id}: {self.state.value}", facts, bar)
+
+
+class JobList(View):
+    """Jobs, newest first. `next` is the cursor of the page that follows; None on the last one."""
+
+    jobs: list[JobView]
+    next: str | None = None
+
 
 class ParameterView(View):
     name: str
@@ -93,11 +125,66 @@ class MethodView(View):
 
 
 class ModelView(View):
-    """A registered model. `version` is the SHA-256 over its architecture and weights."""
+    """A registered model. `version` is the SHA-256 over its architecture and weights.
+
+    Of one that is not `usable`, `reason` says why, and there is nothing else to say of it: its
+    version is empty. `size_bytes` are those of its parameters and buffers.
+    """
 
     name: str
-    version: str
-    num_parameters: int
-    parameters: list[ParameterView]
+    version: str = ""
+    usable: bool = True
+    reason: str = ""
+    num_parameters: int = 0
+    size_bytes: int = 0
+    parameters: list[ParameterView] = []
     buffers: list[ParameterView] = []
-    methods: dict[str, MethodView]
+    methods: dict[str, MethodView] = {}
+    example: ExampleView | None = None
+
+    def example_code(self) -> str:
+        """Return a Python program that runs a job on this model, with inputs that it takes.
+
+        Where the worker found no inputs by itself, the program has a gap that says so.
+        """
+        first = next(iter(self.methods.values()), None)
+        needed = [] if first is None else first.required or first.arguments[:1]
+        return example_code(self.name, self.example, needed=needed)
+
+    def _repr_html_(self) -> str:
+        methods = [
+            (name, ", ".join(a if a in m.required else f"[{a}]" for a in m.arguments[:8]))
+            for name, m in self.methods.items()
+        ]
+        parameters = [(p.name, html.shape(p.shape), p.dtype) for p in self.parameters]
+        return html.card(
+            f"Model {self.name}",
+            [
+                ("version", self.version[:12]),
+                ("cannot be used", self.reason),
+                ("parameters", f"{self.num_parameters:,} in {len(self.parameters):,} tensors"),
+                ("buffers", len(self.buffers) or None),
+            ],
+            html.listing(("entry point", "arguments"), methods, what="entry points"),
+            html.listing(("parameter", "shape", "dtype"), parameters, what="parameters"),
+        )
+
+
+class ModelList(View):
+    """All models of a box.
+
+    `reloading` names the workers that have not read the models file again since the box's owner
+    asked for it; `errors` says by worker why one could not, and serves what it served before.
+    """
+
+    models: list[ModelView]
+    reloading: list[str] = []
+    errors: dict[str, str] = {}
+
+
+def _local_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _seconds(begun_s: float | None, ended_s: float | None) -> str | None:
+    return None if begun_s is None or ended_s is None else f"{ended_s - begun_s:.3g} s"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from pydantic import ValidationError
 
+from gradbox import html
 from gradbox.errors import InvalidJob, ProtocolError
 from gradbox.printable import printable
 from gradbox.protocol import Receipt
@@ -22,6 +23,9 @@ from gradbox.tensors.tensor_bytes import is_torch_importable
 
 if TYPE_CHECKING:
     import torch
+    from matplotlib.axes import Axes
+
+    from gradbox.results.plot import Kind
 
 RECEIPT: Final = "gradbox"
 DFDZ: Final = "dfdz"
@@ -65,6 +69,8 @@ class GradResult(RowReductions):
             `manifest.unreached` has the name. Of a `PerSampleGradient` (B, *shape), of a `Jacobian`
             (B, Y, *shape); where it came as factors, multiplied out as it is indexed.
         buffers: name → the model's buffer after the job, if `returns` asked for buffers.
+        loss_buffers: name → a buffer of the loss module after its one call, likewise: what
+            `loss.load_state_dict(..., strict=False)` takes.
         outputs: group → Z as the loss saw it, likewise; `GROUP/NAME` where the readout
             gave several.
         cotangents: group → ∂L/∂Z, of the same shape, likewise.
@@ -90,6 +96,7 @@ class GradResult(RowReductions):
             else Tensors(file, "grads", _names(stored, "grads", self.manifest.names))
         )
         self.buffers = Tensors(file, "buffers", _names(stored, "buffers", ()))
+        self.loss_buffers = Tensors(file, "loss_buffers", _names(stored, "loss_buffers", ()))
         self.outputs = Tensors(file, "outputs", _names(stored, "outputs", ()))
         self.cotangents = Tensors(file, "cotangents", _names(stored, "cotangents", ()))
         self._dfdz = Tensors(file, DFDZ, _names(stored, DFDZ, ()))
@@ -119,6 +126,18 @@ class GradResult(RowReductions):
     def __repr__(self) -> str:
         loss = "" if self.manifest.loss is None else f" loss {self.manifest.loss:g},"
         return f"<GradResult of job {printable(self.manifest.job)}:{loss} {len(self.grads)} grads>"
+
+    def _repr_html_(self) -> str:
+        order = {f"grads/{name}": place for place, name in enumerate(self.manifest.names)}
+        stored = sorted(
+            self._file.stored.items(), key=lambda item: (order.get(item[0], len(order)), item[0])
+        )
+        tensors = [(name, html.shape(tensor.shape), tensor.dtype) for name, tensor in stored]
+        return html.card(
+            f"GradResult of job {self.manifest.job}",
+            self.manifest.facts(),
+            html.listing(("tensor", "shape", "dtype"), tensors, what="tensors"),
+        )
 
     @property
     def loss(self) -> float:
@@ -159,6 +178,24 @@ class GradResult(RowReductions):
     def save(self, path: str | Path) -> None:
         """Write the result file to `path`, whole or not at all."""
         self._file.copy_to(Path(path))
+
+    def plot(self, kind: Kind | None = None, *, ax: Axes | None = None) -> Axes:
+        """Draw the result with matplotlib (`pip install 'gradbox[plot]'`), and return the axes.
+
+        Args:
+            kind: "layers" draws the norm of the gradient of every module, over all rows where there
+                are several; "gram" the inner products of all rows, summed over outputs; "samples"
+                the samples with the largest rows. None is what the job's `reduce` asked for, else
+                "samples" of a per-sample job and "layers" of any other.
+            ax: where to draw; None makes a figure.
+
+        Raises:
+            InvalidJob: matplotlib is not installed, or the result does not hold this.
+            InvalidInputs: there is no such kind.
+        """
+        from gradbox.results.plot import plot
+
+        return plot(self, kind, ax)
 
     def apply_to(self, module: torch.nn.Module, *, strict: bool = True, prefix: str = "") -> None:
         """Add the gradients into `.grad` of a module's parameters, as `backward` would.

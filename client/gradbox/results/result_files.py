@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from gradbox.errors import BlobRejected, ProtocolError
 from gradbox.http.connection import Connection
-from gradbox.http.download import download
+from gradbox.http.download import OnBytes, download
 from gradbox.protocol import ResultView
 from gradbox.results.factor_checks import StoredTensor
 from gradbox.tensors.lazy_tensor import LazyTensor, Region, array_of
@@ -104,9 +104,18 @@ class RemoteFile:
         connection: the box.
         url_path: where the file is there.
         expected: what the box said of it.
+        downloading: the context of a download of all of it; gives what is called with its bytes.
     """
 
-    def __init__(self, connection: Connection, url_path: str, *, expected: ResultView) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        url_path: str,
+        *,
+        expected: ResultView,
+        downloading: Callable[[], AbstractContextManager[OnBytes | None]] = nullcontext,
+    ) -> None:
+        self._downloading = downloading
         self._connection = connection
         self._url_path = url_path
         self._expected = expected
@@ -131,8 +140,14 @@ class RemoteFile:
         return LazyTensor(entry.shape, lambda region: self._read(entry, region), dtype=dtype)
 
     def copy_to(self, path: Path) -> None:
-        with _beside(path) as beside:
-            download(self._connection, self._url_path, beside, expected=self._expected)
+        with _beside(path) as beside, self._downloading() as on_bytes:
+            download(
+                self._connection,
+                self._url_path,
+                beside,
+                expected=self._expected,
+                on_bytes=on_bytes,
+            )
 
     def _read_header(self) -> SafetensorsHeader:
         size_bytes = self._expected.size_bytes

@@ -19,6 +19,7 @@ from gradbox.graphs import allow_list
 from gradbox.tracing.recording import Recording
 from gradbox.tracing.refusals import instead_of
 from gradbox.tracing.source_location import is_user_code, untraceable
+from gradbox.tracing.torch_modules import recorded_modules
 
 Namespace = dict[str, Any]
 
@@ -39,6 +40,7 @@ def intercepting(function: Callable[..., Any], recording: Recording) -> Iterator
         for module in _modules(function):
             stack.enter_context(_restored(module))
         stack.enter_context(_intercepted(function, recording))
+        stack.enter_context(recorded_modules())
         yield
 
 
@@ -52,6 +54,12 @@ def trainable_parameters(function: Callable[..., Any]) -> dict[int, str]:
         for name, parameter in root.named_parameters()
         if parameter.requires_grad
     }
+
+
+def buffers(function: Callable[..., Any]) -> dict[int, str]:
+    """Return the names of the buffers of the module behind a function."""
+    root = _root(function)
+    return {} if root is None else {id(buffer): name for name, buffer in root.named_buffers()}
 
 
 def _root(function: Callable[..., Any]) -> torch.nn.Module | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, Final
@@ -17,9 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from gradbox.graphs import allow_list, targets
 from gradbox.graphs.argument_rules import argument, writes_in_place
-from gradbox.graphs.check import MAX_NODES
+from gradbox.graphs.check import MAX_NODES, is_zero
 from gradbox.tracing.default_dtype import check_default_dtype
-from gradbox.tracing.refusals import instead_of
+from gradbox.tracing.plain_method import plain_method
+from gradbox.tracing.refusals import ON_YOUR_SIDE, instead_of
 from gradbox.tracing.source_location import untraceable
 from gradbox.tracing.symbols import Symbol
 
@@ -30,15 +30,25 @@ class Recording(GraphAppendingTracer):
     Args:
         graph: where the nodes go.
         parameters: the names of the tensors whose gradients are wanted, by their identity.
+        buffers: likewise those of a module's buffers, which keep their names.
         structured: any public attribute of a symbol may be a field.
     """
 
-    def __init__(self, graph: FxGraph, parameters: Mapping[int, str], *, structured: bool) -> None:
+    def __init__(
+        self,
+        graph: FxGraph,
+        *,
+        parameters: Mapping[int, str],
+        buffers: Mapping[int, str],
+        structured: bool,
+    ) -> None:
         super().__init__(graph)
         self.constants: dict[str, torch.Tensor] = {}
         self.parameters: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
         self.writes = False
         self._names = parameters
+        self._buffers = buffers
         self._nodes: dict[int, Node] = {}
         self._structured = structured
         self._grad_enabled = True
@@ -70,7 +80,7 @@ class Recording(GraphAppendingTracer):
                 "a Python loop was unrolled: write it with batched operations",
             )
         if kind == "call_method":
-            target, args, kwargs = _plain_method(target, args, kwargs)
+            target, args, kwargs = plain_method(target, args, kwargs)
             kind = "call_method" if isinstance(target, str) else "call_function"
         kwargs = {
             name: value
@@ -107,6 +117,9 @@ class Recording(GraphAppendingTracer):
         for name in allow_list.FORBIDDEN_KEYWORDS:
             if name in kwargs or argument(name, targets.name_of(target), args, {}) is not None:
                 raise untraceable(f"the argument {name}= is not allowed", "leave it out")
+        for name in allow_list.ZERO_KEYWORDS:
+            if not is_zero(argument(name, targets.name_of(target), args, kwargs)):
+                raise untraceable(f"the argument {name}= is not 0", instead_of("dropout"))
 
     def _record_grad_mode(self) -> None:
         """Record what torch.no_grad() did since the last node; other modes are refused."""
@@ -135,7 +148,11 @@ class Recording(GraphAppendingTracer):
                 raise untraceable(_foreign(tensor), _GIVE)
             self.parameters[known] = tensor
             return known
-        taken = {*self.constants, *self._names.values()}
+        buffer = self._buffers.get(id(tensor))
+        if buffer is not None:
+            self.buffers[buffer] = tensor
+            return buffer
+        taken = {*self.constants, *self._names.values(), *self._buffers.values()}
         name = next(
             name
             for index in count(len(self.constants))
@@ -235,27 +252,6 @@ class Recorder(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _plain_method(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Write a method call in the one form that it has in a graph."""
-    if name in ("cpu", "cuda"):
-        return "to", (args[0], torch.device("cpu")), {}
-    if not name.startswith("__"):
-        return name, args, kwargs
-    name = name.replace("div__", "truediv__") if name in _OLD_DIVISIONS else name
-    function = getattr(operator, name, None)
-    if function is not None:
-        return function, args, kwargs
-    reflected = getattr(operator, f"__{name.removeprefix('__r')}", None)
-    if name.startswith("__r") and reflected is not None:
-        return reflected, args[::-1], kwargs
-    return name, args, kwargs
-
-
-_OLD_DIVISIONS: Final = frozenset({"__div__", "__rdiv__", "__idiv__"})
-
-
 def _writes(kind: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if kind == "call_method":
         return target in allow_list.IN_PLACE
@@ -274,7 +270,8 @@ def _number(value: Any) -> Any:
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         return value.item()
     raise untraceable(
-        "a NumPy array meets a tensor", "convert it outside the function with torch.from_numpy"
+        "a NumPy array meets a tensor",
+        f"convert it outside the function with torch.from_numpy; {ON_YOUR_SIDE}",
     )
 
 

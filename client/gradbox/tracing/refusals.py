@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+ON_YOUR_SIDE: Final = (
+    "or keep the code as it is and run it on your side, on the outputs of client.model(...): "
+    "docs/remote_autograd.md"
+)
 _VALUE = (
     "keep it a tensor: the function runs once on symbols, before any value is known, and the box "
-    "does the arithmetic"
+    f"does the arithmetic; {ON_YOUR_SIDE}"
 )
 _RANDOM = (
     "a loss must be a function of its arguments: draw the numbers outside and pass them in "
@@ -18,7 +22,7 @@ _DTYPE = "use .to(torch.float32) or another dtype"
 _FILLED = "memory without values has somebody else's in it; use torch.zeros or new_zeros"
 _UNCHECKED = (
     "torch does not check the values that it is given, and it would read the box's memory; compute "
-    "this part on your side, see docs/remote_autograd.md"
+    "this part on your side, on the outputs of client.model(...): docs/remote_autograd.md"
 )
 _SOLVE = "use torch.linalg.solve or solve_triangular"
 _STACK = "use torch.stack for tensors and torch.full((), n) for a size, which also keep gradients"
@@ -40,10 +44,9 @@ INSTEAD: Final[dict[str, str]] = {
     **dict.fromkeys("empty empty_like new_empty empty_strided new".split(), _FILLED),
     **dict.fromkeys("tensor as_tensor asarray from_numpy new_tensor".split(), _STACK),
     **dict.fromkeys("ctc_loss grid_sample grid_sampler".split(), _UNCHECKED),
+    **dict.fromkeys("conv_transpose1d conv_transpose2d conv_transpose3d".split(), _UNCHECKED),
     **dict.fromkeys("linalg_lu_solve linalg_ldl_solve".split(), _SOLVE),
     "type": _DTYPE,
-    "multi_head_attention_forward": "write the attention with matmul and softmax",
-    "scaled_dot_product_attention": "write the attention with matmul and softmax",
 }
 
 GENERAL: Final = (

@@ -17,11 +17,12 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import Node, Proxy
 
+from gradbox.tracing.refusals import ON_YOUR_SIDE
 from gradbox.tracing.source_location import is_user_code, untraceable
 
 _CONTROL_FLOW = (
     "write it with torch.where, a mask or torch.clamp; a choice that does not depend on tensors "
-    "can be an argument with a Python value"
+    f"can be an argument with a Python value; {ON_YOUR_SIDE}"
 )
 
 _KNOWN = "decide outside the function, or by an argument with a Python value"
@@ -67,7 +68,7 @@ class Symbol(Proxy):
             raise untraceable(
                 "a loop runs over a tensor",
                 "write it with batched operations, or unpack into as many names as there are "
-                "entries",
+                f"entries; {ON_YOUR_SIDE}",
             )
         self._check_length(num_targets, sys._getframe(1).f_lineno)
         return iter([operator.getitem(self, index) for index in range(num_targets)])
@@ -99,7 +100,10 @@ class Symbol(Proxy):
         return repr(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise untraceable("a tensor becomes a NumPy array", "use the torch function instead")
+        raise untraceable(
+            "a tensor becomes a NumPy array, for NumPy, SciPy or scikit-learn",
+            f"use the torch function instead; {ON_YOUR_SIDE}",
+        )
 
 
 class SymbolAttribute(Symbol):

@@ -25,8 +25,9 @@ from gradbox.graphs.call_signature import bound_names
 from gradbox.graphs.check import check_graph
 from gradbox.graphs.schema import Graph
 from gradbox.tracing.encode import encode
-from gradbox.tracing.interception import intercepting, trainable_parameters
+from gradbox.tracing.interception import buffers, intercepting, trainable_parameters
 from gradbox.tracing.recording import Recorder, Recording
+from gradbox.tracing.refusals import ON_YOUR_SIDE
 from gradbox.tracing.source_location import raised_line
 
 # What a user's function raises when it meets a symbol, or when it is wrong by itself. An exception
@@ -49,14 +50,20 @@ _RAISED: Final = (
 class Traced:
     """A graph with the tensors it reads.
 
-    `constants` are closure tensors, buffers and frozen parameters; `parameters` are the trainable
-    parameters of the module, by their names in it, and get gradients. Both are the caller's own
-    tensors, not copies.
+    `constants` are closure tensors and frozen parameters; `parameters` are the trainable parameters
+    of the module, by their names in it, and get gradients; `buffers` are its buffers, by their
+    names too. All are the caller's own tensors, not copies.
     """
 
     graph: Graph
     constants: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that the graph reads, by name."""
+        return {**self.constants, **self.buffers, **self.parameters}
 
 
 def trace(
@@ -87,7 +94,12 @@ def trace(
     options = dict(options or {})
     keywords = tuple(arguments or ())
     names = bound_names(function, positional, keywords, tuple(options))
-    recording = Recording(FxGraph(), trainable_parameters(function), structured=structured)
+    recording = Recording(
+        FxGraph(),
+        parameters=trainable_parameters(function),
+        buffers=buffers(function),
+        structured=structured,
+    )
     symbols = [recording.argument(name) for name in (*names, *keywords)]
     given = dict(zip(keywords, symbols[len(names) :], strict=True))
     with intercepting(function, recording), Recorder(recording):
@@ -95,8 +107,9 @@ def trace(
     _check_result(result, structured=structured)
     recording.output(result)
     graph = encode(recording.graph)
-    check_graph(graph, {**recording.constants, **recording.parameters})
-    return Traced(graph, recording.constants, recording.parameters)
+    traced = Traced(graph, recording.constants, recording.parameters, recording.buffers)
+    check_graph(graph, traced.tensors)
+    return traced
 
 
 def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -116,7 +129,7 @@ def _explain(error: Exception) -> str:
             f"a Python number or a tensor with values is needed here ({said}); sizes and tensors "
             "have no value while the function is traced, so int(), float(), range(), max() and "
             "min() of them cannot be recorded: use //, torch.arange, torch.clamp or math functions "
-            "called as math.sqrt(...)"
+            f"called as math.sqrt(...); {ON_YOUR_SIDE}"
         )
     return f"the function raised {said}; correct it, or write this step with torch functions"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 
-from gradbox.errors import ServiceUnavailable, UnknownModel
+from gradbox.errors import ServiceUnavailable, UnknownModel, UnusableModel
 from gradbox.protocol import ModelView
 from gradbox_service.jobs import Fleet
-from gradbox_service.jobs.fleet import offered_versions
+from gradbox_service.jobs.fleet import offered_versions, unusable_models
 
 MIN_VERSION_LENGTH = 8
 
@@ -20,6 +20,7 @@ def find_model(reference: str, *, fleet: Fleet) -> ModelView:
 
     Raises:
         UnknownModel: no worker offers it; the message lists what there is.
+        UnusableModel: it is registered, but no worker could build it; the message says why.
         ServiceUnavailable: workers are still starting, so nobody can say.
     """
     name, at, wanted = reference.partition("@")
@@ -30,6 +31,13 @@ def find_model(reference: str, *, fleet: Fleet) -> ModelView:
             raise ServiceUnavailable(
                 f"no worker offers a model {name!r} now, and one is starting or none runs; try "
                 "again in a few seconds"
+            )
+        unusable = unusable_models(workers)
+        if name in unusable:
+            raise UnusableModel(
+                f"the model {name!r} is registered on this box but cannot be used: "
+                f"{unusable[name]} (once that is mended, the box's owner runs `gradbox models "
+                f"reload`)"
             )
         raise UnknownModel(_unknown(name, list(offered)))
     version = _version(name, wanted, offered[name]) if at else offered[name][0]

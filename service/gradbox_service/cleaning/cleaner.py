@@ -1,4 +1,4 @@
-"""Looks once a minute for what has expired, and removes it: records, results, blobs.
+"""Looks once a minute for what has expired, and removes it: records, results, blobs, notes.
 
 A record says that its result is gone before the file goes, and a blob loses its owners before its
 file goes, so whoever asks in between hears that it is not there.
@@ -7,6 +7,7 @@ file goes, so whoever asks in between hears that it is not there.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -22,10 +23,14 @@ from gradbox_service.repeating_thread import RepeatingThread
 from gradbox_service.settings import Settings
 from gradbox_service.store import BlobOwners, BlobStore, ResultStore
 from gradbox_service.store.files import use_of
+from gradbox_service.tokens import Tokens
 
 log = logging.getLogger(__name__)
 
 LEADER_TTL_S = 5.0
+# Of the memory that Redis may take, what it notes of blobs may fill, and what it notes of one.
+BLOBS_SHARE = 0.3
+BLOB_NOTE_BYTES = 512
 # Records that end in one look; the rest waits for the next one.
 MAX_RECORDS = 1000
 
@@ -41,6 +46,7 @@ class Cleaner(RepeatingThread):
         blobs: BlobStore,
         results: ResultStore,
         owners: BlobOwners,
+        tokens: Tokens,
         leadership: Leadership,
     ) -> None:
         super().__init__("cleaner", failed_pause_s=settings.clean_every_s)
@@ -49,11 +55,13 @@ class Cleaner(RepeatingThread):
         self._blobs = blobs
         self._results = results
         self._owners = owners
+        self._tokens = tokens
         self._leadership = leadership
         self._needed = Needed(records)
 
     def clean(self) -> list[Stored]:
         """Remove what has expired; return the files that went."""
+        self._tokens.reconcile()
         now_s = time.time()
         self._end_records(before_s=now_s - self._settings.record_age_s)
         self._blobs.sweep()
@@ -92,22 +100,26 @@ class Cleaner(RepeatingThread):
         return gone
 
     def _step(self) -> None:
+        pause_s = min(LEADER_TTL_S, self._settings.clean_every_s)
         try:
             if self._leadership.hold(ttl_s=LEADER_TTL_S):
+                pause_s = self._settings.clean_every_s
                 self.clean()
         except redis.RedisError as error:
             if not store_refuses(error):
                 raise
-        self._stopping.wait(self._settings.clean_every_s)
+        self._stopping.wait(pause_s)
 
     def _limits(self, files: Sequence[Stored]) -> Limits:
         taken_bytes = sum(file.size_bytes for file in files)
         there_is_bytes = taken_bytes + self._blobs.room.left_bytes()
+        memory_bytes = self._records.memory().bound_bytes or math.inf
         return Limits(
             result_age_s=self._settings.result_age_s,
             blob_age_s=self._settings.blob_age_s,
             quota_bytes=self._settings.owner_quota_bytes,
             total_bytes=self._settings.storage_share * there_is_bytes,
+            num_blobs=BLOBS_SHARE * memory_bytes / BLOB_NOTE_BYTES,
         )
 
     def _end_records(self, *, before_s: float) -> None:

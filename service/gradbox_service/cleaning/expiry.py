@@ -1,4 +1,4 @@
-"""Which stored files go: a choice by age, then by an owner's quota, then by the room on the disk.
+"""Which stored files go: by age, then by an owner's quota, by the room on the disk, by number.
 
 A file's modification time is its last use: its bytes never change, and whoever uses it sets the
 time. Nothing here touches a disk.
@@ -6,6 +6,7 @@ time. Nothing here touches a disk.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -39,12 +40,14 @@ class Limits:
     Attributes:
         quota_bytes: what one owner's files may take together; None is no limit.
         total_bytes: what all files may take together.
+        num_blobs: how many blobs may stay, however small.
     """
 
     result_age_s: float
     blob_age_s: float
     quota_bytes: int | None
     total_bytes: float
+    num_blobs: float = math.inf
 
 
 def expired(
@@ -65,6 +68,9 @@ def expired(
             own = [file for file in oldest_first if file.owner == owner]
             gone |= _until_within(own, limits.quota_bytes, idle=idle, gone=gone)
     gone |= _until_within(oldest_first, limits.total_bytes, idle=idle, gone=gone)
+    idle_blobs = [file for file in idle if file.kind == "blob" and file not in gone]
+    num_blobs = sum(file.kind == "blob" and file not in gone for file in oldest_first)
+    gone |= set(idle_blobs[: int(max(0.0, num_blobs - limits.num_blobs))])
     return [file for file in oldest_first if file in gone]
 
 

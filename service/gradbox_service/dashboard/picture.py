@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from typing import Final
 
 from gradbox.protocol import BoxJob, BoxModel, BoxView, CallerView, DeviceView, JobState, ModelView
 from gradbox_service.jobs import JobRecord, Place, WorkerPresence
-from gradbox_service.jobs.fleet import offered_versions
+from gradbox_service.jobs.fleet import offered_versions, unusable_models
 from gradbox_service.jobs.usage import MINUTE_S, BusyByWorker
 from gradbox_service.tokens import TokenInfo
 
@@ -36,7 +37,7 @@ class Picture:
         """Return what this caller may see."""
         return BoxView(
             now_s=self.now_s,
-            gradbox=metadata.version("gradbox"),
+            gradbox=_version(),
             you=CallerView(name=caller.name, admin=caller.admin),
             num_running=self.num_running,
             num_queued=self.num_queued,
@@ -115,7 +116,13 @@ def models_shown(
                 loaded=[w.name for w in workers if w.memory and name in w.memory.models],
             )
         )
-    return found
+    unusable = unusable_models(workers).items()
+    return found + [BoxModel(name=name, usable=False, reason=why) for name, why in unusable]
+
+
+@cache
+def _version() -> str:
+    return metadata.version("gradbox")
 
 
 def _job(record: JobRecord, *, position: int | None = None) -> BoxJob:

@@ -77,6 +77,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         blobs=stands_on.blobs,
         results=stands_on.results,
         owners=stands_on.owners,
+        tokens=stands_on.tokens,
         leadership=stands_on.leadership,
     )
     app.state.bodies = Bodies(folder=settings.data, limit_bytes=settings.max_spec_bytes)

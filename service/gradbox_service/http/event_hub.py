@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import contextmanager
 
 import anyio.to_thread
 import redis
@@ -42,6 +44,7 @@ class Hub(RepeatingThread):
         self._records = records
         self._also_tell = also_tell
         self._listeners: dict[str, set[asyncio.Event]] = {}
+        self._num_open: Counter[str] = Counter()  # by who listens
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cursor: str | None = None
 
@@ -55,9 +58,25 @@ class Hub(RepeatingThread):
         super().close()
         self._wake(list(self._listeners))
 
-    async def listen(self, job_id: str, *, after: str | None) -> AsyncIterator[Event]:
+    def num_open(self, listener: str) -> int:
+        """Return how many streams somebody has open."""
+        return self._num_open[listener]
+
+    @contextmanager
+    def counted(self, listener: str) -> Iterator[None]:
+        """Count a stream of somebody's as open until the context ends."""
+        self._num_open[listener] += 1
+        try:
+            yield
+        finally:
+            self._num_open[listener] -= 1
+
+    async def listen(
+        self, job_id: str, *, after: str | None, listener: str = ""
+    ) -> AsyncIterator[Event]:
         """Yield the job's events behind `after`; end after the final one, or on `close`."""
         bell = asyncio.Event()
+        self._num_open[listener] += 1
         self._listeners.setdefault(job_id, set()).add(bell)
         try:
             while not self._stopping.is_set():
@@ -73,6 +92,7 @@ class Hub(RepeatingThread):
                 except TimeoutError:
                     continue
         finally:
+            self._num_open[listener] -= 1
             self._listeners[job_id].discard(bell)
             if not self._listeners[job_id]:
                 del self._listeners[job_id]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import resource
 import signal
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -18,9 +20,13 @@ from gradbox_service.http.app import create_app
 from gradbox_service.http.connections import BoundedProtocol, ConnectionLimits
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.http.listening import bind, check_exposure, url_of
+from gradbox_service.revocations import Revocations
 from gradbox_service.settings import BadSettings, Settings
 
 log = logging.getLogger(__name__)
+
+
+OPEN_FILES: Final = 2**16
 
 
 class Server(uvicorn.Server):
@@ -60,7 +66,12 @@ def serve(
     warning = check_exposure(settings)
     if warning is not None:
         log.warning("%s", warning)
+    _allow_connections()
     app = create_app(settings)
+    try:
+        Revocations(settings.data).prepare()
+    except OSError as error:
+        log.warning("no token can be revoked while Redis refuses changes: %s", error)
     config = _config(app, settings)
     bound = bound or bind(settings.host, settings.port)
     # uvicorn hands a signal on to the earlier handler once it has stopped; by then all is done.
@@ -72,6 +83,15 @@ def serve(
         Server(config, hub=app.state.hub, board=app.state.board).run(sockets=[bound])
     finally:
         bound.close()
+
+
+def _allow_connections() -> None:
+    """Raise the soft limit of open files, which is often 1,024: each connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # macOS has a lower limit that it does not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:

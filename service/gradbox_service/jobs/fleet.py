@@ -21,13 +21,17 @@ T = TypeVar("T", bound=BaseModel)
 
 WORKERS = "gradbox:workers"
 MODELS = "gradbox:models"
+RELOADS = "gradbox:models:reloads"
 
 
 class WorkerPresence(BaseModel):
     """What a worker's parent says of itself every few seconds.
 
     `models` maps names to versions; it is empty until the device process has described them.
-    `job` is the id of the job that it holds. `hardware` is what its device calls itself.
+    `unusable` maps the names of models that cannot be built to the reason. `reloads` is how many
+    reloads had been asked for when it last read its models file; `reload_error` says why it could
+    not, and offers what it did before. `job` is the id of the job that it holds. `hardware` is what
+    its device calls itself.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -36,6 +40,9 @@ class WorkerPresence(BaseModel):
     device: str
     state: Literal["starting", "idle", "busy"]
     models: Mapping[str, str] = {}
+    unusable: Mapping[str, str] = {}
+    reloads: int = 0
+    reload_error: str = ""
     job: str | None = None
     started_s: float = 0.0
     hardware: str = ""
@@ -53,6 +60,12 @@ class Fleet(Protocol):
 
     def describe(self, models: Iterable[ModelView]) -> None:
         """Publish what models look like; presences refer to them by name and version."""
+
+    def ask_for_reload(self) -> int:
+        """Ask every worker to read its models file again; return how often that was asked."""
+
+    def reloads(self) -> int:
+        """Return how often workers have been asked to read their models file again."""
 
     def workers(self) -> Sequence[WorkerPresence]:
         """Return the live workers by name."""
@@ -86,6 +99,12 @@ class RedisFleet:
         for view in models:
             self._redis.hset(MODELS, f"{view.name}@{view.version}", view.model_dump_json())
 
+    def ask_for_reload(self) -> int:
+        return self._redis.incr(RELOADS)
+
+    def reloads(self) -> int:
+        return int(cast("bytes | None", self._redis.get(RELOADS)) or 0)
+
     def workers(self) -> Sequence[WorkerPresence]:
         names = sorted(name.decode() for name in cast("set[bytes]", self._redis.smembers(WORKERS)))
         if not names:
@@ -108,6 +127,7 @@ class MemoryFleet:
     def __init__(self) -> None:
         self._workers: dict[str, tuple[WorkerPresence, float]] = {}
         self._models: dict[tuple[str, str], ModelView] = {}
+        self._reloads = 0
         self._lock = threading.Lock()
 
     def announce(self, presence: WorkerPresence, *, ttl_s: float) -> None:
@@ -121,6 +141,15 @@ class MemoryFleet:
     def describe(self, models: Iterable[ModelView]) -> None:
         with self._lock:
             self._models.update({(view.name, view.version): view for view in models})
+
+    def ask_for_reload(self) -> int:
+        with self._lock:
+            self._reloads += 1
+            return self._reloads
+
+    def reloads(self) -> int:
+        with self._lock:
+            return self._reloads
 
     def workers(self) -> Sequence[WorkerPresence]:
         with self._lock:
@@ -152,6 +181,13 @@ def offered_versions(workers: Sequence[WorkerPresence]) -> dict[str, list[str]]:
         name: sorted(versions, key=lambda version: (-versions[version], version))
         for name, versions in sorted(counts.items())
     }
+
+
+def unusable_models(workers: Sequence[WorkerPresence]) -> dict[str, str]:
+    """Return the models that no live worker could build, with what one of them says of it."""
+    offered = offered_versions(workers)
+    reasons = {name: why for worker in workers for name, why in worker.unusable.items()}
+    return {name: why for name, why in sorted(reasons.items()) if name not in offered}
 
 
 def may_be_run(model: str, version: str, *, by: Iterable[WorkerPresence]) -> bool:

@@ -107,10 +107,16 @@ class JobRecord:
         return replace(self, progress=progress) if self.held_by(attempt) else None
 
     def finish(self, *, attempt: int, result: ResultView, now_s: float) -> JobRecord | None:
-        """End the job with a result file that is in its place."""
+        """End the job with a result file that is in its place, and with all its shards done."""
         if not self.held_by(attempt):
             return None
-        return replace(self, state=JobState.DONE, result=result, finished_s=now_s)
+        progress = self.progress
+        if progress is not None:
+            # The worker notes progress now and then, and the last shards not always.
+            progress = progress.model_copy(update={"done": progress.total, "seconds_left": None})
+        return replace(
+            self, state=JobState.DONE, result=result, finished_s=now_s, progress=progress
+        )
 
     def fail(self, *, attempt: int, error: Problem, now_s: float) -> JobRecord | None:
         """End the job for a reason that another attempt would meet again."""

@@ -6,6 +6,7 @@ blob, whatever died. Files are never changed or truncated afterwards: a worker m
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import secrets
@@ -25,6 +26,8 @@ from gradbox_service.store.room import Room
 
 # Headers kept in memory hold this many tensors together, about 250 MB.
 CACHED_TENSORS = 500_000
+UNLOCKED_S = 1.0  # for an upload to lock the file that it has just made
+ASIDE = ".aside"  # of a blob that is being removed
 STALE_UPLOAD_S = 24 * 3600
 BLOB = "this blob"
 
@@ -107,7 +110,7 @@ class BlobStore:
     def remove(self, digest: str, *, unused_since_s: float) -> bool:
         """Remove the blob unless it was used after a time; tell whether it went."""
         place = self.path(digest)
-        aside = self._root / "incoming" / f"{digest}.{secrets.token_hex(8)}"
+        aside = self._root / "incoming" / f"{digest}.{secrets.token_hex(8)}{ASIDE}"
         make_folder(aside.parent)
         try:
             place.rename(aside)
@@ -122,10 +125,16 @@ class BlobStore:
         return True
 
     def sweep(self) -> None:
-        """Remove what uploads that died left behind."""
+        """Remove what uploads that died left behind.
+
+        An upload holds the lock of its file, which the kernel gives back when the process ends.
+        """
         for path in (self._root / "incoming").glob("*.*"):
             with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > STALE_UPLOAD_S:
+                idle_s = time.time() - path.stat().st_mtime
+                if idle_s > STALE_UPLOAD_S or (
+                    idle_s > UNLOCKED_S and path.suffix != ASIDE and not _is_locked(path)
+                ):
                     path.unlink()
 
     def _remember(self, digest: str, header: SafetensorsHeader) -> None:
@@ -148,6 +157,8 @@ class Upload:
         self._place = place
         self._hash = hashlib.sha256()
         self._file: BinaryIO = beside.open("xb")
+        with suppress(OSError):  # a file system without locks: the file is swept after a day
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.size_bytes = 0
 
     def write(self, chunk: bytes | bytearray | memoryview) -> None:
@@ -193,3 +204,12 @@ class Upload:
         with suppress(OSError):
             self._file.close()
         self._beside.unlink(missing_ok=True)
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False

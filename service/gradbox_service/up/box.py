@@ -23,7 +23,7 @@ from gradbox_service.up.credentials import Credentials
 from gradbox_service.up.drain import Drain
 from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis
 from gradbox_service.up.part import Part, ended
-from gradbox_service.up.reached import how_to_reach
+from gradbox_service.up.reached import how_to_reach, left_out
 from gradbox_service.up.script import Script
 from gradbox_service.up.watchdog import REDIS, Watchdog, answers
 
@@ -63,6 +63,7 @@ class Box:
 
     Args:
         devices: the device of each worker.
+        spare: whether each worker keeps a second process for its device.
         public_url: how others reach the box, where the owner knows better than the machine.
         script: what runs while the box is up; the box ends with it.
     """
@@ -73,6 +74,7 @@ class Box:
         *,
         models_file: Path,
         devices: Sequence[str],
+        spare: bool = True,
         public_url: str | None = None,
         script: Script | None = None,
     ) -> None:
@@ -80,6 +82,7 @@ class Box:
         self._data = settings.data.resolve()
         self._models_file = models_file
         self._devices = devices
+        self._spare = spare
         self._public_url = public_url
         self._script = script
         self._stop = threading.Event()
@@ -134,7 +137,7 @@ class Box:
             if self._until_ready(url, [service, *workers]):
                 stack.callback(credentials.withdraw)
                 credentials.publish(url, token)
-                self._say_ready(url)
+                self._say_ready(url, self._redis.url)
                 if self._script is not None:
                     stack.callback(self._script.stop)
                     self._script.start(url=url, token=token, data=self._data)
@@ -165,7 +168,10 @@ class Box:
             arguments += ["--data", str(self._data), "--redis-url", redis_url]
             if self._settings.disk_reserve_bytes is not None:
                 arguments += ["--disk-reserve-bytes", str(self._settings.disk_reserve_bytes)]
-            log = self._data / "logs" / f"{name}.log"
+            logs = self._data / "logs"
+            arguments += ["--device-log", str(logs / f"{name}.device.log")]
+            arguments += [] if self._spare else ["--no-spare"]
+            log = logs / f"{name}.log"
             found.append(Part(name, "gradbox_worker", arguments, log=log))
         return found
 
@@ -206,12 +212,14 @@ class Box:
 
         return end
 
-    def _say_ready(self, url: str) -> None:
+    def _say_ready(self, url: str, redis_url: str) -> None:
         # The script has stdout for itself.
         out = sys.stdout if self._script is None else sys.stderr
         print(f"{READY} {url}", file=out, flush=True)
         host, public = self._settings.host, self._public_url
         _say(how_to_reach(url, host=host, public_url=public, data=self._data))
+        for line in left_out(redis_url):
+            _say(line)
 
     def _supervise(self, parts: Sequence[Part], watchdog: Watchdog, drain: Drain) -> None:
         while not self._stop.wait(LOOK_S):

@@ -51,6 +51,14 @@ NumWorkers = Annotated[
 Device = Annotated[
     str, typer.Option(metavar="DEVICE", help="auto, cpu, or a list such as cuda:0,cuda:1")
 ]
+Spare = Annotated[
+    bool,
+    typer.Option(
+        "--spare/--no-spare",
+        help="each worker keeps a second process that has imported torch, to take the place of a "
+        "device process that dies",
+    ),
+]
 
 
 PublicUrl = Annotated[
@@ -78,6 +86,7 @@ def run(
     models: ModelsFile = None,
     workers: NumWorkers = None,
     device: Device = "auto",
+    spare: Spare = True,
     public_url: PublicUrl = None,
     wait: Wait = False,
     script: Exec = None,
@@ -111,12 +120,14 @@ def run(
             again = ["--models", str(found), "--device", device]
             again += [] if workers is None else ["--workers", str(workers)]
             again += [] if public_url is None else ["--public-url", public_url]
+            again += [] if spare else ["--no-spare"]
             again += arguments_of(settings)
             return background.start(again, data=settings.data)
         box = Box(
             settings,
             models_file=found,
             devices=spread(device, num_workers=workers),
+            spare=spare,
             public_url=public_url,
             script=None if script is None else Script(script),
         )

@@ -16,6 +16,7 @@ import redis
 from gradbox.settings import FILE, ClientSettings, read_settings, write_settings
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.revocations import Revocations
 from gradbox_service.tokens import RedisTokens
 from gradbox_service.up.embedded_redis import NoRedis
 
@@ -37,7 +38,7 @@ class Credentials:
         earlier = self._earlier_token()
         connection = connect(redis_url)
         try:
-            tokens = RedisTokens(connection)
+            tokens = RedisTokens(connection, revocations=Revocations(self._data))
             known = None if earlier is None else tokens.find(earlier)
             if earlier is not None and known is not None and known.admin:
                 token = earlier

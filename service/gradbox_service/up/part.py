@@ -18,7 +18,8 @@ FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 5.0
 TAIL_LINES: Final = 12
 # A longer log is put aside, at most so much of it; the log that was put aside before goes.
-LONGEST_LOG_BYTES: Final = 16 * 2**20
+# A part writes its own lines alone, so that looking ten times a second is soon enough.
+LONGEST_LOG_BYTES: Final = 8 * 2**20
 
 
 class Part:

@@ -1,4 +1,4 @@
-"""How a box is reached, said to whoever starts it."""
+"""How a box is reached and what it lacks, said to whoever starts it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from gradbox_service.http.listening import is_loopback
+from gradbox_service.jobs.connection import connect
+from gradbox_service.jobs.fleet import RedisFleet, unusable_models
 
 
 def how_to_reach(url: str, *, host: str, public_url: str | None, data: Path) -> str:
@@ -32,3 +34,16 @@ def how_to_reach(url: str, *, host: str, public_url: str | None, data: Path) -> 
         f"a token for each of them: gradbox tokens create NAME --data {data}",
     ]
     return "\n".join(lines)
+
+
+def left_out(redis_url: str) -> list[str]:
+    """Return a line for each model that could not be built; the others are served."""
+    connection = connect(redis_url)
+    try:
+        unusable = unusable_models(RedisFleet(connection).workers())
+    finally:
+        connection.close()
+    return [
+        f"the model {name!r} cannot be used: {why}; mend it, then `gradbox models reload`"
+        for name, why in unusable.items()
+    ]

@@ -2,7 +2,11 @@
 
 service   /livez answers with 200
 Redis     answers at all, be it with a refusal
-worker    its entry in the fleet is fresh: it renews it every five seconds, busy or not
+worker    its entry in the fleet is fresh: it renews it every two seconds, busy or not, from a
+          process that never computes
+
+A silence counts once a part was asked several times in it: after a freeze of this process, or of
+the whole machine, none has answered for long, and all do so with the next question.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Sequence, Set
 from typing import Final
 
 import redis
@@ -24,9 +29,11 @@ SERVICE: Final = "service"
 REDIS: Final = "redis"
 LOOK_S: Final = 1.0
 ANSWER_S: Final = 5.0
-# After so long a silence a part is taken to hang. A worker's entry lives 20 s by itself.
+# After so long a silence a part is taken to hang. A worker's entry lives 10 s by itself, and its
+# job must go on within 25 s, of which a new worker and its device take some 6 to start.
 SILENCE_S: Final = 15.0
-WORKER_SILENCE_S: Final = 45.0
+WORKER_SILENCE_S: Final = 4.0
+NUM_UNANSWERED: Final = 3
 # Loading a large append-only file, or importing on a slow disk, is no silence.
 START_S: Final = 60.0
 
@@ -47,6 +54,7 @@ class Watchdog(RepeatingThread):
         self._fleet = RedisFleet(self._connection)
         self._workers = tuple(workers)
         self._heard: dict[str, float] = {}
+        self._num_unanswered: Counter[str] = Counter()  # in a row, by part
 
     def close(self) -> None:
         """End it, and wait until it has ended."""
@@ -63,12 +71,14 @@ class Watchdog(RepeatingThread):
         silence_s = WORKER_SILENCE_S if name in self._workers else SILENCE_S
         heard_s = self.heard_s(name)
         awaited_since_s = heard_s if heard_s > started_s else started_s + START_S
-        return time.monotonic() - awaited_since_s > silence_s
+        silent = time.monotonic() - awaited_since_s > silence_s
+        return silent and self._num_unanswered[name] >= NUM_UNANSWERED
 
     def _step(self) -> None:
-        self._hear(self._live_parts())
+        live = set(self._live_parts())
         if answers(f"{self._url}/livez"):
-            self._hear([SERVICE])
+            live.add(SERVICE)
+        self._note(live)
         self._stopping.wait(LOOK_S)
 
     def _live_parts(self) -> Sequence[str]:
@@ -81,9 +91,11 @@ class Watchdog(RepeatingThread):
         except redis.RedisError:  # it refuses, for one because the disk is full
             return [REDIS, *self._workers]
 
-    def _hear(self, names: Sequence[str]) -> None:
+    def _note(self, live: Set[str]) -> None:
         now = time.monotonic()
-        self._heard |= dict.fromkeys(names, now)
+        self._heard |= dict.fromkeys(live, now)
+        for name in (REDIS, SERVICE, *self._workers):
+            self._num_unanswered[name] = 0 if name in live else self._num_unanswered[name] + 1
 
 
 def answers(url: str) -> bool:

@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
 
 from gradbox_engine import Penalty
 from tests.cases import CASES
+from tests.engine.interrupted import Kept, Killed, KilledAt, undisturbed
 from tests.engine.replay.halves import first_half
 from tests.engine.replay.running import answer
 
 PLENTY = 10**9
-
-
-class Kept:
-    """Keeps the last state as a file would: copies of tensors, and text."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Tensor] = {}
-        self.meta: str | None = None
-        self.num_written = 0
-
-    def due(self) -> bool:
-        return True
-
-    def write(self, state: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        self.state = {name: tensor.detach().clone() for name, tensor in state.items()}
-        self.meta = json.dumps(meta)
-        self.num_written += 1
-
-    def read(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        return None if self.meta is None else (self.state, json.loads(self.meta))
-
-
-class Killed(Exception):
-    """The process ends here."""
-
-
-class KilledAt:
-    """Ends the job before a shard of a phase."""
-
-    def __init__(self, phase: str, shard: int) -> None:
-        self.place = (phase, shard)
-        self.steps: list[tuple[str, int]] = []
-
-    def step(self, phase: str, done: int, total: int) -> None:
-        self.steps.append((phase, done))
-        if (phase, done) == self.place:
-            raise Killed
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -80,7 +42,7 @@ def test_a_killed_job_goes_on_with_the_same_bits(name, place, retain):
     with pytest.raises(Killed):
         answer(case, retain=retain, checkpoints=kept, observer=killed)
     assert kept.num_written
-    resumed = KilledAt("never", 0)
+    resumed = undisturbed()
     found = answer(CASES[name](), retain=retain, checkpoints=kept, observer=resumed)
     assert _same(found, expected)
     # What was done before the kill is not done again.
@@ -97,7 +59,7 @@ def test_only_the_shards_since_the_last_checkpoint_run_again():
     kept = Kept()
     with pytest.raises(Killed):
         answer(case, checkpoints=kept, observer=KilledAt("replay", 50))
-    resumed = KilledAt("never", 0)
+    resumed = undisturbed()
     assert _same(answer(case, checkpoints=kept, observer=resumed), expected)
     assert ("forward", 0) in resumed.steps  # of no shard
     assert [done for phase, done in resumed.steps if phase == "replay"] == list(range(50, 61))
@@ -114,18 +76,60 @@ def test_penalties_and_gradients_of_inputs_go_on_as_well():
     assert _same(answer(case, checkpoints=kept, **terms), expected)
 
 
-def test_a_replay_in_fp16_begins_again():
-    case = CASES["mlp"]()
-    case = replace(case, model=lambda: CASES["mlp"]().model().float())
-    case = replace(case, groups={"z": [{"0": s["0"].float()} for s in case.groups["z"]]})
+def in_float32(case):
+    model = case.model
+    groups = {
+        name: [{n: x.float() if x.is_floating_point() else x for n, x in s.items()} for s in shards]
+        for name, shards in case.groups.items()
+    }
+    return replace(case, model=lambda: model().float(), groups=groups)
+
+
+@pytest.mark.parametrize("place", [("replay", 0), ("replay", 1), ("replay", 2)])
+def test_a_replay_in_fp16_goes_on_at_its_scale(place):
+    case = in_float32(CASES["mlp"]())
     expected = answer(case, precision="fp16")
     kept = Kept()
     with pytest.raises(Killed):
-        answer(case, precision="fp16", checkpoints=kept, observer=KilledAt("replay", 2))
-    resumed = KilledAt("never", 0)
+        answer(case, precision="fp16", checkpoints=kept, observer=KilledAt(*place))
+    resumed = undisturbed()
     found = answer(case, precision="fp16", checkpoints=kept, observer=resumed)
     assert _same(found, expected)
-    assert ("replay", 0) in resumed.steps
+    assert next(step for step in resumed.steps if step[0] == "replay") == place
+
+
+class KilledAtTheSecond(KilledAt):
+    """Ends the job at the second time that a shard of a phase is reached."""
+
+    def step(self, phase, done, total):
+        if (phase, done) == self.place and (phase, done) not in self.steps:
+            self.steps.append((phase, done))
+            return
+        super().step(phase, done, total)
+
+
+def steep() -> nn.Module:
+    """Three layers that enlarge a gradient beyond float16."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(8.0 if "weight" in name else 0.0)
+    return model
+
+
+def test_a_replay_in_fp16_that_was_repeated_goes_on_at_the_smaller_scale():
+    shards = [{"0": torch.full((2, 4), 2.0**-8)} for _ in range(4)]
+    case = replace(CASES["mlp"](), model=steep, groups={"z": shards}, loss=torch.sum)
+    steps = undisturbed()
+    expected = answer(case, precision="fp16", observer=steps)
+    assert steps.steps.count(("replay", 0)) == 2
+    kept, killed = Kept(), KilledAtTheSecond("replay", 2)
+    with pytest.raises(Killed):
+        answer(case, precision="fp16", checkpoints=kept, observer=killed)
+    resumed = undisturbed()
+    found = answer(case, precision="fp16", checkpoints=kept, observer=resumed)
+    assert _same(found, expected)
+    assert [done for phase, done in resumed.steps if phase == "replay"] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn in train", "average rebound", "two towers"])
@@ -135,8 +139,7 @@ def test_the_two_halves_go_on_as_well(name):
     kept = Kept()
     with pytest.raises(Killed):
         first_half(CASES[name](), checkpoints=kept, observer=KilledAt("forward", 2))
-    steps = KilledAt("never", 0)
-    outputs = first_half(CASES[name](), checkpoints=kept, observer=steps)
+    outputs = first_half(CASES[name](), checkpoints=kept)
     for group, named in whole.found.outputs.items():
         assert all(torch.equal(outputs.found.outputs[group][n], z) for n, z in named.items())
     assert whole.first.buffers.keys() == outputs.first.buffers.keys()
@@ -145,7 +148,7 @@ def test_the_two_halves_go_on_as_well(name):
     outputs = first_half(CASES[name]())
     with pytest.raises(Killed):
         outputs.gradient(cotangents, checkpoints=kept, observer=KilledAt("replay", 2))
-    steps = KilledAt("never", 0)
+    steps = undisturbed()
     found = outputs.gradient(cotangents, checkpoints=kept, observer=steps)
     assert all(torch.equal(found.grads[n], gradient) for n, gradient in expected.grads.items())
     assert ("replay", 0) not in steps.steps

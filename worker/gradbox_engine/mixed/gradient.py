@@ -31,20 +31,18 @@ graph does not fit is not split.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Unpack
 
 from torch import Tensor, nn
 
+from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
 from gradbox_engine.errors import BadInputs
+from gradbox_engine.mixed.checkpoint import MixedCheckpoint
 from gradbox_engine.mixed.inner import Inner
 from gradbox_engine.mixed.jacobian_products import ShardJacobians
-from gradbox_engine.mixed.phases import (
-    Equipment,
-    LeafSums,
-    differentiate_outer,
-    first_pass,
-    tangent_pass,
-)
+from gradbox_engine.mixed.phases import Equipment, differentiate_outer, first_pass, tangent_pass
+from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.model.kernels import differentiable_kernels
 from gradbox_engine.model.prepared import prepared
 from gradbox_engine.model.wrt import Selection
@@ -74,6 +72,7 @@ def mixed_gradient(
     z: str | None = None,
     returns: Collection[MixedReturned] = (),
     observer: Observer | None = None,
+    checkpoints: Checkpoints | None = None,
     **options: Unpack[CallKeywords],
 ) -> MixedResult:
     """Return dt/dy for t = outer(dfdz, x), dfdz_i = ∂inner(y, G(z_i))/∂z_i.
@@ -88,6 +87,7 @@ def mixed_gradient(
             parameters may be leaves of `inner`, under the same names.
         z: the shards' argument that is z; None takes the first floating-point one.
         returns: "dfdz" gives it back beside the gradients.
+        checkpoints: where the state of a long job is written, and read when it begins again.
         options: how the model is called, see `CallOptions`; `output` and `readout` choose v.
 
     Raises:
@@ -107,23 +107,35 @@ def mixed_gradient(
             inner=Inner(inner, device=ready.device, seed=told.seed, widened=told.widened),
             observer=observer or Silent(),
         )
+        checkpoint = MixedCheckpoint(checkpoints or NoCheckpoints(), equipment)
         clock = PhaseClock(ready.device)
         with clock.timed("forward"):
-            first = first_pass(equipment)
+            first = first_pass(
+                equipment, checkpoint.records(), after_shard=checkpoint.after_first_call
+            )
         with clock.timed("cotangents"):
             differentiated = differentiate_outer(equipment, outer, first)
         sums = LeafSums(leaves)
-        sums.add(differentiated.direct)
+        went = checkpoint.went(sums)
+        if not went.num_done:
+            sums.add(differentiated.direct)
         with clock.timed("replay"):
-            tangents = tangent_pass(equipment, first, differentiated.directions, sums)
+            tangent_pass(
+                equipment,
+                first,
+                differentiated.directions,
+                sums,
+                went=went,
+                after_shard=partial(checkpoint.after_tangent, first, sums, went),
+            )
     return MixedResult(
         value=differentiated.value,
         grads=sums.named(),
         unreached=sums.unreached(),
         shards={group.name: len(group.shards)},
-        tangents=tangents.num_shards,
-        fallbacks=tangents.fallbacks,
-        replay_difference=tangents.difference,
+        tangents=went.num_done,
+        fallbacks=went.fallbacks,
+        replay_difference=went.difference,
         seconds=clock.seconds,
         dfdz=differentiated.dfdz if "dfdz" in returns else None,
     )

@@ -43,7 +43,10 @@ class Linearised:
 
 
 class ShardJacobians:
-    """Products with the Jacobians of shards, each by calls of the model under its own stream."""
+    """Products with the Jacobians of shards, each by calls of the model under its own stream.
+
+    `argument` is the shards' argument that is z; until it is known, None.
+    """
 
     def __init__(self, ready: Prepared, *, argument: str | None, scaled: bool) -> None:
         """Choose z.
@@ -55,7 +58,7 @@ class ShardJacobians:
         """
         self._calls = ready.calls
         self._feed = ready.feed
-        self._argument = argument
+        self.argument = argument
         self._scaled = scaled
 
     def transposed(
@@ -152,15 +155,15 @@ class ShardJacobians:
     def _take(self, position: Position) -> tuple[dict[str, Any], str, Tensor]:
         arguments = self._feed.take(position)
         real = [n for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point()]
-        if self._argument is None:
-            self._argument = next(iter(real), None)
-        if self._argument not in real:
+        if self.argument is None:
+            self.argument = next(iter(real), None)
+        if self.argument not in real:
             raise BadInputs(
                 f"{self._calls.where(position)}: expected a floating-point argument for z, one of "
-                f"{real}, got z={self._argument!r} of {sorted(arguments)}; an integer argument has "
+                f"{real}, got z={self.argument!r} of {sorted(arguments)}; an integer argument has "
                 f"no derivative"
             )
-        return arguments, self._argument, arguments[self._argument]
+        return arguments, self.argument, arguments[self.argument]
 
     def _scale(self, tensors: list[Tensor]) -> float:
         return fp16_scale(tensors, largest=1.0) if self._scaled else 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -13,8 +13,9 @@ from torch import Tensor
 from gradbox_engine.errors import BadInputs, ModelCallFailed
 from gradbox_engine.mixed.inner import Contraction, Inner, norm
 from gradbox_engine.mixed.jacobian_products import Linearised, ShardJacobians, missing_rule
+from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.model.outputs import BARE, Outputs
-from gradbox_engine.model.precision import accumulation_dtype, replay_tolerance
+from gradbox_engine.model.precision import replay_tolerance
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.snapshots import Snapshot
@@ -45,6 +46,7 @@ class MixedShard:
 
     position: Position
     before: Snapshot  # the buffers at its beginning
+    after: Snapshot  # and at its end
     sketch: Outputs  # some entries of v
     dfdz: Tensor  # of the shape of z
 
@@ -59,57 +61,44 @@ class OuterDifferentiated:
     dfdz: Tensor
 
 
-class LeafSums:
-    """dt/dy, added up over shards in their order: one sum for each leaf, in float32 or wider."""
-
-    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
-        """Begin with zeros, of the width that the leaves have during the job."""
-        self._sums = {
-            name: torch.zeros_like(leaf.detach(), dtype=accumulation_dtype(leaf.dtype))
-            for name, leaf in leaves.items()
-        }
-        self._reached: set[str] = set()
-
-    @torch.no_grad()
-    def add(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add one shard's gradients, which are those of the leaves that a path leads to."""
-        for name, gradient in gradients.items():
-            self._sums[name].add_(gradient)
-            self._reached.add(name)
-
-    def named(self) -> dict[str, Tensor]:
-        """Return all sums in the leaves' order."""
-        return dict(self._sums)
-
-    def unreached(self) -> tuple[str, ...]:
-        """Return the leaves that no gradient has reached."""
-        return tuple(name for name in self._sums if name not in self._reached)
-
-
 @dataclass
 class TangentPass:
-    """How the tangent pass went."""
+    """How far the tangent pass has come, and how it went."""
 
-    num_shards: int
+    num_done: int = 0  # shards that were added to the sums
+    obstacle: str | None = None  # what is in the way of forward mode, once that is known
     fallbacks: dict[str, int] = field(default_factory=dict)
     difference: float = 0.0
 
 
-def first_pass(equipment: Equipment) -> list[MixedShard]:
-    """Take v, a and dfdz of every shard, in order, each through its own graph."""
+def first_pass(
+    equipment: Equipment,
+    done: Sequence[MixedShard],
+    *,
+    after_shard: Callable[[Sequence[MixedShard]], None],
+) -> list[MixedShard]:
+    """Take v, a and dfdz of every shard, in order, each through its own graph.
+
+    Args:
+        done: what an earlier process did of it.
+        after_shard: called with the records so far.
+    """
     observer, num_shards = equipment.observer, len(equipment.ready.calls.groups[0].shards)
     buffers = equipment.ready.buffers
-    before = buffers.first
-    records: list[MixedShard] = []
-    for shard, following in pairwise([*range(num_shards), None]):
+    before = done[-1].after if done else buffers.first
+    buffers.restore(before)
+    records = list(done)
+    for shard, following in pairwise([*range(len(done), num_shards), None]):
         assert shard is not None
         observer.step("forward", shard, num_shards)
         position = Position(0, shard)
         cotangents = partial(equipment.inner.cotangents, position)
         outputs, dfdz = equipment.jacobians.transposed(position, cotangents)
-        records.append(MixedShard(position, before, _sketch(outputs), dfdz))
+        after = buffers.advance(before)
+        records.append(MixedShard(position, before, after, _sketch(outputs), dfdz))
         _check_alike(equipment, records[0], records[-1])
-        before = buffers.advance(before)
+        before = after
+        after_shard(records)
         equipment.ready.feed.prefetch(None if following is None else Position(0, following))
     observer.step("forward", num_shards, num_shards)
     return records
@@ -154,8 +143,15 @@ def tangent_pass(
     records: Sequence[MixedShard],
     directions: Mapping[Position, Tensor],
     sums: LeafSums,
-) -> TangentPass:
+    *,
+    went: TangentPass,
+    after_shard: Callable[[ReplayComparison], None],
+) -> None:
     """Add ∂⟨a_i(y, v_i), J_i u_i⟩/∂y for every shard that u is not zero for.
+
+    Args:
+        went: how far an earlier process came, whose sums these are; kept up to date.
+        after_shard: called when a shard has been added.
 
     Raises:
         ReplayMismatch: a shard's v differs from that of the first pass.
@@ -163,16 +159,17 @@ def tangent_pass(
     active = [record for record in records if record.position in directions]
     scales = [norm([record.dfdz]) * norm([directions[record.position]]) for record in active]
     largest = torch.stack(scales).amax() if scales else torch.zeros(())
-    tangents = _Tangents(equipment, TangentPass(len(active)), largest)
-    for index, record in enumerate(active):
-        equipment.observer.step("replay", index, len(active))
+    tangents = _Tangents(equipment, went, largest)
+    for record, following in pairwise([*active[went.num_done :], None]):
+        assert record is not None
+        equipment.observer.step("replay", went.num_done, len(active))
         contraction = tangents.take(record, directions[record.position])
         sums.add(contraction.gradients())
-        following = active[index + 1].position if index + 1 < len(active) else None
-        equipment.ready.feed.prefetch(following)
-    tangents.went.difference = tangents.comparison.finish()
+        went.num_done += 1
+        after_shard(tangents.comparison)
+        equipment.ready.feed.prefetch(None if following is None else following.position)
+    went.difference = tangents.comparison.finish()
     equipment.observer.step("replay", len(active), len(active))
-    return tangents.went
 
 
 class _Tangents:
@@ -182,13 +179,15 @@ class _Tangents:
         """Begin.
 
         Args:
+            went: how far an earlier process came; kept up to date.
             largest: the largest ‖dfdz_i‖‖u_i‖, to which a shard's disagreement is compared.
         """
-        self.went = went
+        self._went = went
         self._largest = largest
-        self.comparison = ReplayComparison(equipment.ready.options.precision)
+        self.comparison = ReplayComparison(
+            equipment.ready.options.precision, largest=went.difference
+        )
         self._equipment = equipment
-        self._obstacle: str | None = None
 
     def take(self, record: MixedShard, u: Tensor) -> Contraction:
         """Return J u of a shard, contracted with a.
@@ -197,18 +196,18 @@ class _Tangents:
             ReplayMismatch: v differs from that of the first pass.
             NoTangent: an operation stands in the way of both ways to J u.
         """
-        if self._obstacle is None:
+        went = self._went
+        if went.obstacle is None:
             try:
                 contraction = self._by_forward_mode(record, u)
             except ModelCallFailed as error:  # the same call went through in the first pass
-                self._obstacle = missing_rule(error)
+                went.obstacle = missing_rule(error)
             else:
                 if contraction is not None:
                     return contraction
-                self._obstacle = DISAGREES
+                went.obstacle = DISAGREES
         # What stops one shard stops the next: the model is the same.
-        fallbacks = self.went.fallbacks
-        fallbacks[self._obstacle] = fallbacks.get(self._obstacle, 0) + 1
+        went.fallbacks[went.obstacle] = went.fallbacks.get(went.obstacle, 0) + 1
         return self._by_double_backward(record, u)
 
     def _by_forward_mode(self, record: MixedShard, u: Tensor) -> Contraction | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 import torch
+from torch import nn
 
 from gradbox_engine.errors import EngineError, ModelCallFailed
+from gradbox_engine.model.failed_call import describe
 
 CPU_ALLOCATOR_FAILED = "can't allocate memory"
 
@@ -23,11 +27,24 @@ class blaming:  # noqa: N801 - reads as a phrase: with blaming("the model", "sha
 
     The engine's own errors pass unchanged. Running out of memory becomes torch.OutOfMemoryError,
     whatever the device.
+
+    Args:
+        model: whose submodule the message names.
+        arguments: what was called with, by name; the message has dtypes and shapes.
     """
 
-    def __init__(self, what: str, where: str) -> None:
+    def __init__(
+        self,
+        what: str,
+        where: str,
+        *,
+        model: nn.Module | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         self._what = what
         self._where = where
+        self._model = model
+        self._arguments = arguments or {}
 
     def __enter__(self) -> None:
         pass
@@ -43,6 +60,7 @@ class blaming:  # noqa: N801 - reads as a phrase: with blaming("the model", "sha
         if is_out_of_memory(error):
             raise torch.OutOfMemoryError(f"{self._where}: {self._what}: {error}") from error
         if isinstance(error, Exception):
+            details = describe(error, trace, model=self._model, arguments=self._arguments)
             raise ModelCallFailed(
-                f"{self._where}: {self._what} raised {type(error).__name__}: {error}"
+                f"{self._where}: {self._what} raised {type(error).__name__}: {error}{details}"
             ) from error

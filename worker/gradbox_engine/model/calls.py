@@ -64,6 +64,7 @@ class ModelCalls:
             SampleStreamRefused: the model cannot draw by sample.
         """
         self.groups = groups
+        self._model = model
         self._options = options
         self._entries = [_entry_point(model, group) for group in groups]
         self._device = device
@@ -92,7 +93,7 @@ class ModelCalls:
         entry, readout = self._entries[position.group], self._options.readout
         self.begin(position)
         with (
-            blaming("the model", self.where(position)),
+            blaming("the model", self.where(position), model=self._model, arguments=arguments),
             torch.enable_grad(),
             self._drawing(position),
             autocast(self._options.precision, self._device),

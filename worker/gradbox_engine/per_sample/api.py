@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
 from gradbox_engine.per_sample.job import Job, Shard
 from gradbox_engine.per_sample.pieces import Sink
 from gradbox_engine.per_sample.planning.model import CallableModel
@@ -46,6 +47,7 @@ def per_sample_gradient(
     seed: int = 0,
     projection_seed: int = 0,
     observer: SampleObserver | None = None,
+    checkpoints: Checkpoints | None = None,
     budget_bytes: int = BUDGET_BYTES,
     sink: Sink | None = None,
     **setting: Any,
@@ -59,6 +61,7 @@ def per_sample_gradient(
             else there is goes whole.
         clip: the largest norm that `clipped_sum` lets through.
         dim: the length of a `projection`, which `projection_seed` names.
+        checkpoints: where the state of a long job is written, and read when it begins again.
         budget_bytes: memory for pieces of a dense result on their way to `sink`.
         sink: takes a dense result in pieces; without it arrays are returned.
         setting: mode, wrt, precision, output, readout, weights, method, unchecked: see
@@ -72,7 +75,15 @@ def per_sample_gradient(
     request = Request(reduce, form, clip, dim, projection_seed)
     request.check(GradientReduction)
     with CallableModel(model, seed=seed, **setting) as ready:
-        job = Job(ready, request, inputs, observer=observer, budget_bytes=budget_bytes, sink=sink)
+        job = Job(
+            ready,
+            request,
+            inputs,
+            observer=observer,
+            checkpoints=checkpoints or NoCheckpoints(),
+            budget_bytes=budget_bytes,
+            sink=sink,
+        )
         return job.gradients(loss, loss_inputs or {})
 
 
@@ -87,6 +98,7 @@ def jacobian(
     seed: int = 0,
     projection_seed: int = 0,
     observer: SampleObserver | None = None,
+    checkpoints: Checkpoints | None = None,
     budget_bytes: int = BUDGET_BYTES,
     sink: Sink | None = None,
     **setting: Any,
@@ -105,5 +117,13 @@ def jacobian(
     request = Request(reduce, form, None, dim, projection_seed, vectors)
     request.check(JacobianReduction)
     with CallableModel(model, seed=seed, **setting) as ready:
-        job = Job(ready, request, inputs, observer=observer, budget_bytes=budget_bytes, sink=sink)
+        job = Job(
+            ready,
+            request,
+            inputs,
+            observer=observer,
+            checkpoints=checkpoints or NoCheckpoints(),
+            budget_bytes=budget_bytes,
+            sink=sink,
+        )
         return job.jacobians()

@@ -7,71 +7,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradbox_engine.checkpoint import Checkpoint, Checkpoints
 from gradbox_engine.errors import BadInputs, BadReduction
+from gradbox_engine.per_sample.kept_factors import Gram, KeepFactors
 from gradbox_engine.per_sample.pieces import Sink
 from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.reductions import (
     ClippedSum,
     Collector,
     Directional,
-    Gram,
-    KeepFactors,
     Norms,
     Projected,
     ToArrays,
     ToSink,
 )
 from gradbox_engine.per_sample.request import Request, SampleObserver, SampleResult
+from gradbox_engine.per_sample.result_facts import ResultFacts
 from gradbox_engine.per_sample.sample_loss import SampleLoss, rows_of
 from gradbox_engine.per_sample.sample_scales import Scaled, pulled_back
 from gradbox_engine.per_sample.shard_run import PlannedModel, ShardRun
 from gradbox_factors import Sketch
 
 Shard = Mapping[str, Any]
-
-
-@dataclass
-class _Facts:
-    """What a result states besides its arrays."""
-
-    unreached: set[str]
-    values: list[Tensor] = field(default_factory=list)
-    routes: dict[str, set[str]] = field(default_factory=dict)
-    loops: dict[str, str] = field(default_factory=dict)
-    samples: int = 0
-    outputs: int = 1
-
-    def add(self, run: ShardRun, values: Tensor) -> None:
-        """Add a shard that is done."""
-        for name, taken in run.plan.routes.items():
-            self.routes.setdefault(name, set()).update(taken)
-        self.loops.update(run.plan.loops)
-        self.values.append(values)
-        self.samples += run.graph.samples
-        self.outputs = run.graph.outputs
-
-    def result(self, names: Sequence[str], start: float, **found: Any) -> SampleResult:
-        """Return the result of a job that began at `start`."""
-        return SampleResult(
-            **found,
-            values=torch.cat(self.values),
-            roads={
-                name: ("loop",) if name in self.loops else tuple(sorted(taken))
-                for name, taken in self.routes.items()
-            },
-            loops=self.loops,
-            unreached=tuple(name for name in names if name in self.unreached),
-            names=tuple(names),
-            samples=self.samples,
-            outputs=self.outputs,
-            seconds=time.perf_counter() - start,
-        )
 
 
 class Job:
@@ -84,6 +46,7 @@ class Job:
         inputs: Sequence[Shard],
         *,
         observer: SampleObserver | None,
+        checkpoints: Checkpoints,
         budget_bytes: int,
         sink: Sink | None,
     ) -> None:
@@ -92,7 +55,8 @@ class Job:
         if not len(inputs):
             raise BadInputs("inputs: expected one shard or more, got none")
         self._model, self._planned = model, PlannedModel(model)
-        self._request, self._inputs, self._observer = request, inputs, observer
+        self._request, self._inputs = request, inputs
+        self._observer, self._checkpoints = observer, checkpoints
         self._budget_bytes, self._sink = budget_bytes, sink
         self._counts = [
             self._planned.count(model.arguments(shard), index) for index, shard in enumerate(inputs)
@@ -114,14 +78,18 @@ class Job:
     def _collected(self, head: Callable[[Tensor, int], Tensor]) -> SampleResult:
         start = time.perf_counter()
         collector = self._collector()
-        facts = _Facts(set(self._model.parameters))
-        for run in self._runs(head):
+        facts = ResultFacts(set(self._model.parameters))
+        found = self._resumed(facts)
+        if found is not None:
+            collector.begin(sum(self._counts), facts.outputs)
+            collector.resume(found)
+        for run in self._runs(head, first=facts.shards):
             outputs = run.graph.outputs
-            if not facts.values:
+            if not facts.shards:
                 collector.begin(sum(self._counts), outputs)
             elif outputs != facts.outputs:
                 raise BadInputs(
-                    f"shard {len(facts.values)}: expected {facts.outputs} outputs a sample like "
+                    f"shard {facts.shards}: expected {facts.outputs} outputs a sample like "
                     f"shard 0, got {outputs}: pad the shards alike, or pool in readout="
                 )
             for chunk in self._chunks(run, collector):
@@ -136,8 +104,9 @@ class Job:
                 collector.take(terms, facts.samples, chunk)
                 del terms
             facts.add(run, _values(run, head))
-        found = collector.result(one_output=head is not rows_of)
-        return facts.result(tuple(self._model.parameters), start, **found)
+            self._keep(facts, collector.state)
+        fields = collector.result(one_output=head is not rows_of)
+        return facts.result(tuple(self._model.parameters), start, **fields)
 
     def _pulled_back(self) -> SampleResult:
         """Return Jᵀ u: one forward and one ordinary backward for each shard."""
@@ -148,9 +117,10 @@ class Job:
             raise BadReduction(
                 f"vectors: expected a tensor shaped like z, ({sum(self._counts)}, ...), got {got}"
             )
-        totals: dict[str, Tensor] = {}
-        facts = _Facts(set())
-        for run in self._runs(rows_of):
+        facts = ResultFacts(set())
+        resumed = self._resumed(facts)
+        totals = {} if resumed is None else dict(resumed.tensors)
+        for run in self._runs(rows_of, first=facts.shards):
             graph = run.graph
             part = vectors[facts.samples : facts.samples + graph.samples]
             if part.shape != graph.z.shape:
@@ -163,12 +133,34 @@ class Job:
             for name, gradient in found.items():
                 totals[name] = totals[name] + gradient if name in totals else gradient
             facts.add(run, graph.z.detach())
+            self._keep(facts, lambda _: Checkpoint(totals))
         return facts.result(tuple(self._model.parameters), start, arrays=totals)
 
-    def _runs(self, head: Callable[[Tensor, int], Tensor]) -> Iterator[ShardRun]:
-        for index, shard in enumerate(self._inputs):
+    def _resumed(self, facts: ResultFacts) -> Checkpoint | None:
+        """Return the rows' part of what an earlier process left, and give the facts theirs."""
+        found = self._checkpoints.read()
+        if found is None:
+            return None
+        found = found.to(self._model.device)
+        facts.resume(found.section("facts"))
+        self._planned.resume(found.section("plans").facts["loops"], first=facts.shards)
+        return found.section("rows")
+
+    def _keep(self, facts: ResultFacts, rows: Callable[[int], Checkpoint]) -> None:
+        """Write the state after a shard, if it is time; `rows` gives that of so many samples."""
+        if self._checkpoints.due():
+            self._checkpoints.write(
+                Checkpoint.of_sections(
+                    facts=facts.state(),
+                    plans=Checkpoint({}, {"loops": self._planned.loops()}),
+                    rows=rows(facts.samples),
+                )
+            )
+
+    def _runs(self, head: Callable[[Tensor, int], Tensor], *, first: int) -> Iterator[ShardRun]:
+        for index in range(first, len(self._inputs)):
             self._tell(sum(self._counts[:index]))
-            arguments = self._model.arguments(shard)
+            arguments = self._model.arguments(self._inputs[index])
             yield ShardRun(
                 self._planned, arguments, index, _at(head, index), loss=head is not rows_of
             )

@@ -18,7 +18,11 @@ Piece = tuple[slice, slice, slice]
 
 
 class Sink(Protocol):
-    """Takes a dense result in pieces, for instance into a file that is written in place."""
+    """Takes a dense result in pieces, for instance into a file that is written in place.
+
+    A job that goes on from a checkpoint calls `begin` again, and sends only the rows of the samples
+    behind the checkpoint. So who keeps a checkpoint keeps the rows that were sent before it, too.
+    """
 
     def begin(
         self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]

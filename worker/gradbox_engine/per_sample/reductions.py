@@ -1,7 +1,8 @@
-"""What is done with a shard's terms: kept, written densely, or reduced.
+"""What is done with a shard's terms: written densely, or reduced; `kept_factors` keeps them.
 
 A collector takes the terms of one shard after the other, in chunks of outputs where it can; its
-`result` are fields of `SampleResult`.
+`result` are fields of `SampleResult`. Between two shards its `state` is what another process goes
+on from; rows that a sink took are not in it.
 
 Shapes: B samples over all shards, b of one, Y outputs.
 """
@@ -15,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.per_sample.pieces import Pieces, Sink
-from gradbox_factors import Block, Factored, Positions, Sketch, Term, squared_norms
+from gradbox_factors import Sketch, Term, squared_norms
 from gradbox_factors.factored import summed_rows
 from gradbox_factors.sums import common_dtype
-from gradbox_factors.term import Identity, identity
 
 Terms = Mapping[str, Term]
 
@@ -38,12 +39,26 @@ class Collector(ABC):
         """Take a shard's terms of some outputs."""
 
     @abstractmethod
+    def state(self, samples: int) -> Checkpoint:
+        """Return what is left of the terms so far, which were of this many samples."""
+
+    @abstractmethod
+    def resume(self, found: Checkpoint) -> None:
+        """Go on from a `state` of another process; `begin` was called."""
+
+    @abstractmethod
     def result(self, *, one_output: bool) -> dict[str, Any]:
         """Return what was collected, without the dim of outputs where there is `one_output`."""
 
     def _rows(self, term: Term, first_sample: int, outputs: range) -> tuple[slice, slice]:
         samples = slice(first_sample, first_sample + term.samples)
         return samples, slice(outputs.start, outputs.stop)
+
+    def _with_room(self, rows: Tensor) -> Tensor:
+        """Return the rows of the first samples with room for those of all."""
+        whole = rows.new_zeros((*self._sizes, *rows.shape[2:]))
+        whole[: len(rows)] = rows
+        return whole
 
 
 class ToArrays(Collector):
@@ -54,16 +69,21 @@ class ToArrays(Collector):
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
         if not self._arrays:
-            shapes, dtypes = _layout(terms, self._sizes)
             self._arrays = {
-                name: torch.empty(shape, dtype=dtypes[name], device=_device(terms))
-                for name, shape in shapes.items()
+                name: torch.empty((*self._sizes, *x.shape), dtype=x.dtype, device=_device(terms))
+                for name, x in terms.items()
             }
         for name, term in terms.items():
             out = self._arrays[name]
             if (term.samples, term.outputs) != self._sizes:
                 out = out[self._rows(term, first_sample, outputs)]
             term.write(out, accumulate=False)
+
+    def state(self, samples: int) -> Checkpoint:
+        return Checkpoint({name: array[:samples] for name, array in self._arrays.items()})
+
+    def resume(self, found: Checkpoint) -> None:
+        self._arrays = {name: self._with_room(rows) for name, rows in found.tensors.items()}
 
     def result(self, *, one_output: bool) -> dict[str, Any]:
         return {"arrays": {n: x.squeeze(1) if one_output else x for n, x in self._arrays.items()}}
@@ -74,45 +94,27 @@ class ToSink(Collector):
 
     def __init__(self, sink: Sink, budget_bytes: int) -> None:
         self._sink, self._pieces = sink, Pieces(budget_bytes)
-        self._begun = False
+        self._empty: dict[str, Tensor] = {}  # name → (0, 0, *shape), once the sink was told
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
-        if not self._begun:
-            self._sink.begin(*_layout(terms, self._sizes))
-            self._begun = True
+        if not self._empty:
+            self._begin({n: torch.empty((0, 0, *t.shape), dtype=t.dtype) for n, t in terms.items()})
         for term in terms.values():
             self._pieces.send(term, self._sink, first_sample, outputs.start)
 
+    def state(self, samples: int) -> Checkpoint:
+        return Checkpoint(self._empty)  # the sink has the rows
+
+    def resume(self, found: Checkpoint) -> None:
+        self._begin(found.tensors)
+
+    def _begin(self, empty: Mapping[str, Tensor]) -> None:
+        self._empty = dict(empty)
+        shapes = {name: (*self._sizes, *x.shape[2:]) for name, x in empty.items()}
+        self._sink.begin(shapes, {name: x.dtype for name, x in empty.items()})
+
     def result(self, *, one_output: bool) -> dict[str, Any]:
         return {"arrays": {}}
-
-
-class KeepFactors(Collector):
-    """The factors themselves; `smaller` puts a term's array in its place where that is smaller."""
-
-    whole = True
-
-    def __init__(self, *, smaller: bool = False) -> None:
-        self._smaller = smaller
-        self._pieces: list[dict[str, Term]] = []
-
-    def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
-        self._pieces.append(smaller_forms(terms) if self._smaller else dict(terms))
-
-    def result(self, *, one_output: bool) -> dict[str, Any]:
-        return {"arrays": {}, "factors": Factored(self._pieces)}
-
-
-class Gram(KeepFactors):
-    """J Jᵀ, (B, Y, B, Y), or its trace over outputs, (B, B)."""
-
-    def __init__(self, *, trace: bool) -> None:
-        super().__init__()
-        self._trace = trace
-
-    def result(self, *, one_output: bool) -> dict[str, Any]:
-        gram = Factored(self._pieces).gram(trace=self._trace)
-        return {"arrays": {"gram": gram[:, 0, :, 0] if one_output else gram}}
 
 
 class Norms(Collector):
@@ -128,6 +130,12 @@ class Norms(Collector):
                 continue
             total = self._squares.setdefault(name, squared.new_zeros(self._sizes))
             total[self._rows(terms[name], first_sample, outputs)] = squared
+
+    def state(self, samples: int) -> Checkpoint:
+        return Checkpoint({name: squared[:samples] for name, squared in self._squares.items()})
+
+    def resume(self, found: Checkpoint) -> None:
+        self._squares = {name: self._with_room(rows) for name, rows in found.tensors.items()}
 
     def result(self, *, one_output: bool) -> dict[str, Any]:
         total = torch.stack(list(self._squares.values())).sum(0).sqrt()
@@ -158,6 +166,13 @@ class _Summed(Collector):
                 sizes = (*self._sizes, *part.shape[2:])
                 self._total = part.new_zeros(sizes, dtype=common_dtype(terms))
             self._total[self._rows(term, first_sample, outputs)] += part
+
+    def state(self, samples: int) -> Checkpoint:
+        return Checkpoint({} if self._total is None else {"total": self._total[:samples]})
+
+    def resume(self, found: Checkpoint) -> None:
+        if "total" in found.tensors:
+            self._total = self._with_room(found.tensors["total"])
 
     def result(self, *, one_output: bool) -> dict[str, Any]:
         if self._total is None:
@@ -211,32 +226,19 @@ class ClippedSum(Collector):
             part = summed_rows(term, factors)
             self._totals[name] = self._totals[name] + part if name in self._totals else part
 
+    def state(self, samples: int) -> Checkpoint:
+        norms = Checkpoint({"norms": torch.cat(self._norms)})
+        return Checkpoint.of_sections(totals=Checkpoint(self._totals), norms=norms)
+
+    def resume(self, found: Checkpoint) -> None:
+        self._totals = dict(found.section("totals").tensors)
+        self._norms = [found.section("norms").tensors["norms"]]
+
     def result(self, *, one_output: bool) -> dict[str, Any]:
         return {
             "arrays": self._totals,
             "parameter_norms": {"": torch.cat(self._norms).squeeze(1)},
         }
-
-
-def smaller_forms(terms: Terms) -> dict[str, Term]:
-    """Return the terms, those as arrays whose array is smaller than their factors."""
-    chosen: dict[str, Term] = {}
-    kept: set[Identity] = set()
-    for name, term in sorted(terms.items(), key=lambda item: isinstance(item[1], Positions)):
-        shared = isinstance(term, Positions) and identity(term.left) in kept
-        if not shared and term.dense_bytes <= term.factor_bytes and not isinstance(term, Block):
-            chosen[name] = Block(name, term.shape, term.block())
-        else:
-            chosen[name] = term
-            kept.update(identity(factor) for factor in term.tensors().values())
-    return {name: chosen[name] for name in terms}
-
-
-def _layout(
-    terms: Terms, sizes: tuple[int, int]
-) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
-    shapes = {name: (*sizes, *term.shape) for name, term in terms.items()}
-    return shapes, {name: term.dtype for name, term in terms.items()}
 
 
 def _device(terms: Terms) -> torch.device:

@@ -22,7 +22,7 @@ the coupled losses.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class PlannedModel:
         self, arguments: dict[str, Any], index: int, *, samples: int = SAMPLES
     ) -> PlanInUse:
         """Make a plan on this shard, in place of one that there may be."""
-        with blaming("the model", f"shard {index}"):
+        with blaming("the model", f"shard {index}", model=self.model.model, arguments=arguments):
             plan = plan_for(self.model, arguments, index, samples=samples)
         signature = self.model.signature(arguments)
         plans = _plans.setdefault(self.model.model, {})
@@ -96,8 +96,24 @@ class PlannedModel:
         # Before the call and not after it: the graph may read what the call wrote.
         self.model.restore_buffers()
         self.model.begin_stream(index)
-        with blaming("the model or the loss", f"shard {index}"):
+        where = f"shard {index}"
+        with blaming("the model or the loss", where, model=self.model.model, arguments=arguments):
             return RecordedGraph(self.model, plan, copied(arguments), head)
+
+    def loops(self) -> list[dict[str, str]]:
+        """Return why parameters are looped over, for each plan in use, by their first shards."""
+        return [dict(used.plan.loops) for used in self._in_use.values()]
+
+    def resume(self, loops: Sequence[Mapping[str, str]], *, first: int) -> None:
+        """Loop over what another process found to need it; rows are compared all the same.
+
+        Args:
+            loops: what `loops` returned there, after it had counted the same shards.
+            first: the shard from which on this process computes.
+        """
+        for used, found in zip(self._in_use.values(), loops, strict=True):
+            used.plan.loops.update(found)
+            used.since = first
 
     def _use(self, signature: Any, used: PlanInUse) -> PlanInUse:
         self._in_use[signature] = used

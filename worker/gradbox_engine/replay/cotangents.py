@@ -69,12 +69,13 @@ def differentiate(
         LossNotFinite: that number is NaN or infinite.
     """
     leaves = {group: wide_leaves(named) for group, named in outputs.items()}
+    arguments = {group: as_z(named) for group, named in outputs.items()} | {**objective.inputs}
     by_name = {group.name: group for group in groups}
     # Not a shard's stream: a loss that draws numbers gets the same ones in every run.
     begin_stream(seed, len(groups), 0)
     with (
         trainable(objective.parameters, widened=widened),
-        blaming(f"the {called}", "objective"),
+        blaming(f"the {called}", "objective", arguments=arguments),
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
     ):

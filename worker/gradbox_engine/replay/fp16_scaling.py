@@ -17,7 +17,7 @@ from gradbox_engine.model.precision import fp16_scale
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.replay.gradient_sums import GradientSums
-from gradbox_engine.replay.replay import ReplayProgress, replay
+from gradbox_engine.replay.replay import AfterShard, ReplayProgress, replay
 from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.requests import Observer
 
@@ -34,9 +34,12 @@ def scaled_replay(
     *,
     observer: Observer,
     resumed: ReplayProgress | None,
-    after_shard: Callable[[ReplayProgress], None],
+    after_shard: AfterShard,
 ) -> ReplayProgress:
-    """Replay, see `replay`; in fp16 at a scale, and again at smaller ones if that is needed."""
+    """Replay, see `replay`; in fp16 at a scale, and again at smaller ones if that is needed.
+
+    Where it goes on from a checkpoint, `sums` have the scale that its sums were made at.
+    """
     once = partial(
         replay,
         prepared,
@@ -44,26 +47,27 @@ def scaled_replay(
         cotangents,
         sums,
         observer=observer,
-        resumed=resumed,
         after_shard=after_shard,
     )
     if prepared.options.precision != "fp16":
-        return once()
-    return repeated_until_finite(once, cotangents, sums)
+        return once(resumed=resumed)
+    if resumed is None:
+        entries = (tensor for part in cotangents.values() for tensor in part.values())
+        sums.scale = fp16_scale(entries, largest=LARGEST)
+    return repeated_until_finite(once, sums, resumed)
 
 
 def repeated_until_finite(
-    replay: Callable[[], ReplayProgress], cotangents: Mapping[Position, Outputs], sums: GradientSums
+    replay: Callable[..., ReplayProgress], sums: GradientSums, resumed: ReplayProgress | None
 ) -> ReplayProgress:
     """Replay, and again at a smaller scale for as long as a gradient overflows."""
-    entries = (tensor for part in cotangents.values() for tensor in part.values())
-    sums.scale = fp16_scale(entries, largest=LARGEST)
     while True:
-        replayed = replay()
+        replayed = replay(resumed=resumed)
         if sums.scale < SMALLEST_SCALE or _finite(sums, replayed):
             return replayed
         sums.clear()
         sums.scale *= STEP
+        resumed = None
 
 
 def _finite(sums: GradientSums, replayed: ReplayProgress) -> bool:

@@ -23,6 +23,7 @@ from typing import Unpack
 
 from torch import Tensor, nn
 
+from gradbox_engine.checkpoint import Checkpoints
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.prepared import Prepared, prepared
@@ -43,7 +44,6 @@ from gradbox_engine.replay.z import NumRows, ShardRows, unordered
 from gradbox_engine.requests import (
     CallKeywords,
     CallOptions,
-    Checkpoints,
     Group,
     Observer,
     Phase,

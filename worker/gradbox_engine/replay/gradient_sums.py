@@ -66,9 +66,9 @@ class GradientSums:
         """Return the sums of the parameters that a backward pass has reached."""
         return dict(self._sums)
 
-    def resume(self, sums: Mapping[str, Tensor]) -> None:
+    def resume(self, sums: Mapping[str, Tensor], *, scale: float) -> None:
         """Go on from what `reached` returned in another process."""
-        self._sums = dict(sums)
+        self._sums, self.scale = dict(sums), scale
 
     def finite(self) -> bool:
         """Return whether every entry of every sum is finite; waits for the device."""

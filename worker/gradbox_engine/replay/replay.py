@@ -41,6 +41,7 @@ from gradbox_engine.replay.shard_record import ShardRecord, retried_without_kept
 from gradbox_engine.requests import Observer
 
 ShardInputGrads = dict[str, Tensor | None]
+AfterShard = Callable[["ReplayProgress", ReplayComparison], None]
 
 
 @dataclass
@@ -66,7 +67,7 @@ def replay(
     *,
     observer: Observer,
     resumed: ReplayProgress | None = None,
-    after_shard: Callable[[ReplayProgress], None] = lambda _progress: None,
+    after_shard: AfterShard = lambda *_: None,
 ) -> ReplayProgress:
     """Carry each shard's cotangent back through the model and add up the gradients.
 
@@ -105,7 +106,7 @@ def _replay(
     sums: GradientSums,
     progress: ReplayProgress,
     observer: Observer,
-    after_shard: Callable[[ReplayProgress], None],
+    after_shard: AfterShard,
 ) -> None:
     comparison = ReplayComparison(prepared.options.precision, largest=progress.difference)
     left = records[progress.num_done :]
@@ -127,8 +128,7 @@ def _replay(
         if found:
             progress.input_grads[record.position] = found
         progress.num_done += 1
-        progress.difference = comparison.largest
-        after_shard(progress)
+        after_shard(progress, comparison)
         prepared.feed.prefetch(without_graph[0] if without_graph else None)
     progress.difference = comparison.finish()
     observer.step("replay", len(records), len(records))

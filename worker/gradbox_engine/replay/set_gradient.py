@@ -17,6 +17,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine.checkpoint import Checkpoints
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.prepared import Prepared, prepared
@@ -36,7 +37,6 @@ from gradbox_engine.replay.z import ShardRows, concatenated
 from gradbox_engine.requests import (
     CallKeywords,
     CallOptions,
-    Checkpoints,
     Group,
     Objective,
     Observer,

@@ -17,6 +17,7 @@ from typing import Unpack
 
 from torch import Tensor, nn
 
+from gradbox_engine.checkpoint import Checkpoints
 from gradbox_engine.model.outputs import as_z
 from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.shard_feed import all_positions
@@ -31,7 +32,6 @@ from gradbox_engine.replay.z import concatenated, ordered
 from gradbox_engine.requests import (
     CallKeywords,
     CallOptions,
-    Checkpoints,
     Group,
     Observer,
     Phase,

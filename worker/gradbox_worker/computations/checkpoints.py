@@ -1,31 +1,41 @@
 """A long job's state, DATA/checkpoints/JOB.safetensors, from which another attempt goes on.
 
-The file holds tensors and, in its metadata, the caller's own JSON, the job's identity, and how
-often the job was resumed. It is written beside and renamed, so it is there whole or not at all, in
-the folder that all workers of the box share.
+The file holds the tensors of an engine's checkpoint and, in its metadata, its JSON values, the
+job's identity, and how often the job was resumed. It is written beside and renamed, so it is there
+whole or not at all, in the folder that all workers of the box share.
+
+Rows that are written in place are not copied into it. Before it is written they are flushed, and
+their file gets a second name, DATA/checkpoints/JOB.ATTEMPT.rows, which the checkpoint states. So
+it claims no row that a power cut may have taken, and the attempt that goes on writes behind
+them in the same file. All of it is removed when the job has ended.
 
 When one is written: once an attempt has run for a minute, at most every 30 s, and only as long as
-all writing so far, and one more like the last, takes at most 3 % of the attempt's time. A disk that
-is full costs the checkpoint, not the job.
+all writing so far, and one more like the last, takes at most 3 % of the attempt's time. What stands
+in the way of a checkpoint, such as a full disk, costs the checkpoint and not the job.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gradbox.errors import StorageFull
+from gradbox.errors import InvalidInputs, StorageFull
+from gradbox_engine import Checkpoint
 from gradbox_service.store import Room
 from gradbox_service.store.files import put_in_place
 from gradbox_worker.files.result_file import write_result
+from gradbox_worker.files.result_in_place import ResultOnDisk
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +52,12 @@ class Pace:
 
     @classmethod
     def after(cls, first_s: float) -> Pace:
-        """Return a pace that begins so long after the attempt began, and goes on twice as often."""
-        return cls(first_s=first_s, every_s=first_s / 2)
+        """Return a pace that begins so long after the attempt began, and goes on twice as often.
+
+        At 0 a checkpoint is written after every shard, whatever that costs.
+        """
+        share = cls.share if first_s > 0 else math.inf
+        return cls(first_s=first_s, every_s=first_s / 2, share=share)
 
 
 class CheckpointFile:
@@ -61,6 +75,7 @@ class CheckpointFile:
         attempt: int,
         identity: Mapping[str, str],
         disk_reserve_bytes: int | None = None,
+        result: ResultOnDisk | None = None,
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -71,13 +86,17 @@ class CheckpointFile:
             identity: what must be equal for a state to be used: the spec's digest, the model's
                 version, the device, the versions of torch and gradbox.
             disk_reserve_bytes: what stays free on the disk, see `gradbox_service.store.Room`.
+            result: the file in which rows may be written in place.
             clock: returns seconds.
         """
         self.resumed = 0
+        self._folder, self._job_id = folder, job_id
         self._path = checkpoint_path(folder, job_id)
         # An attempt that is thought dead may still write: never into another one's file.
         self._own = folder / f"{job_id}.{attempt}.safetensors"
+        self._own_rows = folder / f"{job_id}.{attempt}.rows"
         self._room = Room(folder, disk_reserve_bytes)
+        self._result = result
         self._identity = dict(identity)
         self._pace = pace or Pace()
         self._clock = clock
@@ -92,55 +111,100 @@ class CheckpointFile:
         wait_s = self._pace.every_s if self._num_written else self._pace.first_s
         return since_s >= wait_s and self._total_s + self._last_s <= self._pace.share * ran_s
 
-    def write(self, state: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Write the state in place of the one before; a full disk is logged and passed over.
+    def write(self, checkpoint: Checkpoint) -> None:
+        """Write the state in place of the one before, and flush the rows that it counts on.
 
-        Args:
-            state: any names, any layout; copied tensor by tensor.
-            meta: JSON values.
+        A full disk is logged and passed over.
         """
-        document = {"identity": self._identity, "resumed": self.resumed, "meta": dict(meta)}
         began = self._clock()
         try:
+            document = {
+                "identity": self._identity,
+                "resumed": self.resumed,
+                "facts": checkpoint.facts,
+                "names": list(checkpoint.tensors),
+                "dims": _dims_in_memory(checkpoint.tensors),
+                "rows": None if self._result is None else self._result.keep(self._own_rows),
+            }
             metadata = {METADATA_KEY: json.dumps(document)}
-            write_result(self._own, state, metadata=metadata, room=self._room)
+            write_result(self._own, checkpoint.tensors, metadata=metadata, room=self._room)
             put_in_place(self._own, self._path)
-        except StorageFull as error:
-            log.warning("no checkpoint of %s: %s", self._path.stem, error)
+        except (StorageFull, InvalidInputs, OSError) as error:
+            log.warning("no checkpoint of %s: %s", self._job_id, error)
         self._written_at = self._clock()
         self._last_s = self._written_at - began
         self._total_s += self._last_s
         self._num_written += 1
 
-    def read(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return the state that an earlier attempt left, and its JSON, on the CPU.
+    def read(self) -> Checkpoint | None:
+        """Return the state that an earlier attempt left, on the CPU.
 
         Returns:
             None if there is none, or none that this attempt may go on from: another model version,
-            another device, a file that is not whole.
+            another device, a file that is not whole, rows that another process still writes. What
+            is of no use is removed.
         """
+        found = self._read()
+        if found is None:
+            self.remove()
+        return found
+
+    def _read(self) -> Checkpoint | None:
         try:
             with safe_open(self._path, framework="pt") as file:
                 document = json.loads((file.metadata() or {})[METADATA_KEY])
                 if document["identity"] != self._identity:
-                    log.info("the checkpoint of %s is of another kind of run", self._path.stem)
+                    log.info("the checkpoint of %s is of another kind of run", self._job_id)
                     return None
-                # Copies: the file is replaced while the tensors live.
-                state = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-                meta = dict(document["meta"])
+                dims = document["dims"]
+                tensors = {
+                    name: _copied(file.get_tensor(name), dims.get(name))
+                    for name in document["names"]
+                }
+                found = Checkpoint(tensors, dict(document["facts"]))
+                if not self._has_rows(document["rows"]):
+                    log.info("the rows of %s are not there, or still written to", self._job_id)
+                    return None
                 self.resumed = int(document["resumed"]) + 1
         except FileNotFoundError:
             return None
         except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-            log.warning("the checkpoint of %s cannot be read: %s", self._path.stem, error)
+            log.warning("the checkpoint of %s cannot be read: %s", self._job_id, error)
             return None
-        return state, meta
+        return found
 
     def remove(self) -> None:
-        """Remove the job's checkpoint: the job has ended."""
-        self._path.unlink(missing_ok=True)
+        """Remove what attempts at the job kept."""
+        for path in self._folder.glob(f"{glob.escape(self._job_id)}.*"):
+            path.unlink(missing_ok=True)
+
+    def _has_rows(self, name: str | None) -> bool:
+        """Go on with the rows in place that a checkpoint counts on; False if that cannot be."""
+        return name is None or (
+            self._result is not None and self._result.go_on(self._folder / Path(name).name)
+        )
 
 
 def checkpoint_path(folder: Path, job_id: str) -> Path:
     """Return where a job's checkpoint lies."""
     return folder / f"{job_id}.safetensors"
+
+
+def _dims_in_memory(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Return the order in which dims lie in memory, of tensors where it is not that of the file.
+
+    A matrix product may round otherwise where its operand is laid out otherwise.
+    """
+    return {
+        name: sorted(range(x.dim()), key=lambda dim: -strides[dim])
+        for name, x, strides in ((name, x, x.stride()) for name, x in tensors.items())
+        if not x.is_contiguous() and 0 not in strides
+    }
+
+
+def _copied(tensor: Tensor, dims: Sequence[int] | None) -> Tensor:
+    """Return a copy, laid out as the tensor was: the file is replaced while it lives."""
+    if dims is None:
+        return tensor.clone()
+    copy = tensor.permute(*dims).clone(memory_format=torch.contiguous_format)
+    return copy.permute(*(dims.index(dim) for dim in range(len(dims))))

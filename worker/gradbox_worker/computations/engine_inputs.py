@@ -35,10 +35,25 @@ SHARE_FOR_FUNCTIONS: Final = 0.5
 
 @dataclass(frozen=True)
 class BuiltFunction:
-    """A traced function that can be called, and the leaves of it that want gradients, by name."""
+    """A traced function that can be called, and the leaves of it that want gradients, by name.
+
+    `has_buffers` says whether the graph reads any; `buffers()` gives what the last call left in
+    them.
+    """
 
     function: Callable[..., Any]
     leaves: Mapping[str, Tensor]
+    has_buffers: bool
+    buffers: Callable[[], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of a `Gradient` as the engine takes it, and what becomes of its buffers."""
+
+    objective: Objective
+    has_buffers: bool = False
+    buffers: Callable[[], Mapping[str, Tensor]] = dict
 
 
 def input_groups(spec: SharedSpec, loaded: Loaded, tensors: BlobTensors) -> list[Group]:
@@ -99,7 +114,7 @@ def differentiated(spec: GradientSpec) -> list[str] | None:
     return [*(spec.wrt or ["*"]), "inputs.*"]
 
 
-def loss_objective(spec: GradientSpec, tensors: BlobTensors, *, device: torch.device) -> Objective:
+def gradient_loss(spec: GradientSpec, tensors: BlobTensors, *, device: torch.device) -> Loss:
     """Return the loss with its inputs, and the leaves of both that want gradients.
 
     Raises:
@@ -111,23 +126,22 @@ def loss_objective(spec: GradientSpec, tensors: BlobTensors, *, device: torch.de
     parameters = {
         f"loss_inputs.{name}": read[name] for name, ref in refs.items() if ref.requires_grad
     }
-    function: Callable[..., Any]
+    inputs = {**spec.loss_inputs, **read}
     if isinstance(spec.loss, BuiltinLoss):
         if spec.loss.name not in BUILTIN:
             raise InvalidInputs(
                 f"expected a builtin loss ({', '.join(BUILTIN)}), got {spec.loss.name!r}"
             )
         function = _within_budget(partial(BUILTIN[spec.loss.name], **spec.loss.options), device)
-    elif isinstance(spec.loss, CotangentsLoss):
+        return Loss(Objective(function=function, inputs=inputs, parameters=parameters))
+    if isinstance(spec.loss, CotangentsLoss):
         raise InvalidInputs("expected a loss to evaluate, got cotangents")
-    else:
-        built = build_function(spec.loss.function, tensors, device=device)
-        parameters |= {f"loss.{name}": leaf for name, leaf in built.leaves.items()}
-        function = built.function
-    return Objective(
-        function=function,
-        inputs={**spec.loss_inputs, **read},
-        parameters=parameters,
+    built = build_function(spec.loss.function, tensors, device=device)
+    parameters |= {f"loss.{name}": leaf for name, leaf in built.leaves.items()}
+    return Loss(
+        Objective(function=built.function, inputs=inputs, parameters=parameters),
+        has_buffers=built.has_buffers,
+        buffers=built.buffers,
     )
 
 
@@ -171,8 +185,14 @@ def build_function(
     """
     read = _read(traced.tensors, tensors)
     leaves = {name: read[name] for name, ref in traced.tensors.items() if ref.requires_grad}
-    function = _within_budget(build(traced.graph, read, device=device), device)
-    return BuiltFunction(function=function, leaves=leaves)
+    buffers = [name for name, ref in traced.tensors.items() if ref.buffer]
+    graph_function = build(traced.graph, read, device=device, buffers=buffers)
+    return BuiltFunction(
+        function=_within_budget(graph_function, device),
+        leaves=leaves,
+        has_buffers=bool(buffers),
+        buffers=lambda: graph_function.buffers,
+    )
 
 
 def _read(refs: Mapping[str, TensorRef], tensors: BlobTensors) -> dict[str, Tensor]:

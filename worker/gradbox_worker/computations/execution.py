@@ -162,6 +162,7 @@ def _run(
                 attempt=work.attempt,
                 identity=_identity(work, device=registry.device),
                 disk_reserve_bytes=work.disk_reserve_bytes,
+                result=result_file,
                 pace=pace,
             ),
         )
@@ -182,8 +183,8 @@ def _receipt(job: LoadedJob, computed: Computed, *, peak: PeakMemory, load_s: fl
         job=work.job_id,
         spec_digest=spec_digest(spec),
         computation=spec.computation,
-        model=job.loaded.view.name,
-        model_version=job.loaded.view.version,
+        model=job.loaded.name,
+        model_version=job.loaded.version,
         seed=spec.seed,
         mode=spec.mode,
         precision=spec.precision,
@@ -203,17 +204,22 @@ def _receipt(job: LoadedJob, computed: Computed, *, peak: PeakMemory, load_s: fl
 
 
 def _identity(work: Work, *, device: torch.device) -> dict[str, str]:
-    """Return what must be equal for an attempt to go on from another one's state."""
+    """Return what must be equal for an attempt to go on from another one's state.
+
+    Of a GPU it is the kind: the job may go on another one of them.
+    """
     return {
         "spec": spec_digest(work.spec),
         "model": work.model_version,
-        "device": _device_name(device),
+        "device": _kind(device),
         "torch": torch.__version__,
         "gradbox": importlib.metadata.version("gradbox"),
     }
 
 
 def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return str(device)
+    return f"{device} ({_kind(device)})" if device.type == "cuda" else str(device)
+
+
+def _kind(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -11,7 +11,7 @@ from gradbox_engine import SetGradient, set_gradient
 from gradbox_worker.computations import cotangents
 from gradbox_worker.computations.engine_inputs import (
     differentiated,
-    loss_objective,
+    gradient_loss,
     model_penalties,
 )
 from gradbox_worker.computations.job import Computed, LoadedJob
@@ -22,10 +22,12 @@ def compute(job: LoadedJob, spec: GradientSpec) -> Computed:
     """Return dL/dθ."""
     if isinstance(spec.loss, CotangentsLoss):
         return cotangents.compute(job, spec, spec.loss)
+    loss = gradient_loss(spec, job.tensors, device=job.device)
+    wants_buffers = loss.has_buffers and "buffers" in spec.returns
     answer = set_gradient(
         job.loaded.module,
         job.groups,
-        loss_objective(spec, job.tensors, device=job.device),
+        loss.objective,
         seed=spec.seed,
         mode=spec.mode,
         wrt=differentiated(spec),
@@ -38,10 +40,14 @@ def compute(job: LoadedJob, spec: GradientSpec) -> Computed:
         streams=spec.streams,
         returns=tuple(spec.returns),
         observer=job.observer,
-        checkpoints=job.checkpoints,
+        # A later attempt would go on without calling the loss, whose buffers it needs.
+        checkpoints=None if wants_buffers else job.checkpoints,
     )
+    tensors = _tensors(answer, spec.returns)
+    if wants_buffers:
+        tensors |= section("loss_buffers", loss.buffers())
     return Computed(
-        tensors=_tensors(answer, spec.returns),
+        tensors=tensors,
         facts={
             "loss": answer.loss,
             "shards_retained": answer.retained,

@@ -28,6 +28,7 @@ def compute(job: LoadedJob, spec: MixedGradientSpec) -> Computed:
         streams=spec.streams,
         returns=tuple(spec.returns),
         observer=job.observer,
+        checkpoints=job.checkpoints,
     )
     dfdz = {} if answer.dfdz is None else {"dfdz": answer.dfdz}
     return Computed(

@@ -82,6 +82,7 @@ def _shared(job: LoadedJob, spec: Spec, progress: _Progress, *, squeezed: bool) 
         "method": job.groups[0].method,
         "unchecked": spec.unchecked,
         "observer": progress,
+        "checkpoints": job.checkpoints,
         "budget_bytes": int(job.result_memory_bytes * ENGINE_SHARE),
         "sink": _DenseSink(job.result, progress, squeezed=squeezed) if dense else None,
     }

@@ -2,8 +2,9 @@
 
 On the worker's side, without torch: `process` has one that is ready and runs a job on it, `child`
 is one such process from its start to its end, `exits` says how it ended and whether it would end so
-again, `descendants` ends what it leaves behind. `messages` is what travels over the pipe. On the
-device's side: `main` is its entry point, `serving` its loop once torch is there.
+again, `descendants` ends what it leaves behind, `output` keeps what it prints. `messages` is what
+travels over the pipe. On the device's side: `main` is its entry point, `importing` what it imports
+while nobody waits for it, `serving` its loop once torch is there.
 """
 
 from gradbox_worker.device.child import DeviceSettings

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,10 +16,12 @@ from typing import Final
 
 from gradbox_worker.device.descendants import MARK, Guardian, end_descendants
 from gradbox_worker.device.exits import Exit, count_oom_kills, exit_of
-from gradbox_worker.device.messages import FromDevice, ToDevice, receive_answer, send
+from gradbox_worker.device.messages import Begin, FromDevice, ToDevice, receive_answer, send
+from gradbox_worker.device.output import BoundedLog, Output
 
 POLL_S: Final = 0.2
 LEAVE_S: Final = 5.0  # to end by itself, once told or once it said so
+DRAIN_S: Final = 2.0  # to read what it printed, once it and what it started are gone
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class DeviceSettings:
     result_memory_bytes: int | None = None  # of a result on its way to disk; None: an eighth
     job_memory_bytes: int | None = None  # what a job may allocate; None: see MemoryLimit
     checkpoint_after_s: float | None = None  # of a job's run; None: see checkpoints.Pace
+    log: Path | None = None  # of what it prints; None: the worker's standard error
+    spare: bool = False  # whether a second process waits to take its place
 
     def options(self) -> list[str]:
         """Return them as `gradbox_worker.device.main` reads them."""
@@ -52,34 +56,59 @@ class DeviceSettings:
 class DeviceChild:
     """A process that runs `gradbox_worker.device.main`, from its start to its end.
 
-    It is started afresh, never forked: a CUDA context does not survive a fork.
+    It is started afresh, never forked: a CUDA context does not survive a fork. It imports all that
+    its jobs will need, and then waits: until `begin` it opens no device and no model, and starts
+    nothing.
     """
 
-    def __init__(self, settings: DeviceSettings) -> None:
-        """Start it, and the guardian of what it will start."""
+    def __init__(self, settings: DeviceSettings, *, log: BoundedLog | None = None) -> None:
+        """Start it.
+
+        Args:
+            log: where what it prints goes; None: the worker's standard error.
+        """
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "gradbox_worker.device.main"]
         command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         self._mark = secrets.token_hex(16)
         self._exit: Exit | None = None
         self._num_oom_kills = count_oom_kills()
+        self._guardian: Guardian | None = None
+        self._output = None if log is None else Output(log)
+        printed = 2 if self._output is None else self._output.write_fd
         with theirs:
             self._process = subprocess.Popen(
                 [*command, *settings.options()],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a model prints goes to the worker's log
+                stdout=printed,
+                stderr=printed,
                 env=os.environ | {MARK: self._mark},
                 pass_fds=[theirs.fileno()],
                 # Ctrl-C on the terminal is the worker's business; and a group can be killed whole.
                 start_new_session=True,
             )
+        if self._output is not None:
+            self._output.begin()
         self._connection = Connection(ours.detach())
-        self._guardian = Guardian(self._process.pid, self._mark)
 
     @property
     def pid(self) -> int | None:
         """The process, or None if it has ended."""
         return None if self._process.poll() is not None else self._process.pid
+
+    def begin(self, *, known: Mapping[str, str], unusable: Mapping[str, str]) -> None:
+        """Have it become the device, and have what it will start guarded from now on.
+
+        Args:
+            known: see `Begin`.
+            unusable: see `Begin`.
+
+        Raises:
+            OSError: the process is gone.
+        """
+        self._num_oom_kills = count_oom_kills()
+        self._guardian = Guardian(self._process.pid, self._mark)
+        self.send(Begin(known=dict(known), unusable=dict(unusable)))
 
     def send(self, message: ToDevice) -> None:
         """Send a message.
@@ -122,7 +151,10 @@ class DeviceChild:
         if self._exit is None:
             self._exit = self._ended()
             end_descendants(self._process.pid, self._mark)
-            self._guardian.dismiss()
+            if self._guardian is not None:
+                self._guardian.dismiss()
+            if self._output is not None:
+                self._output.end(within_s=DRAIN_S)
         return self._exit
 
     def _ended(self) -> Exit:

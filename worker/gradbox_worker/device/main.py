@@ -1,9 +1,10 @@
 """The device process: keeps the models loaded and runs the jobs that the worker sends.
 
-Started by `gradbox_worker.device.process` as `python -m gradbox_worker.device.main`. It never
-talks to Redis and never outlives its worker. A second thread reads the pipe, so that a request to
-stop is heard while a job runs; it only sets a flag, which the engine's observer looks at before
-each shard.
+Started by `gradbox_worker.device.process` as `python -m gradbox_worker.device.main`. It imports
+torch, and waits for its first message: until then it is a spare, and /proc and `ps` call it so. It
+never talks to Redis and never outlives its worker. A second thread reads the pipe, so that a
+request to stop is heard while a job runs; it only sets a flag, which the engine's observer looks at
+before each shard.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from gradbox.printable import log_to_stderr
 from gradbox_worker.device.messages import Begin, Run, Stop, receive_order
 
 PR_SET_PDEATHSIG: Final = 1
+# What the kernel calls the process, in /proc/PID/comm: at most 15 characters.
+SPARE_NAME: Final = "gradbox-spare"
+DEVICE_NAME: Final = "gradbox-device"
 
 
 class Inbox:
@@ -34,6 +38,11 @@ class Inbox:
         self._runs: queue.SimpleQueue[Run] = queue.SimpleQueue()
         self._stopped: tuple[str, int] | None = None
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the first message has been received."""
+        return not self._begins.empty()
 
     def begin(self) -> Begin:
         """Wait for the first message."""
@@ -58,6 +67,7 @@ class Inbox:
                 os._exit(0)
             match order:
                 case Begin():
+                    _be_called(DEVICE_NAME)
                     self._begins.put(order)
                 case Run():
                     self._runs.put(order)
@@ -69,15 +79,20 @@ def main(arguments: list[str]) -> None:
     """Serve jobs until the worker closes the pipe."""
     options = _parser().parse_args(arguments)
     _bind_to_parent(options.parent)
+    _be_called(SPARE_NAME)
     log_to_stderr("device[%(process)d] ")
     connection = Connection(options.fd)
     inbox = Inbox(connection)
     # Only now: torch takes seconds to import, and the worker may be gone by then.
+    from gradbox_worker.device.importing import import_ahead
     from gradbox_worker.device.serving import serve
 
+    if not inbox.begun:  # else somebody waits for this process
+        import_ahead(options.models)
     serve(
         connection,
         inbox,
+        begin=inbox.begin(),
         models_file=options.models,
         data=options.data,
         device_name=options.device,
@@ -107,9 +122,14 @@ def _bind_to_parent(parent_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent_pid:
         sys.exit("the worker that started this device process is gone")
+
+
+def _be_called(name: str) -> None:
+    if sys.platform == "linux":  # prctl would name the calling thread
+        Path("/proc/self/comm").write_text(name)
 
 
 if __name__ == "__main__":

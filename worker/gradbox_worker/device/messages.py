@@ -1,8 +1,8 @@
 """The messages between a worker and its device process: JSON over a pipe, one message a frame.
 
     worker → device   begin; then run, stop
-    device → worker   ready | unready; then, for each run, progress* and memory* and one of
-                      finished, failed, stopped
+    device → worker   building*, then ready | unready; then, for each run, progress*, memory* and
+                      one of finished, failed, stopped
 
 `multiprocessing.connection.Connection` frames the bytes; its `send` and `recv` would pickle and are
 never used.
@@ -27,11 +27,13 @@ class Begin(Frame):
     """The first message.
 
     `known` are the versions of the models that an earlier device process described from the same
-    models file. Where it is not empty, none is loaded before a job needs it.
+    models file, `unusable` the reasons why others cannot be built. None of these is built before a
+    job needs it.
     """
 
     kind: Literal["begin"] = "begin"
     known: dict[str, str]
+    unusable: dict[str, str] = {}
 
 
 class Run(Frame):
@@ -55,11 +57,18 @@ class Stop(Frame):
     attempt: int
 
 
+class Building(Frame):
+    """A model is about to be built and tried: what ends the process now, that model did."""
+
+    kind: Literal["building"] = "building"
+    model: str
+
+
 class DeviceReady(Frame):
     """Jobs can run, on the device that `placement` names.
 
-    `models` describes the models, unless the worker knew them. `hardware` is what the device calls
-    itself.
+    `models` describes the models that the worker did not know, also those that cannot be built.
+    `hardware` is what the device calls itself.
     """
 
     kind: Literal["ready"] = "ready"
@@ -70,7 +79,7 @@ class DeviceReady(Frame):
 
 
 class DeviceUnready(Frame):
-    """The device cannot be used, or a model cannot be built; the process ends."""
+    """The device or the models file cannot be used; the process ends."""
 
     kind: Literal["unready"] = "unready"
     problem: Problem
@@ -110,7 +119,8 @@ class RunStopped(Frame):
 
 ToDevice = Begin | Run | Stop
 FromDevice = (
-    DeviceReady
+    Building
+    | DeviceReady
     | DeviceUnready
     | ProgressMade
     | MemoryMeasured

@@ -1,9 +1,12 @@
 """The worker's side of its device: having a process that is ready, and running a job on it.
 
 The process keeps the models between jobs. When it dies, the job it ran ends as `Died` and the next
-one starts another, which loads a model when the first job needs it: the models are known from the
+one has another, which loads a model when the first job needs it: the models are known from the
 process before it, as long as the models file is the same. A process that is killed before it is
 ready is started again, after a pause that grows; one that meets a fault of its own twice is not.
+
+Importing torch takes seconds, so a spare process has done that before it is needed: a process that
+was started as every other, and waits for its first message. It holds no model and no device.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from gradbox.protocol import DeviceMemory, ModelView
 from gradbox_worker.device.child import POLL_S, DeviceChild, DeviceSettings
 from gradbox_worker.device.exits import OUT_OF_MEMORY, Exit
 from gradbox_worker.device.messages import (
-    Begin,
+    Building,
     DeviceReady,
     DeviceUnready,
     MemoryMeasured,
@@ -30,7 +33,9 @@ from gradbox_worker.device.messages import (
     RunStopped,
     Stop,
 )
+from gradbox_worker.device.output import BoundedLog
 from gradbox_worker.errors import DeviceNotStarted
+from gradbox_worker.models import read_models_file
 from gradbox_worker.work import Died, Failed, Finished, Outcome, Stopped, Supervision, Work
 
 log = logging.getLogger(__name__)
@@ -45,33 +50,21 @@ class DeviceProcess:
     def __init__(self, settings: DeviceSettings) -> None:
         """Start nothing yet."""
         self._settings = settings
+        self._log = None if settings.log is None else BoundedLog(settings.log)
         self._child: DeviceChild | None = None
+        self._spare: DeviceChild | None = None
         self._ready = False  # whether the child said that jobs can run
         self._models: list[ModelView] = []
         self._models_file_digest = ""  # of the file that they were described from
-        self._placement = settings.device
-        self._hardware = ""
-        self._memory: DeviceMemory | None = None
+        self._building = ""  # the model that the child builds before it is ready
+        self.placement = settings.device  # once it has started, the device it computes on
+        self.hardware = ""  # what the device calls itself, once it is ready
+        self.memory: DeviceMemory | None = None  # what was last measured in it
 
     @property
     def models(self) -> list[ModelView]:
         """The models it offers; empty before it has started for the first time."""
         return self._models
-
-    @property
-    def placement(self) -> str:
-        """The device it computes on; before it has started, the one asked for."""
-        return self._placement
-
-    @property
-    def hardware(self) -> str:
-        """What the device calls itself; empty before it has started."""
-        return self._hardware
-
-    @property
-    def memory(self) -> DeviceMemory | None:
-        """What was last measured in its memory; None if no process is ready."""
-        return self._memory if self.ready else None
 
     @property
     def pid(self) -> int | None:
@@ -91,7 +84,7 @@ class DeviceProcess:
                 it raises comes through; the process goes on starting, and the next call waits on.
 
         Raises:
-            DeviceNotStarted: a model cannot be built, or starting it failed again and again.
+            DeviceNotStarted: starting it failed again and again.
         """
         faults: set[str] = set()
         pauses = iter(START_PAUSES_S)
@@ -103,12 +96,36 @@ class DeviceProcess:
             if pause_s is None or ended.fault in faults:
                 raise DeviceNotStarted(
                     f"the device process ended again and again before it was ready: the last time "
-                    f"{ended.reason}; the lines above say more"
+                    f"{ended.reason}; {self._settings.log or 'the lines above'} may say more"
                 )
             if ended.fault is not None:
                 faults.add(ended.fault)
             log.warning("%s before it was ready; starting it again in %g s", ended.reason, pause_s)
             _pause(pause_s, while_waiting)
+
+    def reload(self, *, while_waiting: Callable[[], object] = lambda: None) -> None:
+        """Have a new process that has read the models file and all that it names again.
+
+        Args:
+            while_waiting: as for `ensure`.
+
+        Raises:
+            ModelsFileError: the file cannot be read; the process and its models are as before.
+            DeviceNotStarted: see `ensure`.
+        """
+        read_models_file(self._settings.models_file)
+        self._end_child()
+        self._models_file_digest = ""
+        self.ensure(while_waiting=while_waiting)
+
+    def have_spare(self) -> None:
+        """Start a spare process if there is to be one and none lives.
+
+        Done whenever a process is ready, and to be called now and then, for a spare may die too.
+        """
+        if self._settings.spare and (self._spare is None or self._spare.pid is None):
+            self._end_spare()
+            self._spare = DeviceChild(self._settings, log=self._log)
 
     def run(self, work: Work, supervision: Supervision) -> Outcome:
         """Run a job to its end, starting the process first if none runs.
@@ -138,7 +155,7 @@ class DeviceProcess:
             return self._outcome(child, work, supervision)
         except BaseException:
             self.kill()  # or its answer to this job would be taken for one to the next
-            self.close()
+            self._end_child()
             raise
 
     def kill(self) -> None:
@@ -147,11 +164,20 @@ class DeviceProcess:
             self._child.kill()
 
     def close(self) -> None:
-        """End the process and what it started, and wait until all are gone."""
+        """End the process and what it started, and the spare; wait until all are gone."""
+        self._end_child()
+        self._end_spare()
+
+    def _end_child(self) -> None:
         self._ready = False
         if self._child is not None:
             self._child.end()
             self._child = None
+
+    def _end_spare(self) -> None:
+        if self._spare is not None:
+            self._spare.end()
+            self._spare = None
 
     def _try_to_start(self, while_waiting: Callable[[], object]) -> Exit | None:
         """Have a process say that it is ready; returns how it ended if it did so before.
@@ -160,31 +186,49 @@ class DeviceProcess:
             DeviceNotStarted: it says itself that it cannot be used.
         """
         if self.pid is None:
-            self.close()
+            self._end_child()
             self._begin()
         child = self._child
         assert child is not None
-        match child.next_answer(while_waiting):
-            case DeviceReady() as answer:
-                self._ready, self._placement = True, answer.placement
-                self._hardware, self._memory = answer.hardware, answer.memory
-                self._models = answer.models or self._models
+        while isinstance(answer := child.next_answer(while_waiting), Building):
+            self._building = answer.model
+        match answer:
+            case DeviceReady():
+                self._ready, self.placement, self._building = True, answer.placement, ""
+                self.hardware, self.memory = answer.hardware, answer.memory
+                self._models += answer.models
+                self.have_spare()
                 log.info("device process %s is ready with %d models", child.pid, len(self._models))
                 return None
-            case DeviceUnready() as answer:
-                self.close()
+            case DeviceUnready():
+                self._end_child()
                 raise DeviceNotStarted(answer.problem.detail)
         ended = child.end()
-        self.close()
-        return ended
+        self._end_child()
+        return self._without_its_model(ended)
+
+    def _without_its_model(self, ended: Exit) -> Exit:
+        """Leave out the model whose building ended the process, so that the next one starts."""
+        name, self._building = self._building, ""
+        if not name or ended.fault is None:
+            return ended
+        reason = f"models.{name}: the process that built it ended: {ended.reason}; see its log"
+        log.warning("the model %r cannot be used: %s", name, reason)
+        self._models.append(ModelView(name=name, usable=False, reason=reason))
+        return Exit(ended.reason, fault=None)
 
     def _begin(self) -> None:
         digest = _digest(self._settings.models_file)
         if digest != self._models_file_digest:
             self._models, self._models_file_digest = [], digest
-        self._child = DeviceChild(self._settings)
+        if self._spare is not None and self._spare.pid is None:
+            self._end_spare()
+        self._child, self._spare = self._spare or DeviceChild(self._settings, log=self._log), None
         try:
-            self._child.send(Begin(known={view.name: view.version for view in self._models}))
+            self._child.begin(
+                known={view.name: view.version for view in self._models if view.usable},
+                unusable={view.name: view.reason for view in self._models if not view.usable},
+            )
         except OSError:
             log.info("the device process ended at once")  # as the wait for its answer will find
 
@@ -209,18 +253,18 @@ class DeviceProcess:
                     progress = answer
                     supervision.progress(answer.phase, answer.done, answer.total)
                 case MemoryMeasured():
-                    self._memory = answer.memory
+                    self.memory = answer.memory
                 case RunFinished():
                     return Finished(answer.receipt, answer.result)
                 case RunFailed():
                     if answer.leaving:
-                        self.close()
+                        self._end_child()
                     return Failed(answer.problem)
                 case RunStopped():
                     return Stopped()
                 case _:
                     ended = child.end()
-                    self.close()
+                    self._end_child()
                     return _died(ended, progress) if kill_at is None else Stopped(killed=True)
 
 

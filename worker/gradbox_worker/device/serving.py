@@ -16,6 +16,7 @@ from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.computations.placement import choose_device, hardware_name, memory_bytes
 from gradbox_worker.device.messages import (
     Begin,
+    Building,
     DeviceReady,
     DeviceUnready,
     MemoryMeasured,
@@ -38,7 +39,6 @@ MEASURE_S: Final = 0.5
 class Orders(Protocol):
     """What the worker asks for."""
 
-    def begin(self) -> Begin: ...
     def next_run(self, within_s: float | None) -> Run | None: ...
     def stop_requested(self, job_id: str, attempt: int) -> bool: ...
 
@@ -47,6 +47,7 @@ def serve(
     connection: Connection,
     orders: Orders,
     *,
+    begin: Begin,
     models_file: Path,
     data: Path,
     device_name: str,
@@ -55,12 +56,13 @@ def serve(
     job_memory_bytes: int | None,
     checkpoint_after_s: float | None,
 ) -> None:
-    """Load the models unless the worker knows them, then run jobs until one spoils the device.
+    """Build the models that the worker does not know, then run jobs until one spoils the device.
 
     The process ends elsewhere, when the worker closes the pipe.
-    """
 
-    known = orders.begin().known
+    Args:
+        begin: the worker's first message.
+    """
 
     def load() -> Registry:
         device = choose_device(device_name)
@@ -69,9 +71,12 @@ def serve(
             read_models_file(models_file),
             device=device,
             budget_bytes=budget,
-            versions=known,
+            versions=begin.known,
+            unusable=begin.unusable,
         )
-        described = [] if known else registry.describe()
+        described = registry.describe(
+            before=lambda name: send(connection, Building(model=name)),
+        )
         ready = DeviceReady(
             models=described,
             placement=str(device),

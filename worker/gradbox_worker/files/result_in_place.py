@@ -4,11 +4,17 @@ The header comes first in a safetensors file, but the receipt in it is known las
 given room, padded with spaces as the format allows, and written when all else is there. Pieces may
 come in any order, so the digest is taken by reading the file once more.
 
+A later attempt can go on with the file of one that was interrupted: `keep` flushes what was
+written and gives the file a second name, which stays when the attempt's own is removed, and `go_on`
+takes the file by that name. Who writes to a file holds its lock, which the kernel frees with the
+process, so a file is never taken from an attempt that only seemed dead.
+
 Shapes: B samples, Y outputs, R rows of a parameter's dim 0.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +28,7 @@ import torch
 from torch import Tensor
 
 from gradbox.protocol import ResultView
-from gradbox_service.store.files import make_folder, put_in_place
+from gradbox_service.store.files import flush_folder, make_folder, put_in_place
 from gradbox_service.store.room import Room
 from gradbox_worker.files.result_file import (
     ALIGNMENT_BYTES,
@@ -56,7 +62,10 @@ class Region:
 
 
 class ResultOnDisk:
-    """A result file while it is made. Leaving the context without `commit` leaves nothing."""
+    """A result file while it is made.
+
+    Leaving the context without `commit` leaves nothing, but what was kept under a second name.
+    """
 
     def __init__(self, path: Path, *, room: Room) -> None:
         """Write nothing yet."""
@@ -67,6 +76,7 @@ class ResultOnDisk:
         self._entries: dict[str, dict[str, Any]] = {}
         self._regions: dict[str, Region] = {}
         self._room = self._end = 0
+        self._kept: Path | None = None
 
     def __enter__(self) -> ResultOnDisk:
         return self
@@ -115,11 +125,68 @@ class ResultOnDisk:
             row_bytes = torch.Size(rest[1:]).numel() * dtypes[name].itemsize
             start, self._end = entry["data_offsets"]
             self._regions[name] = Region(self._data_start + start, outputs, rows, row_bytes)
-        make_folder(self._path.parent)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-        self._descriptor = os.open(self._beside, flags, 0o600)
         size_bytes = self._data_start + self._end
-        self._disk.allocate(self._descriptor, size_bytes, what=RESULT)
+        if self._descriptor is None:
+            self._descriptor = self._created()
+            self._disk.allocate(self._descriptor, size_bytes, what=RESULT)
+        elif os.fstat(self._descriptor).st_size < size_bytes:
+            raise RuntimeError(
+                f"expected at least {size_bytes} bytes in the file of the attempt before, got "
+                f"{os.fstat(self._descriptor).st_size}: it was laid out otherwise"
+            )
+        else:
+            os.ftruncate(self._descriptor, size_bytes)  # what `commit` may have added
+
+    def keep(self, place: Path) -> str | None:
+        """Flush what was written so far, for an attempt to come.
+
+        Args:
+            place: a second name for the file, in a folder of the same disk; one that it has stays.
+
+        Returns:
+            The file's second name; None if nothing was laid out.
+
+        Raises:
+            StorageFull: the disk does not hold it.
+            OSError: the file cannot have a second name there.
+        """
+        if self._descriptor is None:
+            return None
+        with self._disk.noticing_a_full_disk(what=RESULT):
+            os.fsync(self._descriptor)
+        if self._kept is None:
+            make_folder(place.parent)
+            os.link(self._beside, place)
+            flush_folder(place.parent)
+            self._kept = place
+        return self._kept.name
+
+    def go_on(self, place: Path) -> bool:
+        """Go on with a file that an earlier attempt kept; `lay_out` must be told what it was then.
+
+        Returns:
+            False if it is not there any more, or another process writes to it.
+        """
+        try:
+            descriptor = os.open(place, os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        if not _locked(descriptor):
+            os.close(descriptor)
+            return False
+        make_folder(self._path.parent)
+        self._beside.unlink(missing_ok=True)
+        os.link(place, self._beside)
+        self._descriptor, self._kept = descriptor, place
+        return True
+
+    def _created(self) -> int:
+        make_folder(self._path.parent)
+        # Anew, for a file of that name may have been kept under another.
+        self._beside.unlink(missing_ok=True)
+        descriptor = os.open(self._beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        _locked(descriptor)  # where files cannot be locked, none is gone on with either
+        return descriptor
 
     def write(self, name: str, at: tuple[slice, slice, slice], piece: Tensor) -> None:
         """Write the piece (b, y, r, ...) at these samples, outputs and rows.
@@ -196,3 +263,12 @@ class ResultOnDisk:
             while len(data):
                 written = os.pwrite(self._descriptor, data, offset)
                 data, offset = data[written:], offset + written
+
+
+def _locked(descriptor: int) -> bool:
+    """Lock an open file until it is closed; False if another process has, or it cannot be done."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

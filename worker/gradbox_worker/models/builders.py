@@ -7,13 +7,13 @@ Downloaded code never runs: `trust_remote_code` is off and cannot be switched on
 
 from __future__ import annotations
 
+import difflib
 import hashlib
-import importlib
 import importlib.util
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -24,8 +24,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from gradbox_worker.errors import ModelsFileError
+from gradbox_worker.models.hugging_face import build_hf
 from gradbox_worker.models.models_file import Builder, ModelEntry
-from gradbox_worker.models.weight_index import wrong_indices
+from gradbox_worker.models.packages import package
 
 INITIAL_SEED: Final = 0
 
@@ -74,6 +75,8 @@ def load_weights(model: nn.Module, path: Path, *, name: str) -> None:
             at most five tensors.
     """
     where = f"models.{name}.weights ({path.name})"
+    if not path.is_file():
+        raise ModelsFileError(f"{where}: expected a file, found none at {path}; check the path")
     state = model.state_dict(keep_vars=True)
     wanted = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     try:
@@ -105,59 +108,30 @@ def load_weights(model: nn.Module, path: Path, *, name: str) -> None:
             wanted[key].copy_(tensor)
 
 
-def _build_hf(entry: ModelEntry) -> nn.Module:
-    transformers = _package(entry, "transformers")
-    kwargs = dict(entry.kwargs)
-    auto_class = kwargs.pop("auto_class", "AutoModel")
-    factory = getattr(transformers, str(auto_class), None)
-    if not str(auto_class).startswith("AutoModel") or factory is None:
-        raise ModelsFileError(
-            f"models.{entry.name}.kwargs.auto_class: expected a class of transformers such as "
-            f"AutoModel or AutoModelForMaskedLM, got {auto_class!r}"
-        )
-    kwargs.setdefault("dtype", torch.float32)
-    folder = entry.folder / Path(entry.source).expanduser()
-    if entry.source.startswith((".", "/", "~")) and not folder.is_dir():
-        raise ModelsFileError(
-            f"models.{entry.name}.source: expected a folder with config.json and "
-            f"model.safetensors, found none at {folder}"
-        )
-    indexed = folder if folder.is_dir() else _folder_of_downloaded_index(entry)
-    if indexed is not None and (wrong := wrong_indices(indexed)):
-        raise ModelsFileError(f"models.{entry.name}.source: {'; '.join(wrong)}; correct the index")
-    transformers.utils.logging.disable_progress_bar()  # a worker's log is not a terminal
-    built: nn.Module = factory.from_pretrained(
-        str(folder) if folder.is_dir() else entry.source,
-        trust_remote_code=False,
-        use_safetensors=True,
-        **kwargs,
-    )
-    return built
-
-
-def _folder_of_downloaded_index(entry: ModelEntry) -> Path | None:
-    """Fetch a hub model's index of weights and return its folder; None if it has no index."""
-    hub = _package(entry, "huggingface_hub")
-    passed_on = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
-    given = {name: entry.kwargs[name] for name in passed_on if name in entry.kwargs}
-    variant = f".{entry.kwargs['variant']}" if entry.kwargs.get("variant") else ""
-    name = f"model.safetensors.index{variant}.json"
-    try:
-        return Path(hub.hf_hub_download(entry.source, name, **given)).parent
-    except (hub.errors.EntryNotFoundError, OSError, ValueError):
-        return None  # where it is the source that cannot be found, transformers says so
-
-
 def _build_torchvision(entry: ModelEntry) -> nn.Module:
-    models = _package(entry, "torchvision.models")
+    models = package(entry, "torchvision.models")
+    _refuse_unknown(entry, models.list_models())
     built: nn.Module = models.get_model(entry.source, weights=None, **entry.kwargs)
     return built
 
 
 def _build_timm(entry: ModelEntry) -> nn.Module:
-    timm = _package(entry, "timm")
+    timm = package(entry, "timm")
+    _refuse_unknown(entry, timm.list_models())
     built: nn.Module = timm.create_model(entry.source, pretrained=False, **entry.kwargs)
     return built
+
+
+def _refuse_unknown(entry: ModelEntry, known: Sequence[str]) -> None:
+    name = entry.source.partition(".")[0]  # timm: ARCHITECTURE.TAG, where the tag names weights
+    if name in known:
+        return
+    close = difflib.get_close_matches(name, known, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else "see its list_models()"
+    raise ModelsFileError(
+        f"models.{entry.name}.source: expected an architecture that the installed {entry.builder} "
+        f"knows, got {entry.source!r}; {hint}"
+    )
 
 
 def _build_python(entry: ModelEntry) -> nn.Module:
@@ -166,22 +140,11 @@ def _build_python(entry: ModelEntry) -> nn.Module:
 
 
 BUILD: Final[Mapping[Builder, Callable[[ModelEntry], nn.Module]]] = {
-    "hf": _build_hf,
+    "hf": build_hf,
     "torchvision": _build_torchvision,
     "timm": _build_timm,
     "python": _build_python,
 }
-
-
-def _package(entry: ModelEntry, name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        raise ModelsFileError(
-            f"models.{entry.name}: builder {entry.builder!r} expects the package {package!r}, "
-            f"which cannot be imported ({error}); pip install {package}"
-        ) from error
 
 
 def _function_of(entry: ModelEntry) -> Callable[..., Any]:
@@ -194,7 +157,7 @@ def _function_of(entry: ModelEntry) -> Callable[..., Any]:
     if place.endswith(".py"):
         module = _module_of_file(entry, entry.folder / Path(place).expanduser())
     else:
-        module = _package(entry, place)
+        module = package(entry, place)
     function = getattr(module, name, None)
     if not callable(function):
         raise ModelsFileError(
@@ -204,12 +167,15 @@ def _function_of(entry: ModelEntry) -> Callable[..., Any]:
 
 
 def _module_of_file(entry: ModelEntry, path: Path) -> ModuleType:
-    """Import a file under a name made of its path, so that two files may have one stem."""
+    """Import a file under a name made of its path and content.
+
+    So two files may have one stem, and a file that has changed is read again.
+    """
     if not path.is_file():
         raise ModelsFileError(
             f"models.{entry.name}.source: expected a Python file, found none at {path}"
         )
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:12]
     name = f"gradbox_models_{digest}_{path.stem}"
     if name in sys.modules:
         return sys.modules[name]

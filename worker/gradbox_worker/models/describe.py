@@ -10,21 +10,40 @@ import torch
 from torch import nn
 
 from gradbox.protocol import MethodView, ModelView, ParameterView
+from gradbox_worker.models.example import find_example
 from gradbox_worker.models.models_file import ModelEntry
 
+REASON_LENGTH: Final = 2000  # it stands in what the worker announces every few seconds
 POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def describe_model(entry: ModelEntry, model: nn.Module, *, version: str) -> ModelView:
-    """Describe a model for the service, which checks jobs against it before they run."""
+    """Describe a model for the service, which checks jobs against it before they run.
+
+    The model is called once or a few times, on the device that it is on, for an example; it is as
+    before afterwards.
+    """
     return ModelView(
         name=entry.name,
         version=version,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        size_bytes=size_bytes(model),
         parameters=[_tensor_view(name, p) for name, p in model.named_parameters()],
         buffers=[_tensor_view(name, buffer) for name, buffer in model.named_buffers()],
         methods={name: describe_method(getattr(model, name)) for name in entry.methods},
+        example=find_example(model, entry.methods[0]),
     )
+
+
+def unusable(name: str, reason: str) -> ModelView:
+    """Describe a model that cannot be built."""
+    return ModelView(name=name, usable=False, reason=reason[:REASON_LENGTH])
+
+
+def size_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters and buffers, tied ones once."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def describe_method(method: Callable[..., Any]) -> MethodView:

@@ -6,6 +6,7 @@
     kwargs  = {}                        # optional
     weights = "minilm.safetensors"      # optional
     methods = ["forward"]               # optional
+    registered = {version = "…", weights = "…"}   # as `gradbox models add` found it
 
 Paths are relative to the file. Reading it builds nothing and imports no torch.
 """
@@ -24,7 +25,8 @@ from gradbox_worker.errors import ModelsFileError
 Builder = Literal["hf", "torchvision", "timm", "python"]
 
 BUILDERS: Final[tuple[str, ...]] = get_args(Builder)
-KEYS: Final = ("builder", "source", "kwargs", "weights", "methods")
+KEYS: Final = ("builder", "source", "kwargs", "weights", "methods", "registered")
+DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 # What would run code or unpickle weights from a download, or undo what the builder fixes.
@@ -34,6 +36,14 @@ REFUSED_KWARGS: Final[Mapping[str, tuple[str, ...]]] = {
     "timm": ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"),
     "python": (),
 }
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What a model was when it was registered: `gradbox models verify` compares, no worker does."""
+
+    version: str
+    weights: str  # the digest of its weights alone; see `version.weights_digest`
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class ModelEntry:
     kwargs: Mapping[str, Any]
     weights: Path | None  # a safetensors file, absolute
     methods: tuple[str, ...]  # the entry points that jobs may call
+    registered: Registered | None = None
 
 
 def read_models_file(path: Path) -> dict[str, ModelEntry]:
@@ -73,10 +84,19 @@ def read_models_file(path: Path) -> dict[str, ModelEntry]:
             f"{path}: expected at least one [models.NAME] table, got none; add one"
         )
     folder = path.resolve().parent
-    return {name: _entry(path, name, table, folder) for name, table in tables.items()}
+    return {name: read_entry(path, name, table, folder) for name, table in tables.items()}
 
 
-def _entry(path: Path, name: str, table: Any, folder: Path) -> ModelEntry:
+def read_entry(path: Path, name: str, table: Any, folder: Path) -> ModelEntry:
+    """Return what one table says.
+
+    Args:
+        path: the file, for messages.
+        folder: where its paths start.
+
+    Raises:
+        ModelsFileError: an unknown key, or a value of the wrong kind.
+    """
     where = f"{path}: models.{name}"
     if not NAME.fullmatch(name):
         raise ModelsFileError(
@@ -99,6 +119,7 @@ def _entry(path: Path, name: str, table: Any, folder: Path) -> ModelEntry:
         kwargs=_kwargs(where, table, builder),
         weights=_weights(where, table, folder),
         methods=_methods(where, table),
+        registered=_registered(where, table),
     )
 
 
@@ -144,14 +165,20 @@ def _weights(where: str, table: Mapping[str, Any], folder: Path) -> Path | None:
     if not text.endswith(".safetensors"):
         raise ModelsFileError(
             f"{where}.weights: expected a .safetensors file, got {text!r}; "
-            f"convert it with safetensors.torch.save_model"
+            f"{convert_line(Path(text))}"
         )
-    found = folder / Path(text).expanduser()
-    if not found.is_file():
-        raise ModelsFileError(
-            f"{where}.weights: expected a file, found none at {found}; check the path"
-        )
-    return found
+    return folder / Path(text).expanduser()
+
+
+def convert_line(path: Path) -> str:
+    """Say how a checkpoint becomes a safetensors file; not on the box: unpickling runs code."""
+    return (
+        f"gradbox reads safetensors only; where you trust the file, convert it: python -c "
+        f"'import torch; from safetensors.torch import save_file; "
+        f's = torch.load("{path.name}", map_location="cpu"); s = s.get("state_dict", s); '
+        f"save_file({{k: v.clone().contiguous() for k, v in s.items()}}, "
+        f'"{path.stem}.safetensors")\''
+    )
 
 
 def _methods(where: str, table: Mapping[str, Any]) -> tuple[str, ...]:
@@ -169,3 +196,16 @@ def _methods(where: str, table: Mapping[str, Any]) -> tuple[str, ...]:
     if len(set(methods)) != len(methods):
         raise ModelsFileError(f"{where}.methods: expected each name once, got {methods!r}")
     return tuple(methods)
+
+
+def _registered(where: str, table: Mapping[str, Any]) -> Registered | None:
+    if "registered" not in table:
+        return None
+    given = table["registered"]
+    valid = isinstance(given, dict) and given.keys() == {"version", "weights"}
+    if not valid or not all(DIGEST.fullmatch(str(digest)) for digest in given.values()):
+        raise ModelsFileError(
+            f"{where}.registered: expected {{version = …, weights = …}} as `gradbox models add` "
+            f"writes it, got {given!r}; remove it, or run `gradbox models verify --accept`"
+        )
+    return Registered(version=given["version"], weights=given["weights"])

@@ -10,18 +10,18 @@ from __future__ import annotations
 import gc
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from gradbox.errors import UnknownModel
+from gradbox.errors import UnknownModel, UnusableModel
 from gradbox.protocol import ModelView
 from gradbox_worker.errors import ModelsFileError
-from gradbox_worker.exceptions_to_problems import Caught, caught
 from gradbox_worker.models.builders import build_model, source_code_digest
-from gradbox_worker.models.describe import describe_model
+from gradbox_worker.models.describe import describe_model, size_bytes, unusable
+from gradbox_worker.models.failures import building
 from gradbox_worker.models.models_file import ModelEntry
 from gradbox_worker.models.version import model_version
 
@@ -32,9 +32,10 @@ log = logging.getLogger(__name__)
 class Loaded:
     """A model on the device."""
 
+    name: str
+    version: str
     module: nn.Module
-    view: ModelView
-    methods: tuple[str, ...]
+    methods: tuple[str, ...]  # the entry points that jobs may call
     size_bytes: int  # of its parameters and buffers
 
 
@@ -48,12 +49,15 @@ class Registry:
         device: torch.device,
         budget_bytes: int | None = None,
         versions: Mapping[str, str] | None = None,
+        unusable: Mapping[str, str] | None = None,
     ) -> None:
         """Hold no model yet.
 
         Args:
             versions: what the box has been told of them; a model that is built as another version
                 is refused.
+            unusable: why others cannot be built, as an earlier process found out; they are refused
+                unbuilt.
             budget_bytes: how many bytes of weights may stay on the device, or None for no limit.
                 A single model larger than that is loaded all the same.
         """
@@ -62,14 +66,29 @@ class Registry:
         self._budget_bytes = budget_bytes
         self._loaded: OrderedDict[str, Loaded] = OrderedDict()  # the last one was used last
         self._versions = dict(versions or {})
+        self._unusable = dict(unusable or {})
 
-    def describe(self) -> list[ModelView]:
-        """Build every model once and describe it.
+    def describe(self, *, before: Callable[[str], None] = lambda name: None) -> list[ModelView]:
+        """Build every model that is not known yet, once, and describe it.
 
-        Raises:
-            ModelsFileError: a model cannot be built.
+        Args:
+            before: called with the name of each model that is about to be built.
+
+        Returns:
+            The descriptions, also of models that cannot be built: those say why.
         """
-        return [self._get(name).view for name in self._entries]
+        found = []
+        for name, entry in self._entries.items():
+            if name in self._versions or name in self._unusable:
+                continue
+            before(name)
+            try:
+                found.append(self._describe(entry))
+            except ModelsFileError as error:
+                log.warning("the model %r cannot be used: %s", name, error)
+                self._unusable[name] = str(error)
+                found.append(unusable(name, str(error)))
+        return found
 
     def holds(self, name: str) -> bool:
         """Tell whether a model is on the device, so that `get` need not load it."""
@@ -93,8 +112,10 @@ class Registry:
                 f"expected one of this worker's models ({', '.join(self._entries)}), got {name!r}; "
                 f"see `gradbox models list`"
             )
+        if name in self._unusable:
+            raise UnusableModel(f"the model {name!r} cannot be used: {self._unusable[name]}")
         loaded = self._get(name)
-        current = loaded.view.version
+        current = loaded.version
         if version is not None and not (len(version) >= 8 and current.startswith(version)):
             raise UnknownModel(
                 f"expected model {name!r} at version {version}, but the registered one is "
@@ -109,29 +130,45 @@ class Registry:
         self._loaded.move_to_end(name)
         return loaded
 
+    def _describe(self, entry: ModelEntry) -> ModelView:
+        """Load a model for the first time and look at it on the CPU, before it is on the device."""
+        module, version = self._built(entry)
+        view = describe_model(entry, module, version=version)
+        self._versions[entry.name] = version
+        self._loaded[entry.name] = self._placed(entry, module, version)
+        return view
+
     def _load(self, entry: ModelEntry) -> Loaded:
-        module = caught(
-            lambda: build_model(entry),
-            doing=f"the model {entry.name!r}",
-            let_through=ModelsFileError,
-        )
-        if isinstance(module, Caught):
-            raise ModelsFileError(module.problem.detail)
-        version = model_version(module, code=source_code_digest(entry))
+        module, version = self._built(entry)
         expected = self._versions.setdefault(entry.name, version)
         if version != expected:
             raise UnknownModel(
                 f"expected model {entry.name!r} to be built again as version {expected}, got "
                 f"{version}: its files changed while the worker ran, or its builder draws random "
-                f"weights of its own; restart the worker"
+                f"weights of its own; the box's owner makes the box offer what they are now with "
+                f"`gradbox models reload`"
             )
-        tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}.values()
-        size_bytes = sum(t.numel() * t.element_size() for t in tensors)
-        self._make_room(size_bytes)
-        module.to(self.device)
-        log.info("loaded %s (%d bytes) at version %s", entry.name, size_bytes, version)
-        view = describe_model(entry, module, version=version)
-        return Loaded(module=module, view=view, methods=entry.methods, size_bytes=size_bytes)
+        return self._placed(entry, module, version)
+
+    def _built(self, entry: ModelEntry) -> tuple[nn.Module, str]:
+        def build() -> tuple[nn.Module, str]:
+            module = build_model(entry)
+            return module, model_version(module, code=source_code_digest(entry))
+
+        return building(entry, build)
+
+    def _placed(self, entry: ModelEntry, module: nn.Module, version: str) -> Loaded:
+        num_bytes = size_bytes(module)
+        self._make_room(num_bytes)
+        building(entry, lambda: module.to(self.device))
+        log.info("loaded %s (%d bytes) at version %s", entry.name, num_bytes, version)
+        return Loaded(
+            name=entry.name,
+            version=version,
+            module=module,
+            methods=entry.methods,
+            size_bytes=num_bytes,
+        )
 
     def _make_room(self, wanted_bytes: int) -> None:
         if self._budget_bytes is None:

@@ -45,6 +45,22 @@ def model_version(model: nn.Module, *, code: str = "") -> str:
     digest = hashlib.sha256()
     for line in (f"code {code}", *_architecture(model)):
         digest.update(line.encode() + b"\n")
+    _add_weights(digest, model)
+    return digest.hexdigest()
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return the SHA-256 over the weights alone, whatever code and packages they belong to.
+
+    Raises:
+        TypeError: as for `model_version`.
+    """
+    digest = hashlib.sha256()
+    _add_weights(digest, model)
+    return digest.hexdigest()
+
+
+def _add_weights(digest: hashlib._Hash, model: nn.Module) -> None:
     names: dict[int, str] = {}
     for kind, name, tensor in _tensors(model):
         first = names.setdefault(id(tensor), name)
@@ -54,7 +70,6 @@ def model_version(model: nn.Module, *, code: str = "") -> str:
         digest.update(f"{kind} {name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         for piece in _bytes(name, tensor):
             digest.update(piece)
-    return digest.hexdigest()
 
 
 def _architecture(model: nn.Module) -> Iterator[str]:

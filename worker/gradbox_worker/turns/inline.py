@@ -16,6 +16,7 @@ from gradbox_service.jobs import Fleet, MemoryTurns, Records
 from gradbox_service.store import BlobStore, ResultStore
 from gradbox_worker.computations.execution import StopNow, attempt
 from gradbox_worker.computations.kept_graphs import KeptGraphs
+from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.exceptions_to_problems import Caught
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.registry import Registry
@@ -48,6 +49,11 @@ class InlineDevice:
             result_memory_bytes=self._result_memory_bytes,
         )
         return Failed(answer.problem) if isinstance(answer, Caught) else answer
+
+    def reload(self, registry: Registry) -> None:
+        """Serve the models of another registry from now on."""
+        self._kept.drop()
+        self._registry, self.models = registry, registry.describe()
 
     def rest(self) -> None:
         """Free graphs of forward jobs that no gradient job used in time; called between jobs."""
@@ -90,13 +96,15 @@ class InlineWorker:
         """Load the models; no thread runs yet.
 
         Raises:
-            ModelsFileError: the models file, or a model of it, is not usable.
+            ModelsFileError: the models file cannot be read.
         """
+        self._models_file = models_file
         self._turns = turns
         self._stop = threading.Event()
         self._announcer = Announcer(fleet, name=name)
-        registry = Registry(read_models_file(models_file), device=torch.device("cpu"))
-        self._device = InlineDevice(registry, blobs=blobs, result_memory_bytes=result_memory_bytes)
+        self._device = InlineDevice(
+            self._registry(), blobs=blobs, result_memory_bytes=result_memory_bytes
+        )
         self._announcer.offer(self._device.models, device="cpu")
         self._runner = TurnRunner(
             records=records,
@@ -122,8 +130,23 @@ class InlineWorker:
     def _work(self) -> None:
         while not self._stop.is_set():
             self._announcer.announce("idle")
+            self._reload_if_asked()
             turn = self._turns.take(wait_s=0.05)
             self._device.rest()
             if turn is not None:
                 self._announcer.announce("busy", job=turn.job_id)
                 self._runner.run(turn.job_id)
+
+    def _registry(self) -> Registry:
+        return Registry(read_models_file(self._models_file), device=torch.device("cpu"))
+
+    def _reload_if_asked(self) -> None:
+        asked = self._announcer.reload_asked()
+        if asked is None:
+            return
+        try:
+            self._device.reload(self._registry())
+            self._announcer.offer(self._device.models, device="cpu")
+            self._announcer.note_reload(asked)
+        except ModelsFileError as error:
+            self._announcer.note_reload(asked, error=str(error))

@@ -20,8 +20,9 @@ from gradbox_worker.errors import NameTaken
 
 log = logging.getLogger(__name__)
 
-PRESENCE_TTL_S: Final = 20.0
-ANNOUNCE_S: Final = 5.0
+# `gradbox up` kills a worker that lets its entry lapse: see its watchdog.
+PRESENCE_TTL_S: Final = 10.0
+ANNOUNCE_S: Final = 2.0
 # What only its memory is new about is said at most this often.
 MEMORY_S: Final = 1.0
 
@@ -73,6 +74,9 @@ class Announcer:
         self._device = ""
         self._hardware = ""
         self._models: dict[str, str] = {}
+        self._unusable: dict[str, str] = {}
+        self._reloads = 0
+        self._reload_error = ""
         self._started_s = time.time()
         self._said: tuple[object, ...] = ()
         self._said_memory: DeviceMemory | None = None
@@ -80,9 +84,20 @@ class Announcer:
 
     def offer(self, models: Sequence[ModelView], *, device: str, hardware: str = "") -> None:
         """Publish the models, which from now on stand in the worker's entry with the device."""
-        self._fleet.describe(models)
+        usable = [view for view in models if view.usable]
+        self._fleet.describe(usable)
         self._device, self._hardware = device, hardware
-        self._models = {view.name: view.version for view in models}
+        self._models = {view.name: view.version for view in usable}
+        self._unusable = {view.name: view.reason for view in models if not view.usable}
+
+    def reload_asked(self) -> int | None:
+        """Return the number of a reload that was asked for and not noted yet, else None."""
+        asked = self._fleet.reloads()
+        return None if asked == self._reloads else asked
+
+    def note_reload(self, number: int, *, error: str = "") -> None:
+        """Say from now on that the models file was read for this reload, or why it could not be."""
+        self._reloads, self._reload_error = number, error
 
     def announce(
         self,
@@ -95,7 +110,10 @@ class Announcer:
 
         What Redis refuses for now is said with the next call.
         """
-        saying = (state, job, self._device, *self._models.items())
+        saying = (
+            *(state, job, self._device, self._reloads, self._reload_error),
+            *(*self._models.items(), *self._unusable.items()),
+        )
         now = time.monotonic()
         silent_s = ANNOUNCE_S if memory == self._said_memory else MEMORY_S
         if saying == self._said and now - self._said_at < silent_s:
@@ -105,6 +123,9 @@ class Announcer:
             device=self._device,
             state=state,
             models=self._models,
+            unusable=self._unusable,
+            reloads=self._reloads,
+            reload_error=self._reload_error,
             job=job,
             started_s=self._started_s,
             hardware=self._hardware,

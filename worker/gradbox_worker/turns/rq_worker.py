@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -24,11 +24,12 @@ from rq.queue import Queue
 from rq.timeouts import BaseDeathPenalty
 from rq.worker.base import WorkerStatus
 
+from gradbox.protocol import ModelView
 from gradbox_service.jobs import QUEUE, SERIALIZER, RedisFleet, RedisRecords
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.store import ResultStore
 from gradbox_worker.device import DeviceProcess
-from gradbox_worker.errors import DeviceNotStarted
+from gradbox_worker.errors import DeviceNotStarted, ModelsFileError
 from gradbox_worker.turns.presence import Announcer
 from gradbox_worker.turns.supervision import Patience
 from gradbox_worker.turns.turn import CURRENT, TurnRunner
@@ -116,7 +117,13 @@ class GradboxWorker(SimpleWorker):
             register(*args, **kwargs)
 
         self._until_taken(register_anew)
+        asked = self._until_taken(self._announcer.reload_asked)
+        if asked is not None:
+            self._announcer.note_reload(asked)
         self._have_device()
+        if not any(view.usable for view in self._device.models):
+            self.failure = _none_usable(self._device.models)
+            raise self.failure
 
     def teardown(self) -> None:
         self._device.close()
@@ -150,6 +157,7 @@ class GradboxWorker(SimpleWorker):
         self._until_taken(partial(super().heartbeat, *args, **kwargs))
         if self.get_state() == WorkerStatus.IDLE:
             self._have_device()
+            self._reload_if_asked()
             self._announcer.announce("idle", memory=self._device.memory)
 
     def run_maintenance_tasks(self) -> None:
@@ -208,9 +216,26 @@ class GradboxWorker(SimpleWorker):
 
     def _have_device(self) -> None:
         if self._device.ready:
+            self._device.have_spare()
+            return
+        self._start(self._device.ensure)
+
+    def _reload_if_asked(self) -> None:
+        """Read the models file again if that was asked for; if it cannot be, go on as before."""
+        asked = self._until_taken(self._announcer.reload_asked)
+        if asked is None:
             return
         try:
-            self._device.ensure(while_waiting=lambda: self._announcer.announce("starting"))
+            self._start(self._device.reload)
+            self._announcer.note_reload(asked)
+        except ModelsFileError as error:
+            log.warning("the models stay as they were: %s", error)
+            self._announcer.note_reload(asked, error=str(error))
+
+    def _start(self, start: Callable[..., None]) -> None:
+        """Have a device process that is ready, and offer its models."""
+        try:
+            start(while_waiting=lambda: self._announcer.announce("starting"))
         except DeviceNotStarted as error:
             self.failure = error
             raise
@@ -220,3 +245,8 @@ class GradboxWorker(SimpleWorker):
                 device.models, device=device.placement, hardware=device.hardware
             )
         )
+
+
+def _none_usable(models: Iterable[ModelView]) -> DeviceNotStarted:
+    reasons = "; ".join(f"{view.name}: {view.reason}" for view in models)
+    return DeviceNotStarted(f"expected at least one model that can be built, got none: {reasons}")

@@ -62,7 +62,7 @@ def _models_file(data: Path, models: Path | None) -> Finding:
     asked = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if asked.returncode == 0:
         return fine(check, f"{path} can be read; `gradbox models verify` builds what it names")
-    said = asked.stderr.strip().removeprefix("gradbox models: ")
+    said = asked.stderr.strip().removeprefix("gradbox models: ").removeprefix("gradbox: ")
     return problem(check, said, fix=f"correct {path}")
 
 

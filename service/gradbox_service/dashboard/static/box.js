@@ -41,7 +41,8 @@ export function running() {
 }
 
 export function waiting() {
-  return box.queue.map((key) => box.jobs.get(key)).filter(Boolean);
+  // A job's row may say that it runs a moment before the queue says that it waits no more.
+  return box.queue.map((key) => box.jobs.get(key)).filter((job) => job?.state === "queued");
 }
 
 /** Open the stream; `refused` is called when the session is over. */

@@ -3,6 +3,7 @@
 import { h, svg } from "/static/dom.js";
 
 const NUM_HUES = 6;
+const LABEL_WIDTH = 66;
 
 /** The class of the n-th owner's colour; null, all others together, is grey. */
 export function hue(index, owner) {
@@ -70,7 +71,8 @@ export function columns({ series, labels, format, steps, title, width }) {
       y -= size;
     }
     const every = Math.ceil(labels.length / Math.max(2, Math.floor((width - left) / 90)));
-    if (index % every === 0) {
+    const fits = index * step + LABEL_WIDTH < width - left;
+    if (index % every === 0 && fits) {
       drawing.append(svg("text", { class: "tick", x: left + index * step + step * 0.14, y: height - 5 }, label));
     }
   });

@@ -45,14 +45,17 @@ export function set(element, name, value) {
  * `make(item)` returns an element; `update(element, item)` writes what may change.
  */
 export function keyed(parent, items, { key, make, update }) {
+  const wanted = new Set(items.map(key));
   const before = new Map();
-  for (const child of parent.children) before.set(child.dataset.key, child);
+  for (const child of [...parent.children]) {
+    if (wanted.has(child.dataset.key)) before.set(child.dataset.key, child);
+    else child.remove(); // first, so that those that stay need not move
+  }
   let place = parent.firstElementChild;
   for (const item of items) {
     const name = key(item);
     let element = before.get(name);
-    if (element) before.delete(name);
-    else {
+    if (!element) {
       element = make(item);
       element.dataset.key = name;
     }
@@ -60,7 +63,6 @@ export function keyed(parent, items, { key, make, update }) {
     if (element === place) place = place.nextElementSibling;
     else parent.insertBefore(element, place);
   }
-  for (const element of before.values()) element.remove();
 }
 
 /** Text with `code` in backticks, as the service writes it: a list of nodes. */

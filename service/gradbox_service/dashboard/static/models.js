@@ -1,7 +1,7 @@
 // The models that jobs may name: what they take, and whether they can be used.
 
 import { box } from "/static/box.js";
-import { h, keyed, say, set } from "/static/dom.js";
+import { h, keyed, prose, say, set } from "/static/dom.js";
 import { count, plural } from "/static/format.js";
 
 export function models() {
@@ -45,7 +45,7 @@ function updateCard(element, model) {
   set(part(".version"), "title", model.version);
   say(part(".workers"), `${plural(model.workers.length, "worker")}${loaded ? `, in memory of ${model.loaded.length}` : ""}`);
   part(".methods").replaceChildren(...Object.entries(model.methods).map(([name, method]) => signature(name, method)));
-  say(part(".detail"), model.problem ?? "");
+  part(".detail").replaceChildren(...(model.usable ? [] : prose(model.reason)));
 }
 
 function signature(name, method) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from gradbox.protocol import BoxView, Span, UsageView
@@ -12,6 +12,8 @@ from gradbox_service.dashboard.board import Board
 from gradbox_service.dashboard.history import usage_seen_by
 from gradbox_service.dashboard.news import News
 from gradbox_service.http.auth import Box, Caller
+from gradbox_service.http.event_hub import Hub
+from gradbox_service.http.routes.events import stream_allowed
 
 router = APIRouter(prefix="/v1", tags=["box"])
 
@@ -23,24 +25,30 @@ async def one_box(request: Request, caller: Caller) -> BoxView:
     return (await board.now()).seen_by(caller)
 
 
-@router.get("/box/events", response_class=EventSourceResponse)
+@router.get(
+    "/box/events",
+    response_class=EventSourceResponse,
+    dependencies=[Depends(stream_allowed)],
+)
 async def box_events(request: Request, caller: Caller) -> AsyncIterable[ServerSentEvent]:
     """A `box` event (data: what `GET /v1/box` gives), then `change` events (data: a BoxChange).
 
     A stream that is opened anew begins anew. It ends when the caller's token is revoked.
     """
     board: Board = request.app.state.board
+    hub: Hub = request.app.state.hub
     news: News | None = None
-    async for picture in board.pictures():
-        if caller.id not in picture.token_ids:
-            return
-        view = picture.seen_by(caller)
-        if news is None:
-            news = News(view)
-            yield ServerSentEvent(raw_data=view.model_dump_json(), event="box")
-            continue
-        for change in news.since(view):
-            yield ServerSentEvent(raw_data=change, event="change")
+    with hub.counted(caller.name):
+        async for picture in board.pictures():
+            if caller.id not in picture.token_ids:
+                return
+            view = picture.seen_by(caller)
+            if news is None:
+                news = News(view)
+                yield ServerSentEvent(raw_data=view.model_dump_json(), event="box")
+                continue
+            for change in news.since(view):
+                yield ServerSentEvent(raw_data=change, event="change")
 
 
 @router.get("/usage")

@@ -5,23 +5,47 @@ from __future__ import annotations
 from collections.abc import AsyncIterable
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Depends, Header, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from gradbox_service.http.auth import VisibleJob
+from gradbox.errors import TooManyRequests
+from gradbox_service.http.auth import Caller, VisibleJob
 from gradbox_service.http.event_hub import Hub
+from gradbox_service.settings import Settings
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 
-@router.get("/{job_id}/events", response_class=EventSourceResponse)
+async def stream_allowed(request: Request, caller: Caller) -> None:
+    """Check that the caller may open another stream: each takes a connection, and looks at Redis.
+
+    Raises:
+        TooManyRequests: as many are open as may be.
+    """
+    hub: Hub = request.app.state.hub
+    settings: Settings = request.app.state.settings
+    if hub.num_open(caller.name) >= settings.max_event_streams:
+        raise TooManyRequests(
+            f"{settings.max_event_streams} event streams of yours are open, as many as may be on "
+            f"this box: close some, or ask for the jobs' states by GET /v1/jobs"
+        )
+
+
+@router.get(
+    "/{job_id}/events",
+    response_class=EventSourceResponse,
+    dependencies=[Depends(stream_allowed)],
+)
 async def job_events(
-    request: Request, record: VisibleJob, last_event_id: Annotated[str | None, Header()] = None
+    request: Request,
+    record: VisibleJob,
+    caller: Caller,
+    last_event_id: Annotated[str | None, Header()] = None,
 ) -> AsyncIterable[ServerSentEvent]:
     """`state` events (data: the job) and `progress` events; ends after the final state.
 
     `Last-Event-ID` resumes behind that event; without it the stream begins with the first one kept.
     """
     hub: Hub = request.app.state.hub
-    async for event in hub.listen(record.id, after=last_event_id):
+    async for event in hub.listen(record.id, after=last_event_id, listener=caller.name):
         yield ServerSentEvent(raw_data=event.data, event=event.kind, id=event.id)

@@ -10,10 +10,9 @@ from itertools import islice
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request
-from pydantic import BaseModel
 
 from gradbox.errors import InvalidRequest, OwnerOnly
-from gradbox.protocol import JobState, JobView, OperationMode
+from gradbox.protocol import JobList, JobState, JobView, OperationMode
 from gradbox_service.admission import post
 from gradbox_service.backing import Backing
 from gradbox_service.http.auth import Box, Caller, VisibleJob
@@ -27,13 +26,6 @@ IdempotencyKey = Annotated[
     str | None, Header(min_length=1, max_length=200, description="Makes posting repeatable")
 ]
 MAX_LISTED = 500
-
-
-class JobList(BaseModel):
-    """Jobs, newest first. `next` is the cursor of the next page; null on the last one."""
-
-    jobs: list[JobView]
-    next: str | None = None
 
 
 @router.post("", status_code=202, openapi_extra=JOB_BODY)

@@ -73,7 +73,7 @@ class CallableModel:
         self.parameters: dict[str, Tensor] = {}
         self.rounding = AUTOCAST.get(precision, torch.float64)  # the narrowest dtype of a product
         self._wrt, self._method = wrt, method
-        self._device = model_device(model)
+        self.device = model_device(model)
         self._exits = ExitStack()
 
     def __enter__(self) -> CallableModel:
@@ -107,7 +107,7 @@ class CallableModel:
         for name, value in shard.items():
             if isinstance(value, Tensor):
                 dtype = wide_dtype(value.dtype) if wide else value.dtype
-                value = value.detach().to(self._device, dtype)
+                value = value.detach().to(self.device, dtype)
             moved[name] = value
         return moved
 
@@ -122,7 +122,7 @@ class CallableModel:
             arguments: `copied` ones, to which the model may write.
         """
         by_place, by_name = call_arguments(arguments)
-        with autocast(self.options.precision, self._device):
+        with autocast(self.options.precision, self.device):
             value = choose(self._entry(*by_place, **by_name), self.options.output)
         readout = self.options.readout
         if readout is not None:

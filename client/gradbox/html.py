@@ -1,0 +1,85 @@
+"""What notebooks show: small tables that inherit the page's colours, dark or light.
+
+Text in them may come from the other side of the wire, so all of it is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from gradbox.printable import printable
+
+# The entries of a long list that are shown; a line says how many more there are.
+SHOWN_ROWS: Final = 12
+_LONGEST_TEXT: Final = 500
+
+_CELL: Final = "text-align:left;padding:1px 12px 1px 0;vertical-align:top"
+_BLOCK: Final = "margin:4px 0;font-size:13px;line-height:1.4"
+
+
+def escaped(text: object) -> str:
+    """Return text as HTML shows it, without markup and without what does not print."""
+    plain = printable(text)
+    if len(plain) > _LONGEST_TEXT:
+        plain = plain[:_LONGEST_TEXT] + "…"
+    return html.escape(plain)
+
+
+def card(title: str, facts: Iterable[tuple[str, object]], *blocks: str) -> str:
+    """Return a block with a title, a table of facts and further blocks of HTML.
+
+    Args:
+        facts: names and values; those that are None or empty are left out.
+    """
+    rows = [(name, value) for name, value in facts if value not in (None, "", [], {})]
+    shown = "".join(
+        f'<tr><th scope="row" style="{_CELL};font-weight:normal;opacity:0.75">{escaped(name)}</th>'
+        f'<td style="{_CELL}">{escaped(value)}</td></tr>'
+        for name, value in rows
+    )
+    table = f'<table style="border:none;background:none">{shown}</table>' if rows else ""
+    return f'<div style="{_BLOCK}"><strong>{escaped(title)}</strong>{table}{"".join(blocks)}</div>'
+
+
+def listing(headings: Sequence[str], rows: Sequence[Sequence[object]], *, what: str) -> str:
+    """Return a table of the first rows, and how many more there are.
+
+    Args:
+        what: what a row is, in the plural.
+    """
+    if not rows:
+        return ""
+    head = "".join(
+        f'<th scope="col" style="{_CELL};opacity:0.75;font-weight:normal">{escaped(heading)}</th>'
+        for heading in headings
+    )
+    body = "".join(
+        "<tr>" + "".join(f'<td style="{_CELL}">{escaped(cell)}</td>' for cell in row) + "</tr>"
+        for row in rows[:SHOWN_ROWS]
+    )
+    left = len(rows) - SHOWN_ROWS
+    more = f'<div style="opacity:0.75">and {left:,} more {escaped(what)}</div>' if left > 0 else ""
+    return f'<table style="border:none;background:none"><tr>{head}</tr>{body}</table>{more}'
+
+
+def meter(done: int, total: int, *, label: str) -> str:
+    """Return a bar that is full when `done` is `total`."""
+    return (
+        f'<progress value="{int(done)}" max="{max(int(total), 1)}" aria-label="{escaped(label)}" '
+        f'style="width:240px;vertical-align:middle"></progress> {escaped(label)}'
+    )
+
+
+def shape(sizes: Iterable[int]) -> str:
+    """Write a tensor's shape down."""
+    return " × ".join(map(str, sizes)) or "scalar"
+
+
+def size(num_bytes: int) -> str:
+    """Write a number of bytes down, in the largest unit of which there is one."""
+    for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:.3g} {unit}"
+    return f"{num_bytes} bytes"

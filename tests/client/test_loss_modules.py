@@ -1,0 +1,95 @@
+"""Whole jobs whose loss holds torch's own modules, and what comes back of their buffers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradbox import Gradient
+from tests import case_models
+from tests.boxes import TestBox
+from tests.cases import CASES
+from tests.oracle import TOLERANCE, difference
+
+WAIT_S = 60.0
+
+
+class BarlowTwins(nn.Module):
+    """Zbontar et al. 2021: a batch-normalised projector, two views, one cross-correlation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.projector = nn.Sequential(
+            nn.Linear(width, 6, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4)
+        )
+        self.last = nn.BatchNorm1d(4, affine=False)
+
+    def forward(self, z: Tensor, noise: Tensor) -> Tensor:
+        left, right = self.last(self.projector(z)), self.last(self.projector(z + noise))
+        correlation = left.T @ right / z.shape[0]
+        target = torch.eye(4, dtype=z.dtype, device=z.device)
+        return (correlation - target).square().sum()
+
+
+def test_barlow_twins_trains_through_its_projector_as_local_code_does(box: TestBox) -> None:
+    torch.manual_seed(0)
+    shards = CASES["mlp"]().groups["z"]
+    model = case_models.mlp()
+    z = torch.cat([model(shard["0"]) for shard in shards])
+    noise = torch.randn(z.shape, dtype=z.dtype)
+    loss = BarlowTwins(z.shape[1]).double()
+    local = copy.deepcopy(loss)
+    local(z, noise).backward()
+    with box.client() as client:
+        gradient = Gradient(
+            model="mlp",
+            inputs=shards,
+            loss=loss,
+            loss_inputs={"noise": noise},
+            returns=("grads", "buffers"),
+        )
+        result = client.submit(gradient).result(WAIT_S)
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    expected |= {f"loss.{name}": p.grad for name, p in local.named_parameters()}
+    assert difference(result.grads, expected) <= TOLERANCE
+    assert loss.last.num_batches_tracked == 0
+    loss.load_state_dict({**result.loss_buffers}, strict=False)
+    for name, buffer in local.named_buffers():
+        torch.testing.assert_close(loss.get_buffer(name), buffer, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_buffers_of_the_loss_come_only_when_asked_for(twin: TestBox) -> None:
+    shards = CASES["mlp"]().groups["z"]
+    loss = BarlowTwins(3).double()
+    with twin.client() as client:
+        noise = torch.zeros(14, 3, dtype=torch.float64)
+        gradient = Gradient(
+            model="mlp", inputs=shards, loss=loss, loss_inputs={"noise": noise}, wrt="4.bias"
+        )
+        assert not client.submit(gradient).result(WAIT_S).loss_buffers
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_attention_over_all_samples_is_exact(twin: TestBox, batch_first: bool) -> None:
+    class Attended(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(3, 3, batch_first=batch_first)
+
+        def forward(self, z: Tensor) -> Tensor:
+            output, _ = self.attention(z, z, z, need_weights=False)
+            return output.square().sum()
+
+    torch.manual_seed(0)
+    shards = CASES["mlp"]().groups["z"]
+    loss = Attended().double()
+    with twin.client() as client:
+        result = client.submit(Gradient(model="mlp", inputs=shards, loss=loss)).result(WAIT_S)
+    model = case_models.mlp()
+    loss(torch.cat([model(shard["0"]) for shard in shards])).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    expected |= {f"loss.{name}": p.grad for name, p in loss.named_parameters()}
+    assert difference(result.grads, expected) <= TOLERANCE

@@ -1,0 +1,147 @@
+"""What a user is told when the model or the loss raises: where, with what, and what may help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine import Group, ModelCallFailed, Objective, set_gradient
+
+
+class Language(nn.Module):
+    """Token and position embeddings, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleDict(
+            {"words": nn.Embedding(10, 4), "places": nn.Embedding(6, 4)}
+        )
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor, scale: Tensor | None = None) -> Tensor:
+        hidden = self.embeddings["words"](ids)
+        hidden = hidden + self.embeddings["places"](torch.arange(ids.shape[1]))
+        if scale is not None:
+            hidden = hidden * scale  # where shapes may differ
+        return self.head(hidden).mean(1)
+
+
+class OnTheWrongDevice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + torch.ones(3, device="meta")
+
+
+def failure(
+    model: nn.Module, shard: dict[str, Any], loss: Callable[..., Tensor] = torch.sum, **inputs: Any
+) -> str:
+    objective = Objective(function=loss, inputs=inputs, parameters={})
+    with pytest.raises(ModelCallFailed) as caught:
+        set_gradient(model, [Group(name="z", shards=[shard])], objective)
+    return str(caught.value)
+
+
+IDS = torch.tensor([[1, 2, 3]])
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], Sequence[str]]] = {
+    "float64 into a float32 model": (
+        lambda: nn.Sequential(nn.Linear(3, 2)),
+        {"0": torch.ones(5, 3, dtype=torch.float64)},
+        [
+            "arguments: argument 0 float64 (5, 3)",
+            "submodule: 0 (Linear)",
+            "hint: the model is float32 and 0 is float64",
+            "torch.float32",
+            "precision='fp64'",
+        ],
+    ),
+    "an id out of the vocabulary": (
+        Language,
+        {"ids": torch.tensor([[1, 30]])},
+        [
+            "arguments: ids int64 (1, 2)",
+            "submodule: embeddings.words (Embedding)",
+            "line: test_failed_call.py:",
+            ': hidden = self.embeddings["words"](ids)',
+            "hint: the embedding has rows 0 to 9, and ids holds 1 to 30",
+        ],
+    ),
+    "more positions than there are": (
+        Language,
+        {"ids": torch.ones(1, 7, dtype=torch.int64)},
+        ["submodule: embeddings.places (Embedding)", "longer than there are positions"],
+    ),
+    "another device": (
+        OnTheWrongDevice,
+        {"0": torch.ones(2, 3)},
+        ["submodule: the model itself (OnTheWrongDevice)", "hint:", "device=x.device"],
+    ),
+    "an argument that is missing": (
+        Language,
+        {"scale": torch.ones(1)},
+        ["arguments: scale float32 (1,)", "missing", "Language.forward takes (ids", "give scale"],
+    ),
+    "an argument that is not there": (
+        Language,
+        {"ids": IDS, "mask": IDS},
+        ["unexpected keyword", "hint: Language.forward takes (ids", "the shards give ids, mask"],
+    ),
+    "a layer of another width": (
+        lambda: nn.Sequential(nn.Tanh(), nn.Linear(5, 4)),
+        {"0": torch.ones(2, 7)},
+        ["submodule: 1 (Linear)", "hint: this layer takes 5 features", "gets 7"],
+    ),
+    "images with their channels last": (
+        lambda: nn.Conv2d(3, 4, 3),
+        {"0": torch.ones(2, 8, 8, 3)},
+        ["hint: a convolution takes (samples, 3 channels", "gets 8 channels"],
+    ),
+    "shapes that do not fit": (
+        Language,
+        {"ids": IDS, "scale": torch.ones(5)},
+        ["scale float32 (5,)", "test_failed_call.py", "hint: sizes 4 and 5 cannot be combined"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_that_raises_is_described(name: str) -> None:
+    make, shard, said = CASES[name]
+    message = failure(make(), shard)
+    assert message.startswith("group 'z', shard 0: the model raised ")
+    for words in said:
+        assert words in message, message
+    assert "/" not in message.split("hint:")[0].replace("\n", " "), message
+
+
+def test_a_loss_that_raises_is_described() -> None:
+    def loss(z: Tensor, target: Tensor) -> Tensor:
+        return (z - target).sum()
+
+    message = failure(nn.Linear(3, 2), {"0": torch.ones(4, 3)}, loss, target=torch.ones(3))
+    assert message.startswith("objective: the loss raised RuntimeError")
+    assert "arguments: z float32 (4, 2), target float32 (3,)" in message
+    assert "line: test_failed_call.py" in message
+    assert "hint: sizes 2 and 3 cannot be combined" in message
+
+
+def test_values_and_folders_stay_on_the_box() -> None:
+    message = failure(nn.Linear(3, 2), {"0": torch.full((4, 5), 41.5)})
+    assert "41.5" not in message
+    assert torch.__file__.rpartition("/")[0] not in message
+
+
+def test_an_error_that_is_not_known_has_no_hint() -> None:
+    class Refusing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ZeroDivisionError("because")
+
+    message = failure(Refusing(), {"0": torch.ones(1)})
+    assert "ZeroDivisionError: because" in message
+    assert "hint" not in message
