@@ -1,6 +1,6 @@
 """The queue at size: submit, list, wait and drain with many jobs queued.
 
-A real `gradbox service` on a real Redis (embedded, appendfsync everysec), each a process of its own.
+A real `gradbox service` on a real embedded Redis (appendfsync everysec), each a process of its own.
 Jobs are posted and listed over HTTP. In place of workers with devices, a loop in this process takes
 turns off RQ's list, begins each job and ends it at once with an empty result, so that the queue
 alone is measured. The jobs to wait behind are written as records of four owners.

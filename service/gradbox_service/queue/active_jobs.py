@@ -9,12 +9,13 @@ then.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Final
 
 from gradbox.protocol import JobState
 from gradbox_service.jobs import JobRecord, Records, Usage
+from gradbox_service.jobs.redis_changes import MAX_CHANGES
 from gradbox_service.jobs.usage import HOUR_S, charge_of
 from gradbox_service.queue.shares import HALF_LIVES_READ, Durations, Shares
 from gradbox_service.queue.waiting import Waiting
@@ -34,7 +35,13 @@ class ActiveJobs:
         *,
         half_life_s: float,
         clock: Callable[[], float],
+        ended: Callable[[JobRecord], None] = lambda _: None,
     ) -> None:
+        """Hold no job yet.
+
+        Args:
+            ended: called once with every job that ends while this process leads.
+        """
         self.shares = Shares(half_life_s=half_life_s)
         self.durations = Durations()
         self.waiting = Waiting(self.shares.key)
@@ -43,12 +50,15 @@ class ActiveJobs:
         self._records = records
         self._usage = usage
         self._clock = clock
+        self._ended = ended
         self._jobs: dict[str, JobRecord] = {}
         self._running: dict[str, JobRecord] = {}
         self._fed: dict[str, JobRecord] = {}
         self._num_of: dict[str, int] = {}  # active jobs by owner
         self._cursor: str | None = None
         self._compared_at = 0.0
+        self._loaded_s = 0.0
+        self._noted_ends: dict[str, None] = {}
 
     def forget(self) -> None:
         """Hold nothing: everything is read again at the next `sync`."""
@@ -66,6 +76,12 @@ class ActiveJobs:
         """Return a job's record if it is queued."""
         record = self._jobs.get(job_id)
         return record if record is not None and record.state is JobState.QUEUED else None
+
+    def snapshot(self) -> tuple[list[JobRecord], list[JobRecord]]:
+        """Return the queued and the running jobs; another thread may call it."""
+        jobs = self._jobs.copy().values()  # one step of the interpreter, so a whole one
+        queued = [record for record in jobs if record.state is JobState.QUEUED]
+        return queued, [record for record in jobs if record.state is JobState.RUNNING]
 
     def sync(self, *, wait_s: float = 0.0) -> bool:
         """Read what changed, waiting for it; True if something that matters here did."""
@@ -105,9 +121,10 @@ class ActiveJobs:
             self._free(record)
             self.waiting.add(record)
 
-    def cost(self, record: JobRecord) -> float:
-        """Return what a job is expected to add to its owner's key."""
-        return self.durations.expected_s(record) * self.shares.weight(self._clock())
+    def ranked(self) -> Iterator[JobRecord]:
+        """Yield the jobs that wait for a turn, in order; they must not change meanwhile."""
+        weight = self.shares.weight(self._clock())
+        return self.waiting.ranked(lambda record: self.durations.expected_s(record) * weight)
 
     def remaining_s(self) -> float:
         """Return how long the running jobs are expected to take from now on, in all."""
@@ -128,7 +145,7 @@ class ActiveJobs:
     def _load(self) -> None:
         # The cursor first: a change while the rest is read is read again.
         self._cursor, _ = self._records.changes(None, wait_s=0.0)
-        now_s = self._clock()
+        now_s = self._loaded_s = self._clock()
         hour = int(now_s // HOUR_S)
         first = hour - int(HALF_LIVES_READ * self.shares.half_life_s // HOUR_S) - 1
         self.shares.load(
@@ -155,6 +172,8 @@ class ActiveJobs:
             if record is not None:
                 self._charge(before, record)
         if record is None or record.state.final:
+            if record is not None:
+                self._note_end(record)
             return
         if not self._num_of.get(record.owner):
             self.shares.arrive(record.owner, self._num_of, now_s=self._clock())
@@ -187,6 +206,16 @@ class ActiveJobs:
             self.shares.charge(after.owner, seconds, at_s=self._clock())
             self.durations.note(after, seconds)
             self.waiting.move(after.owner)
+
+    def _note_end(self, record: JobRecord) -> None:
+        """Call `ended` the first time that a job is seen to have ended since the last load."""
+        since_load = (record.finished_s or 0.0) >= self._loaded_s
+        if not since_load or record.id in self._noted_ends:
+            return
+        self._noted_ends[record.id] = None
+        if len(self._noted_ends) > MAX_CHANGES:  # older changes are not read any more
+            del self._noted_ends[next(iter(self._noted_ends))]
+        self._ended(record)
 
     def _hold(self, record: JobRecord, seconds: float) -> None:
         self.shares.hold(record.id, record.owner, seconds, now_s=self._clock())

@@ -59,6 +59,7 @@ class Dispatcher(RepeatingThread):
         turn_grace_s: float = TURN_GRACE_S,
         half_life_s: float = HALF_LIFE_S,
         clock: Callable[[], float] = time.time,
+        ended: Callable[[JobRecord], None] = lambda _: None,
     ) -> None:
         """Hold no job yet.
 
@@ -66,9 +67,10 @@ class Dispatcher(RepeatingThread):
             usage: what owners used before this process led.
             half_life_s: when a device second counts half.
             clock: tells the time in which device seconds are counted.
+            ended: called once with every job that ends while this process leads.
         """
         super().__init__("dispatcher")
-        self.jobs = ActiveJobs(records, usage, half_life_s=half_life_s, clock=clock)
+        self.jobs = ActiveJobs(records, usage, half_life_s=half_life_s, clock=clock, ended=ended)
         self.leads = False
         self._records = records
         self._turns = turns
@@ -214,7 +216,7 @@ class Dispatcher(RepeatingThread):
 
     def _next(self, warm: Collection[str]) -> JobRecord | None:
         """Return the job to feed: the first, or one close behind it whose model is on a device."""
-        near = list(islice(self.jobs.waiting.ranked(self.jobs.cost), LOOK_AHEAD))
+        near = list(islice(self.jobs.ranked(), LOOK_AHEAD))
         if not near:
             self._passed_by.clear()
             return None

@@ -47,7 +47,7 @@ class Places:
         followed = frozenset(j for j in self._records.followed() if jobs.queued(j) is not None)
         state = (jobs.version, followed, num_workers)
         if state != self._stored:
-            order = chain(next_up, jobs.waiting.ranked(jobs.cost))
+            order = chain(next_up, jobs.ranked())
             places = dict(_places(jobs, order, followed=followed, num_workers=num_workers))
             told = [j for j in followed if j in places and _is_news(places[j], self._told.get(j))]
             self._records.place(places, told=told)

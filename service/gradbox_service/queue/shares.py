@@ -89,7 +89,7 @@ class Shares:
     def used_s(self, *, now_s: float) -> Mapping[str, float]:
         """Return the device seconds of each owner as they count now."""
         weight = self.weight(now_s)
-        return {owner: used / weight for owner, used in self._used.items()}
+        return {owner: used / weight for owner, used in self._used.copy().items()}
 
     def weight(self, at_s: float) -> float:
         """Return what a second counts that is used at `at_s`."""

@@ -95,13 +95,14 @@ def cancel_job(record: VisibleJob, box: Box) -> JobView:
 
 
 def _view(record: JobRecord, box: Backing) -> JobView:
+    """Return what the wire says of a job; one that waits is followed for a while from now on."""
+    if record.state is JobState.QUEUED:
+        box.records.follow([record.id])
     return _views([record], box)[0]
 
 
 def _views(records: Sequence[JobRecord], box: Backing) -> list[JobView]:
-    """Return what the wire says of jobs; from now on those that wait are followed for a while."""
     queued = [record.id for record in records if record.state is JobState.QUEUED]
-    box.records.follow(queued)
     places, hold = box.records.places(queued), _hold(box)
     return [_held(record.view(place=places.get(record.id)), hold) for record in records]
 
