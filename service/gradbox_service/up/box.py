@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from gradbox.protocol import OperationMode
 from gradbox_service.http.listening import bind, check_exposure, url_of
 from gradbox_service.settings import EMBEDDED, Settings, arguments_of
 from gradbox_service.up.credentials import Credentials
+from gradbox_service.up.data_folder import lock_folder
 from gradbox_service.up.drain import Drain
 from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis
 from gradbox_service.up.part import Part, ended
@@ -34,13 +34,6 @@ WORKER_STOP_S: Final = 45.0
 SERVICE_STOP_S: Final = 15.0
 # Between two starts of a Redis that does not start.
 REDIS_PAUSE_S: Final = 5.0
-
-
-class DataInUse(GradboxError):
-    """Another `gradbox up` keeps its data in this folder."""
-
-    code = "data-in-use"
-    title = "The data folder is in use"
 
 
 class PartFailed(GradboxError):
@@ -280,27 +273,6 @@ class Box:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._num_signals += 1
         self._stop.set()
-
-
-def lock_folder(data: Path) -> int:
-    """Take the lock of a data folder, which the kernel gives back when this process ends.
-
-    Raises:
-        DataInUse: another process holds it; the message names the process.
-    """
-    descriptor = os.open(data / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(descriptor, 20).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
-        raise DataInUse(
-            f"another `gradbox up` (process {holder}) keeps its data in {data}: stop that one, or "
-            f"give this one another folder with --data"
-        ) from None
-    os.truncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    return descriptor
 
 
 def _say(text: str) -> None:

@@ -101,7 +101,8 @@ def run(
 
     from gradbox_service.http.listening import CannotListen
     from gradbox_service.up import background
-    from gradbox_service.up.box import Box, DataInUse, PartFailed
+    from gradbox_service.up.box import Box, PartFailed
+    from gradbox_service.up.data_folder import DataInUse
     from gradbox_service.up.devices import spread
     from gradbox_service.up.embedded_redis import NoRedis
     from gradbox_service.up.script import Script

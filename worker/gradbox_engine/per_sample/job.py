@@ -16,6 +16,7 @@ from gradbox_engine.checkpoint import Checkpoint, Checkpoints
 from gradbox_engine.errors import BadInputs, BadReduction
 from gradbox_engine.per_sample.kept_factors import Gram, KeepFactors
 from gradbox_engine.per_sample.pieces import Sink
+from gradbox_engine.per_sample.planned_model import PlannedModel
 from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.reductions import (
     ClippedSum,
@@ -30,7 +31,7 @@ from gradbox_engine.per_sample.request import Request, SampleObserver, SampleRes
 from gradbox_engine.per_sample.result_facts import ResultFacts
 from gradbox_engine.per_sample.sample_loss import SampleLoss, rows_of
 from gradbox_engine.per_sample.sample_scales import Scaled, pulled_back
-from gradbox_engine.per_sample.shard_run import PlannedModel, ShardRun
+from gradbox_engine.per_sample.shard_run import ShardRun
 from gradbox_factors import Sketch
 
 Shard = Mapping[str, Any]

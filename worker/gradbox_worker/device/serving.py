@@ -7,6 +7,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, Protocol
 
+# autograd imports it, and sympy with it, in its first backward pass with a cotangent: 0.3 s.
+import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
 from gradbox_service.store import blob_store
 from gradbox_worker.computations.checkpoints import Pace
 from gradbox_worker.computations.execution import StopNow, attempt
