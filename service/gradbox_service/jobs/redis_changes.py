@@ -11,11 +11,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import redis
 from redis.client import Pipeline
 
 from gradbox.protocol import JobState
 from gradbox_service.jobs import usage
-from gradbox_service.jobs.events import event_of, state_event
+from gradbox_service.jobs.events import event_of, parse_id, state_event
 from gradbox_service.jobs.place import Place
 from gradbox_service.jobs.record import JobRecord
 from gradbox_service.jobs.records import MAX_EVENTS, Change, Event
@@ -116,6 +117,12 @@ def change_in(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Change | None:
     except (KeyError, ValueError):
         log.error("entry %r of the box's changes is left out: %r", entry_id, fields)
         return None
+
+
+def trimmed(connection: redis.Redis, cursor: str) -> bool:
+    """Tell whether the stream of changes no longer holds what came right after `cursor`."""
+    oldest = cast("list[Entry]", connection.xrange(CHANGES, count=1))
+    return bool(oldest) and parse_id(oldest[0][0].decode()) > parse_id(cursor)
 
 
 def job_key(job_id: str) -> str:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -37,10 +37,8 @@ from gradbox.protocol import JobSpec, JobState, parse_spec
 from gradbox_service.jobs import redis_changes as changes
 from gradbox_service.jobs.damaged import SET_ASIDE, failed_record, read_record
 from gradbox_service.jobs.events import parse_id
-from gradbox_service.jobs.place import Place
 from gradbox_service.jobs.record import JobRecord, Transition
 from gradbox_service.jobs.records import (
-    FOLLOWED_S,
     KEY_LIFETIME_S,
     Change,
     Event,
@@ -49,12 +47,14 @@ from gradbox_service.jobs.records import (
     check_same_spec,
 )
 from gradbox_service.jobs.redis_changes import job_key, owner_key, spec_key
+from gradbox_service.jobs.redis_places import RedisPlaces
 
 PAGE = 200
+NEWEST_FIRST: Any = {"desc": True, "byscore": True, "num": PAGE}
 CHANGES_READ = 1000
 
 
-class RedisRecords:
+class RedisRecords(RedisPlaces):
     """Implements `Records` on a Redis of version 7.0 or newer, or a Valkey."""
 
     def __init__(self, connection: redis.Redis) -> None:
@@ -116,18 +116,13 @@ class RedisRecords:
         key = owner_key(owner) if state is None else changes.state_key(owner, state)
         found: list[JobRecord] = []
         start = 0
-        newest: Any = "+inf" if after is None else after.created_s
+        newest, last = cast(Any, ("+inf" if after is None else after.created_s, "-inf"))
         while len(found) < limit:
-            ids = cast(
-                "list[bytes]",
-                self._redis.zrange(
-                    key, newest, cast(Any, "-inf"), desc=True, byscore=True, offset=start, num=PAGE
-                ),
-            )
+            ids = self._redis.zrange(key, newest, last, offset=start, **NEWEST_FIRST)
             if not ids:
                 break
             start += PAGE
-            records = self._many(ids)
+            records = self._many(cast("list[bytes]", ids))
             found += [
                 record
                 for record in records
@@ -205,7 +200,7 @@ class RedisRecords:
         entries = cast("list[changes.Entry]", cast(Any, answer)[0][1])
         found = [changes.change_in(*entry) for entry in entries]
         read = [change for change in found if change is not None]
-        if len(entries) == CHANGES_READ and self._trimmed(after):
+        if len(entries) == CHANGES_READ and changes.trimmed(self._redis, after):
             read.insert(0, Change("", "missed"))
         return entries[-1][0].decode(), read
 
@@ -213,41 +208,6 @@ class RedisRecords:
         with self._redis.pipeline() as pipe:
             changes.ring(pipe, "", "wake")
             pipe.execute()
-
-    def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> None:
-        if job_ids:
-            until_s = time.time() + for_s
-            self._redis.zadd(changes.FOLLOWED, dict.fromkeys(job_ids, until_s))
-
-    def followed(self) -> Collection[str]:
-        with self._redis.pipeline() as pipe:
-            pipe.zremrangebyscore(changes.FOLLOWED, "-inf", time.time())
-            pipe.zrange(changes.FOLLOWED, 0, -1)
-            return {job_id.decode() for job_id in cast("list[bytes]", pipe.execute()[1])}
-
-    def place(self, places: Mapping[str, Place], *, told: Collection[str] = ()) -> None:
-        while True:
-            with self._redis.pipeline() as pipe:
-                try:
-                    # A job that begins in between must not be said to wait.
-                    _watch(pipe, *(job_key(job_id) for job_id in told))
-                    records = self._many([job_id.encode() for job_id in told])
-                    pipe.multi()
-                    changes.place(pipe, places, [r for r in records if r.state is JobState.QUEUED])
-                    pipe.execute()
-                except redis.WatchError:
-                    continue
-                return
-
-    def places(self, job_ids: Sequence[str] | None = None) -> Mapping[str, Place]:
-        if job_ids is None:
-            found = cast("dict[bytes, bytes]", self._redis.hgetall(changes.PLACES))
-            return {job_id.decode(): Place.from_json(text) for job_id, text in found.items()}
-        if not job_ids:
-            return {}
-        texts = cast("list[bytes | None]", self._redis.hmget(changes.PLACES, list(job_ids)))
-        pairs = zip(job_ids, texts, strict=True)
-        return {job_id: Place.from_json(text) for job_id, text in pairs if text is not None}
 
     def ended(self, *, before_s: float, limit: int) -> Sequence[str]:
         ids = self._redis.zrangebyscore(changes.ENDED, "-inf", f"({before_s}", start=0, num=limit)
@@ -289,11 +249,6 @@ class RedisRecords:
             if earlier:
                 return earlier
         return self.get(record.id)
-
-    def _trimmed(self, cursor: str) -> bool:
-        """Tell whether the stream no longer holds what came right after `cursor`."""
-        oldest = cast("list[changes.Entry]", self._redis.xrange(changes.CHANGES, count=1))
-        return bool(oldest) and parse_id(oldest[0][0].decode()) > parse_id(cursor)
 
     def _many(self, ids: list[bytes]) -> list[JobRecord]:
         if not ids:
