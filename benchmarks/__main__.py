@@ -19,6 +19,7 @@ BENCHMARKS = (
     "packing",
     "overhead",
     "service",
+    "queue",
     "mixed",
     "autograd",
     "per-sample",
@@ -42,6 +43,8 @@ def main(arguments: list[str]) -> int:
         sections.append(_overhead())
     if args.benchmark in (None, "service"):
         sections.append(_service(args))
+    if args.benchmark in (None, "queue"):
+        sections.append(_queue(args))
     if args.benchmark in (None, "mixed"):
         sections.append(_mixed(args))
     if args.benchmark in (None, "autograd"):
@@ -121,6 +124,12 @@ def _service(args: argparse.Namespace) -> str:
     return service_section(measure_service(plan))
 
 
+def _queue(args: argparse.Namespace) -> str:
+    from benchmarks.queue import measure_queue, queue_section
+
+    return queue_section(measure_queue(args.queued))
+
+
 def _mixed(args: argparse.Namespace) -> str:
     from benchmarks.mixed import MixedPlan, measure_mixed, mixed_section
 
@@ -168,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--service-pairs", type=int, default=128, help="for the service: 10 s or more [128]"
     )
+    parser.add_argument("--queued", type=int, default=20_000, help="jobs that wait [20000]")
     parser.add_argument(
         "--autograd-pairs", type=int, default=64, help="for remote autograd: 5 s or more [64]"
     )

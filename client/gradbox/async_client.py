@@ -129,8 +129,8 @@ class AsyncGradClient:
     async def jobs(
         self, *, state: JobState | str | None = None, limit: int | None = None
     ) -> list[AsyncJob]:
-        """Return one's own jobs, newest first."""
-        found = await self._calls.run(self._client.jobs, state=state, limit=limit)
+        """Return one's own jobs, newest first: all of them, or at most `limit`."""
+        found = await self._calls.run(lambda: list(self._client.jobs(state=state, limit=limit)))
         return [AsyncJob(job, self._calls) for job in found]
 
     async def models(self) -> list[ModelView]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from gradbox.remote.model import RemoteModel
 
 RELOAD_POLL_S: Final = 0.2
+# The most jobs that a box lists in one answer.
+PAGE: Final = 500
 
 
 class GradClient:
@@ -118,16 +120,38 @@ class GradClient:
         state: JobState | str | None = None,
         limit: int | None = None,
         everybodys: bool = False,
-    ) -> list[Job]:
-        """Return one's own jobs, newest first, or those of all users.
+    ) -> Iterator[Job]:
+        """Iterate over one's own jobs, or those of all users, newest first.
+
+        Jobs are fetched in pages as the iteration goes on, the first page at once. One that is
+        submitted meanwhile is not among them, and none comes twice.
+
+        Args:
+            state: only jobs that are in it.
+            limit: at most so many; all if None.
 
         Raises:
             OwnerOnly: everybody's jobs were asked for, and the token is not the box's owner's.
         """
-        asked = {"state": state, "limit": limit, "all": "true" if everybodys else None}
-        query = httpx.QueryParams({k: v for k, v in asked.items() if v is not None})
-        answer = self._connection.request("GET", f"/v1/jobs?{query}" if query else "/v1/jobs")
-        return [self._handle(view) for view in parsed(JobList, answer).jobs]
+        asked = {"state": state, "all": "true" if everybodys else None}
+
+        def fetch(cursor: str | None, num_wanted: int | None) -> JobList:
+            page = None if num_wanted is None else min(num_wanted, PAGE)
+            query = asked | {"limit": page, "cursor": cursor}
+            given = httpx.QueryParams({k: v for k, v in query.items() if v is not None})
+            path = f"/v1/jobs?{given}" if given else "/v1/jobs"
+            return parsed(JobList, self._connection.request("GET", path))
+
+        def jobs(page: JobList) -> Iterator[Job]:
+            left = limit
+            while True:
+                yield from (self._handle(view) for view in page.jobs)
+                left = None if left is None else left - len(page.jobs)
+                if page.next is None or (left is not None and left <= 0):
+                    return
+                page = fetch(page.next, left)
+
+        return jobs(fetch(None, limit))
 
     def models(self) -> list[ModelView]:
         """Return the registered models with their parameters, entry points and versions.

@@ -7,8 +7,14 @@ line of a log.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
+from datetime import UTC, datetime
+from typing import Any, Final
+
+FORMAT_VARIABLE: Final = "GRADBOX_LOG_FORMAT"
 
 
 def printable(text: object, *, lines: bool = False) -> str:
@@ -44,14 +50,36 @@ class PrintableFormatter(logging.Formatter):
         return "\n".join(f"    {line}" for line in lines)
 
 
+class JsonFormatter(logging.Formatter):
+    """Writes each message as one line of JSON, with the `fields` that it was logged with."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": record.process,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
 def log_to_stderr(process: str = "") -> None:
     """Send the log of the whole process to standard error, one line a message.
+
+    Lines are JSON where GRADBOX_LOG_FORMAT=json is in the environment.
 
     Args:
         process: what stands before the logger's name, as `logging` formats it.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        PrintableFormatter(f"%(asctime)s %(levelname)s {process}%(name)s: %(message)s")
-    )
+    if os.environ.get(FORMAT_VARIABLE, "") == "json":
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(
+            PrintableFormatter(f"%(asctime)s %(levelname)s {process}%(name)s: %(message)s")
+        )
     logging.basicConfig(level=logging.INFO, handlers=[handler])

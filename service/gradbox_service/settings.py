@@ -82,6 +82,8 @@ class Settings(BaseSettings):
     """requests a second that one token may send; four times as many at once"""
     max_queued_jobs: Count = 1000
     """jobs of one user that may wait or run"""
+    share_half_life_s: Annotated[float, Field(ge=60, allow_inf_nan=False)] = 6 * 3600.0
+    """when a used device second counts half in whose turn it is"""
     max_event_streams: Count = 200
     """event streams that one user may have open"""
     max_timeout_s: Seconds = 24 * 3600.0

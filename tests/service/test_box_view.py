@@ -14,7 +14,7 @@ from safetensors.numpy import save
 from gradbox.protocol import BoxChange, BoxView, DeviceMemory, UsageView
 from gradbox_service.dashboard.news import News
 from gradbox_service.dashboard.picture import MAX_WAITING
-from gradbox_service.jobs import WorkerPresence
+from gradbox_service.jobs import Place, WorkerPresence
 from tests.service.boxes import (
     MODEL,
     a_record,
@@ -94,7 +94,7 @@ def test_nobody_sees_anything_without_a_token(memory_box: Box) -> None:
 def test_what_runs_stands_before_what_waits(box: Box) -> None:
     first, second, third = (submit(box.client, seed=seed) for seed in range(3))
     begin(box.backing.records, second)
-    box.backing.records.place([first, third])
+    box.backing.records.place({first: Place(1), third: Place(2)})
     view = seen(box.client)
     assert [(job.id, job.position) for job in view.jobs] == [(second, None), (first, 1), (third, 2)]
     assert (view.num_running, view.num_queued) == (1, 2)
@@ -174,7 +174,7 @@ def test_many_jobs_come_in_small_changes(box: Box) -> None:
     ids = [f"job{number:04}" for number in range(300)]
     for job_id in ids:
         box.backing.records.create(a_record(job_id, name="n" * 60), spec=a_spec())
-    box.backing.records.place(ids)
+    box.backing.records.place({job: Place(n) for n, job in enumerate(ids, start=1)})
     shown: set[str] = set()
 
     def all_shown() -> bool:

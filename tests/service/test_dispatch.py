@@ -12,7 +12,8 @@ from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord, MemoryTurns, Records
 from gradbox_service.queue.dispatch import TICK_S, Dispatcher
 from gradbox_service.queue.leadership import RedisLeadership
-from gradbox_service.queue.order import fair_order
+from gradbox_service.queue.shares import Shares
+from gradbox_service.queue.waiting import Waiting
 from tests.service.boxes import a_record, a_spec, announce, begin
 
 
@@ -29,6 +30,10 @@ def waiting(box: Backing) -> list[str]:
     return [turn.job_id for turn in box.turns.waiting()]
 
 
+def positions(box: Backing) -> dict[str, int]:
+    return {job_id: place.position for job_id, place in box.records.places().items()}
+
+
 def take_turns(box: Backing) -> None:
     """Empty the list as workers do that die before they begin anything."""
     if isinstance(box.turns, MemoryTurns):
@@ -38,8 +43,14 @@ def take_turns(box: Backing) -> None:
         box.turns._queue.empty()  # type: ignore[attr-defined]
 
 
-def ordered(*records: JobRecord, held: dict[str, int] | None = None) -> list[str]:
-    return [record.id for record in fair_order(records, held=held or {})]
+def ordered(*records: JobRecord, held: dict[str, float] | None = None) -> list[str]:
+    shares = Shares(half_life_s=3600.0)
+    for owner, seconds in (held or {}).items():
+        shares.charge(owner, seconds, at_s=0.0)
+    queued = Waiting(shares.key)
+    for record in records:
+        queued.add(record)
+    return [record.id for record in queued.ranked(lambda _: 1.0)]
 
 
 def test_priority_goes_before_age() -> None:
@@ -53,7 +64,7 @@ def test_owners_take_turns_whatever_one_of_them_posts() -> None:
     assert ordered(*many, *few) == ["ann0", "bob0", "ann1", "bob1", "ann2"]
 
 
-def test_who_holds_fewer_goes_first() -> None:
+def test_who_used_less_goes_first() -> None:
     ann, bob = a_record("ann0", created_s=1.0), a_record("bob0", owner="bob", created_s=2.0)
     assert ordered(ann, bob, held={"ann": 1}) == ["bob0", "ann0"]
 
@@ -74,7 +85,7 @@ def test_the_list_is_as_long_as_there_are_idle_workers(backing: Backing) -> None
     assert waiting(backing) == ["a", "b"]
     dispatcher.tick()
     assert waiting(backing) == ["a", "b"]
-    assert backing.records.positions() == {"a": 1, "b": 2, "c": 3}
+    assert positions(backing) == {"a": 1, "b": 2, "c": 3}
 
 
 def test_one_turn_waits_even_when_no_worker_is_idle(backing: Backing) -> None:

@@ -10,7 +10,7 @@ from gradbox_service.backing import Backing
 from gradbox_service.queue.dispatch import Dispatcher
 from tests.service.boxes import announce, begin, submit
 from tests.service.conftest import Box, client_with
-from tests.service.test_dispatch import queue, waiting
+from tests.service.test_dispatch import positions, queue, waiting
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_paused_box_hands_out_nothing_until_it_is_resumed(backing: Backing) ->
         backing.operation.set(OperationView(mode=mode))
         dispatcher.tick()
         assert waiting(backing) == []
-        assert backing.records.positions() == {"a": 1, "b": 2}
+        assert positions(backing) == {"a": 1, "b": 2}
     backing.operation.set(OperationView())
     dispatcher.tick()
     assert waiting(backing) == ["a", "b"]

@@ -16,7 +16,7 @@ from redis.client import Pipeline
 from gradbox.errors import IdempotencyConflict
 from gradbox.protocol import JobState, JobView, ProgressView
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, Records, RedisRecords
+from gradbox_service.jobs import JobRecord, Mark, Place, Records, RedisRecords
 from tests.service.boxes import a_record, a_spec, advance, begin
 
 
@@ -221,18 +221,51 @@ def test_changes_wait_for_what_comes(records: Records) -> None:
     assert (cursor_after, list(changes)) == (cursor, [])
 
 
-def test_places_are_kept_and_told_once(records: Records) -> None:
+def test_places_are_kept_and_told_to_those_who_follow(records: Records) -> None:
     for job_id in ("a", "b"):
         records.create(a_record(job_id), spec=a_spec())
-    records.place(["b", "a"])
-    assert records.positions() == {"b": 1, "a": 2}
-    told = len(records.events("a"))
-    assert JobView.model_validate_json(records.events("a")[-1].data).queue_position == 2
-    records.place(["b", "a"])
-    assert len(records.events("a")) == told
+    last = Place(2, {"ann": 1}, 3.5)
+    records.place({"b": Place(1), "a": last}, told=["a"])
+    assert records.places() == {"b": Place(1), "a": last}
+    assert records.places(["a", "nope"]) == {"a": last}
+    view = JobView.model_validate_json(records.events("a")[-1].data)
+    assert (view.queue_position, view.waiting_for, view.seconds_left) == (2, {"ann": 1}, 3.5)
+    assert len(records.events("b")) == 1
     begin(records, "b")
-    records.place(["a"])
-    assert records.positions() == {"a": 1}
-    assert JobView.model_validate_json(records.events("a")[-1].data).queue_position == 1
-    records.place([])
-    assert records.positions() == {}
+    assert records.places() == {"a": last}
+    records.place({})
+    assert records.places() == {}
+
+
+def test_a_job_is_followed_for_a_while(records: Records) -> None:
+    records.follow(["a"], for_s=60.0)
+    records.follow(["b"], for_s=0.01)
+    time.sleep(0.05)
+    assert set(records.followed()) == {"a"}
+
+
+def test_jobs_come_in_pages_whatever_goes_meanwhile(records: Records) -> None:
+    for number in range(5):  # two of one time
+        record = a_record(f"job{number}", created_s=float(number // 2))
+        records.create(record, spec=a_spec())
+    first = records.owned("ann", limit=2)
+    assert [record.id for record in first] == ["job4", "job3"]
+    records.update("job3", partial(JobRecord.request_cancel, now_s=9.0))
+    records.forget("job3")
+    after = Mark(first[-1].created_s, first[-1].id)
+    assert [record.id for record in records.owned("ann", after=after)] == ["job2", "job1", "job0"]
+
+
+def test_jobs_are_listed_and_counted_by_state(records: Records) -> None:
+    for job_id in ("a", "b", "c"):
+        records.create(a_record(job_id), spec=a_spec())
+    begin(records, "a")
+    records.update("b", partial(JobRecord.request_cancel, now_s=9.0))
+    found = {s: [r.id for r in records.owned("ann", state=s)] for s in JobState}
+    assert {state: ids for state, ids in found.items() if ids} == {
+        JobState.RUNNING: ["a"],
+        JobState.CANCELLED: ["b"],
+        JobState.QUEUED: ["c"],
+    }
+    assert records.num_active("ann") == 2
+    assert set(records.active_ids()) == {"a", "c"}

@@ -53,7 +53,7 @@ def complete_job(ctx: typer.Context, args: list[str], incomplete: str) -> list[t
     """Return the ids that begin so, each with what tells the job from others."""
     try:
         with GradClient(timeout_s=COMPLETION_TIMEOUT_S, retry=Retry(patience_s=0)) as client:
-            views = [job.view for job in client.jobs()]
+            views = [job.view for job in client.jobs(limit=LOOKED_THROUGH)]
     except GradboxError:
         return []
     shown = [(view.id[:SHOWN_LENGTH], view) for view in views if view.id.startswith(incomplete)]

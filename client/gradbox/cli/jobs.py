@@ -36,13 +36,13 @@ def list_jobs(
         bool, typer.Option("--all", help="everybody's; for the box's owner")
     ] = False,
     state: Annotated[JobState | None, typer.Option(help="only these")] = None,
-    limit: Annotated[int | None, typer.Option(metavar="N", help="at most so many")] = None,
+    limit: Annotated[int, typer.Option(metavar="N", help="at most so many")] = 100,
     json: AsJson = False,
 ) -> int:
     """Print one line for each job."""
     with GradClient() as client:
         jobs = client.jobs(state=state, limit=limit, everybodys=everybodys)
-    views = [job.view for job in jobs]
+        views = [job.view for job in jobs]
     if json:
         _say_views(views)
     elif views:

@@ -82,7 +82,7 @@ def _until_nothing_runs(*, quiet: bool) -> None:
     with GradClient(retry=Retry(patience_s=0)) as client:
         while True:
             try:
-                running = client.jobs(state=JobState.RUNNING, everybodys=True)
+                running = list(client.jobs(state=JobState.RUNNING, everybodys=True))
             except ServiceUnavailable:  # `gradbox up` ends by itself then
                 break
             ids = [job.id for job in running]

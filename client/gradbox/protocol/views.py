@@ -52,6 +52,9 @@ class ResultView(View):
 class JobView(View):
     """One job. Times are seconds since 1970, UTC. `progress` is complete where it is done.
 
+    Of a queued job, `queue_position` is 1 for the next one, `waiting_for` says how many jobs of
+    which owners run or come before it (the owners with most of them), and `seconds_left` guesses
+    how long it will wait. They are there within a second of asking for the first time.
     `hold` says why no waiting job is handed to a worker: the box's owner paused or drains it.
     """
 
@@ -67,6 +70,8 @@ class JobView(View):
     finished_s: float | None = None
     attempts: int = 0
     queue_position: int | None = None
+    waiting_for: dict[str, int] | None = None
+    seconds_left: float | None = None
     hold: str | None = None
     progress: ProgressView | None = None
     cancel_requested: bool = False
@@ -98,9 +103,10 @@ class JobView(View):
 
 
 class JobList(View):
-    """Jobs, newest first."""
+    """Jobs, newest first. `next` is the cursor of the page that follows; None on the last one."""
 
     jobs: list[JobView]
+    next: str | None = None
 
 
 class ParameterView(View):

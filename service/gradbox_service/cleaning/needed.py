@@ -20,7 +20,7 @@ class Needed:
 
     def names(self) -> frozenset[str]:
         """Return the digests of blobs and the ids of jobs whose results are needed now."""
-        active = [record.id for record in self._records.active()]
+        active = self._records.active_ids()
         self._of_job = {job_id: self._of(job_id) for job_id in active}
         return frozenset().union(*self._of_job.values())
 

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Final
 
 from gradbox.protocol import BoxJob, BoxModel, BoxView, CallerView, DeviceView, JobState, ModelView
-from gradbox_service.jobs import JobRecord, WorkerPresence
+from gradbox_service.jobs import JobRecord, Place, WorkerPresence
 from gradbox_service.jobs.fleet import offered_versions, unusable_models
 from gradbox_service.jobs.usage import MINUTE_S, BusyByWorker
 from gradbox_service.tokens import TokenInfo
@@ -57,14 +57,15 @@ def key_of(job_id: str) -> str:
     return hashlib.sha256(job_id.encode()).hexdigest()[:KEY_LENGTH]
 
 
-def jobs_shown(active: Iterable[JobRecord], positions: Mapping[str, int]) -> list[BoxJob]:
+def jobs_shown(active: Iterable[JobRecord], places: Mapping[str, Place]) -> list[BoxJob]:
     """Return the jobs that run, oldest attempt first, and then the first of those that wait."""
     running: list[JobRecord] = []
     waiting: list[JobRecord] = []
     for record in active:
         (waiting if record.state is JobState.QUEUED else running).append(record)
     running.sort(key=lambda record: (record.started_s or 0.0, record.id))
-    last = len(positions) + 1
+    positions = {job_id: place.position for job_id, place in places.items()}
+    last = max(positions.values(), default=0) + 1
     waiting.sort(key=lambda r: (positions.get(r.id, last), r.created_s, r.id))
     return [_job(record) for record in running] + [
         _job(record, position=position)

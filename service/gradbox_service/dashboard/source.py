@@ -48,7 +48,7 @@ class Source:
             now_s=now_s,
             num_running=len(running),
             num_queued=len(self._active) - len(running),
-            jobs=jobs_shown(self._active.values(), self._box.records.positions()),
+            jobs=jobs_shown(self._active.values(), self._box.records.places()),
             devices=devices_shown(workers, self._busy_ms(running, now_s), now_s=now_s),
             models=models_shown(workers, self._model_views(workers)),
             token_ids=self._token_ids,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -26,6 +27,7 @@ from gradbox_service.http.routes import (
     events,
     jobs,
     losses,
+    metrics,
     models,
     operation,
     probes,
@@ -35,6 +37,9 @@ from gradbox_service.http.routes import (
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.settings import Settings
 from gradbox_service.store.files import make_folder
+from gradbox_service.watching.metrics import Metrics
+from gradbox_service.watching.requests import RequestWatch
+from gradbox_service.watching.scrape import BoxCollector
 
 DESCRIPTION = "Exact gradients of large pretrained PyTorch models, computed on this box."
 
@@ -63,12 +68,19 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.state.backing = stands_on
     app.state.board = Board(stands_on)
     app.state.hub = Hub(stands_on.records, also_tell=app.state.board.note)
+    app.state.metrics = Metrics()
     app.state.dispatcher = Dispatcher(
         stands_on.records,
         stands_on.turns,
         stands_on.fleet,
         stands_on.leadership,
         operation=stands_on.operation,
+        usage=stands_on.usage,
+        half_life_s=settings.share_half_life_s,
+        ended=app.state.metrics.job_ended,
+    )
+    app.state.metrics.registry.register(
+        BoxCollector(stands_on, app.state.dispatcher, clock=time.time)
     )
     app.state.cleaner = Cleaner(
         settings,
@@ -85,9 +97,11 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         allowance=Allowance(settings.requests_per_s),
         requests_per_s=settings.requests_per_s,
     )
+    app.add_middleware(RequestWatch, metrics=app.state.metrics)
     app.add_middleware(RequestIds)  # the outermost: it gives refusals an id too
     problems.install(app)
-    for module in (blobs, jobs, events, results, losses, models, box, operation, session, probes):
+    nouns = (blobs, jobs, events, results, losses, models, box, operation, session, probes, metrics)
+    for module in nouns:
         app.include_router(module.router)
     app.include_router(pages.router())
     app.openapi = partial(openapi.describe, app)  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import anyio.to_thread
 import redis
 
+from gradbox.protocol import JobState
 from gradbox_service.jobs import Change, Event, Records
 from gradbox_service.repeating_thread import RepeatingThread
 
@@ -101,6 +102,8 @@ class Hub(RepeatingThread):
         try:
             # In this order: a job that has ended has written its last event.
             record = self._records.get(job_id)
+            if record is not None and record.state is JobState.QUEUED:
+                self._records.follow([job_id])
             return record is None or record.state.final, self._records.events(job_id, after=after)
         except redis.RedisError as error:
             log.warning("events of job %s cannot be read (%s); trying again", job_id, error)

@@ -2,9 +2,10 @@
 
 Each has a protocol, an implementation on Redis and a twin in memory. To read in this order:
 
-    record                          one job, and how it may change
+    record, place                   one job, how it may change, and where it stands while it waits
     records, events                 the protocol of the store; what a change says to watchers
     redis_records, redis_changes    the store on Redis; how one change is written
+    redis_places                    its part about where queued jobs stand
     damaged                         what becomes of a record that cannot be read
     memory_records                  the twin
     usage                           what each owner used, charged once as an attempt ends
@@ -16,8 +17,9 @@ Each has a protocol, an implementation on Redis and a twin in memory. To read in
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.fleet import Fleet, MemoryFleet, RedisFleet, WorkerPresence
 from gradbox_service.jobs.memory_records import MemoryRecords
+from gradbox_service.jobs.place import Place
 from gradbox_service.jobs.record import JobRecord, Transition
-from gradbox_service.jobs.records import Change, Event, Records
+from gradbox_service.jobs.records import Change, Event, Mark, Records
 from gradbox_service.jobs.redis_records import RedisRecords
 from gradbox_service.jobs.turns import QUEUE, SERIALIZER, TASK, MemoryTurns, RqTurns, Turn, Turns
 from gradbox_service.jobs.usage import MemoryUsage, RedisUsage, Usage, Used
@@ -30,10 +32,12 @@ __all__ = [
     "Event",
     "Fleet",
     "JobRecord",
+    "Mark",
     "MemoryFleet",
     "MemoryRecords",
     "MemoryTurns",
     "MemoryUsage",
+    "Place",
     "Records",
     "RedisFleet",
     "RedisRecords",

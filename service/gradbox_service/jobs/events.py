@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gradbox_service.jobs.place import Place
 from gradbox_service.jobs.record import JobRecord
 from gradbox_service.jobs.records import Event
 
@@ -15,9 +16,9 @@ def event_of(before: JobRecord | None, after: JobRecord) -> Event:
     return state_event(after)
 
 
-def state_event(record: JobRecord, *, queue_position: int | None = None) -> Event:
+def state_event(record: JobRecord, *, place: Place | None = None) -> Event:
     """Return the event that tells a job's state, without its id."""
-    view = record.view(queue_position=queue_position)
+    view = record.view(place=place)
     return Event("", "state", view.model_dump_json(), record.state.final)
 
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from gradbox.protocol import JobSpec, JobState
 from gradbox_service.jobs.events import event_of, parse_id, state_event
+from gradbox_service.jobs.place import Place
 from gradbox_service.jobs.record import JobRecord, Transition
-from gradbox_service.jobs.records import MAX_EVENTS, Change, Event, Memory, check_same_spec
+from gradbox_service.jobs.records import (
+    FOLLOWED_S,
+    MAX_EVENTS,
+    Change,
+    Event,
+    Mark,
+    Memory,
+    check_same_spec,
+)
 from gradbox_service.jobs.usage import MemoryUsage, charge_of
 
 
@@ -25,7 +34,8 @@ class MemoryRecords:
         self._posted: dict[tuple[str, str], tuple[str, str]] = {}
         self._events: dict[str, deque[Event]] = {}
         self._leases: dict[tuple[str, int], float] = {}
-        self._order: dict[str, int] = {}
+        self._places: dict[str, Place] = {}
+        self._followed: dict[str, float] = {}
         self._changes: list[Change] = []
         self._ticks = 0
         self._changed = threading.Condition()
@@ -64,8 +74,17 @@ class MemoryRecords:
         with self._changed:
             return self._specs.get(job_id)
 
+    def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
+        with self._changed:
+            return [self._records[job_id] for job_id in job_ids if job_id in self._records]
+
     def owned(
-        self, owner: str, *, state: JobState | None = None, limit: int = 100
+        self,
+        owner: str,
+        *,
+        state: JobState | None = None,
+        limit: int = 100,
+        after: Mark | None = None,
     ) -> Sequence[JobRecord]:
         with self._changed:
             found = [
@@ -74,6 +93,8 @@ class MemoryRecords:
                 if record.owner == owner and state in (None, record.state)
             ]
         found.sort(key=lambda record: (record.created_s, record.id), reverse=True)
+        if after is not None:
+            found = [record for record in found if (record.created_s, record.id) < after]
         return found[:limit]
 
     def owners(self) -> Sequence[str]:
@@ -87,6 +108,9 @@ class MemoryRecords:
         with self._changed:
             found = [record for record in self._records.values() if not record.state.final]
         return sorted(found, key=lambda record: (record.created_s, record.id))
+
+    def active_ids(self) -> Sequence[str]:
+        return [record.id for record in self.active()]
 
     def update(
         self, job_id: str, transition: Transition, *, lease_s: float | None = None
@@ -127,21 +151,29 @@ class MemoryRecords:
         with self._changed:
             self._ring(Change("", "wake"))
 
-    def place(self, order: Sequence[str]) -> None:
+    def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> None:
         with self._changed:
-            before = self._order
-            self._order = {job_id: position for position, job_id in enumerate(order, start=1)}
-            for job_id, position in self._order.items():
+            self._followed.update(dict.fromkeys(job_ids, time.monotonic() + for_s))
+
+    def followed(self) -> Collection[str]:
+        with self._changed:
+            now = time.monotonic()
+            self._followed = {job: until for job, until in self._followed.items() if now < until}
+            return set(self._followed)
+
+    def place(self, places: Mapping[str, Place], *, told: Collection[str] = ()) -> None:
+        with self._changed:
+            self._places = dict(places)
+            for job_id in told:
                 record = self._records.get(job_id)
-                if record is None or record.state is not JobState.QUEUED:
-                    continue
-                if before.get(job_id) != position:
-                    self._tell(job_id, state_event(record, queue_position=position))
+                if record is not None and record.state is JobState.QUEUED:
+                    self._tell(job_id, state_event(record, place=places[job_id]))
                     self._ring(Change(job_id, "position"))
 
-    def positions(self) -> Mapping[str, int]:
+    def places(self, job_ids: Sequence[str] | None = None) -> Mapping[str, Place]:
         with self._changed:
-            return dict(self._order)
+            ids = list(self._places) if job_ids is None else job_ids
+            return {job_id: self._places[job_id] for job_id in ids if job_id in self._places}
 
     def ended(self, *, before_s: float, limit: int) -> Sequence[str]:
         with self._changed:
@@ -178,7 +210,7 @@ class MemoryRecords:
     def _write(self, before: JobRecord | None, after: JobRecord) -> None:
         self._records[after.id] = after
         if after.state is not JobState.QUEUED:
-            self._order.pop(after.id, None)
+            self._places.pop(after.id, None)
         charge = charge_of(before, after, now_s=time.time())
         if charge is not None:
             self.usage.add(charge)

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from gradbox.errors import WorkerLost
 from gradbox.protocol import JobState, JobView, Problem, ProgressView, ResultView
+from gradbox_service.jobs.place import Place
 
 MAX_ATTEMPTS = 3
 VERSION = 1
@@ -182,8 +183,10 @@ class JobRecord:
         """Tell whether `attempt` is the one that runs now."""
         return self.state is JobState.RUNNING and self.attempt == attempt
 
-    def view(self, *, queue_position: int | None = None) -> JobView:
-        """Return what the wire says of this job."""
+    def view(self, *, place: Place | None = None) -> JobView:
+        """Return what the wire says of this job, with its place if it waits."""
+        if self.state is not JobState.QUEUED:
+            place = None
         return JobView(
             id=self.id,
             state=self.state,
@@ -196,7 +199,9 @@ class JobRecord:
             started_s=self.started_s,
             finished_s=self.finished_s,
             attempts=self.attempt,
-            queue_position=queue_position if self.state is JobState.QUEUED else None,
+            queue_position=None if place is None else place.position,
+            waiting_for=None if place is None else dict(place.waiting_for),
+            seconds_left=None if place is None else place.seconds_left,
             progress=self.progress,
             cancel_requested=self.cancel_requested,
             worker=self.worker,

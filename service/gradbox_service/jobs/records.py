@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from gradbox.errors import IdempotencyConflict
 from gradbox.protocol import JobSpec, JobState
+from gradbox_service.jobs.place import Place
 from gradbox_service.jobs.record import JobRecord, Transition
 
 # An idempotency key is remembered this long.
@@ -15,6 +16,8 @@ KEY_LIFETIME_S = 7 * 24 * 3600
 # A job's stream keeps about this many events. A reader that missed older ones misses nothing: the
 # newest state is always among the kept.
 MAX_EVENTS = 1000
+# Who looks at a queued job follows it for so long; a listener says so again before.
+FOLLOWED_S: Final = 15.0
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,19 @@ class Event:
 class Change:
     """Says that something about a job is new; what it is stands in the job's own stream.
 
-    Two are about no job: `worker`, that one announced something, and `wake`, which ends every wait.
+    Three are about no job: `worker`, that one announced something, `wake`, which ends every wait,
+    and `missed`, that changes were trimmed before this reader came to them.
     """
 
     job_id: str
-    kind: Literal["state", "progress", "position", "worker", "wake"]
+    kind: Literal["state", "progress", "position", "worker", "wake", "missed"]
+
+
+class Mark(NamedTuple):
+    """A point in a list of jobs that is ordered by creation; it stays good when jobs go."""
+
+    created_s: float
+    job_id: str
 
 
 @dataclass(frozen=True)
@@ -80,19 +91,30 @@ class Records(Protocol):
     def spec(self, job_id: str) -> JobSpec | None:
         """Return what was posted, or None if there is no such job."""
 
+    def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
+        """Return the records that there are of these jobs."""
+
     def owned(
-        self, owner: str, *, state: JobState | None = None, limit: int = 100
+        self,
+        owner: str,
+        *,
+        state: JobState | None = None,
+        limit: int = 100,
+        after: Mark | None = None,
     ) -> Sequence[JobRecord]:
-        """Return an owner's jobs, newest first."""
+        """Return an owner's jobs, newest first; only those behind `after` if it is given."""
 
     def owners(self) -> Sequence[str]:
-        """Return everybody who has a job here, by name; looks at every key of the store."""
+        """Return everybody who ever had a job here, by name."""
 
     def num_active(self, owner: str) -> int:
         """Return how many of an owner's jobs are queued or running."""
 
     def active(self) -> Sequence[JobRecord]:
         """Return every queued and running job, oldest first."""
+
+    def active_ids(self) -> Sequence[str]:
+        """Return the ids of every queued and running job, oldest first."""
 
     def update(
         self, job_id: str, transition: Transition, *, lease_s: float | None = None
@@ -125,17 +147,24 @@ class Records(Protocol):
         """Wait for changes of any job behind the cursor `after`; None means from now on.
 
         Returns:
-            The next cursor, and the changes; none if `wait_s` went by without one.
+            The next cursor, and the changes; none if `wait_s` went by without one. One of kind
+            `missed` comes first if some were trimmed unread.
         """
 
     def wake(self) -> None:
         """End the present wait of everyone in `changes`."""
 
-    def place(self, order: Sequence[str]) -> None:
-        """Store the order in which queued jobs will run, and tell those whose position is new."""
+    def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> None:
+        """Ask that these queued jobs be told their places, for the next `for_s` seconds."""
 
-    def positions(self) -> Mapping[str, int]:
-        """Return the position of every queued job that has one; 1 is next."""
+    def followed(self) -> Collection[str]:
+        """Return the jobs that somebody follows."""
+
+    def place(self, places: Mapping[str, Place], *, told: Collection[str] = ()) -> None:
+        """Store where queued jobs stand, in place of what was stored, and tell some of them."""
+
+    def places(self, job_ids: Sequence[str] | None = None) -> Mapping[str, Place]:
+        """Return the places that are stored: of these jobs, or all."""
 
     def ended(self, *, before_s: float, limit: int) -> Sequence[str]:
         """Return the ids of jobs that ended before a time, oldest first."""

@@ -11,11 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import redis
 from redis.client import Pipeline
 
 from gradbox.protocol import JobState
 from gradbox_service.jobs import usage
-from gradbox_service.jobs.events import event_of, state_event
+from gradbox_service.jobs.events import event_of, parse_id, state_event
+from gradbox_service.jobs.place import Place
 from gradbox_service.jobs.record import JobRecord
 from gradbox_service.jobs.records import MAX_EVENTS, Change, Event
 
@@ -26,7 +28,9 @@ Entry = tuple[bytes, dict[bytes, bytes]]
 
 ACTIVE = "gradbox:active"
 ENDED = "gradbox:ended"
-ORDER = "gradbox:order"
+PLACES = "gradbox:places"
+FOLLOWED = "gradbox:followed"
+OWNERS = "gradbox:owners"
 CHANGES = "gradbox:changes"
 RESULT_BYTES = "gradbox:result-bytes"
 MAX_CHANGES = 10_000
@@ -40,8 +44,12 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
         pipe.zadd(ENDED, {after.id: after.finished_s or after.created_s})
     else:
         pipe.zadd(ACTIVE, {after.id: after.created_s})
-    if after.state is not JobState.QUEUED:
-        pipe.zrem(ORDER, after.id)
+    if before is None or before.state is not after.state:
+        if before is not None:
+            pipe.zrem(state_key(before.owner, before.state), after.id)
+        pipe.zadd(state_key(after.owner, after.state), {after.id: after.created_s})
+        if after.state is not JobState.QUEUED:
+            pipe.hdel(PLACES, after.id)
     count_result(pipe, after.owner, after.result_bytes - (before.result_bytes if before else 0))
     charge = usage.charge_of(before, after, now_s=time.time())
     if charge is not None:
@@ -54,7 +62,8 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
 def erase(pipe: Pipeline, record: JobRecord) -> None:
     """Remove all that is stored of a job."""
     pipe.delete(job_key(record.id), spec_key(record.id), events_key(record.id))
-    for index in (ACTIVE, ENDED, ORDER, owner_key(record.owner)):
+    pipe.hdel(PLACES, record.id)
+    for index in (ACTIVE, ENDED, owner_key(record.owner), state_key(record.owner, record.state)):
         pipe.zrem(index, record.id)
     count_result(pipe, record.owner, -record.result_bytes)
 
@@ -65,13 +74,13 @@ def count_result(pipe: Pipeline, owner: str, num_bytes: int) -> None:
         pipe.hincrby(RESULT_BYTES, owner, num_bytes)
 
 
-def place(pipe: Pipeline, positions: Mapping[str, int], told: Sequence[JobRecord]) -> None:
-    """Store the order of queued jobs and tell some of them their position."""
-    pipe.delete(ORDER)
-    if positions:
-        pipe.zadd(ORDER, dict(positions))
+def place(pipe: Pipeline, places: Mapping[str, Place], told: Sequence[JobRecord]) -> None:
+    """Store where queued jobs stand, and tell some of them."""
+    pipe.delete(PLACES)
+    if places:
+        pipe.hset(PLACES, mapping={job_id: place.to_json() for job_id, place in places.items()})
     for record in told:
-        tell(pipe, record.id, state_event(record, queue_position=positions[record.id]))
+        tell(pipe, record.id, state_event(record, place=places[record.id]))
         ring(pipe, record.id, "position")
 
 
@@ -110,6 +119,12 @@ def change_in(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Change | None:
         return None
 
 
+def trimmed(connection: redis.Redis, cursor: str) -> bool:
+    """Tell whether the stream of changes no longer holds what came right after `cursor`."""
+    oldest = cast("list[Entry]", connection.xrange(CHANGES, count=1))
+    return bool(oldest) and parse_id(oldest[0][0].decode()) > parse_id(cursor)
+
+
 def job_key(job_id: str) -> str:
     return f"gradbox:job:{job_id}"
 
@@ -120,6 +135,10 @@ def spec_key(job_id: str) -> str:
 
 def events_key(job_id: str) -> str:
     return f"gradbox:events:{job_id}"
+
+
+def state_key(owner: str, state: JobState) -> str:
+    return f"gradbox:{state}:{owner}"
 
 
 def owner_key(owner: str) -> str:

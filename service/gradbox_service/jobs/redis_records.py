@@ -4,14 +4,17 @@
     gradbox:spec:ID            spec, JSON, as it was posted
     gradbox:events:ID          stream of the job's events
     gradbox:lease:ID:ATTEMPT   exists while the attempt's worker beats
+    gradbox:owners             set of the names of all who ever posted a job
     gradbox:owner:NAME         zset of job ids by creation
+    gradbox:STATE:NAME         the same of those in one state
     gradbox:active             zset of the ids of queued and running jobs by creation
     gradbox:ended              zset of the ids of all others by the time of their end
     gradbox:result-bytes       hash: owner → bytes of their results on disk
     gradbox:usage:HOUR         hash: what each owner used (see `usage`)
     gradbox:busy:MINUTE        hash: worker → milliseconds in which it held a job
     gradbox:set-aside          hash: job id → bytes that were no record (see `damaged`)
-    gradbox:order              zset of queued job ids by position
+    gradbox:places             hash: job id → where it stands, for the first and the followed
+    gradbox:followed           zset of the ids of followed jobs by when that ends
     gradbox:posted:OWNER:HASH  hash (job, digest) of an idempotency key
     gradbox:changes            stream of job ids, the doorbell for all readers
 
@@ -23,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -39,17 +42,19 @@ from gradbox_service.jobs.records import (
     KEY_LIFETIME_S,
     Change,
     Event,
+    Mark,
     Memory,
     check_same_spec,
 )
 from gradbox_service.jobs.redis_changes import job_key, owner_key, spec_key
+from gradbox_service.jobs.redis_places import RedisPlaces
 
-# Positions further back than this are stored, but nobody is told when they change.
-MAX_TOLD = 200
 PAGE = 200
+NEWEST_FIRST: Any = {"desc": True, "byscore": True, "num": PAGE}
+CHANGES_READ = 1000
 
 
-class RedisRecords:
+class RedisRecords(RedisPlaces):
     """Implements `Records` on a Redis of version 7.0 or newer, or a Valkey."""
 
     def __init__(self, connection: redis.Redis) -> None:
@@ -75,6 +80,7 @@ class RedisRecords:
                         pipe.hset(posted, mapping={"job": record.id, "digest": record.spec_digest})
                         pipe.expire(posted, KEY_LIFETIME_S)
                     pipe.set(spec_key(record.id), spec.model_dump_json())
+                    pipe.sadd(changes.OWNERS, record.owner)
                     pipe.zadd(owner_key(record.owner), {record.id: record.created_s})
                     changes.write(pipe, None, record)
                     pipe.execute()
@@ -96,30 +102,53 @@ class RedisRecords:
         text = cast(bytes | None, self._redis.get(spec_key(job_id)))
         return None if text is None else parse_spec(text)
 
+    def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
+        return self._many([job_id.encode() for job_id in job_ids])
+
     def owned(
-        self, owner: str, *, state: JobState | None = None, limit: int = 100
+        self,
+        owner: str,
+        *,
+        state: JobState | None = None,
+        limit: int = 100,
+        after: Mark | None = None,
     ) -> Sequence[JobRecord]:
+        key = owner_key(owner) if state is None else changes.state_key(owner, state)
         found: list[JobRecord] = []
         start = 0
+        newest, last = cast(Any, ("+inf" if after is None else after.created_s, "-inf"))
         while len(found) < limit:
-            ids = self._redis.zrevrange(owner_key(owner), start, start + PAGE - 1)
+            ids = self._redis.zrange(key, newest, last, offset=start, **NEWEST_FIRST)
             if not ids:
                 break
             start += PAGE
             records = self._many(cast("list[bytes]", ids))
-            found += [record for record in records if state in (None, record.state)]
+            found += [
+                record
+                for record in records
+                if state in (None, record.state)
+                and (after is None or (record.created_s, record.id) < after)
+            ]
         return found[:limit]
 
     def owners(self) -> Sequence[str]:
-        keys = cast("Iterable[bytes]", self._redis.scan_iter(match=owner_key("*"), count=1000))
-        return sorted({key.decode().removeprefix(owner_key("")) for key in keys})
+        names = cast("set[bytes]", self._redis.smembers(changes.OWNERS))
+        return sorted(name.decode() for name in names)
 
     def num_active(self, owner: str) -> int:
-        return self._redis.zintercard(2, [changes.ACTIVE, owner_key(owner)])
+        with self._redis.pipeline(transaction=False) as pipe:
+            for state in (JobState.QUEUED, JobState.RUNNING):
+                pipe.zcard(changes.state_key(owner, state))
+            return sum(cast("list[int]", pipe.execute()))
 
     def active(self) -> Sequence[JobRecord]:
         ids = cast("list[bytes]", self._redis.zrange(changes.ACTIVE, 0, -1))
-        return [record for record in self._many(ids) if not record.state.final]
+        pages = [ids[start : start + CHANGES_READ] for start in range(0, len(ids), CHANGES_READ)]
+        return [r for page in pages for r in self._many(page) if not r.state.final]
+
+    def active_ids(self) -> Sequence[str]:
+        ids = cast("list[bytes]", self._redis.zrange(changes.ACTIVE, 0, -1))
+        return [job_id.decode() for job_id in ids]
 
     def update(
         self, job_id: str, transition: Transition, *, lease_s: float | None = None
@@ -164,46 +193,21 @@ class RedisRecords:
         if after is None:
             newest = cast("list[changes.Entry]", self._redis.xrevrange(changes.CHANGES, count=1))
             return (newest[0][0].decode() if newest else "0-0"), ()
-        answer = self._redis.xread(
-            {changes.CHANGES: after}, count=1000, block=max(1, int(wait_s * 1000))
-        )
+        block = None if wait_s <= 0 else max(1, int(wait_s * 1000))
+        answer = self._redis.xread({changes.CHANGES: after}, count=CHANGES_READ, block=block)
         if not answer:
             return after, ()
         entries = cast("list[changes.Entry]", cast(Any, answer)[0][1])
         found = [changes.change_in(*entry) for entry in entries]
-        return entries[-1][0].decode(), [change for change in found if change is not None]
+        read = [change for change in found if change is not None]
+        if len(entries) == CHANGES_READ and changes.trimmed(self._redis, after):
+            read.insert(0, Change("", "missed"))
+        return entries[-1][0].decode(), read
 
     def wake(self) -> None:
         with self._redis.pipeline() as pipe:
             changes.ring(pipe, "", "wake")
             pipe.execute()
-
-    def place(self, order: Sequence[str]) -> None:
-        before = self.positions()
-        positions = {job_id: position for position, job_id in enumerate(order, start=1)}
-        told = [job_id for job_id in order[:MAX_TOLD] if before.get(job_id) != positions[job_id]]
-        if not told and len(before) == len(order):
-            return
-        while True:
-            with self._redis.pipeline() as pipe:
-                try:
-                    # A job that begins in between must not be said to wait.
-                    _watch(pipe, *(job_key(job_id) for job_id in told))
-                    records = self._many([job_id.encode() for job_id in told])
-                    pipe.multi()
-                    changes.place(
-                        pipe, positions, [r for r in records if r.state is JobState.QUEUED]
-                    )
-                    pipe.execute()
-                except redis.WatchError:
-                    continue
-                return
-
-    def positions(self) -> Mapping[str, int]:
-        pairs = cast(
-            "list[tuple[bytes, float]]", self._redis.zrange(changes.ORDER, 0, -1, withscores=True)
-        )
-        return {job_id.decode(): int(position) for job_id, position in pairs}
 
     def ended(self, *, before_s: float, limit: int) -> Sequence[str]:
         ids = self._redis.zrangebyscore(changes.ENDED, "-inf", f"({before_s}", start=0, num=limit)

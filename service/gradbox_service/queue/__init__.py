@@ -2,7 +2,10 @@
 
 To read in this order:
 
-    order         priority, then fair shares between owners, then age
-    dispatch      feeds turns from the records, and puts back what a lost worker held
+    shares        device seconds that each owner used, recent ones weighing more
+    waiting       queued jobs in their order: priority, then shares, then age
+    active_jobs   the queued and running jobs in memory, fed by the stream of changes
+    places        where those stand who are told, for whom they wait and about how long
+    dispatch      feeds turns from them, and puts back what a lost worker held
     leadership    the lock of the one service process that does so
 """

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import islice
 
 import redis
 
-from gradbox.protocol import JobState, OperationMode
-from gradbox_service.jobs import Fleet, JobRecord, Records, Turn, Turns
+from gradbox.protocol import OperationMode
+from gradbox_service.jobs import Fleet, JobRecord, Records, Turn, Turns, Usage, WorkerPresence
 from gradbox_service.jobs.operation import MemoryOperation, Operation
+from gradbox_service.queue.active_jobs import ActiveJobs
 from gradbox_service.queue.leadership import Leadership
-from gradbox_service.queue.order import fair_order
+from gradbox_service.queue.places import Places
 from gradbox_service.repeating_thread import RepeatingThread
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,13 @@ LEASE_GRACE_S = 1.0
 # A turn that has left the list is begun within milliseconds. After this long it is taken for lost.
 TURN_GRACE_S = 5.0
 LEADER_TTL_S = 5.0
+LEADER_RENEWAL_S = 1.0
+HALF_LIFE_S = 6 * 3600.0
+# A job whose model no worker has on its device lets others go before it: so many jobs, each among
+# the next so many, of owners who are at most so many device seconds behind it in line.
+MAX_PASSED_BY = 4
+LOOK_AHEAD = 8
+WARM_LEAD_S = 10.0
 # After Redis refused, workers beat again within half a second; until then no lease is judged.
 REFUSED_GRACE_S = 3.0
 # What no change announces (an expired lease, a lost turn) is noticed this fast.
@@ -47,32 +55,53 @@ class Dispatcher(RepeatingThread):
         leadership: Leadership,
         *,
         operation: Operation | None = None,
+        usage: Usage | None = None,
         turn_grace_s: float = TURN_GRACE_S,
+        half_life_s: float = HALF_LIFE_S,
+        clock: Callable[[], float] = time.time,
+        ended: Callable[[JobRecord], None] = lambda _: None,
     ) -> None:
+        """Hold no job yet.
+
+        Args:
+            usage: what owners used before this process led.
+            half_life_s: when a device second counts half.
+            clock: tells the time in which device seconds are counted.
+            ended: called once with every job that ends while this process leads.
+        """
         super().__init__("dispatcher")
+        self.jobs = ActiveJobs(records, usage, half_life_s=half_life_s, clock=clock, ended=ended)
+        self.leads = False
         self._records = records
         self._turns = turns
         self._fleet = fleet
         self._leadership = leadership
         self._operation = operation or MemoryOperation()
         self._turn_grace_s = turn_grace_s
-        self._cursor: str | None = None
-        # When the turn of each queued job was last seen, by the monotonic clock.
+        self._clock = clock
+        self._places = Places(records)
+        # When the turn of each fed job was last seen, by the monotonic clock.
         self._seen: dict[Turn, float] = {}
+        self._passed_by: dict[str, int] = {}
+        self._held_at = -LEADER_TTL_S
+        self._leases_read_at = -TICK_S
         # Until when leases may have run out because nobody could renew them, by the same clock.
         self._beats_late_until = 0.0
 
-    def tick(self) -> None:
-        """Act once: put back lost jobs, order what waits, feed what there is room for."""
-        if not self._leadership.hold(ttl_s=LEADER_TTL_S):
-            self._seen.clear()
+    def tick(self, *, leases: bool = True) -> None:
+        """Act once: put back lost jobs, feed what there is room for, tell places.
+
+        Args:
+            leases: whether to look for jobs whose lease has run out.
+        """
+        if not self._lead():
             return
-        active = self._records.active()
-        running = [record for record in active if record.state is JobState.RUNNING]
-        if time.monotonic() >= self._beats_late_until and self._put_back_lost(running):
-            active = self._records.active()
-            running = [record for record in active if record.state is JobState.RUNNING]
-        self._feed([record for record in active if record.state is JobState.QUEUED], running)
+        self.jobs.sync()
+        if leases and time.monotonic() >= self._beats_late_until:
+            self._leases_read_at = time.monotonic()
+            self._put_back_lost()
+            self.jobs.keep_time()
+        self._feed()
 
     def start(self) -> None:
         """Begin to act, on every change and four times a second."""
@@ -82,12 +111,16 @@ class Dispatcher(RepeatingThread):
 
     def _step(self) -> None:
         try:
-            self.tick()
-            self._cursor = self._wait(self._cursor)
+            self.tick(leases=time.monotonic() - self._leases_read_at >= TICK_S)
+            self._wait()
         except redis.RedisError as error:
             self._beats_late_until = time.monotonic() + REFUSED_GRACE_S
+            self.jobs.forget()
             log.warning("Redis does not do its part (%s); trying again", error)
             self._stopping.wait(TICK_S)
+        except Exception:
+            self.jobs.forget()  # what was half done is read again
+            raise
 
     def _run(self) -> None:
         super()._run()
@@ -96,19 +129,31 @@ class Dispatcher(RepeatingThread):
         except redis.RedisError as error:
             log.info("the leader's lock was not given back (%s); it ends by itself", error)
 
-    def _wait(self, cursor: str | None) -> str:
-        """Wait until a job's state changes, or for one tick."""
-        deadline = time.monotonic() + TICK_S
-        while True:
-            left = deadline - time.monotonic()
-            cursor, changes = self._records.changes(cursor, wait_s=max(0.001, left))
-            if left <= 0 or any(change.kind in ("state", "wake") for change in changes):
-                return cursor
+    def _lead(self) -> bool:
+        now = time.monotonic()
+        if self.leads and now - self._held_at < LEADER_RENEWAL_S:
+            return True
+        held = self._leadership.hold(ttl_s=LEADER_TTL_S)
+        if not (self.leads and held):
+            self.jobs.forget()  # others may have changed what is in memory
+            self._seen.clear()
+        self.leads, self._held_at = held, now
+        return held
 
-    def _put_back_lost(self, running: Sequence[JobRecord]) -> bool:
+    def _wait(self) -> None:
+        """Wait until a job's state changes, or for one tick."""
+        if not self.leads:
+            self._stopping.wait(TICK_S)
+            return
+        deadline = time.monotonic() + TICK_S
+        while (left := deadline - time.monotonic()) > 0:
+            if self._stopping.is_set() or self.jobs.sync(wait_s=left):
+                return
+
+    def _put_back_lost(self) -> None:
         lost = [
             record
-            for record in running
+            for record in self.jobs.running
             if time.time() - (record.started_s or 0.0) > LEASE_GRACE_S
             and not self._records.leased(record.id, attempt=record.attempt)
         ]
@@ -118,39 +163,83 @@ class Dispatcher(RepeatingThread):
                 JobRecord.requeue, attempt=record.attempt, reason=LOST, now_s=time.time()
             )
             self._records.update(record.id, lose)
-        return bool(lost)
+        self.jobs.read([record.id for record in lost])
 
-    def _feed(self, queued: Sequence[JobRecord], running: Sequence[JobRecord]) -> None:
+    def _feed(self) -> None:
         hands_out = self._operation.read().mode is OperationMode.RUNNING
         if not hands_out:
             self._turns.take_back()
             self._seen.clear()
-        wanted = {Turn(record.id, record.attempt + 1): record for record in queued}
-        in_list = [turn for turn in dict.fromkeys(self._turns.waiting()) if turn in wanted]
-        fed = [*self._in_transit(wanted.keys(), in_list), *in_list]
-        next_up = [wanted.pop(turn) for turn in fed]
-        held = Counter(record.owner for record in (*running, *next_up))
-        order = fair_order(wanted.values(), held=held)
-        self._records.place([record.id for record in (*next_up, *order)])
-        room = self._room() - len(in_list) if hands_out else 0
-        for record in order[: max(0, room)]:
-            turn = Turn(record.id, record.attempt + 1)
+        in_list = self._note_turns()
+        workers = self._fleet.workers()
+        idle = [worker for worker in workers if worker.state == "idle"]
+        room = max(1, len(idle)) - len(in_list) if hands_out else 0
+        warm = _on_devices(idle or workers)
+        for _ in range(room):
+            record = self._next(warm)
+            if record is None:
+                break
+            turn = _turn_of(record)
             self._turns.feed(turn)
             self._seen[turn] = time.monotonic()
+            self.jobs.feed(record)
+            in_list.append(turn)
+        fed = sorted(self.jobs.fed, key=lambda r: _turn_of(r) in in_list)
+        self._places.tell(self.jobs, next_up=fed, num_workers=len(workers))
 
-    def _in_transit(self, wanted: Collection[Turn], in_list: Collection[Turn]) -> list[Turn]:
-        """Return the turns that were seen lately, or are started, but are in the list no more."""
+    def _note_turns(self) -> list[Turn]:
+        """Return the turns in the list that count; take back the jobs whose turn was lost."""
         now = time.monotonic()
-        self._seen = {turn: at for turn, at in self._seen.items() if turn in wanted}
+        in_list = [turn for turn in dict.fromkeys(self._turns.waiting()) if self._counts(turn)]
         for turn in (*in_list, *self._turns.started()):
-            if turn in wanted:
+            if self._counts(turn):
                 self._seen[turn] = now
-        return [
-            turn
+        self._seen = {
+            turn: seen
             for turn, seen in self._seen.items()
-            if turn not in in_list and now - seen < self._turn_grace_s
-        ]
+            if self._counts(turn) and now - seen < self._turn_grace_s
+        }
+        held = {turn.job_id for turn in self._seen}
+        lost = [record.id for record in self.jobs.fed if record.id not in held]
+        for job_id in lost:
+            self.jobs.take_back(job_id)
+        self.jobs.read(lost)  # the turn may have been taken, and the change lost
+        for job_id in held - {record.id for record in self.jobs.fed}:
+            record = self.jobs.queued(job_id)
+            if record is not None:
+                self.jobs.feed(record)  # an earlier leader fed it
+        return in_list
 
-    def _room(self) -> int:
-        """Return how long the list may be: a turn for every idle worker, and at least one."""
-        return max(1, sum(worker.state == "idle" for worker in self._fleet.workers()))
+    def _counts(self, turn: Turn) -> bool:
+        record = self.jobs.queued(turn.job_id)
+        return record is not None and _turn_of(record) == turn
+
+    def _next(self, warm: Collection[str]) -> JobRecord | None:
+        """Return the job to feed: the first, or one close behind it whose model is on a device."""
+        near = list(islice(self.jobs.ranked(), LOOK_AHEAD))
+        if not near:
+            self._passed_by.clear()
+            return None
+        first = near[0]
+        passed_by = self._passed_by.pop(first.id, 0)
+        if not warm or first.model in warm or passed_by >= MAX_PASSED_BY:
+            return first
+        shares = self.jobs.shares
+        most = shares.key(first.owner) + WARM_LEAD_S * shares.weight(self._clock())
+        for record in near[1:]:
+            if record.priority != first.priority:
+                break
+            if record.model in warm and shares.key(record.owner) <= most:
+                self._passed_by[first.id] = passed_by + 1
+                return record
+        return first
+
+
+def _turn_of(record: JobRecord) -> Turn:
+    return Turn(record.id, record.attempt + 1)
+
+
+def _on_devices(workers: Sequence[WorkerPresence]) -> frozenset[str]:
+    """Return the models that are in the memory of one of these workers' devices."""
+    found = [worker.memory.models for worker in workers if worker.memory is not None]
+    return frozenset(name for models in found for name in models)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request
 
-from gradbox.errors import OwnerOnly
+from gradbox.errors import InvalidRequest, OwnerOnly
 from gradbox.protocol import JobList, JobState, JobView, OperationMode
 from gradbox_service.admission import post
 from gradbox_service.backing import Backing
 from gradbox_service.http.auth import Box, Caller, VisibleJob
 from gradbox_service.http.bodies import Bodies
 from gradbox_service.http.openapi import JOB_BODY
-from gradbox_service.jobs import JobRecord
+from gradbox_service.jobs import JobRecord, Mark
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -55,22 +56,28 @@ def list_jobs(
     everybodys: Annotated[
         bool, Query(alias="all", description="Everybody's; for the box's owner alone")
     ] = False,
+    cursor: Annotated[
+        str | None, Query(max_length=100, description="`next` of the page before")
+    ] = None,
 ) -> JobList:
-    """The caller's jobs, newest first."""
+    """The caller's jobs, newest first, in pages."""
     if everybodys and not caller.admin:
         raise OwnerOnly(
             "all=true lists everybody's jobs, which only the box's owner may: leave it out, or use "
             "the token that `gradbox up` wrote"
         )
     owners = box.records.owners() if everybodys else [caller.name]
-    found = [box.records.owned(owner, state=state, limit=limit) for owner in owners]
-    newest_first = heapq.merge(*found, key=lambda record: record.created_s, reverse=True)
-    positions, hold = box.records.positions(), _hold(box)
+    after = None if cursor is None else _mark(cursor)
+    # One more than the page, to know whether another follows.
+    found = [
+        box.records.owned(owner, state=state, limit=limit + 1, after=after) for owner in owners
+    ]
+    newest_first = heapq.merge(*found, key=lambda r: (r.created_s, r.id), reverse=True)
+    records = list(islice(newest_first, limit + 1))
+    page, last = records[:limit], records[limit - 1 : limit]
     return JobList(
-        jobs=[
-            _held(r.view(queue_position=positions.get(r.id)), hold)
-            for r in islice(newest_first, limit)
-        ]
+        jobs=_views(page, box),
+        next=f"{last[0].created_s!r}_{last[0].id}" if len(records) > limit else None,
     )
 
 
@@ -88,8 +95,27 @@ def cancel_job(record: VisibleJob, box: Box) -> JobView:
 
 
 def _view(record: JobRecord, box: Backing) -> JobView:
-    position = box.records.positions().get(record.id)
-    return _held(record.view(queue_position=position), _hold(box))
+    """Return what the wire says of a job; one that waits is followed for a while from now on."""
+    if record.state is JobState.QUEUED:
+        box.records.follow([record.id])
+    return _views([record], box)[0]
+
+
+def _views(records: Sequence[JobRecord], box: Backing) -> list[JobView]:
+    queued = [record.id for record in records if record.state is JobState.QUEUED]
+    places, hold = box.records.places(queued), _hold(box)
+    return [_held(record.view(place=places.get(record.id)), hold) for record in records]
+
+
+def _mark(cursor: str) -> Mark:
+    created_s, _, job_id = cursor.partition("_")
+    try:
+        return Mark(float(created_s), job_id)
+    except ValueError:
+        raise InvalidRequest(
+            f"cursor: expected what the page before gave as `next`, got {cursor!r}; leave it out "
+            f"for the first page"
+        ) from None
 
 
 def _hold(box: Backing) -> str | None:

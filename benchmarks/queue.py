@@ -1,0 +1,260 @@
+"""The queue at size: submit, list, wait and drain with many jobs queued.
+
+A real `gradbox service` on a real embedded Redis (appendfsync everysec), each a process of its own.
+Jobs are posted and listed over HTTP. In place of workers with devices, a loop in this process takes
+turns off RQ's list, begins each job and ends it at once with an empty result, so that the queue
+alone is measured. The jobs to wait behind are written as records of four owners.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import httpx
+import numpy as np
+import redis
+from safetensors.numpy import save
+
+from benchmarks.page import table, verdict
+from gradbox.protocol import MethodView, ModelView, ParameterView, ResultView, parse_spec
+from gradbox_service.backing import Backing
+from gradbox_service.jobs import QUEUE, JobRecord, WorkerPresence, connect
+from gradbox_service.settings import Settings
+from gradbox_service.up.embedded_redis import EmbeddedRedis
+
+FEW = 20
+VERSION = "a1" * 32
+MODEL = ModelView(
+    name="tiny",
+    version=VERSION,
+    num_parameters=4,
+    parameters=[ParameterView(name="weight", shape=[2, 2], dtype="float32")],
+    buffers=[],
+    methods={"forward": MethodView(arguments=["x"], required=["x"])},
+)
+RESULT = ResultView(size_bytes=0, sha256="0" * 64)
+OWNERS = ("ann", "bob", "cem", "dee")
+
+
+@dataclass(frozen=True)
+class QueueCosts:
+    """Medians in ms, shares of a core and jobs a second; `load` is the machine's, of a minute."""
+
+    num_queued: int
+    submit_ms: float
+    list_ms: float
+    page_through_s: float
+    waiting_share: float
+    rate_few: float
+    rate_many: float
+    load: float
+
+
+def measure_queue(num_queued: int, *, num_drained: int = 300) -> QueueCosts:
+    """Run the benchmark with so many jobs queued."""
+    with tempfile.TemporaryDirectory(prefix="gradbox-queue-") as name:
+        folder = Path(name)
+        server = EmbeddedRedis.start(folder / "redis")
+        try:
+            return _measure(server, folder, num_queued, num_drained)
+        finally:
+            server.stop()
+
+
+def _measure(server: EmbeddedRedis, folder: Path, num_queued: int, num_drained: int) -> QueueCosts:
+    box = Backing.on_redis(Settings(redis_url=server.url, data=folder / "data"))
+    connection = connect(server.url)
+    _announce(box, state="busy")
+    token = box.tokens.create("ann")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "gradbox", "service", "--redis-url", server.url,
+            "--data", str(folder / "data"), "--port", str(port),
+            "--max-queued-jobs", "1000000", "--requests-per-s", "100000",
+        ],
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        headers = {"Authorization": f"Bearer {token}"}
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers) as client:
+            _until_up(client)
+            spec = _spec(client)
+            rates_few = []
+            for _ in range(num_drained // FEW):
+                _fill(box, spec, FEW)
+                rates_few.append(_drain(box, connection, FEW))
+            _fill(box, spec, num_queued)
+            submit_ms = _median_ms(partial(_submit, client, spec), 50)
+            list_ms = _median_ms(lambda: client.get("/v1/jobs").raise_for_status(), 30)
+            began = time.perf_counter()
+            last = _page_through(client)
+            page_through_s = time.perf_counter() - began
+            follow = partial(client.get, f"/v1/jobs/{last}")
+            share = _cpu_share([process.pid, server.pid], follow, seconds=10.0)
+            rate_many = _drain(box, connection, num_drained)
+        return QueueCosts(
+            num_queued=num_queued,
+            submit_ms=submit_ms,
+            list_ms=list_ms,
+            page_through_s=page_through_s,
+            waiting_share=share,
+            rate_few=statistics.median(rates_few),
+            rate_many=rate_many,
+            load=os.getloadavg()[0],
+        )
+    finally:
+        process.terminate()
+        process.wait(30)
+        connection.close()
+
+
+def queue_section(found: QueueCosts) -> str:
+    """Describe the benchmark."""
+    ratio = found.rate_many / found.rate_few
+    rows = [
+        ["submit, median", f"{found.submit_ms:.1f} ms", "15 ms"],
+        ["list of 100, median", f"{found.list_ms:.1f} ms", "20 ms"],
+        ["all jobs listed, page by page", f"{found.page_through_s:.2f} s", ""],
+        ["service and Redis while all wait", f"{found.waiting_share:.1%} of a core", "3 %"],
+        [f"drained with {FEW} queued", f"{found.rate_few:.0f} jobs/s", ""],
+        ["drained with all queued", f"{found.rate_many:.0f} jobs/s", f"{ratio:.2f} of it (0.9)"],
+    ]
+    bars = [
+        (found.submit_ms <= 15, "submit within 15 ms"),
+        (found.list_ms <= 20, "list within 20 ms"),
+        (found.waiting_share <= 0.03, "waiting takes 3 % of a core at most"),
+        (ratio >= 0.9, f"drained at 0.9 of the rate with {FEW} queued"),
+    ]
+    return "\n".join(
+        [
+            "## Queue",
+            "",
+            f"{found.num_queued} jobs queued, load of the machine {found.load:.1f}. One follower "
+            "asks for the last job of the queue every second.",
+            "",
+            *table(["", "measured", "allowed"], rows),
+            "",
+            *(f"- {verdict(met, text)}" for met, text in bars),
+        ]
+    )
+
+
+def _announce(box: Backing, *, state: str) -> None:
+    box.fleet.describe([MODEL])
+    worker = WorkerPresence.model_validate(
+        {"name": "w", "device": "cpu", "state": state, "models": {MODEL.name: VERSION}}
+    )
+    box.fleet.announce(worker, ttl_s=3600.0)
+
+
+def _until_up(client: httpx.Client) -> None:
+    give_up = time.monotonic() + 60.0
+    while time.monotonic() < give_up:
+        try:
+            client.get("/livez").raise_for_status()
+            return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise TimeoutError("expected the service to answer within 60 s; see its log above")
+
+
+def _spec(client: httpx.Client) -> dict[str, object]:
+    data = save({"0/x": np.ones((2, 2), np.float32), "labels": np.arange(2)})
+    blob = hashlib.sha256(data).hexdigest()
+    client.put(f"/v1/blobs/{blob}", content=data).raise_for_status()
+    return {
+        "computation": "gradient",
+        "model": MODEL.name,
+        "inputs": [{"shards": [{"blob": blob, "prefix": "0/"}]}],
+        "loss": {"kind": "builtin", "name": "cross_entropy"},
+        "loss_inputs": {"labels": {"blob": blob, "tensor": "labels"}},
+    }
+
+
+def _fill(box: Backing, spec: dict[str, object], num_jobs: int) -> None:
+    parsed = parse_spec(spec)
+    for number in range(num_jobs):
+        record = JobRecord(
+            id=uuid.uuid4().hex,
+            owner=OWNERS[number % len(OWNERS)],
+            computation="gradient",
+            model=MODEL.name,
+            model_version=VERSION,
+            spec_digest="d" * 64,
+            created_s=time.time(),
+        )
+        box.records.create(record, spec=parsed)
+
+
+def _submit(client: httpx.Client, spec: dict[str, object]) -> None:
+    client.post("/v1/jobs", json=spec).raise_for_status()
+
+
+def _page_through(client: httpx.Client) -> str:
+    """List all jobs and return the id of the newest."""
+    newest, cursor = "", None
+    while True:
+        query = {"limit": "500"} | ({} if cursor is None else {"cursor": cursor})
+        page = client.get("/v1/jobs", params=query).raise_for_status().json()
+        newest = newest or page["jobs"][0]["id"]
+        cursor = page["next"]
+        if cursor is None:
+            return newest
+
+
+def _median_ms(call: Callable[[], object], times: int) -> float:
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        taken.append(1000 * (time.perf_counter() - began))
+    return statistics.median(taken)
+
+
+def _cpu_share(pids: list[int], each_second: Callable[[], object], *, seconds: float) -> float:
+    time.sleep(3.0)  # what filling the queue set off is done
+    before, began = sum(map(_cpu_s, pids)), time.monotonic()
+    while time.monotonic() - began < seconds:
+        each_second()
+        time.sleep(1.0)
+    return (sum(map(_cpu_s, pids)) - before) / (time.monotonic() - began)
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _drain(box: Backing, connection: redis.Redis, num_jobs: int) -> float:
+    """Take turns until so many jobs have ended; return jobs a second."""
+    ended = 0
+    began = time.perf_counter()
+    while ended < num_jobs:
+        taken = connection.blpop([f"rq:queue:{QUEUE}"], timeout=10)
+        if taken is None:
+            raise TimeoutError("expected the dispatcher to feed a turn within 10 s")
+        job_id = taken[1].decode().rsplit("-", 2)[0]  # type: ignore[index]
+        begin = partial(JobRecord.begin, worker="w", now_s=time.time())
+        record = box.records.update(job_id, begin, lease_s=60.0)
+        if record is not None:
+            finish = partial(
+                JobRecord.finish, attempt=record.attempt, result=RESULT, now_s=time.time()
+            )
+            box.records.update(job_id, finish)
+            ended += 1
+    return ended / (time.perf_counter() - began)

@@ -1,0 +1,62 @@
+"""Where queued jobs stand, in Redis, and who asked to be told: a part of `RedisRecords`."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+import redis
+
+from gradbox.protocol import JobState
+from gradbox_service.jobs import redis_changes as changes
+from gradbox_service.jobs.place import Place
+from gradbox_service.jobs.record import JobRecord
+from gradbox_service.jobs.records import FOLLOWED_S
+from gradbox_service.jobs.redis_changes import job_key
+
+
+class RedisPlaces(ABC):
+    """The methods of `Records` about places."""
+
+    _redis: redis.Redis
+
+    @abstractmethod
+    def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]: ...
+
+    def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> None:
+        if job_ids:
+            until_s = time.time() + for_s
+            self._redis.zadd(changes.FOLLOWED, dict.fromkeys(job_ids, until_s))
+
+    def followed(self) -> Collection[str]:
+        with self._redis.pipeline() as pipe:
+            pipe.zremrangebyscore(changes.FOLLOWED, "-inf", time.time())
+            pipe.zrange(changes.FOLLOWED, 0, -1)
+            return {job_id.decode() for job_id in cast("list[bytes]", pipe.execute()[1])}
+
+    def place(self, places: Mapping[str, Place], *, told: Collection[str] = ()) -> None:
+        while True:
+            with self._redis.pipeline() as pipe:
+                try:
+                    # A job that begins in between must not be said to wait.
+                    for job_id in told:
+                        cast(Any, pipe).watch(job_key(job_id))
+                    records = self.many(list(told))
+                    pipe.multi()
+                    changes.place(pipe, places, [r for r in records if r.state is JobState.QUEUED])
+                    pipe.execute()
+                except redis.WatchError:
+                    continue
+                return
+
+    def places(self, job_ids: Sequence[str] | None = None) -> Mapping[str, Place]:
+        if job_ids is None:
+            found = cast("dict[bytes, bytes]", self._redis.hgetall(changes.PLACES))
+            return {job_id.decode(): Place.from_json(text) for job_id, text in found.items()}
+        if not job_ids:
+            return {}
+        texts = cast("list[bytes | None]", self._redis.hmget(changes.PLACES, list(job_ids)))
+        pairs = zip(job_ids, texts, strict=True)
+        return {job_id: Place.from_json(text) for job_id, text in pairs if text is not None}

@@ -1,0 +1,8 @@
+"""What a box says of itself to those who watch it: metrics, and one log line a job and a request.
+
+To read in this order:
+
+    metrics       the counters and histograms of one service process
+    scrape        what is looked up when Prometheus asks: queue, devices, storage
+    requests      counts and logs every request
+"""

@@ -1,0 +1,109 @@
+"""What is looked up when Prometheus asks: the queue, the devices, what is stored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from gradbox_service.backing import Backing
+from gradbox_service.jobs import JobRecord
+from gradbox_service.queue.dispatch import Dispatcher
+
+
+@dataclass(frozen=True)
+class BoxCollector(Collector):
+    """Gives gauges of the box as it is now.
+
+    The queue is known to the process whose dispatcher leads; others give none of its gauges.
+    """
+
+    box: Backing
+    dispatcher: Dispatcher
+    clock: Callable[[], float]
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """Return nothing, so that to register this looks nothing up."""
+        return ()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        leads = self.dispatcher.leads
+        yield _gauge("gradbox_dispatcher_leads", "Whether this process feeds the workers", leads)
+        if leads:
+            yield from self._queue()
+        yield from self._devices()
+        yield from self._storage()
+
+    def _queue(self) -> Iterator[GaugeMetricFamily]:
+        now_s = self.clock()
+        queued, running = self.dispatcher.jobs.snapshot()
+        yield _gauge(
+            "gradbox_dispatcher_lag_seconds",
+            "Between the last change of a job and when the dispatcher read it",
+            self.dispatcher.jobs.lag_s,
+        )
+        yield _by_user("gradbox_queued_jobs", "Jobs that wait", _counted(queued))
+        yield _by_user("gradbox_running_jobs", "Jobs that run", _counted(running))
+        oldest: dict[str, float] = {}
+        for record in queued:
+            oldest[record.owner] = max(oldest.get(record.owner, 0.0), now_s - record.created_s)
+        yield _by_user("gradbox_oldest_wait_seconds", "Age of the oldest job that waits", oldest)
+        yield _by_user(
+            "gradbox_share_seconds",
+            "Device seconds used, recent ones weighing more: what turns go by",
+            dict(self.dispatcher.jobs.shares.used_s(now_s=now_s)),
+        )
+
+    def _devices(self) -> Iterator[GaugeMetricFamily]:
+        workers = self.box.fleet.workers()
+        states = GaugeMetricFamily("gradbox_workers", "Workers", labels=["state"])
+        counts = Counter(worker.state for worker in workers)
+        for state in ("starting", "idle", "busy"):
+            states.add_metric([state], counts[state])
+        yield states
+        memory = GaugeMetricFamily(
+            "gradbox_device_memory_bytes",
+            "Memory of a device: all, what the device process takes, what its job added",
+            labels=["worker", "device", "kind"],
+        )
+        models = GaugeMetricFamily(
+            "gradbox_device_model_bytes", "Weights on a device", labels=["worker", "model"]
+        )
+        for worker in workers:
+            if worker.memory is None:
+                continue
+            kinds = {
+                "total": worker.memory.total_bytes,
+                "used": worker.memory.used_bytes,
+                "job": worker.memory.job_bytes,
+            }
+            for kind, num_bytes in kinds.items():
+                memory.add_metric([worker.name, worker.device, kind], num_bytes)
+            for model, num_bytes in worker.memory.models.items():
+                models.add_metric([worker.name, model], num_bytes)
+        yield memory
+        yield models
+
+    def _storage(self) -> Iterator[GaugeMetricFamily]:
+        results = self.box.records.result_bytes()
+        yield _by_user("gradbox_stored_result_bytes", "Results on the disk", dict(results))
+        memory = self.box.records.memory()
+        yield _gauge("gradbox_redis_memory_bytes", "Memory that Redis takes", memory.used_bytes)
+
+
+def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, help, value=value)
+
+
+def _by_user(name: str, help: str, values: dict[str, float] | dict[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, help, labels=["user"])
+    for user, value in values.items():
+        family.add_metric([user], value)
+    return family
+
+
+def _counted(records: Iterable[JobRecord]) -> dict[str, int]:
+    return dict(Counter(record.owner for record in records))

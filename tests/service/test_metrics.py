@@ -1,0 +1,128 @@
+"""What a box says to those who watch it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gradbox.printable import JsonFormatter
+from gradbox.protocol import DeviceMemory, Problem
+from gradbox_service.jobs import JobRecord, WorkerPresence
+from tests.service.boxes import begin, run_job, submit
+from tests.service.conftest import Box, client_with
+
+GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana.json"
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+@pytest.fixture
+def owner(box: Box) -> httpx.Client:
+    return client_with(box.transport, box.backing.tokens.create("root", admin=True))
+
+
+def samples(client: httpx.Client) -> Samples:
+    text = client.get("/metrics").raise_for_status().text
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def until(client: httpx.Client, name: str, value: float, **labels: str) -> Samples:
+    """Scrape until a sample has a value; the dispatcher reads changes a moment later."""
+    give_up = time.monotonic() + 10.0
+    while True:
+        found = samples(client)
+        if found.get((name, tuple(sorted(labels.items())))) == value:
+            return found
+        assert time.monotonic() < give_up, found
+        time.sleep(0.05)
+
+
+def end_one_of_each(box: Box) -> None:
+    """One job done, one failed, one that waits; a device with a model."""
+    memory = DeviceMemory(total_bytes=100, used_bytes=60, models={"tiny": 40}, job_bytes=5)
+    worker = WorkerPresence(name="worker-2", device="cpu", state="busy", memory=memory)
+    box.backing.fleet.announce(worker, ttl_s=60.0)
+    done, failed, _ = (submit(box.client, seed=seed) for seed in range(3))
+    run_job(box.backing, done, data=b"12345")
+    problem = Problem(
+        type="urn:gradbox:problem:out-of-memory", title="t", status=422, detail="d", category="user"
+    )
+    attempt = begin(box.backing.records, failed).attempt
+    box.backing.records.update(
+        failed, lambda r: JobRecord.fail(r, attempt=attempt, error=problem, now_s=time.time())
+    )
+
+
+def test_jobs_are_counted_by_how_they_ended(box: Box, owner: httpx.Client) -> None:
+    end_one_of_each(box)
+    found = until(owner, "gradbox_jobs_total", 1, computation="gradient", state="failed")
+    assert found["gradbox_jobs_total", (("computation", "gradient"), ("state", "done"))] == 1
+    assert found["gradbox_job_failures_total", (("reason", "out-of-memory"),)] == 1
+    assert found["gradbox_job_run_seconds_count", (("computation", "gradient"),)] == 2
+    assert found["gradbox_job_wait_seconds_count", (("user", "ann"),)] == 2
+    assert found["gradbox_job_result_bytes_total", (("user", "ann"),)] == 5
+    assert found["gradbox_queued_jobs", (("user", "ann"),)] == 1
+    used = (
+        "gradbox_device_memory_bytes",
+        (("device", "cpu"), ("kind", "used"), ("worker", "worker-2")),
+    )
+    assert found[used] == 60
+    assert (
+        found[
+            "gradbox_http_requests_total",
+            (("method", "POST"), ("route", "/v1/jobs"), ("status", "202")),
+        ]
+        == 3
+    )
+
+
+def test_every_metric_of_the_grafana_dashboard_is_there(box: Box, owner: httpx.Client) -> None:
+    end_one_of_each(box)
+    begin(box.backing.records, submit(box.client, seed=9))
+    submit(box.client, seed=10)
+    found = until(owner, "gradbox_running_jobs", 1, user="ann")
+    names = {name for name, _ in found}
+    panels = json.loads(GRAFANA.read_text())["panels"]
+    asked = {
+        name
+        for panel in panels
+        for target in panel["targets"]
+        for name in re.findall(r"\bgradbox_\w+", target["expr"])
+    }
+    assert len(asked) > 15
+    assert asked - names == set()
+
+
+def test_metrics_are_for_the_owner_alone(box: Box) -> None:
+    assert box.client.get("/metrics").status_code == 403
+    assert client_with(box.transport, "no").get("/metrics").status_code == 401
+
+
+def test_a_job_and_a_request_take_one_line_each(
+    box: Box, owner: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    end_one_of_each(box)
+    until(owner, "gradbox_jobs_total", 1, computation="gradient", state="failed")
+    refused = box.client.post("/v1/jobs", json={"nonsense": 1})
+    assert refused.status_code == 422
+    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+    (failed,) = [line for line in lines if line.get("state") == "failed"]
+    assert failed["level"] == "INFO"
+    assert (failed["user"], failed["error"], failed["attempts"]) == ("ann", "out-of-memory", 1)
+    (mistake,) = [line for line in lines if line.get("status") == 422]
+    assert mistake["level"] == "INFO"
+    assert mistake["path"] == "/v1/jobs"
+    assert mistake["request"] == refused.headers["X-Request-ID"]
+    assert not [line for line in lines if "exception" in line]
+    assert not [line for line in lines if line.get("path") == "/metrics"]
