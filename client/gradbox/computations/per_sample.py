@@ -27,7 +27,8 @@ class PerSample(Computation):
     There is one group of inputs, and row b of the result belongs to sample b of its shards.
 
     Args:
-        wrt: globs over parameter names; by default every floating-point parameter.
+        wrt: globs over the names of parameters, and of modules, which stand for all parameters
+            below them; by default every floating-point parameter.
         form: how an unreduced result is stored: "dense", "factored" (layer inputs and output
             gradients in place of their products) or "auto", whichever is smaller for each layer.
         dim: the length of a projection, which `seed` names.
