@@ -30,6 +30,7 @@ from gradbox_engine.per_sample.request import (
     SampleObserver,
     SampleResult,
 )
+from gradbox_factors import Factored
 
 BUDGET_BYTES = 2**30
 
@@ -46,6 +47,7 @@ def per_sample_gradient(
     dim: int | None = None,
     seed: int = 0,
     projection_seed: int = 0,
+    against: Factored | None = None,
     observer: SampleObserver | None = None,
     checkpoints: Checkpoints | None = None,
     budget_bytes: int = BUDGET_BYTES,
@@ -61,6 +63,7 @@ def per_sample_gradient(
             else there is goes whole.
         clip: the largest norm that `clipped_sum` lets through.
         dim: the length of a `projection`, which `projection_seed` names.
+        against: rows J' of an earlier call, by the same parameters: a `gram` is then J J'ᵀ.
         checkpoints: where the state of a long job is written, and read when it begins again.
         budget_bytes: memory for pieces of a dense result on their way to `sink`.
         sink: takes a dense result in pieces; without it arrays are returned.
@@ -72,7 +75,7 @@ def per_sample_gradient(
         BadSampleLoss: the loss does not have shape (B,), or couples samples.
         CoupledSamples: the model lets one sample see another.
     """
-    request = Request(reduce, form, clip, dim, projection_seed)
+    request = Request(reduce, form, clip, dim, projection_seed, against=against)
     request.check(GradientReduction)
     with CallableModel(model, seed=seed, **setting) as ready:
         job = Job(
@@ -97,6 +100,7 @@ def jacobian(
     dim: int | None = None,
     seed: int = 0,
     projection_seed: int = 0,
+    against: Factored | None = None,
     observer: SampleObserver | None = None,
     checkpoints: Checkpoints | None = None,
     budget_bytes: int = BUDGET_BYTES,
@@ -108,13 +112,14 @@ def jacobian(
     Args:
         vectors: for `vjp` cotangents shaped like z over all shards; for `jvp` a tangent by
             parameter name, 0 for names left out.
+        against: as there; a `vjp` is then J' Jᵀ u.
         setting: and the others: see `per_sample_gradient`.
 
     Raises:
         BadReduction: the arguments do not fit together, or `vectors` does not fit z or θ.
         CoupledSamples: the model lets one sample see another.
     """
-    request = Request(reduce, form, None, dim, projection_seed, vectors)
+    request = Request(reduce, form, None, dim, projection_seed, vectors, against)
     request.check(JacobianReduction)
     with CallableModel(model, seed=seed, **setting) as ready:
         job = Job(

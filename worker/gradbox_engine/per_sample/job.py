@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint, Checkpoints
 from gradbox_engine.errors import BadInputs, BadReduction
+from gradbox_engine.per_sample.cross_gram import CrossGram, check_names
 from gradbox_engine.per_sample.kept_factors import Gram, KeepFactors
 from gradbox_engine.per_sample.pieces import Sink
 from gradbox_engine.per_sample.planning.model import CallableModel
@@ -54,6 +55,8 @@ class Job:
             raise BadReduction("sink: expected none unless reduce='none' and form='dense'")
         if not len(inputs):
             raise BadInputs("inputs: expected one shard or more, got none")
+        if request.against is not None:
+            check_names(tuple(model.parameters), request.against)
         self._model, self._planned = model, PlannedModel(model)
         self._request, self._inputs = request, inputs
         self._observer, self._checkpoints = observer, checkpoints
@@ -134,6 +137,8 @@ class Job:
                 totals[name] = totals[name] + gradient if name in totals else gradient
             facts.add(run, graph.z.detach())
             self._keep(facts, lambda _: Checkpoint(totals))
+        if self._request.against is not None:
+            totals = {"jvp": self._request.against.jvp(totals)}
         return facts.result(tuple(self._model.parameters), start, arrays=totals)
 
     def _resumed(self, facts: ResultFacts) -> Checkpoint | None:
@@ -181,7 +186,10 @@ class Job:
         if request.reduce == "jvp":
             return Directional(_tangents(request.vectors, self._model.parameters))
         if request.reduce in ("gram", "gram_trace"):
-            return Gram(trace=request.reduce == "gram_trace")
+            trace = request.reduce == "gram_trace"
+            if request.against is not None:
+                return CrossGram(request.against, trace=trace)
+            return Gram(trace=trace)
         if request.form != "dense":
             return KeepFactors(smaller=request.form == "auto")
         if self._sink is not None:

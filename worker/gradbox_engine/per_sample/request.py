@@ -34,6 +34,7 @@ class Request:
     dim: int | None = None
     seed: int = 0
     vectors: Any = None
+    against: Factored | None = None
 
     def check(self, allowed: Any) -> None:
         """Refuse what does not fit together.
@@ -63,6 +64,12 @@ class Request:
                 f"got {'some' if given else 'none'}"
             )
 
+        if self.against is not None and self.reduce not in ("gram", "gram_trace", "vjp"):
+            raise BadReduction(
+                f"against: expected none with reduce={self.reduce!r}, got rows; they belong to "
+                f"'gram', 'gram_trace' and 'vjp'"
+            )
+
     def _check_argument(
         self, name: str, reduce: str, value: Any, fits: bool, expected: str
     ) -> None:
@@ -88,9 +95,9 @@ class SampleResult:
 
         none         name → (B, Y, *shape), unless a sink took them or they stay factors
         norm         "norm" → (B, Y) over all parameters
-        gram         "gram" → (B, Y, B, Y); gram_trace: (B, B)
+        gram         "gram" → (B, Y, B, Y); gram_trace: (B, B); against rows J' (B, Y, B', Y')
         projection   "projection" → (B, Y, dim);  jvp: "jvp" → (B, Y)
-        vjp          name → shape
+        vjp          name → shape; against rows J' "jvp" → J' Jᵀ u, (B', Y')
         clipped_sum  name → shape: Σ_b g_b · min(1, clip/‖g_b‖), without noise
     """
 
