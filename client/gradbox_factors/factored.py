@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gradbox_factors.block import Positions
+from gradbox_factors.dense_projection import Kind, projected, projection_of
 from gradbox_factors.gram import gram_bound, gram_of_pieces, gram_of_rows
-from gradbox_factors.hashing import Sketch
 from gradbox_factors.outer import Outer
 from gradbox_factors.sums import any_term, common_dtype, sum_of, zeros_beside
 from gradbox_factors.term import Term, identity, nearly_cancelled, wide
@@ -180,11 +180,11 @@ class Factored:
             seen += count
         return totals
 
-    def projection(self, dim: int, seed: int = 0) -> Tensor:
+    def projection(self, dim: int, seed: int = 0, *, kind: Kind = "sketch") -> Tensor:
         """Return the seeded random projection of every row to `dim` numbers, shape (B, Y, dim)."""
-        sketch = Sketch(dim, seed)
+        named = projection_of(kind, dim, seed)
         return torch.cat(
-            [sum_of([t.widened().sketch(sketch) for t in p.values()]) for p in self.pieces]
+            [sum_of([projected(t.widened(), named) for t in p.values()]) for p in self.pieces]
         )
 
 

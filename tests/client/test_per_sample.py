@@ -386,6 +386,21 @@ def test_a_reduced_result_says_what_it_lacks(twin: TestBox) -> None:
         submitted(twin, jacobian_of(PROBLEMS["mlp"])).vjp(normal(3, 3))
 
 
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+def test_projections_by_a_matrix_do_not_depend_on_the_cut_into_shards(
+    box: TestBox, kind: Any
+) -> None:
+    problem = PROBLEMS["mlp"]
+    given: dict[str, Any] = {"reduce": "projection", "dim": 40, "kind": kind}
+    found = submitted(box, jacobian_of(problem, **given))
+    assert found.manifest.projection_error == pytest.approx((2 / 40) ** 0.5)
+    together = torch.cat([shard["0"] for shard in problem.shards])
+    whole = Problem(problem.model, [{"0": together}])
+    assert close(found.projection(), submitted(box, jacobian_of(whole, **given)).projection())
+    rows = submitted(box, jacobian_of(problem))
+    assert close(found.projection(), rows.projection(40, kind=kind))
+
+
 def halves(problem: Problem) -> tuple[Problem, Problem]:
     """Cut a problem's shards into those of two jobs."""
     first, *others = problem.shards

@@ -13,7 +13,13 @@ from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import GraphLoss, JacobianSpec, PerSampleGradientSpec, TensorRef
-from gradbox.protocol.per_sample import Check, Form, GradientReduction, JacobianReduction
+from gradbox.protocol.per_sample import (
+    Check,
+    Form,
+    GradientReduction,
+    JacobianReduction,
+    ProjectionKind,
+)
 from gradbox.tensors.tensor_bytes import Tensor, is_tensor, tensor_bytes
 
 if TYPE_CHECKING:
@@ -35,6 +41,9 @@ class PerSample(Computation):
         form: how an unreduced result is stored: "dense", "factored" (layer inputs and output
             gradients in place of their products) or "auto", whichever is smaller for each layer.
         dim: the length of a projection, which `seed` names.
+        kind: its matrix: "sketch" from factors, or "rademacher" (signs) and "gaussian", whose
+            entries are independent and which cost more. The receipt's `projection_error` bounds
+            the error of inner products.
         against: a job of the same computation, model and `wrt` that is done and kept its rows as
             factors (form="factored" or "auto"), its result or its id. A "gram" is then that of
             these rows with those, (B, B') or (B, Y, B', Y').
@@ -45,6 +54,7 @@ class PerSample(Computation):
     wrt: str | Sequence[str] | None = None
     form: Form = "dense"
     dim: int | None = None
+    kind: ProjectionKind = "sketch"
     against: Job | GradResult | str | None = None
     unchecked: Sequence[Check] = ()
 
@@ -62,6 +72,7 @@ class PerSample(Computation):
             "wrt": None if self.wrt is None else listed(self.wrt),
             "form": self.form,
             "dim": self.dim,
+            "kind": self.kind,
             "against": None if self.against is None else job_id_of(self.against),
             "unchecked": listed(self.unchecked),
         }

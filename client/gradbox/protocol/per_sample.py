@@ -24,6 +24,7 @@ from gradbox.protocol.spec_fields import (
 Form = Literal["dense", "factored", "auto"]
 GradientReduction = Literal["none", "norm", "gram", "clipped_sum", "projection"]
 JacobianReduction = Literal["none", "norm", "gram", "gram_trace", "vjp", "jvp", "projection"]
+ProjectionKind = Literal["sketch", "rademacher", "gaussian"]
 Check = Literal["coupling", "self"]
 
 # What the rows of another job have a part in.
@@ -45,7 +46,7 @@ class SampleSpec(SharedSpec):
 
     `form` says how an unreduced result is stored. `dim` is the length of a projection, which the
     job's seed names. `unchecked` leaves out checks: that no sample sees another ("coupling"), and
-    that the first use of a plan gives autograd's gradient ("self"). `against` is a job of the same
+    that the first use of a plan gives autograd's gradient ("self"). `kind` is the matrix of a projection. `against` is a job of the same
     computation that left factors J': a `gram` is then J J'ᵀ, and a `vjp` J' Jᵀ u.
     """
 
@@ -53,6 +54,7 @@ class SampleSpec(SharedSpec):
     wrt: Annotated[Items[str], Field(min_length=1)] | None = None
     unchecked: Items[Check] = []
     against: JobId | None = None
+    kind: ProjectionKind = "sketch"
 
     @model_validator(mode="before")
     @classmethod
@@ -78,6 +80,16 @@ class SampleSpec(SharedSpec):
             _refuse(
                 f"against: expected none with reduce={reduce!r}, got {self.against!r}; it belongs "
                 f"to {', '.join(map(repr, AGAINST))}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kind_of_a_projection(self) -> Self:
+        reduce = getattr(self, "reduce", None)
+        if self.kind != "sketch" and reduce != "projection":
+            _refuse(
+                f"kind: expected none with reduce={reduce!r}, got {self.kind!r}; it belongs to "
+                f"'projection'"
             )
         return self
 

@@ -32,7 +32,7 @@ from gradbox_engine.per_sample.result_facts import ResultFacts
 from gradbox_engine.per_sample.sample_loss import SampleLoss, rows_of
 from gradbox_engine.per_sample.sample_scales import Scaled, pulled_back
 from gradbox_engine.per_sample.shard_run import PlannedModel, ShardRun
-from gradbox_factors import Sketch
+from gradbox_factors import projection_of
 
 Shard = Mapping[str, Any]
 
@@ -180,7 +180,7 @@ class Job:
         if request.reduce == "norm":
             return Norms()
         if request.reduce == "projection":
-            return Projected(Sketch(request.dim or 1, request.seed))
+            return Projected(projection_of(request.kind, request.dim or 1, request.seed))
         if request.reduce == "clipped_sum":
             return ClippedSum(request.clip or 1.0)
         if request.reduce == "jvp":

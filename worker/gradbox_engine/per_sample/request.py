@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, get_args
 from torch import Tensor
 
 from gradbox_engine.errors import BadReduction
-from gradbox_factors import Factored
+from gradbox_factors import Factored, Kind
 
 GradientReduction = Literal["none", "norm", "gram", "clipped_sum", "projection"]
 JacobianReduction = Literal["none", "norm", "gram", "gram_trace", "vjp", "jvp", "projection"]
@@ -35,6 +35,7 @@ class Request:
     seed: int = 0
     vectors: Any = None
     against: Factored | None = None
+    kind: Kind = "sketch"
 
     def check(self, allowed: Any) -> None:
         """Refuse what does not fit together.
@@ -57,6 +58,13 @@ class Request:
         )
         whole = isinstance(self.dim, int) and not isinstance(self.dim, bool) and self.dim >= 1
         self._check_argument("dim", "projection", self.dim, whole, "a whole number from 1")
+        if self.kind not in get_args(Kind) or (
+            self.kind != "sketch" and self.reduce != "projection"
+        ):
+            raise BadReduction(
+                f"kind: expected one of {list(get_args(Kind))} with reduce='projection', got "
+                f"{self.kind!r} with reduce={self.reduce!r}"
+            )
         given = self.vectors is not None
         if given != (self.reduce in ("vjp", "jvp")):
             raise BadReduction(
