@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-slow chaos containers check format bench clean
+.PHONY: setup browser demo test test-slow chaos containers check format bench clean
 
 # How long `make chaos` runs, and what it draws by; without a seed one is drawn and printed.
 MINUTES ?= 5
@@ -20,11 +20,18 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
 
+# The dashboard's tests want Chromium: Debian's is fetched where that may be, else they are skipped.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null \
+	  || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	       && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
+	  || echo "no chromium, and it cannot be fetched here: the tests of the dashboard will be skipped"
+
 demo: $(STAMP)
 	$(BIN)/gradbox demo
 
 # Two processes, each file's tests in one of them: most tests wait for processes, not for the processor.
-test: $(STAMP)
+test: $(STAMP) browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 from gradbox.errors import (
     BlobRejected,
     BlobTooLarge,
+    BoxDraining,
     GradboxError,
     GraphRefused,
     IdempotencyConflict,
@@ -96,6 +97,7 @@ __all__ = [
     "Batch",
     "BlobRejected",
     "BlobTooLarge",
+    "BoxDraining",
     "Builtin",
     "Cotangents",
     "Forward",

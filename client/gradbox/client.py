@@ -112,11 +112,20 @@ class GradClient:
         answer = self._connection.request("GET", f"/v1/jobs/{quote(job_id, safe='')}")
         return self._handle(parsed(JobView, answer))
 
-    def jobs(self, *, state: JobState | str | None = None, limit: int | None = None) -> list[Job]:
-        """Return one's own jobs, newest first."""
-        query = httpx.QueryParams(
-            {k: v for k, v in (("state", state), ("limit", limit)) if v is not None}
-        )
+    def jobs(
+        self,
+        *,
+        state: JobState | str | None = None,
+        limit: int | None = None,
+        everybodys: bool = False,
+    ) -> list[Job]:
+        """Return one's own jobs, newest first, or those of all users.
+
+        Raises:
+            OwnerOnly: everybody's jobs were asked for, and the token is not the box's owner's.
+        """
+        asked = {"state": state, "limit": limit, "all": "true" if everybodys else None}
+        query = httpx.QueryParams({k: v for k, v in asked.items() if v is not None})
         answer = self._connection.request("GET", f"/v1/jobs?{query}" if query else "/v1/jobs")
         return [self._handle(view) for view in parsed(JobList, answer).jobs]
 

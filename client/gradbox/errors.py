@@ -27,6 +27,7 @@
     │   └── WorkerLost                  the device process died and no attempt was left
     ├── JobCancelled                    the job ended in `cancelled`
     ├── ServiceUnavailable              the box cannot be reached, or asks to come back later
+    │   ├── BoxDraining                 the box takes no new jobs, because it is about to end
     │   ├── StorageFull                 the box's disk, or the owner's share of it, is full
     │   └── TooManyRequests             more requests a second than one token may send
     │       └── QueueFull               more waiting jobs than one owner may have
@@ -286,6 +287,13 @@ class ServiceUnavailable(GradboxError):
     title = "The service is unavailable"
     category: Category = "transient"
     status = 503
+
+
+class BoxDraining(ServiceUnavailable):
+    """The box takes no new jobs: its owner lets it end once nothing runs."""
+
+    code = "draining"
+    title = "The box is about to end"
 
 
 class StorageFull(ServiceUnavailable):

@@ -32,10 +32,11 @@ DATA: Final = "gradbox-data"
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """A box's address and the token that it knows."""
+    """A box's address, the token that it knows, and where the address was found."""
 
     url: str
     token: str = field(repr=False)
+    source: str = field(default="", compare=False)
 
 
 def find_settings(
@@ -51,13 +52,14 @@ def find_settings(
         Unauthorized: no token for this URL was found, or one that no HTTP header can carry.
     """
     environment = os.environ if environment is None else environment
-    url = url or environment.get("GRADBOX_URL")
+    source = "" if url else "GRADBOX_URL"
+    url = url or environment.get("GRADBOX_URL") or None
     token = token or environment.get("GRADBOX_TOKEN")
     if url:
         url = checked_url(url)
     for found in _from_files(environment) if not (url and token) else ():
         if url is None:
-            url = found.url
+            url, source = found.url, found.source
         if found.url == url:
             token = token or found.token
             break
@@ -76,7 +78,7 @@ def find_settings(
             f"expected the token for {url} to be of printable ASCII characters, got others among "
             f"its {len(token)}: copy it again, to GRADBOX_TOKEN or with `gradbox login --url {url}`"
         )
-    return ClientSettings(url=url, token=token)
+    return ClientSettings(url=url, token=token, source=source)
 
 
 def login_file(environment: Mapping[str, str] | None = None) -> Path:
@@ -121,7 +123,7 @@ def read_settings(path: Path) -> ClientSettings | None:
             f"{path}: expected the keys url and token, got {sorted(document)}; "
             f"remove the file and run `gradbox login`"
         )
-    return ClientSettings(url=checked_url(url), token=token)
+    return ClientSettings(url=checked_url(url), token=token, source=str(path))
 
 
 def checked_url(url: str) -> str:

@@ -8,11 +8,14 @@ from pathlib import Path
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.fleet import Fleet, MemoryFleet, RedisFleet
 from gradbox_service.jobs.memory_records import MemoryRecords
+from gradbox_service.jobs.operation import MemoryOperation, Operation, RedisOperation
 from gradbox_service.jobs.records import Records
 from gradbox_service.jobs.redis_records import RedisRecords
 from gradbox_service.jobs.turns import MemoryTurns, RqTurns, Turns
+from gradbox_service.jobs.usage import RedisUsage, Usage
 from gradbox_service.queue.leadership import Leadership, RedisLeadership, SoleLeadership
 from gradbox_service.revocations import Revocations
+from gradbox_service.sessions import MemorySessions, RedisSessions, Sessions
 from gradbox_service.settings import BadSettings, Settings
 from gradbox_service.store import (
     BlobOwners,
@@ -28,12 +31,15 @@ from gradbox_service.tokens import MemoryTokens, RedisTokens, Tokens
 
 @dataclass(frozen=True)
 class Backing:
-    """Records, turns, fleet, tokens, the leader's lock, two stores of files, and blobs' owners."""
+    """Records, use, turns, fleet, mode, tokens, sessions, lock of the leader, files, owners."""
 
     records: Records
+    usage: Usage
     turns: Turns
     fleet: Fleet
+    operation: Operation
     tokens: Tokens
+    sessions: Sessions
     leadership: Leadership
     blobs: BlobStore
     results: ResultStore
@@ -52,11 +58,15 @@ class Backing:
                 "(`gradbox up` brings its own)"
             )
         connection = connect(settings.redis_url)
+        tokens = RedisTokens(connection, revocations=Revocations(settings.data))
         return cls(
             records=RedisRecords(connection),
+            usage=RedisUsage(connection),
             turns=RqTurns(connection),
             fleet=RedisFleet(connection),
-            tokens=RedisTokens(connection, revocations=Revocations(settings.data)),
+            operation=RedisOperation(connection),
+            tokens=tokens,
+            sessions=RedisSessions(connection, tokens=tokens),
             leadership=RedisLeadership(connection),
             blobs=blob_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
             results=result_store(settings.data, reserve_bytes=settings.disk_reserve_bytes),
@@ -67,11 +77,15 @@ class Backing:
     def in_memory(cls, data: Path, *, settings: Settings | None = None) -> Backing:
         """Return the backing of a box inside one process; files are under `data`."""
         reserve_bytes = None if settings is None else settings.disk_reserve_bytes
+        records, tokens = MemoryRecords(), MemoryTokens()
         return cls(
-            records=MemoryRecords(),
+            records=records,
+            usage=records.usage,
             turns=MemoryTurns(),
             fleet=MemoryFleet(),
-            tokens=MemoryTokens(),
+            operation=MemoryOperation(),
+            tokens=tokens,
+            sessions=MemorySessions(tokens=tokens),
             leadership=SoleLeadership(),
             blobs=blob_store(data, reserve_bytes=reserve_bytes),
             results=result_store(data, reserve_bytes=reserve_bytes),

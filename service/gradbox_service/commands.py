@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as jsons
 import socket
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,8 @@ import redis
 import typer
 
 from gradbox.cli.exits import DONE, UNREACHABLE, WRONG_USAGE
-from gradbox.cli.output import AsJson
+from gradbox.cli.output import AsJson, say_table
+from gradbox.cli.times import local
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.revocations import NotRevoked, Revocations
@@ -106,9 +106,11 @@ def list_tokens(
         if json:
             print(jsons.dumps([info.model_dump() for info in found]))
             return DONE
-        for info in found:
-            made = time.strftime("%Y-%m-%d %H:%M", time.localtime(info.created_s))
-            print(f"{info.id}  {made}  {'admin' if info.admin else 'user':5}  {info.name}")
+        rows = [
+            (info.id, local(info.created_s), "admin" if info.admin else "user", info.name)
+            for info in found
+        ]
+        say_table([("ID", "CREATED", "ROLE", "NAME"), *rows])
         return DONE
 
     return _with_tokens(run, redis_url, data)

@@ -77,6 +77,9 @@ class Tokens(Protocol):
     def find(self, token: str) -> TokenInfo | None:
         """Return what is known of a token, or None if this box did not make it or it is revoked."""
 
+    def hashed(self, digest: str) -> TokenInfo | None:
+        """Return the same of the token with this hash."""
+
     def reconcile(self) -> None:
         """Make the revocations that could only be noted."""
 
@@ -119,7 +122,9 @@ class RedisTokens:
         return len(found)
 
     def find(self, token: str) -> TokenInfo | None:
-        digest = digest_of(token)
+        return self.hashed(digest_of(token))
+
+    def hashed(self, digest: str) -> TokenInfo | None:
         text = cast("bytes | None", self._redis.hget(TOKENS, digest))
         return None if text is None or digest in self._revoked() else _read(text)
 
@@ -169,8 +174,11 @@ class MemoryTokens:
             return len(found)
 
     def find(self, token: str) -> TokenInfo | None:
+        return self.hashed(digest_of(token))
+
+    def hashed(self, digest: str) -> TokenInfo | None:
         with self._lock:
-            return self._tokens.get(digest_of(token))
+            return self._tokens.get(digest)
 
     def reconcile(self) -> None:
         """Do nothing: memory refuses no revocation."""

@@ -15,6 +15,7 @@ from tests.attacks.target import SUM, Target, graph_loss, refused
 from tests.boxes import ROOT
 
 NOBODYS = "0" * 32
+FILES_WITH_TOKEN = ("client.toml", "owner-token")
 
 
 def _done(target: Target, **changes: Any) -> str:
@@ -220,16 +221,17 @@ def _revoked(target: Target) -> None:
 @attack(
     "tokens: read from the disk",
     tries="searching the data folder, logs and Redis included, for the tokens",
-    must="only client.toml has its owner's, in mode 0600; all others are stored as hashes",
+    must="only owner-token and client.toml hold its owner's, mode 0600; all others are hashes",
 )
 def _on_disk(target: Target) -> None:
     target.job(target.eve)
     tokens = [token.encode() for token in target.box.tokens.values()]
     for path in target.box.data.rglob("*"):
-        if path.is_file() and path.name != "client.toml":
+        if path.is_file() and path.name not in FILES_WITH_TOKEN:
             data = path.read_bytes()
             assert not any(token in data for token in tokens), path
-    assert (target.box.data / "client.toml").stat().st_mode & 0o077 == 0
+    for name in FILES_WITH_TOKEN:
+        assert (target.box.data / name).stat().st_mode & 0o077 == 0
 
 
 @attack(

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -140,7 +139,7 @@ class Box:
 
     def own_token(self) -> str:
         """Return the token that `gradbox up` wrote."""
-        return str(tomllib.loads((self.data / "client.toml").read_text())["token"])
+        return (self.data / "owner-token").read_text().strip()
 
     def http(self, owner: str, *, timeout_s: float = 60.0) -> httpx.Client:
         """Return plain HTTP to the box with an owner's token, past the proxy."""

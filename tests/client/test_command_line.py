@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import signal
 import stat
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +22,7 @@ from gradbox import Gradient, GradResult
 from gradbox.cli import main
 from gradbox.cli.lazy import LazyCommand
 from gradbox.cli.overview import entries, line_of
+from gradbox.cli.times import ago, duration
 from gradbox.settings import login_file
 from tests.boxes import TestBox
 
@@ -95,6 +100,132 @@ def test_cancelling_says_what_became_of_the_job(
     assert main(["jobs", "cancel", job_id, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["cancel_requested"] is True
     assert main(["jobs", "watch", job_id]) == 1
+
+
+def test_the_beginning_of_an_id_means_its_job(
+    at_box: TestBox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_id = submitted(at_box)
+    assert main(["jobs", "watch", job_id[:10]]) == 0
+    capsys.readouterr()
+    submitted(at_box)
+    assert main(["jobs", "show", ""]) == 2
+    said = capsys.readouterr().err
+    assert "begin:" in said
+    assert job_id in said
+
+
+def test_the_owner_lists_everybodys_jobs_and_no_user_does(
+    at_box: TestBox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GRADBOX_TOKEN", at_box.other_token)
+    with at_box.client(at_box.other_token) as client:
+        graces = client.submit(
+            Gradient(model="mlp", inputs=[torch.ones(2, 5).double()], loss=lambda z: z.sum())
+        ).id
+    assert main(["jobs", "list", "--all"]) == 2
+    assert "only the box's owner" in capsys.readouterr().err
+    monkeypatch.setenv("GRADBOX_TOKEN", at_box.token)
+    assert main(["jobs", "list", "--all"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if graces in line)
+    assert "grace" in line.split()
+    assert main(["jobs", "show", graces[:16], "--json"]) == 0
+
+
+def test_top_and_workers_show_the_devices_and_who_works_for_whom(
+    at_box: TestBox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_id = submitted(at_box, model="slow", inputs=[torch.ones(1, 3)] * 200, name="long")
+    with at_box.client() as client:
+        job = client.job(job_id)
+        while job.state == "queued":
+            time.sleep(0.02)
+    assert main(["top", "--once"]) == 0
+    said = capsys.readouterr().out
+    assert "1 running" in said
+    assert job_id[:12] in said
+    assert "worker-0-cpu" in said
+    assert main(["top", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["operation"]["mode"] == "running"
+    assert main(["workers", "--json"]) == 0
+    (device,) = json.loads(capsys.readouterr().out)
+    assert device["device"] == "cpu"
+    assert main(["jobs", "cancel", job_id[:12]]) == 0
+
+
+def test_colour_is_for_terminals_that_want_it(at_box: TestBox) -> None:
+    submitted(at_box)
+
+    def on_a_terminal(**environment: str) -> str:
+        terminal, end = pty.openpty()
+        command = [sys.executable, "-m", "gradbox", "jobs", "list", "--limit", "1"]
+        env = {**os.environ, "TERM": "xterm", "COLUMNS": "120", **environment}
+        subprocess.run(command, stdout=end, env=env, check=True, timeout=60)
+        os.close(end)
+        said = os.read(terminal, 65536).decode()
+        os.close(terminal)
+        return said
+
+    assert "\x1b[" in on_a_terminal()
+    assert "\x1b[" not in on_a_terminal(NO_COLOR="1")
+
+
+def test_top_draws_on_a_terminal_until_ctrl_c(at_box: TestBox) -> None:
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gradbox", "top", "--every", "0.2"],
+        stdout=end,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "150", "LINES": "40"},
+        # A suite that runs in the background has Ctrl-C ignored, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    os.close(end)
+    said = ""
+    while said.count("worker-0-cpu") < 2:
+        said += os.read(terminal, 65536).decode(errors="replace")
+    process.send_signal(signal.SIGINT)
+    with suppress(OSError):  # its end of the terminal is closed
+        while os.read(terminal, 65536):
+            pass
+    assert process.wait(30) == 0
+    os.close(terminal)
+    assert at_box.url in said
+
+
+def test_ids_of_jobs_are_completed(at_box: TestBox) -> None:
+    job_id = submitted(at_box)
+    done = subprocess.run(
+        [sys.executable, "-m", "gradbox"],
+        env={
+            **os.environ,
+            "_GRADBOX_COMPLETE": "complete_bash",
+            "COMP_WORDS": f"gradbox jobs show {job_id[:6]}",
+            "COMP_CWORD": "3",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert job_id[:12] in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [(0.4, "0 s"), (59, "59 s"), (200, "3 min"), (3840, "1 h 04 min"), (190_000, "2 d 4 h")],
+)
+def test_durations_have_two_units_at_most(seconds: float, says: str) -> None:
+    assert duration(seconds) == says
+    assert ago(1000.0, now_s=1000.0 + seconds) == f"{says} ago"
+
+
+def test_a_mistyped_command_names_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["jbos"]) == 2
+    assert "Did you mean 'jobs'?" in capsys.readouterr().err
+    assert main(["jobs", "lits"]) == 2
+    assert "Did you mean 'list'?" in capsys.readouterr().err
 
 
 def test_wrong_usage_is_exit_code_2(at_box: TestBox, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +350,7 @@ def test_listing_jobs_loads_no_server(real: TestBox) -> None:
 
 
 def test_every_command_stands_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+    assert main(["-h"]) == main(["jobs", "list", "-h"]) == main(["--help"]) == 0
     text = capsys.readouterr().out
     joined = {entry.name for entry in metadata.entry_points(group="gradbox.commands")}
     assert all(f"\n  {name} " in text for name in joined | {"jobs", "result", "login"})

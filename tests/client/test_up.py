@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -16,6 +18,8 @@ import pytest
 import torch
 
 from gradbox import GradClient, Gradient
+from gradbox.cli import main
+from gradbox.cli.down import holder_of
 from tests.boxes import Up
 
 ZOO = Path(__file__).with_name("zoo.py")
@@ -115,12 +119,71 @@ def test_a_box_outlives_its_parts_and_refuses_a_second_one(
     assert code == 0, said
     assert "starting it again" in said
     assert eventually(lambda: not parts_of(data))
+    assert not credentials.exists()
 
     again = start()
     assert again.wait_ready() != url
     assert tomllib.loads(credentials.read_text())["token"] == token
     os.kill(again.process.pid, signal.SIGKILL)
     assert eventually(lambda: not parts_of(data)), "kill -9 left processes behind"
+
+
+def test_a_command_runs_while_the_box_is_up(start: Callable[..., Up], tmp_path: Path) -> None:
+    listing = f"{sys.executable} -m gradbox jobs list --json && exit 7"
+    code, said = start("--exec", listing, "--public-url", "https://box.lab").finish()
+    assert code == 7, said
+    assert "\n[]\n" in said
+    assert "gradbox login --url https://box.lab" in said
+    assert not (tmp_path / "data" / "client.toml").exists()
+    assert not parts_of(tmp_path / "data")
+
+
+def test_a_box_in_the_background_runs_until_it_is_drained_or_taken_down(
+    start: Callable[..., Up], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data"
+    monkeypatch.setenv("GRADBOX_DATA", str(data))
+    monkeypatch.delenv("GRADBOX_URL", raising=False)
+    code, said = start("--wait").finish()
+    assert code == 0, said
+    assert f"gradbox down --data {data}" in said
+    holder = holder_of(data)
+    assert holder is not None
+    assert main(["pause", "--reason", "new driver"]) == 0
+    with GradClient() as client:
+        slow = Gradient(
+            model="slow", inputs=[torch.ones(1, 3)] * 20, loss=lambda z: z.sum(), name="held"
+        )
+        job = client.submit(slow)
+        assert str(job.view.hold).endswith("new driver")
+        assert main(["resume"]) == 0
+        assert eventually(lambda: job.state == "running")
+        assert main(["drain"]) == 0
+    assert eventually(lambda: holder_of(data) is None)
+    assert not parts_of(data)
+
+    code, said = start("--wait").finish()
+    assert code == 0, said
+    with GradClient() as client:
+        assert client.job(job.id).state == "done"
+        run_one_job(data)
+    assert main(["down"]) == 0
+    assert not parts_of(data)
+    assert main(["down"]) == 3
+
+
+def test_without_the_workers_packages_it_says_what_to_install(tmp_path: Path) -> None:
+    data = str(tmp_path / "data")
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        f"from gradbox.cli import main; sys.exit(main(['up', '--data', {data!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "torch is not installed: pip install 'gradbox[worker]'" in done.stderr
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_signal_before_the_box_is_ready_stops_what_was_started(

@@ -62,6 +62,7 @@ def test_an_idle_worker_waits_and_takes_the_next_job(box: Box) -> None:
         with refusing(box.redis_url):
             time.sleep(12)  # RQ beats and looks for a turn every 5 s
             assert worker.process.poll() is None, worker.log.read_text()
+        worker.wait_until_ready()  # its entry ran out meanwhile
         record = box.wait(box.submit(box.spec(shards_of(1))))
         assert (record.state, record.attempt) == (JobState.DONE, 1)
 

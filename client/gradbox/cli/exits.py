@@ -78,6 +78,7 @@ def new_app(group: type[TyperGroup], **given: Any) -> typer.Typer:
         cls=group,
         rich_markup_mode=None,
         no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
         **{"add_completion": False, **given},
     )

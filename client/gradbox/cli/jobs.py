@@ -8,14 +8,15 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gradbox.cli.output import AsJson, complain, say, say_json, say_table
+from gradbox.cli.job_ids import SHOWN_LENGTH, JobId, JobIds, find_job
+from gradbox.cli.output import AsJson, coloured, complain, say, say_json, say_table
+from gradbox.cli.times import ago, duration, local
+from gradbox.client import GradClient
+from gradbox.job import Job
 from gradbox.printable import printable
 from gradbox.protocol import JobState, JobView
 
 TITLES: Final = ("ID", "STATE", "MODEL", "AGE", "PROGRESS", "NAME")
-
-JobId = Annotated[str, typer.Argument(metavar="ID", help="the job")]
-JobIds = Annotated[list[str], typer.Argument(metavar="ID...", help="the jobs")]
 
 
 def register(app: typer.Typer) -> None:
@@ -31,55 +32,65 @@ def register(app: typer.Typer) -> None:
 
 def list_jobs(
     *,
+    everybodys: Annotated[
+        bool, typer.Option("--all", help="everybody's; for the box's owner")
+    ] = False,
     state: Annotated[JobState | None, typer.Option(help="only these")] = None,
     limit: Annotated[int | None, typer.Option(metavar="N", help="at most so many")] = None,
     json: AsJson = False,
 ) -> int:
     """Print one line for each job."""
-    from gradbox.client import GradClient
-
     with GradClient() as client:
-        views = [job.view for job in client.jobs(state=state, limit=limit)]
+        jobs = client.jobs(state=state, limit=limit, everybodys=everybodys)
+    views = [job.view for job in jobs]
     if json:
         _say_views(views)
+    elif views:
+        titles = (*TITLES[:2], "OWNER", *TITLES[2:]) if everybodys else TITLES
+        say_table([titles, *(_row(view, owner=everybodys) for view in views)])
     else:
-        say_table([TITLES, *map(_row, views)])
+        say("no jobs")
     return 0
 
 
 def show_job(id: JobId, *, json: AsJson = False) -> int:
     """Print all that the box says of a job."""
-    from gradbox.client import GradClient
-
     with GradClient() as client:
-        view = client.job(id).view
+        view = find_job(client, id).view
     if json:
         say_json(view.model_dump(mode="json"))
         return 0
-    for name, value in view.model_dump(mode="json", exclude_none=True).items():
-        if name == "error" and view.error is not None:
-            value = f"{view.error.code}: {view.error.detail}"
-        say(f"{name:<17} {printable(value)}")
+    for name, value in _described(view).items():
+        say(f"{name:<12} {printable(value)}")
     return 0
 
 
 def watch_job(id: JobId, *, json: AsJson = False) -> int:
     """Follow a job: a bar on a terminal, else a line for each state; 1 if it does not end well."""
-    from gradbox.client import GradClient
+    with GradClient() as client:
+        return follow(find_job(client, id), json=json)
+
+
+def follow(job: Job, *, json: bool = False) -> int:
+    """Show a job's events until it is over, say how it ended, and return the exit code for that."""
     from gradbox.progress import ProgressBar
 
-    with GradClient() as client:
-        job = client.job(id)
-        with ProgressBar(job.id[:12], shown=False if json else None) as bar:
-            for event in job.events():
-                bar.show(event)
-                if json:
-                    data: Any = event.job or event.progress
-                    say_json({"event": event.kind, "data": data.model_dump(mode="json")})
-                elif event.job is not None and not sys.stderr.isatty():
-                    say(event.job.state.value)
-        view = job.view
-    return say_how_it_ended(view)
+    say_hold(job.view)
+    with ProgressBar(job.id[:SHOWN_LENGTH], shown=False if json else None) as bar:
+        for event in job.events():
+            bar.show(event)
+            if json:
+                data: Any = event.job or event.progress
+                say_json({"event": event.kind, "data": data.model_dump(mode="json")})
+            elif event.job is not None and not sys.stderr.isatty():
+                say(event.job.state.value)
+    return say_how_it_ended(job.view)
+
+
+def say_hold(view: JobView) -> None:
+    """Say on stderr why the job has to wait, if the box's owner lets none run."""
+    if view.hold is not None:
+        print(printable(f"no job runs for now: the box is {view.hold}"), file=sys.stderr)
 
 
 def say_how_it_ended(view: JobView) -> int:
@@ -91,12 +102,11 @@ def say_how_it_ended(view: JobView) -> int:
     return 0 if view.state is JobState.DONE else 1
 
 
-def cancel_jobs(id: JobIds, *, json: AsJson = False) -> int:
+def cancel_jobs(ids: JobIds, *, json: AsJson = False) -> int:
     """Cancel each job and print what it is now."""
-    from gradbox.client import GradClient
-
     with GradClient() as client:
-        views = [client.job(job_id).cancel() for job_id in id]
+        # All are found before the first is cancelled: a mistyped id cancels nothing.
+        views = [job.cancel() for job in [find_job(client, id) for id in ids]]
     if json:
         _say_views(views)
         return 0
@@ -106,14 +116,16 @@ def cancel_jobs(id: JobIds, *, json: AsJson = False) -> int:
     return 0
 
 
-def delete_jobs(id: JobIds) -> int:
+def delete_jobs(ids: JobIds, *, json: AsJson = False) -> int:
     """Delete the result of each job, which must be over."""
-    from gradbox.client import GradClient
-
     with GradClient() as client:
-        for job_id in id:
-            client.job(job_id).delete()
-            say(f"{job_id} deleted")
+        jobs = [find_job(client, id) for id in ids]
+        for job in jobs:
+            job.delete()
+            if not json:
+                say(f"{job.id} deleted")
+    if json:
+        say_json({"deleted": [job.id for job in jobs]})
     return 0
 
 
@@ -121,20 +133,47 @@ def _say_views(views: list[JobView]) -> None:
     say_json([view.model_dump(mode="json") for view in views], indent=2)
 
 
-def _row(view: JobView) -> tuple[str, ...]:
-    done = ""
+def _row(view: JobView, *, owner: bool) -> tuple[str, ...]:
+    shown_id = view.id[:SHOWN_LENGTH] if coloured(sys.stdout) else view.id
+    owners = (view.owner,) if owner else ()
+    age = duration(time.time() - view.created_s)
+    return (shown_id, view.state.value, *owners, view.model, age, how_far(view), view.name)
+
+
+def how_far(view: JobView) -> str:
+    """Say in a few words how far a job is, how long it took, or why it failed."""
+    if view.error is not None:
+        return view.error.code
     if view.progress is not None and view.state is JobState.RUNNING:
-        done = f"{view.progress.phase} {view.progress.done}/{view.progress.total}"
-    elif view.queue_position is not None:
-        done = f"position {view.queue_position}"
-    elif view.error is not None:
-        done = view.error.code
-    age = _duration(time.time() - view.created_s)
-    return (view.id, view.state.value, view.model, age, done, view.name)
+        left = view.progress.seconds_left
+        soon = "" if left is None else f", {duration(left)} left"
+        return f"{view.progress.phase} {view.progress.done}/{view.progress.total}{soon}"
+    if view.queue_position is not None:
+        return f"position {view.queue_position}"
+    if view.state is JobState.DONE and view.started_s is not None and view.finished_s is not None:
+        return f"took {duration(view.finished_s - view.started_s)}"
+    return ""
 
 
-def _duration(seconds: float) -> str:
-    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length_s:
-            return f"{seconds / length_s:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
+def _described(view: JobView) -> dict[str, object]:
+    """Return what `jobs show` prints of a job, by the name that it prints before."""
+    times = {"created": view.created_s, "started": view.started_s, "finished": view.finished_s}
+    found: dict[str, object] = {
+        "id": view.id,
+        "name": view.name,
+        "state": view.state.value + (", to be cancelled" if view.cancel_requested else ""),
+        "owner": view.owner,
+        "computation": view.computation,
+        "model": view.model,
+        **{name: f"{local(at)} ({ago(at)})" for name, at in times.items() if at is not None},
+        "waits": "" if view.hold is None else f"the box is {view.hold}",
+        "progress": "" if view.error is not None else how_far(view),
+        "worker": view.worker,
+        "attempts": view.attempts,
+        "priority": view.priority,
+    }
+    if view.result is not None:
+        found["result"] = f"{view.result.size_bytes:,} bytes, SHA-256 {view.result.sha256}"
+    if view.error is not None:
+        found["error"] = f"{view.error.code}: {view.error.detail}"
+    return {name: value for name, value in found.items() if value not in (None, "", 0)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from importlib import metadata
 from typing import Annotated, Any, Final
 
@@ -11,7 +12,7 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from gradbox.cli.exits import WRONG_USAGE, ExitCodes, new_app
-from gradbox.cli.output import complain, say
+from gradbox.cli.output import complain, say, styled
 from gradbox.cli.overview import OTHER, TOPICS, entries, line_of
 
 EPILOG: Final = "exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 no service can be reached"
@@ -89,7 +90,7 @@ class LazyGroup(ExitCodes):
             importlib.util.find_spec(module) is None for module in needed
         )
         line = f"(not installed: {how_to_install(package)})" if missing else command.help
-        return typer.style(name, fg=typer.colors.CYAN, bold=True), line or ""
+        return styled(name, typer.colors.CYAN, stream=sys.stdout), line or ""
 
 
 def gradbox() -> typer.Typer:

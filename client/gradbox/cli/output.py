@@ -1,20 +1,39 @@
-"""What the commands print: text made printable, and JSON in ASCII.
+"""What the commands print: text made printable, tables, and JSON in ASCII.
 
 Every command prints by these, because names, states and problems come from the box and others on
-it; see `gradbox.printable`.
+it; see `gradbox.printable`. Colour is for terminals alone, and NO_COLOR turns it off
+(https://no-color.org).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from gradbox.printable import printable
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+# How rich draws a cell that holds one of these words.
+STYLES: Final[Mapping[str, str]] = {
+    "running": "cyan",
+    "busy": "cyan",
+    "done": "green",
+    "ok": "green",
+    "failed": "red",
+    "cancelled": "yellow",
+    "paused": "yellow",
+    "draining": "yellow",
+    "starting": "yellow",
+}
 
 
 def say(text: object) -> None:
@@ -25,7 +44,8 @@ def say(text: object) -> None:
 def complain(text: object) -> None:
     """Print an error to stderr; its second line and those after it are indented, being details."""
     first, *details = printable(text, lines=True).split("\n")
-    print("\n  ".join([f"gradbox: {first}", *details]), file=sys.stderr)
+    program = styled("gradbox:", "red", stream=sys.stderr)
+    print("\n  ".join([f"{program} {first}", *details]), file=sys.stderr)
 
 
 def say_json(value: Any, *, indent: int | None = None) -> None:
@@ -33,9 +53,40 @@ def say_json(value: Any, *, indent: int | None = None) -> None:
     print(json.dumps(value, indent=indent), flush=True)
 
 
-def say_table(rows: list[tuple[str, ...]]) -> None:
+def say_table(rows: Sequence[Sequence[str]]) -> None:
     """Print rows in columns, the first row being the titles."""
-    table = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
+    if coloured(sys.stdout):
+        from rich.console import Console
+
+        Console(highlight=False).print(table_of(rows))
+        return
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
         say("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
+
+
+def table_of(rows: Sequence[Sequence[str]]) -> Table:
+    """Return rows, the first being the titles, as a table that rich draws."""
+    from rich.table import Table
+    from rich.text import Text
+
+    titles, *lines = rows
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        table.add_column(printable(title), no_wrap=True)
+    for line in lines:
+        cells = [printable(cell) for cell in line]
+        table.add_row(*(Text(cell, style=STYLES.get(cell.partition(",")[0], "")) for cell in cells))
+    return table
+
+
+def styled(text: str, colour: str, *, stream: IO[str]) -> str:
+    """Return text in bold colour where the stream is a terminal that takes it."""
+    return typer.style(text, fg=colour, bold=True) if coloured(stream) else text
+
+
+def coloured(stream: IO[str]) -> bool:
+    """Tell whether what is printed to the stream may be coloured."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not plain

@@ -7,12 +7,15 @@ from typing import Annotated
 
 import typer
 
-from gradbox.cli.jobs import JobId, say_how_it_ended
+from gradbox.cli.job_ids import JobId, find_job
+from gradbox.cli.jobs import say_how_it_ended
 from gradbox.cli.output import AsJson, complain, say, say_json
+from gradbox.client import GradClient
+from gradbox.job import Job
 
-OutputFile = Annotated[
-    Path, typer.Option("-o", "--output", metavar="FILE", help="a safetensors file to write")
-]
+_OPTION = typer.Option("-o", "--output", metavar="FILE", help="a safetensors file to write")
+OutputFile = Annotated[Path | None, _OPTION]
+NeededFile = Annotated[Path, _OPTION]
 
 
 def register(app: typer.Typer) -> None:
@@ -20,35 +23,46 @@ def register(app: typer.Typer) -> None:
     app.command("result", help="wait for a job and fetch its result")(run)
 
 
-def run(id: JobId, *, output: OutputFile, json: AsJson = False) -> int:
+def run(id: JobId, *, output: NeededFile, json: AsJson = False) -> int:
     """Wait for the job, write its result to the file and say what is in it."""
-    from gradbox.client import GradClient
+    if not check_folder(output):  # said now, and not when the job is done
+        return 2
+    with GradClient() as client:
+        return fetch(find_job(client, id), output, json=json)
+
+
+def check_folder(output: Path) -> bool:
+    """Tell whether the folder that a file is to be written to exists; complain if not."""
+    exists = output.parent.is_dir()
+    if not exists:
+        _complain_of(output, "there is no such folder")
+    return exists
+
+
+def fetch(job: Job, output: Path, *, json: bool) -> int:
+    """Wait for a job, write its result to a file, print what is in it, and return the exit code."""
     from gradbox.results.result import GradResult
 
-    if not output.parent.is_dir():  # said now, and not when the job is done
-        return _cannot_write(output, "there is no such folder")
-    with GradClient() as client:
-        job = client.job(id)
-        code = say_how_it_ended(job.wait())
-        if code:
-            return code
-        try:
-            job.fetch(output)
-        except OSError as error:
-            return _cannot_write(output, error.strerror or str(error))
+    code = say_how_it_ended(job.wait())
+    if code:
+        return code
+    try:
+        job.fetch(output)
+    except OSError as error:
+        _complain_of(output, error.strerror or str(error))
+        return 2
     result = GradResult.load(output)
     if json:
         say_json(result.manifest.model_dump(mode="json"), indent=2)
-    else:
-        loss = result.manifest.loss
-        counted = {"gradients": result.grads, "outputs": result.outputs}
-        found = ", ".join(f"{len(named)} {what}" for what, named in counted.items() if named)
-        say(f"{output}: {'' if loss is None else f'loss {loss:.6g}, '}{found}")
+        return 0
+    loss = result.manifest.loss
+    counted = {"gradients": result.grads, "outputs": result.outputs}
+    found = ", ".join(f"{len(named)} {what}" for what, named in counted.items() if named)
+    say(f"{output}: {'' if loss is None else f'loss {loss:.6g}, '}{found}")
     return 0
 
 
-def _cannot_write(path: Path, why: str) -> int:
+def _complain_of(path: Path, why: str) -> None:
     complain(
         f"result: expected a file that can be written, got {path}: {why}; name another one with -o"
     )
-    return 2

@@ -111,6 +111,7 @@ class Connection:
         retry: Retry | None = None,
     ) -> None:
         self.url = settings.url
+        self._found = f", which {settings.source} names" if settings.source else ""
         self._timeout_s = timeout_s
         self._retry = retry or Retry()
         self._answered = False
@@ -194,8 +195,9 @@ class Connection:
                 yield answer
         except httpx.ConnectError as error:
             raise TransientFault(
-                f"expected a gradbox service at {self.url}, but cannot connect ({error}); "
-                f"is it running (`gradbox up`), and is the address right (GRADBOX_URL)?",
+                f"expected a gradbox service at {self.url}{self._found}, but cannot connect "
+                f"({error}); is it running (`gradbox up`), and is the address right? "
+                f"`gradbox doctor` looks",
                 refused=not self._answered,
             ) from error
         except httpx.TransportError as error:

@@ -1,12 +1,27 @@
 """What client, service and worker say to each other. Pydantic only: nothing here knows torch.
 
 Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
-`per_sample` the two specs that have a row for every sample, `views` what the service answers,
-`example` a model's example job, `problem` how errors travel, `receipt` what a result file says of
-its own making. docs/wire.md states the same in prose.
+`per_sample` the two specs that have a row for every sample, `views` what the service answers about
+jobs and models, `example` a model's example job, `box` what it answers about the whole box,
+`operation` whether that hands out jobs,
+`problem` how errors travel, `receipt` what a result file says of its own making. docs/wire.md
+states the same in prose.
 """
 
+from gradbox.protocol.box import (
+    BoxChange,
+    BoxJob,
+    BoxModel,
+    BoxView,
+    CallerView,
+    DeviceMemory,
+    DeviceView,
+    OwnerUsage,
+    Span,
+    UsageView,
+)
 from gradbox.protocol.example import ExampleInput, ExampleView
+from gradbox.protocol.operation import OperationMode, OperationOrder, OperationView
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
 from gradbox.protocol.receipt import Receipt, Seconds
@@ -51,9 +66,16 @@ from gradbox.protocol.views import (
 __all__ = [
     "JOB_SPEC",
     "PROTOCOL",
+    "BoxChange",
+    "BoxJob",
+    "BoxModel",
+    "BoxView",
     "BuiltinLoss",
+    "CallerView",
     "CotangentGradientSpec",
     "CotangentsLoss",
+    "DeviceMemory",
+    "DeviceView",
     "DifferentiatedSpec",
     "Digest",
     "ExampleInput",
@@ -72,6 +94,10 @@ __all__ = [
     "MixedGradientSpec",
     "ModelList",
     "ModelView",
+    "OperationMode",
+    "OperationOrder",
+    "OperationView",
+    "OwnerUsage",
     "ParameterView",
     "PenaltySpec",
     "PerSampleGradientSpec",
@@ -83,8 +109,10 @@ __all__ = [
     "Seconds",
     "ShardRef",
     "SharedSpec",
+    "Span",
     "TensorRef",
     "TracedFunction",
+    "UsageView",
     "parse_posted",
     "parse_spec",
     "spec_digest",

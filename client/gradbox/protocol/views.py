@@ -50,7 +50,10 @@ class ResultView(View):
 
 
 class JobView(View):
-    """One job. Times are seconds since 1970, UTC. `progress` is complete where it is done."""
+    """One job. Times are seconds since 1970, UTC. `progress` is complete where it is done.
+
+    `hold` says why no waiting job is handed to a worker: the box's owner paused or drains it.
+    """
 
     id: JobId
     state: JobState
@@ -64,6 +67,7 @@ class JobView(View):
     finished_s: float | None = None
     attempts: int = 0
     queue_position: int | None = None
+    hold: str | None = None
     progress: ProgressView | None = None
     cancel_requested: bool = False
     worker: str | None = None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 import uuid
 
+from gradbox.errors import BoxDraining
 from gradbox.protocol import (
     CotangentGradientSpec,
     JobSpec,
+    OperationMode,
     parse_posted,
     spec_digest,
 )
@@ -41,6 +43,7 @@ def post(
         OwnerOnly: see `check_limits`.
         IdempotencyConflict: the key came before with another job.
         QueueFull: as many of the caller's jobs wait as may.
+        BoxDraining: the box takes no new jobs.
         StorageFull: the caller's quota is reached.
         ServiceUnavailable: no worker has said yet which models there are, or Redis is full.
     """
@@ -55,6 +58,12 @@ def post(
         )
         if earlier is not None:
             return earlier
+    operation = box.operation.read()
+    if operation.mode is OperationMode.DRAINING:
+        raise BoxDraining(
+            f"this box is {operation}; it takes no new jobs, those that wait stay where they are: "
+            f"submit again once it is back"
+        )
     check_memory(box.records)
     check_quota(
         caller.name,

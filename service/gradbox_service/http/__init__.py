@@ -6,7 +6,7 @@ To read in this order:
     connections          what a connection may send, and how slowly
     app                  the app put together: state, middleware, routes
     request_ids, rates   middleware: an id for each request; requests a second for each token
-    auth                 whose token, whose job
+    auth                 whose token or session, whose job
     bodies               posted jobs, read whole
     routes/              one module a noun
     event_hub            one reader of events for all listeners

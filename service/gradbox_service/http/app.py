@@ -13,12 +13,24 @@ from fastapi import FastAPI
 
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
+from gradbox_service.dashboard import pages
+from gradbox_service.dashboard.board import Board
 from gradbox_service.http import openapi, problems
 from gradbox_service.http.bodies import Bodies
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.http.rates import Allowance, RateLimit
 from gradbox_service.http.request_ids import RequestIds
-from gradbox_service.http.routes import blobs, events, jobs, models, probes, results
+from gradbox_service.http.routes import (
+    blobs,
+    box,
+    events,
+    jobs,
+    models,
+    operation,
+    probes,
+    results,
+    session,
+)
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.settings import Settings
 from gradbox_service.store.files import make_folder
@@ -41,21 +53,30 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         description=DESCRIPTION,
         lifespan=_lifespan,
         redirect_slashes=False,
+        docs_url=None,  # the dashboard has a page of its own, which loads nothing from elsewhere
+        redoc_url=None,
         responses=openapi.PROBLEM,
     )
-    box = backing or Backing.on_redis(settings)
+    stands_on = backing or Backing.on_redis(settings)
     app.state.settings = settings
-    app.state.backing = box
-    app.state.hub = Hub(box.records)
-    app.state.dispatcher = Dispatcher(box.records, box.turns, box.fleet, box.leadership)
+    app.state.backing = stands_on
+    app.state.board = Board(stands_on)
+    app.state.hub = Hub(stands_on.records, also_tell=app.state.board.note)
+    app.state.dispatcher = Dispatcher(
+        stands_on.records,
+        stands_on.turns,
+        stands_on.fleet,
+        stands_on.leadership,
+        operation=stands_on.operation,
+    )
     app.state.cleaner = Cleaner(
         settings,
-        records=box.records,
-        blobs=box.blobs,
-        results=box.results,
-        owners=box.owners,
-        tokens=box.tokens,
-        leadership=box.leadership,
+        records=stands_on.records,
+        blobs=stands_on.blobs,
+        results=stands_on.results,
+        owners=stands_on.owners,
+        tokens=stands_on.tokens,
+        leadership=stands_on.leadership,
     )
     app.state.bodies = Bodies(folder=settings.data, limit_bytes=settings.max_spec_bytes)
     app.add_middleware(
@@ -65,8 +86,9 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     )
     app.add_middleware(RequestIds)  # the outermost: it gives refusals an id too
     problems.install(app)
-    for module in (blobs, jobs, events, results, models, probes):
+    for module in (blobs, jobs, events, results, models, box, operation, session, probes):
         app.include_router(module.router)
+    app.include_router(pages.router())
     app.openapi = partial(openapi.describe, app)  # type: ignore[method-assign]
     return app
 
@@ -85,6 +107,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        app.state.board.close()
         hub.close()
         dispatcher.close()
         cleaner.close()

@@ -1,4 +1,9 @@
-"""Who is asking: bearer tokens, and whose job is whose."""
+"""Who is asking: by a bearer token, or by the cookie of a session; and whose job is whose.
+
+A browser sends a cookie along with what any page makes it ask for. Ours is SameSite=Strict, and a
+request by cookie that changes something has to carry a header of its own as well, which a page of
+another origin cannot send without asking us first, and we never allow it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ from typing import Annotated, cast
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.exceptions import HTTPException
 
 from gradbox.errors import JobNotFound, Unauthorized
 from gradbox_service.backing import Backing
@@ -23,14 +29,28 @@ def backing_of(request: Request) -> Backing:
 Box = Annotated[Backing, Depends(backing_of)]
 
 
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+CSRF_HEADER = "X-Gradbox-Dashboard"
+
+
 def caller_of(
-    box: Box, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+    request: Request,
+    box: Box,
+    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> TokenInfo:
     """Return what is known of the request's token: `name` owns jobs and blobs.
 
     Raises:
-        Unauthorized: there is no token, or it is nobody's.
+        Unauthorized: there is no token and no session, or it is nobody's.
+        HTTPException: another site may have made a browser send this.
     """
+    if credentials is None and (secret := cookie_secret(request)):
+        if request.method not in SAFE_METHODS:
+            refuse_forged(request)
+        by_cookie = box.sessions.find(secret)
+        if by_cookie is None:
+            raise Unauthorized("the session is over: log in again with your token")
+        return by_cookie
     if credentials is None:
         raise Unauthorized(
             "no token came: send `Authorization: Bearer TOKEN`, or set GRADBOX_TOKEN; the box's "
@@ -43,6 +63,31 @@ def caller_of(
             "ask the box's owner for a new token"
         )
     return caller
+
+
+def cookie_name(request: Request) -> str:
+    """Return the name of the session's cookie: cookies know no ports, and a host may have boxes."""
+    return f"gradbox-{request.url.port or request.url.scheme}"
+
+
+def cookie_secret(request: Request) -> str:
+    """Return the secret of the session that the request's cookie names; "" if there is none."""
+    return request.cookies.get(cookie_name(request), "")
+
+
+def refuse_forged(request: Request) -> None:
+    """Refuse what a page of another site may have made a browser send.
+
+    Raises:
+        HTTPException: the dashboard's header is missing, or the browser says so itself.
+    """
+    site = request.headers.get("sec-fetch-site", "same-origin")
+    if CSRF_HEADER not in request.headers or site not in ("same-origin", "none"):
+        raise HTTPException(
+            403,
+            f"expected the header {CSRF_HEADER} with a request of the box's own dashboard; a "
+            "program sends its token as `Authorization: Bearer TOKEN` instead of a cookie",
+        )
 
 
 Caller = Annotated[TokenInfo, Depends(caller_of)]

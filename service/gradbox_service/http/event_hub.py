@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import contextmanager
 
 import anyio.to_thread
 import redis
 
-from gradbox_service.jobs import Event, Records
+from gradbox_service.jobs import Change, Event, Records
 from gradbox_service.repeating_thread import RepeatingThread
 
 log = logging.getLogger(__name__)
@@ -30,9 +31,17 @@ REREAD_S = 5.0
 class Hub(RepeatingThread):
     """Reads which jobs have new events, and wakes their listeners."""
 
-    def __init__(self, records: Records) -> None:
+    def __init__(
+        self, records: Records, *, also_tell: Callable[[Collection[Change]], None] | None = None
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            also_tell: called with all changes, in the event loop.
+        """
         super().__init__("event reader", failed_pause_s=WAIT_S)
         self._records = records
+        self._also_tell = also_tell
         self._listeners: dict[str, set[asyncio.Event]] = {}
         self._num_open: Counter[str] = Counter()  # by who listens
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -51,6 +60,15 @@ class Hub(RepeatingThread):
     def num_open(self, listener: str) -> int:
         """Return how many streams somebody has open."""
         return self._num_open[listener]
+
+    @contextmanager
+    def counted(self, listener: str) -> Iterator[None]:
+        """Count a stream of somebody's as open until the context ends."""
+        self._num_open[listener] += 1
+        try:
+            yield
+        finally:
+            self._num_open[listener] -= 1
 
     async def listen(
         self, job_id: str, *, after: str | None, listener: str = ""
@@ -97,9 +115,13 @@ class Hub(RepeatingThread):
             log.warning("the events of the box cannot be read (%s); trying again", error)
             self._stopping.wait(WAIT_S)
             return
-        jobs = {change.job_id for change in changes}
-        if jobs and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._wake, jobs)
+        if changes and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._spread, changes)
+
+    def _spread(self, changes: Collection[Change]) -> None:
+        self._wake({change.job_id for change in changes})
+        if self._also_tell is not None:
+            self._also_tell(changes)
 
     def _wake(self, job_ids: Collection[str]) -> None:
         for job_id in job_ids:

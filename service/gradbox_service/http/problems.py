@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from gradbox.errors import Category, GradboxError, MissingBlobs, ServiceUnavailable
+from gradbox.errors import BoxDraining, Category, GradboxError, MissingBlobs, ServiceUnavailable
 from gradbox.protocol import Problem
 from gradbox.protocol.problem import URN
 from gradbox_service.http.request_ids import HEADER, request_id_of
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 2
+DRAINED_AFTER_S = 120
 
 
 def install(app: FastAPI) -> None:
@@ -67,7 +68,9 @@ def plain_problem(status: int, code: str, detail: str, *, category: Category = "
 
 async def _known(request: Request, error: Exception) -> Response:
     extra = {"missing": list(error.missing)} if isinstance(error, MissingBlobs) else {}
-    return problem_response(Problem.of(cast(GradboxError, error), **extra), request)
+    # Longer than clients wait: they are to hear of it at once.
+    headers = {"Retry-After": str(DRAINED_AFTER_S)} if isinstance(error, BoxDraining) else None
+    return problem_response(Problem.of(cast(GradboxError, error), **extra), request, headers)
 
 
 async def _http(request: Request, error: Exception) -> Response:

@@ -61,7 +61,10 @@ class Allowance:
 
 
 class RateLimit:
-    """ASGI middleware: refuses what a token sends beyond its allowance. Probes carry no token."""
+    """ASGI middleware: refuses what a token, or a session, sends beyond its allowance.
+
+    Probes carry neither.
+    """
 
     def __init__(self, app: ASGIApp, *, allowance: Allowance, requests_per_s: int) -> None:
         self._app = app
@@ -89,4 +92,5 @@ class RateLimit:
 def _token(scope: Scope) -> bytes:
     if scope["type"] != "http":
         return b""
-    return next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    sent = dict(reversed(scope["headers"]))
+    return bytes(sent.get(b"authorization") or sent.get(b"cookie") or b"")

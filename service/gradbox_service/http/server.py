@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 import uvicorn
 from fastapi import FastAPI
 
+from gradbox_service.dashboard.board import Board
 from gradbox_service.http.app import create_app
 from gradbox_service.http.connections import BoundedProtocol, ConnectionLimits
 from gradbox_service.http.event_hub import Hub
@@ -34,12 +35,14 @@ class Server(uvicorn.Server):
     A stream of a job that waits would keep its connection, and so the server, for hours.
     """
 
-    def __init__(self, config: uvicorn.Config, *, hub: Hub) -> None:
+    def __init__(self, config: uvicorn.Config, *, hub: Hub, board: Board) -> None:
         super().__init__(config)
         self._hub = hub
+        self._board = board
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._hub.close()
+        self._board.close()
         await super().shutdown(sockets)
 
 
@@ -77,7 +80,7 @@ def serve(
     try:
         if listening is not None:
             listening(url_of(bound, tls=settings.tls_cert is not None))
-        Server(config, hub=app.state.hub).run(sockets=[bound])
+        Server(config, hub=app.state.hub, board=app.state.board).run(sockets=[bound])
     finally:
         bound.close()
 

@@ -7,7 +7,9 @@ Each has a protocol, an implementation on Redis and a twin in memory. To read in
     redis_records, redis_changes    the store on Redis; how one change is written
     damaged                         what becomes of a record that cannot be read
     memory_records                  the twin
+    usage                           what each owner used, charged once as an attempt ends
     turns, fleet                    RQ's short list; the workers and what they offer
+    operation                       whether jobs are handed out and taken
     connection, refusals            how Redis is reached; when it refuses only for now
 """
 
@@ -18,6 +20,7 @@ from gradbox_service.jobs.record import JobRecord, Transition
 from gradbox_service.jobs.records import Change, Event, Records
 from gradbox_service.jobs.redis_records import RedisRecords
 from gradbox_service.jobs.turns import QUEUE, SERIALIZER, TASK, MemoryTurns, RqTurns, Turn, Turns
+from gradbox_service.jobs.usage import MemoryUsage, RedisUsage, Usage, Used
 
 __all__ = [
     "QUEUE",
@@ -30,13 +33,17 @@ __all__ = [
     "MemoryFleet",
     "MemoryRecords",
     "MemoryTurns",
+    "MemoryUsage",
     "Records",
     "RedisFleet",
     "RedisRecords",
+    "RedisUsage",
     "RqTurns",
     "Transition",
     "Turn",
     "Turns",
+    "Usage",
+    "Used",
     "WorkerPresence",
     "connect",
 ]

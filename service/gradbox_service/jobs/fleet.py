@@ -12,7 +12,8 @@ from typing import Literal, Protocol, TypeVar, cast
 import redis
 from pydantic import BaseModel, ConfigDict
 
-from gradbox.protocol import ModelView
+from gradbox.protocol import DeviceMemory, ModelView
+from gradbox_service.jobs import redis_changes
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,8 @@ class WorkerPresence(BaseModel):
     `models` maps names to versions; it is empty until the device process has described them.
     `unusable` maps the names of models that cannot be built to the reason. `reloads` is how many
     reloads had been asked for when it last read its models file; `reload_error` says why it could
-    not, and offers what it did before. `job` is the id of the job that it holds.
+    not, and offers what it did before. `job` is the id of the job that it holds. `hardware` is what
+    its device calls itself.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -43,6 +45,8 @@ class WorkerPresence(BaseModel):
     reload_error: str = ""
     job: str | None = None
     started_s: float = 0.0
+    hardware: str = ""
+    memory: DeviceMemory | None = None
 
 
 class Fleet(Protocol):
@@ -81,12 +85,14 @@ class RedisFleet:
             key = f"gradbox:worker:{presence.name}"
             pipe.set(key, presence.model_dump_json(), px=max(1, int(ttl_s * 1000)))
             pipe.sadd(WORKERS, presence.name)
+            redis_changes.ring(pipe, "", "worker")
             pipe.execute()
 
     def retire(self, name: str) -> None:
         with self._redis.pipeline() as pipe:
             pipe.delete(f"gradbox:worker:{name}")
             pipe.srem(WORKERS, name)
+            redis_changes.ring(pipe, "", "worker")
             pipe.execute()
 
     def describe(self, models: Iterable[ModelView]) -> None:

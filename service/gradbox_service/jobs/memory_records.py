@@ -12,12 +12,14 @@ from gradbox.protocol import JobSpec, JobState
 from gradbox_service.jobs.events import event_of, parse_id, state_event
 from gradbox_service.jobs.record import JobRecord, Transition
 from gradbox_service.jobs.records import MAX_EVENTS, Change, Event, Memory, check_same_spec
+from gradbox_service.jobs.usage import MemoryUsage, charge_of
 
 
 class MemoryRecords:
-    """Implements `Records` in one process."""
+    """Implements `Records` in one process. `usage` is what ended attempts were charged."""
 
     def __init__(self) -> None:
+        self.usage = MemoryUsage()
         self._records: dict[str, JobRecord] = {}
         self._specs: dict[str, JobSpec] = {}
         self._posted: dict[tuple[str, str], tuple[str, str]] = {}
@@ -177,6 +179,9 @@ class MemoryRecords:
         self._records[after.id] = after
         if after.state is not JobState.QUEUED:
             self._order.pop(after.id, None)
+        charge = charge_of(before, after, now_s=time.time())
+        if charge is not None:
+            self.usage.add(charge)
         event = event_of(before, after)
         self._tell(after.id, event)
         self._ring(Change(after.id, event.kind))

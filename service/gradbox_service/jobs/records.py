@@ -38,11 +38,11 @@ class Event:
 class Change:
     """Says that something about a job is new; what it is stands in the job's own stream.
 
-    `wake` is about no job: it ends every wait at once.
+    Two are about no job: `worker`, that one announced something, and `wake`, which ends every wait.
     """
 
     job_id: str
-    kind: Literal["state", "progress", "position", "wake"]
+    kind: Literal["state", "progress", "position", "worker", "wake"]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How a change of a record is written to Redis: record, indices, sums, event and doorbell at once.
+"""How a change of a record is written to Redis: record, indices, sums, use, event and doorbell.
 
 Each function that takes a pipeline appends commands to it; its caller has put it into MULTI.
 `event_in` and `change_in` read the entries of the two streams back.
@@ -7,12 +7,14 @@ Each function that takes a pipeline appends commands to it; its caller has put i
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from redis.client import Pipeline
 
 from gradbox.protocol import JobState
+from gradbox_service.jobs import usage
 from gradbox_service.jobs.events import event_of, state_event
 from gradbox_service.jobs.record import JobRecord
 from gradbox_service.jobs.records import MAX_EVENTS, Change, Event
@@ -41,6 +43,9 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     if after.state is not JobState.QUEUED:
         pipe.zrem(ORDER, after.id)
     count_result(pipe, after.owner, after.result_bytes - (before.result_bytes if before else 0))
+    charge = usage.charge_of(before, after, now_s=time.time())
+    if charge is not None:
+        usage.write(pipe, charge)
     event = event_of(before, after)
     tell(pipe, after.id, event)
     ring(pipe, after.id, event.kind)

@@ -8,6 +8,8 @@
     gradbox:active             zset of the ids of queued and running jobs by creation
     gradbox:ended              zset of the ids of all others by the time of their end
     gradbox:result-bytes       hash: owner → bytes of their results on disk
+    gradbox:usage:HOUR         hash: what each owner used (see `usage`)
+    gradbox:busy:MINUTE        hash: worker → milliseconds in which it held a job
     gradbox:set-aside          hash: job id → bytes that were no record (see `damaged`)
     gradbox:order              zset of queued job ids by position
     gradbox:posted:OWNER:HASH  hash (job, digest) of an idempotency key

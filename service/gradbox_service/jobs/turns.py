@@ -41,6 +41,9 @@ class Turns(Protocol):
     def feed(self, turn: Turn) -> None:
         """Append a turn."""
 
+    def take_back(self) -> None:
+        """Remove the turns that nobody has taken yet."""
+
     def waiting(self) -> Sequence[Turn]:
         """Return the turns that nobody has taken yet, next first."""
 
@@ -69,6 +72,9 @@ class RqTurns:
             description=f"attempt {turn.attempt} of job {turn.job_id}",
         )
 
+    def take_back(self) -> None:
+        self._queue.empty()  # type: ignore[no-untyped-call]  # RQ does not annotate it
+
     def waiting(self) -> Sequence[Turn]:
         return [turn for turn in map(_turn, self._queue.get_job_ids()) if turn is not None]
 
@@ -91,6 +97,10 @@ class MemoryTurns:
         with self._fed:
             self._waiting.append(turn)
             self._fed.notify()
+
+    def take_back(self) -> None:
+        with self._fed:
+            self._waiting.clear()
 
     def waiting(self) -> Sequence[Turn]:
         with self._fed:

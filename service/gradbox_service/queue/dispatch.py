@@ -15,8 +15,9 @@ from functools import partial
 
 import redis
 
-from gradbox.protocol import JobState
+from gradbox.protocol import JobState, OperationMode
 from gradbox_service.jobs import Fleet, JobRecord, Records, Turn, Turns
+from gradbox_service.jobs.operation import MemoryOperation, Operation
 from gradbox_service.queue.leadership import Leadership
 from gradbox_service.queue.order import fair_order
 from gradbox_service.repeating_thread import RepeatingThread
@@ -45,6 +46,7 @@ class Dispatcher(RepeatingThread):
         fleet: Fleet,
         leadership: Leadership,
         *,
+        operation: Operation | None = None,
         turn_grace_s: float = TURN_GRACE_S,
     ) -> None:
         super().__init__("dispatcher")
@@ -52,6 +54,7 @@ class Dispatcher(RepeatingThread):
         self._turns = turns
         self._fleet = fleet
         self._leadership = leadership
+        self._operation = operation or MemoryOperation()
         self._turn_grace_s = turn_grace_s
         self._cursor: str | None = None
         # When the turn of each queued job was last seen, by the monotonic clock.
@@ -118,6 +121,10 @@ class Dispatcher(RepeatingThread):
         return bool(lost)
 
     def _feed(self, queued: Sequence[JobRecord], running: Sequence[JobRecord]) -> None:
+        hands_out = self._operation.read().mode is OperationMode.RUNNING
+        if not hands_out:
+            self._turns.take_back()
+            self._seen.clear()
         wanted = {Turn(record.id, record.attempt + 1): record for record in queued}
         in_list = [turn for turn in dict.fromkeys(self._turns.waiting()) if turn in wanted]
         fed = [*self._in_transit(wanted.keys(), in_list), *in_list]
@@ -125,7 +132,8 @@ class Dispatcher(RepeatingThread):
         held = Counter(record.owner for record in (*running, *next_up))
         order = fair_order(wanted.values(), held=held)
         self._records.place([record.id for record in (*next_up, *order)])
-        for record in order[: max(0, self._room() - len(in_list))]:
+        room = self._room() - len(in_list) if hands_out else 0
+        for record in order[: max(0, room)]:
             turn = Turn(record.id, record.attempt + 1)
             self._turns.feed(turn)
             self._seen[turn] = time.monotonic()

@@ -3,7 +3,12 @@
 To read in this order:
 
     command             what is given on the command line
+    background          `--wait`: the same in another process
     box                 the whole: Redis, service, workers; what restarts them
+    credentials         the owner's token, and client.toml while the box is ready
+    reached             how others reach it
+    script              `--exec`: what runs while the box is up
+    drain               when a box that drains has nothing left to do
     part, lifeline      one child process with its log; how it ends with its parent
     watchdog            which part hangs
     embedded_redis      the server that `up` brings

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import getpass
 import os
 import signal
 import socket
@@ -16,19 +14,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-import redis
-
 from gradbox.errors import GradboxError
-from gradbox.settings import FILE, ClientSettings, read_settings, write_settings
+from gradbox.protocol import OperationMode
 from gradbox_service.http.listening import bind, check_exposure, url_of
-from gradbox_service.jobs.connection import connect
-from gradbox_service.jobs.fleet import RedisFleet, unusable_models
-from gradbox_service.jobs.refusals import store_refuses
-from gradbox_service.revocations import Revocations
 from gradbox_service.settings import EMBEDDED, Settings, arguments_of
-from gradbox_service.tokens import RedisTokens
+from gradbox_service.up.credentials import Credentials
+from gradbox_service.up.data_folder import lock_folder
+from gradbox_service.up.drain import Drain
 from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis
 from gradbox_service.up.part import Part, ended
+from gradbox_service.up.reached import how_to_reach, left_out
+from gradbox_service.up.script import Script
 from gradbox_service.up.watchdog import REDIS, Watchdog, answers
 
 READY: Final = "gradbox ready at"
@@ -38,13 +34,6 @@ WORKER_STOP_S: Final = 45.0
 SERVICE_STOP_S: Final = 15.0
 # Between two starts of a Redis that does not start.
 REDIS_PAUSE_S: Final = 5.0
-
-
-class DataInUse(GradboxError):
-    """Another `gradbox up` keeps its data in this folder."""
-
-    code = "data-in-use"
-    title = "The data folder is in use"
 
 
 class PartFailed(GradboxError):
@@ -68,6 +57,8 @@ class Box:
     Args:
         devices: the device of each worker.
         spare: whether each worker keeps a second process for its device.
+        public_url: how others reach the box, where the owner knows better than the machine.
+        script: what runs while the box is up; the box ends with it.
     """
 
     def __init__(
@@ -77,12 +68,16 @@ class Box:
         models_file: Path,
         devices: Sequence[str],
         spare: bool = True,
+        public_url: str | None = None,
+        script: Script | None = None,
     ) -> None:
         self._settings = settings
         self._data = settings.data.resolve()
         self._models_file = models_file
         self._devices = devices
         self._spare = spare
+        self._public_url = public_url
+        self._script = script
         self._stop = threading.Event()
         self._num_signals = 0
         self._redis: EmbeddedRedis | None = None
@@ -90,6 +85,9 @@ class Box:
 
     def run(self) -> int:
         """Start everything, keep it running, and stop it in order when told to.
+
+        Returns:
+            0, or the exit code of the script.
 
         Raises:
             DataInUse, CannotListen, NoRedis, BadSettings: it cannot start here; nothing was left
@@ -113,7 +111,14 @@ class Box:
             self._redis = self._start_redis()
             stack.callback(self._stop_redis)
             url = url_of(bound, tls=self._settings.tls_cert is not None)
-            self._keep_credentials(url, self._redis.url)
+            credentials = Credentials(self._data)
+            token = credentials.owner_token(self._redis.url)
+            credentials.withdraw()  # what a killed `up` left
+            drain = Drain(self._redis.url)
+            stack.callback(drain.close)
+            operation = drain.forget()
+            if operation.mode is OperationMode.PAUSED:
+                _say(f"the box is {operation}; `gradbox resume` lets jobs run")
             service = self._service(bound, self._redis.url)
             workers = self._workers(self._redis.url)
             _say(f"starting a service and {len(workers)} worker(s); logs in {service.log.parent}")
@@ -123,16 +128,19 @@ class Box:
             for part in (service, *workers):
                 part.start()
             if self._until_ready(url, [service, *workers]):
-                print(f"{READY} {url}", flush=True)
-                _say(f"GradClient() finds address and token with GRADBOX_DATA={self._data}")
-                _say_unusable(self._redis.url)
+                stack.callback(credentials.withdraw)
+                credentials.publish(url, token)
+                self._say_ready(url, self._redis.url)
+                if self._script is not None:
+                    stack.callback(self._script.stop)
+                    self._script.start(url=url, token=token, data=self._data)
                 names = [worker.name for worker in workers]
                 watchdog = Watchdog(url, redis_url=self._redis.url, workers=names)
                 watchdog.start()
                 stack.callback(watchdog.close)
-                self._supervise([service, *workers], watchdog)
+                self._supervise([service, *workers], watchdog, drain)
             _say("stopping")
-        return 0
+            return 0 if self._script is None else self._script.stop()
 
     def _service(self, bound: socket.socket, redis_url: str) -> Part:
         settings = self._settings.model_copy(update={"data": self._data, "redis_url": redis_url})
@@ -159,29 +167,6 @@ class Box:
             log = logs / f"{name}.log"
             found.append(Part(name, "gradbox_worker", arguments, log=log))
         return found
-
-    def _keep_credentials(self, url: str, redis_url: str) -> None:
-        """Write client.toml, with the token of an earlier run where the box still knows it."""
-        path = self._data / FILE
-        earlier = read_settings(path)
-        connection = connect(redis_url)
-        try:
-            tokens = RedisTokens(connection, revocations=Revocations(self._data))
-            known = None if earlier is None else tokens.find(earlier.token)
-            if earlier is not None and known is not None and known.admin:
-                token = earlier.token
-            else:
-                token = tokens.create(getpass.getuser().replace(" ", "-"), admin=True)
-        except redis.RedisError as error:
-            if not store_refuses(error):
-                raise
-            raise NoRedis(
-                f"the embedded Redis takes nothing for now ({error}): make room on the disk of "
-                f"{self._data}, or give it more memory with --redis-memory-bytes"
-            ) from error
-        finally:
-            connection.close()
-        write_settings(path, ClientSettings(url=url, token=token))
 
     def _until_ready(self, url: str, parts: Sequence[Part]) -> bool:
         """Wait until jobs can run; False if told to stop before."""
@@ -220,8 +205,22 @@ class Box:
 
         return end
 
-    def _supervise(self, parts: Sequence[Part], watchdog: Watchdog) -> None:
+    def _say_ready(self, url: str, redis_url: str) -> None:
+        # The script has stdout for itself.
+        out = sys.stdout if self._script is None else sys.stderr
+        print(f"{READY} {url}", file=out, flush=True)
+        host, public = self._settings.host, self._public_url
+        _say(how_to_reach(url, host=host, public_url=public, data=self._data))
+        for line in left_out(redis_url):
+            _say(line)
+
+    def _supervise(self, parts: Sequence[Part], watchdog: Watchdog, drain: Drain) -> None:
         while not self._stop.wait(LOOK_S):
+            if self._script is not None and self._script.exit_code() is not None:
+                return
+            if drain.is_over():
+                _say("drained: nothing runs any more")
+                return
             self._keep_redis(watchdog)
             for part in parts:
                 if watchdog.heard_s(part.name) > part.started_s:
@@ -276,34 +275,6 @@ class Box:
         self._stop.set()
 
 
-def lock_folder(data: Path) -> int:
-    """Take the lock of a data folder, which the kernel gives back when this process ends.
-
-    Raises:
-        DataInUse: another process holds it; the message names the process.
-    """
-    descriptor = os.open(data / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(descriptor, 20).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
-        raise DataInUse(
-            f"another `gradbox up` (process {holder}) keeps its data in {data}: stop that one, or "
-            f"give this one another folder with --data"
-        ) from None
-    os.truncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    return descriptor
-
-
-def _say_unusable(redis_url: str) -> None:
-    """Say which models could not be built; the others are served."""
-    connection = connect(redis_url)
-    for name, why in unusable_models(RedisFleet(connection).workers()).items():
-        _say(f"the model {name!r} cannot be used: {why}; mend it, then `gradbox models reload`")
-    connection.close()
-
-
 def _say(text: str) -> None:
-    print(f"gradbox up: {text}", file=sys.stderr, flush=True)
+    for line in text.split("\n"):
+        print(f"gradbox up: {line}", file=sys.stderr, flush=True)

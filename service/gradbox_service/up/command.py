@@ -8,6 +8,7 @@ killed; a job that was running then is taken up by the next `up` on the same fol
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -15,9 +16,12 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gradbox_service.settings import BadSettings, Settings, takes_settings
+from gradbox.errors import ServiceUnavailable
+from gradbox.settings import checked_url
+from gradbox_service.settings import BadSettings, Settings, arguments_of, takes_settings
 
 MODELS_FILE: Final = "models.toml"
+WORKER_PACKAGES: Final = ("torch", "rq")
 EXAMPLE: Final = """\
   [models.minilm]
   builder = "hf"
@@ -57,6 +61,24 @@ Spare = Annotated[
 ]
 
 
+PublicUrl = Annotated[
+    str | None, typer.Option(metavar="URL", help="how others reach the box, to be told to them")
+]
+Wait = Annotated[
+    bool,
+    typer.Option("--wait", help="run it in the background, and return once jobs can run"),
+]
+Exec = Annotated[
+    str | None,
+    typer.Option(
+        "--exec",
+        metavar="CMD",
+        help="once jobs can run, run this shell command with GRADBOX_URL and GRADBOX_TOKEN set, "
+        "then stop and exit with its code",
+    ),
+]
+
+
 @takes_settings(leave_out=("redis_url",))
 def run(
     given: dict[str, Any],
@@ -65,32 +87,53 @@ def run(
     workers: NumWorkers = None,
     device: Device = "auto",
     spare: Spare = True,
+    public_url: PublicUrl = None,
+    wait: Wait = False,
+    script: Exec = None,
 ) -> int:
     """Run the box until Ctrl-C or SIGTERM.
 
     Returns:
-        0 if it was told to stop, 1 if a part did not start, 2 if what was given cannot be used.
+        0 if it was told to stop (with --wait: if jobs can run), 1 if a part did not start, 2 if
+        what was given cannot be used; with --exec what the command returned.
     """
     import uvicorn  # noqa: F401 - the service that is started needs it: better said at once
 
     from gradbox_service.http.listening import CannotListen
-    from gradbox_service.up.box import Box, DataInUse, PartFailed
+    from gradbox_service.up import background
+    from gradbox_service.up.box import Box, PartFailed
+    from gradbox_service.up.data_folder import DataInUse
     from gradbox_service.up.devices import spread
     from gradbox_service.up.embedded_redis import NoRedis
+    from gradbox_service.up.script import Script
 
     try:
+        _check_worker_packages()
+        if wait and script is not None:
+            raise BadSettings("expected --wait or --exec, got both: --exec waits by itself")
+        public_url = None if public_url is None else checked_url(public_url)
         settings = Settings.read(**given)
         # Read for the service alone: a Redis of somebody else's would not be ours to stop.
         if os.environ.get("GRADBOX_REDIS_URL"):
             print("gradbox up: GRADBOX_REDIS_URL is not used, up runs its own", file=sys.stderr)
+        found = models_file(models, data=settings.data)
+        if wait:
+            again = ["--models", str(found), "--device", device]
+            again += [] if workers is None else ["--workers", str(workers)]
+            again += [] if public_url is None else ["--public-url", public_url]
+            again += [] if spare else ["--no-spare"]
+            again += arguments_of(settings)
+            return background.start(again, data=settings.data)
         box = Box(
             settings,
-            models_file=models_file(models, data=settings.data),
+            models_file=found,
             devices=spread(device, num_workers=workers),
             spare=spare,
+            public_url=public_url,
+            script=None if script is None else Script(script),
         )
         return box.run()
-    except (BadSettings, CannotListen, DataInUse) as error:
+    except (BadSettings, CannotListen, DataInUse, ServiceUnavailable) as error:
         print(f"gradbox up: {error}", file=sys.stderr)
         return 2
     except NoRedis as error:
@@ -99,6 +142,15 @@ def run(
     except PartFailed as error:
         print(f"gradbox up: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _check_worker_packages() -> None:
+    missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BadSettings(
+            f"expected what the workers need on this machine, {', '.join(missing)} is not "
+            f"installed: pip install 'gradbox[worker]'"
+        )
 
 
 def models_file(given: Path | None, *, data: Path) -> Path:

@@ -184,7 +184,7 @@ def test_a_flat_first_shard_confirms_nothing() -> None:
     assert set(result.loops) == {"w"}
 
 
-def test_a_plan_is_made_once_and_a_further_job_calls_the_model_once_a_shard() -> None:
+def test_a_further_job_calls_the_model_once_a_shard_and_once_on_one_sample() -> None:
     calls = []
 
     def forward(m: nn.Module, x: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def test_a_plan_is_made_once_and_a_further_job_calls_the_model_once_a_shard() ->
     calls.clear()
     weights = {name: p.detach() * 2 for name, p in model.named_parameters()}
     per_sample_gradient(model, [_x(6, 5)] * 3, _squares, weights=weights)
-    assert calls == [6, 6, 6]
+    assert calls == [6, 1, 6, 6]
 
 
 def test_a_parameter_that_is_never_reached_costs_no_further_call() -> None:
@@ -212,7 +212,7 @@ def test_a_parameter_that_is_never_reached_costs_no_further_call() -> None:
     per_sample_gradient(model, [_x(6, 5)], _squares)
     calls.clear()
     result = per_sample_gradient(model, [_x(6, 5)] * 2, _squares)
-    assert calls == [6, 6]
+    assert calls == [6, 1, 6]
     assert set(result.unreached) == {"unused.weight", "unused.bias"}
 
 

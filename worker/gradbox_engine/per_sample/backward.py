@@ -54,6 +54,8 @@ class RecordedGraph:
             with checkpoints_inlined(), self._recorder:
                 self.z = model.call(arguments)
             self._recorder.finish()
+            self.calls = hash(tuple(self._recorder.called))  # the functions called, in order
+            self._recorder.called.clear()
             if not self.deviated and self.z.shape[0] != samples:
                 raise NoBatchAxis(
                     f"the output: expected {samples} rows, one a sample, got shape "

@@ -17,6 +17,7 @@ from gradbox_engine.errors import BadInputs, BadReduction
 from gradbox_engine.per_sample.cross_gram import CrossGram, check_names
 from gradbox_engine.per_sample.kept_factors import Gram, KeepFactors
 from gradbox_engine.per_sample.pieces import Sink
+from gradbox_engine.per_sample.planned_model import PlannedModel
 from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.reductions import (
     ClippedSum,
@@ -31,7 +32,7 @@ from gradbox_engine.per_sample.request import Request, SampleObserver, SampleRes
 from gradbox_engine.per_sample.result_facts import ResultFacts
 from gradbox_engine.per_sample.sample_loss import SampleLoss, rows_of
 from gradbox_engine.per_sample.sample_scales import Scaled, pulled_back
-from gradbox_engine.per_sample.shard_run import PlannedModel, ShardRun
+from gradbox_engine.per_sample.shard_run import ShardRun
 from gradbox_factors import projection_of
 
 Shard = Mapping[str, Any]

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import torch
 
+from gradbox.protocol import DeviceMemory
 from gradbox_worker.computations.placement import memory_bytes
 
 CLEAR_REFS: Final = Path("/proc/self/clear_refs")
@@ -48,6 +50,27 @@ class PeakMemory:
             torch.cuda.synchronize(self._device)
             return torch.cuda.max_memory_allocated(self._device), self._before_bytes
         return _resident("VmHWM"), self._before_bytes
+
+
+def measure_device(
+    device: torch.device, *, models: Mapping[str, int], before_bytes: int | None = None
+) -> DeviceMemory:
+    """Return what is in the device's memory now.
+
+    Args:
+        models: bytes of weights on the device, by model.
+        before_bytes: what was used when the running job began; None if none runs.
+    """
+    if device.type == "cuda":
+        used_bytes = torch.cuda.memory_allocated(device)
+    else:
+        used_bytes = _resident("VmRSS")
+    return DeviceMemory(
+        total_bytes=memory_bytes(device),
+        used_bytes=used_bytes,
+        models=dict(models),
+        job_bytes=0 if before_bytes is None else max(0, used_bytes - before_bytes),
+    )
 
 
 def _reset_high_water_mark() -> None:

@@ -1,10 +1,15 @@
-"""Which device a process computes on, and how much memory that has."""
+"""Which device a process computes on, what it is called, and how much memory it has."""
 
 from __future__ import annotations
 
 import os
+import platform
+from pathlib import Path
+from typing import Final
 
 import torch
+
+CPUINFO: Final = Path("/proc/cpuinfo")
 
 
 def choose_device(name: str) -> torch.device:
@@ -31,3 +36,15 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def hardware_name(device: torch.device) -> str:
+    """Return what the device calls itself; "" where nothing says."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())

@@ -1,8 +1,8 @@
 """The messages between a worker and its device process: JSON over a pipe, one message a frame.
 
     worker → device   begin; then run, stop
-    device → worker   building*, then ready | unready; then, for each run, progress* and one of
-                      finished, failed, stopped
+    device → worker   building*, then ready | unready; then, for each run, progress*, memory* and
+                      one of finished, failed, stopped
 
 `multiprocessing.connection.Connection` frames the bytes; its `send` and `recv` would pickle and are
 never used.
@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from gradbox.protocol import JobSpec, ModelView, Problem, Receipt, ResultView
+from gradbox.protocol import DeviceMemory, JobSpec, ModelView, Problem, Receipt, ResultView
 
 
 class Frame(BaseModel):
@@ -68,11 +68,14 @@ class DeviceReady(Frame):
     """Jobs can run, on the device that `placement` names.
 
     `models` describes the models that the worker did not know, also those that cannot be built.
+    `hardware` is what the device calls itself.
     """
 
     kind: Literal["ready"] = "ready"
     placement: str
     models: list[ModelView]
+    hardware: str = ""
+    memory: DeviceMemory | None = None
 
 
 class DeviceUnready(Frame):
@@ -87,6 +90,13 @@ class ProgressMade(Frame):
     phase: str
     done: int
     total: int
+
+
+class MemoryMeasured(Frame):
+    """What is in the device's memory, now and then while a job runs and at its end."""
+
+    kind: Literal["memory"] = "memory"
+    memory: DeviceMemory
 
 
 class RunFinished(Frame):
@@ -109,7 +119,14 @@ class RunStopped(Frame):
 
 ToDevice = Begin | Run | Stop
 FromDevice = (
-    Building | DeviceReady | DeviceUnready | ProgressMade | RunFinished | RunFailed | RunStopped
+    Building
+    | DeviceReady
+    | DeviceUnready
+    | ProgressMade
+    | MemoryMeasured
+    | RunFinished
+    | RunFailed
+    | RunStopped
 )
 
 TO_DEVICE: Final[TypeAdapter[ToDevice]] = TypeAdapter(

@@ -18,13 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from gradbox.protocol import ModelView
+from gradbox.protocol import DeviceMemory, ModelView
 from gradbox_worker.device.child import POLL_S, DeviceChild, DeviceSettings
 from gradbox_worker.device.exits import OUT_OF_MEMORY, Exit
 from gradbox_worker.device.messages import (
     Building,
     DeviceReady,
     DeviceUnready,
+    MemoryMeasured,
     ProgressMade,
     Run,
     RunFailed,
@@ -56,17 +57,14 @@ class DeviceProcess:
         self._models: list[ModelView] = []
         self._models_file_digest = ""  # of the file that they were described from
         self._building = ""  # the model that the child builds before it is ready
-        self._placement = settings.device
+        self.placement = settings.device  # once it has started, the device it computes on
+        self.hardware = ""  # what the device calls itself, once it is ready
+        self.memory: DeviceMemory | None = None  # what was last measured in it
 
     @property
     def models(self) -> list[ModelView]:
         """The models it offers; empty before it has started for the first time."""
         return self._models
-
-    @property
-    def placement(self) -> str:
-        """The device it computes on; before it has started, the one asked for."""
-        return self._placement
 
     @property
     def pid(self) -> int | None:
@@ -196,7 +194,8 @@ class DeviceProcess:
             self._building = answer.model
         match answer:
             case DeviceReady():
-                self._ready, self._placement, self._building = True, answer.placement, ""
+                self._ready, self.placement, self._building = True, answer.placement, ""
+                self.hardware, self.memory = answer.hardware, answer.memory
                 self._models += answer.models
                 self.have_spare()
                 log.info("device process %s is ready with %d models", child.pid, len(self._models))
@@ -253,6 +252,8 @@ class DeviceProcess:
                 case ProgressMade():
                     progress = answer
                     supervision.progress(answer.phase, answer.done, answer.total)
+                case MemoryMeasured():
+                    self.memory = answer.memory
                 case RunFinished():
                     return Finished(answer.receipt, answer.result)
                 case RunFailed():

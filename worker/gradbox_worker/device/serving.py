@@ -7,17 +7,22 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, Protocol
 
+# autograd imports it, and sympy with it, in its first backward pass with a cotangent: 0.3 s.
+import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
 from gradbox_service.store import blob_store
 from gradbox_worker.computations.checkpoints import Pace
 from gradbox_worker.computations.execution import StopNow, attempt
 from gradbox_worker.computations.kept_graphs import KeptGraphs
+from gradbox_worker.computations.memory import measure_device
 from gradbox_worker.computations.memory_limit import MemoryLimit
-from gradbox_worker.computations.placement import choose_device, memory_bytes
+from gradbox_worker.computations.placement import choose_device, hardware_name, memory_bytes
 from gradbox_worker.device.messages import (
     Begin,
     Building,
     DeviceReady,
     DeviceUnready,
+    MemoryMeasured,
     ProgressMade,
     Run,
     RunFailed,
@@ -31,6 +36,7 @@ from gradbox_worker.models.registry import Registry
 from gradbox_worker.work import Finished, Stopped, Work
 
 REPORT_S: Final = 0.1
+MEASURE_S: Final = 0.5
 
 
 class Orders(Protocol):
@@ -74,7 +80,13 @@ def serve(
         described = registry.describe(
             before=lambda name: send(connection, Building(model=name)),
         )
-        send(connection, DeviceReady(models=described, placement=str(device)))
+        ready = DeviceReady(
+            models=described,
+            placement=str(device),
+            hardware=hardware_name(device),
+            memory=measure_device(device, models=registry.sizes_bytes()),
+        )
+        send(connection, ready)
         return registry
 
     registry = caught(load, doing="the device process's start", let_through=OSError)
@@ -84,13 +96,15 @@ def serve(
     blobs, kept = blob_store(data), KeptGraphs()
     limit = MemoryLimit(registry.device, job_bytes=job_memory_bytes)
     pace = None if checkpoint_after_s is None else Pace.after(checkpoint_after_s)
+    gauge = _Gauge(connection, registry)
     while True:
         order = orders.next_run(kept.idle_left_s())
         if order is None:
             kept.drop()
             continue
         work = _work(order)
-        observer = _Reporter(connection, orders, work=work)
+        gauge.begin()
+        observer = _Reporter(connection, orders, work=work, gauge=gauge)
         answer = attempt(
             work,
             registry=registry,
@@ -101,6 +115,7 @@ def serve(
             limit=limit,
             pace=pace,
         )
+        gauge.end()
         match answer:
             case Finished():
                 send(connection, RunFinished(receipt=answer.receipt, result=answer.result))
@@ -112,19 +127,55 @@ def serve(
                     return
 
 
+class _Gauge:
+    """Sends what is in the device's memory, now and then."""
+
+    def __init__(self, connection: Connection, registry: Registry) -> None:
+        self._connection = connection
+        self._registry = registry
+        self._before_bytes = 0
+        self._sent_at = 0.0
+        self._job_is_shown = False
+
+    def begin(self) -> None:
+        """A job begins; what memory holds now is not its own."""
+        self._before_bytes = measure_device(self._registry.device, models={}).used_bytes
+
+    def step(self) -> None:
+        """Measure, if that was not done a moment ago."""
+        if time.monotonic() - self._sent_at >= MEASURE_S:
+            self._send(before_bytes=self._before_bytes)
+
+    def end(self) -> None:
+        """The job has ended: measure without it, unless nobody heard of it."""
+        if self._job_is_shown or time.monotonic() - self._sent_at >= MEASURE_S:
+            self._send(before_bytes=None)
+
+    def _send(self, *, before_bytes: int | None) -> None:
+        self._sent_at, self._job_is_shown = time.monotonic(), before_bytes is not None
+        memory = measure_device(
+            self._registry.device, models=self._registry.sizes_bytes(), before_bytes=before_bytes
+        )
+        send(self._connection, MemoryMeasured(memory=memory))
+
+
 class _Reporter:
     """The engine's observer: sends progress now and then, and stops the job on request."""
 
-    def __init__(self, connection: Connection, orders: Orders, *, work: Work) -> None:
+    def __init__(
+        self, connection: Connection, orders: Orders, *, work: Work, gauge: _Gauge
+    ) -> None:
         self._connection = connection
         self._orders = orders
         self._work = work
+        self._gauge = gauge
         self._phase = ""
         self._reported_at = 0.0
 
     def step(self, phase: str, done: int, total: int) -> None:
         if self._orders.stop_requested(self._work.job_id, self._work.attempt):
             raise StopNow
+        self._gauge.step()
         now = time.monotonic()
         if phase == self._phase and done < total and now - self._reported_at < REPORT_S:
             return

@@ -94,6 +94,10 @@ class Registry:
         """Tell whether a model is on the device, so that `get` need not load it."""
         return name in self._loaded
 
+    def sizes_bytes(self) -> dict[str, int]:
+        """Return how many bytes of weights each model has on the device, by name."""
+        return {name: loaded.size_bytes for name, loaded in self._loaded.items()}
+
     def get(self, name: str, version: str | None = None) -> Loaded:
         """Return a model, ready on the device.
 

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import redis
 
-from gradbox.protocol import ModelView
+from gradbox.protocol import DeviceMemory, ModelView
 from gradbox_service.jobs import Fleet, WorkerPresence
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_worker.errors import NameTaken
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 # `gradbox up` kills a worker that lets its entry lapse: see its watchdog.
 PRESENCE_TTL_S: Final = 10.0
 ANNOUNCE_S: Final = 2.0
+# What only its memory is new about is said at most this often.
+MEMORY_S: Final = 1.0
 
 
 class NameLock:
@@ -70,19 +72,21 @@ class Announcer:
         self._fleet = fleet
         self._name = name
         self._device = ""
+        self._hardware = ""
         self._models: dict[str, str] = {}
         self._unusable: dict[str, str] = {}
         self._reloads = 0
         self._reload_error = ""
         self._started_s = time.time()
         self._said: tuple[object, ...] = ()
+        self._said_memory: DeviceMemory | None = None
         self._said_at = 0.0
 
-    def offer(self, models: Sequence[ModelView], *, device: str) -> None:
+    def offer(self, models: Sequence[ModelView], *, device: str, hardware: str = "") -> None:
         """Publish the models, which from now on stand in the worker's entry with the device."""
         usable = [view for view in models if view.usable]
         self._fleet.describe(usable)
-        self._device = device
+        self._device, self._hardware = device, hardware
         self._models = {view.name: view.version for view in usable}
         self._unusable = {view.name: view.reason for view in models if not view.usable}
 
@@ -96,7 +100,11 @@ class Announcer:
         self._reloads, self._reload_error = number, error
 
     def announce(
-        self, state: Literal["starting", "idle", "busy"], *, job: str | None = None
+        self,
+        state: Literal["starting", "idle", "busy"],
+        *,
+        job: str | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """Say what the worker does, if that is new or was last said a while ago.
 
@@ -107,7 +115,8 @@ class Announcer:
             *(*self._models.items(), *self._unusable.items()),
         )
         now = time.monotonic()
-        if saying == self._said and now - self._said_at < ANNOUNCE_S:
+        silent_s = ANNOUNCE_S if memory == self._said_memory else MEMORY_S
+        if saying == self._said and now - self._said_at < silent_s:
             return
         presence = WorkerPresence(
             name=self._name,
@@ -119,6 +128,8 @@ class Announcer:
             reload_error=self._reload_error,
             job=job,
             started_s=self._started_s,
+            hardware=self._hardware,
+            memory=memory,
         )
         try:
             self._fleet.announce(presence, ttl_s=PRESENCE_TTL_S)
@@ -127,7 +138,7 @@ class Announcer:
                 raise
             log.warning("Redis refuses for now to hear that %s is %s: %s", self._name, state, error)
             return
-        self._said, self._said_at = saying, now
+        self._said, self._said_memory, self._said_at = saying, memory, now
 
     def retire(self) -> None:
         """Say that the worker has stopped."""

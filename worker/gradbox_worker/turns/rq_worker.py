@@ -145,7 +145,7 @@ class GradboxWorker(SimpleWorker):
         token = CURRENT.set(self._runner)
         try:
             super().execute_job(job, queue)
-            self._announcer.announce("idle")
+            self._announcer.announce("idle", memory=self._device.memory)
         except redis.RedisError as error:
             self._wait_while_refused(error)
         finally:
@@ -158,7 +158,7 @@ class GradboxWorker(SimpleWorker):
         if self.get_state() == WorkerStatus.IDLE:
             self._have_device()
             self._reload_if_asked()
-            self._announcer.announce("idle")
+            self._announcer.announce("idle", memory=self._device.memory)
 
     def run_maintenance_tasks(self) -> None:
         self._until_taken(super().run_maintenance_tasks)
@@ -182,7 +182,8 @@ class GradboxWorker(SimpleWorker):
         """Keep the worker known while a job runs: to RQ, and in the fleet."""
         if self._turn is None:
             return
-        self._announcer.announce("busy", job=str(self._turn.args[0]))
+        job_id = str(self._turn.args[0])
+        self._announcer.announce("busy", job=job_id, memory=self._device.memory)
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_S
@@ -238,8 +239,12 @@ class GradboxWorker(SimpleWorker):
         except DeviceNotStarted as error:
             self.failure = error
             raise
-        placement = self._device.placement
-        self._until_taken(lambda: self._announcer.offer(self._device.models, device=placement))
+        device = self._device
+        self._until_taken(
+            lambda: self._announcer.offer(
+                device.models, device=device.placement, hardware=device.hardware
+            )
+        )
 
 
 def _none_usable(models: Iterable[ModelView]) -> DeviceNotStarted:

@@ -11,8 +11,9 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Request
 
 from gradbox.errors import OwnerOnly
-from gradbox.protocol import JobList, JobState, JobView
+from gradbox.protocol import JobList, JobState, JobView, OperationMode
 from gradbox_service.admission import post
+from gradbox_service.backing import Backing
 from gradbox_service.http.auth import Box, Caller, VisibleJob
 from gradbox_service.http.bodies import Bodies
 from gradbox_service.http.openapi import JOB_BODY
@@ -42,7 +43,7 @@ async def post_job(
             settings=request.app.state.settings,
         ),
     )
-    return record.view()
+    return _view(record, box)
 
 
 @router.get("")
@@ -64,16 +65,19 @@ def list_jobs(
     owners = box.records.owners() if everybodys else [caller.name]
     found = [box.records.owned(owner, state=state, limit=limit) for owner in owners]
     newest_first = heapq.merge(*found, key=lambda record: record.created_s, reverse=True)
-    positions = box.records.positions()
+    positions, hold = box.records.positions(), _hold(box)
     return JobList(
-        jobs=[r.view(queue_position=positions.get(r.id)) for r in islice(newest_first, limit)]
+        jobs=[
+            _held(r.view(queue_position=positions.get(r.id)), hold)
+            for r in islice(newest_first, limit)
+        ]
     )
 
 
 @router.get("/{job_id}")
 def one_job(record: VisibleJob, box: Box) -> JobView:
     """One job."""
-    return record.view(queue_position=box.records.positions().get(record.id))
+    return _view(record, box)
 
 
 @router.delete("/{job_id}", status_code=202)
@@ -81,3 +85,19 @@ def cancel_job(record: VisibleJob, box: Box) -> JobView:
     """Cancel a job: at once if it waits, within a shard if it runs. One that has ended stays so."""
     box.records.update(record.id, partial(JobRecord.request_cancel, now_s=time.time()))
     return (box.records.get(record.id) or record).view()
+
+
+def _view(record: JobRecord, box: Backing) -> JobView:
+    position = box.records.positions().get(record.id)
+    return _held(record.view(queue_position=position), _hold(box))
+
+
+def _hold(box: Backing) -> str | None:
+    """Say why no job is handed to a worker; None if jobs are."""
+    operation = box.operation.read()
+    return None if operation.mode is OperationMode.RUNNING else str(operation)
+
+
+def _held(view: JobView, hold: str | None) -> JobView:
+    waits = hold is not None and view.state is JobState.QUEUED
+    return view.model_copy(update={"hold": hold}) if waits else view

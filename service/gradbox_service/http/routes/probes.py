@@ -5,7 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
-from gradbox.errors import GradboxError, ServiceUnavailable
+from gradbox.errors import BoxDraining, GradboxError, ServiceUnavailable
+from gradbox.protocol import OperationMode
 from gradbox_service.http.auth import Box
 from gradbox_service.jobs.fleet import offered_versions
 from gradbox_service.repeating_thread import RepeatingThread
@@ -18,11 +19,13 @@ class Live(BaseModel):
 
 
 class Ready(BaseModel):
-    """How many workers live, and the models that they offer."""
+    """How many workers live, the models that they offer, and whether they are handed jobs."""
 
     ready: bool = True
     workers: int
     models: list[str]
+    mode: OperationMode = OperationMode.RUNNING
+    reason: str = ""
 
 
 @router.get("/livez")
@@ -38,7 +41,10 @@ async def livez(request: Request) -> Live:
 
 @router.get("/readyz")
 def readyz(request: Request, box: Box) -> Ready:
-    """Jobs can run: all threads live, Redis answers, and a live worker has described its models."""
+    """Jobs can run: all threads live, Redis answers, and a live worker has described its models.
+
+    A paused box is ready and says so; one that drains is not.
+    """
     ended = _ended_threads(request)
     if ended:
         raise ServiceUnavailable(
@@ -51,7 +57,15 @@ def readyz(request: Request, box: Box) -> Ready:
             "no worker is ready: the first start loads torch and the models; if it lasts, look at "
             "the worker's log"
         )
-    return Ready(workers=len(workers), models=list(offered_versions(workers)))
+    operation = box.operation.read()
+    if operation.mode is OperationMode.DRAINING:
+        raise BoxDraining(f"this box is {operation}; it takes no new jobs")
+    return Ready(
+        workers=len(workers),
+        models=list(offered_versions(workers)),
+        mode=operation.mode,
+        reason=operation.reason,
+    )
 
 
 def _ended_threads(request: Request) -> list[str]:

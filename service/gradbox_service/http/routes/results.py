@@ -10,7 +10,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse
 
 from gradbox.errors import ResultGone, ResultNotReady
-from gradbox.protocol import JobState
+from gradbox.protocol import JobState, Receipt, ResultView
+from gradbox.tensors.safetensors_header import read_header
 from gradbox_service.http.auth import Box, VisibleJob
 from gradbox_service.http.problems import plain_problem, problem_response
 from gradbox_service.jobs import JobRecord
@@ -29,11 +30,8 @@ class ResultResponse(FileResponse):
 @router.get("/{job_id}/result", response_class=FileResponse)
 def job_result(request: Request, record: VisibleJob, box: Box) -> Response:
     """The safetensors file of a job that is done; `Range`, `If-Range` and `If-None-Match` work."""
-    if record.result is None:
-        raise ResultNotReady(_why_not(record))
-    if record.result_gone_s is not None:
-        raise ResultGone(_gone(record))
-    etag = f'"{record.result.sha256}"'
+    result = _result_of(record)
+    etag = f'"{result.sha256}"'
     headers = {"ETag": etag, "Cache-Control": "private, immutable, max-age=31536000"}
     if _matches(request.headers.get("if-none-match", ""), etag):
         return Response(status_code=304, headers=headers)
@@ -55,6 +53,17 @@ def job_result(request: Request, record: VisibleJob, box: Box) -> Response:
     )
 
 
+@router.get("/{job_id}/receipt")
+def job_receipt(record: VisibleJob, box: Box) -> Receipt:
+    """The receipt of a job that is done, as its result file has it."""
+    _result_of(record)
+    try:
+        header = read_header(box.results.path(record.id, attempt=record.attempt))
+    except FileNotFoundError:
+        raise ResultGone(_gone(record)) from None
+    return Receipt.model_validate_json(header.metadata["gradbox"])
+
+
 @router.delete("/{job_id}/result", status_code=204)
 def delete_result(record: VisibleJob, box: Box) -> None:
     """Delete the result of a job that has ended; nothing happens where there is none (any more)."""
@@ -65,6 +74,17 @@ def delete_result(record: VisibleJob, box: Box) -> None:
         )
     box.records.update(record.id, partial(JobRecord.drop_result, now_s=time.time()))
     box.results.discard(record.id, attempt=record.attempt)
+
+
+def _result_of(record: JobRecord) -> ResultView:
+    """Raises:
+    ResultNotReady, ResultGone: the job has none (yet), or none any more.
+    """
+    if record.result is None:
+        raise ResultNotReady(_why_not(record))
+    if record.result_gone_s is not None:
+        raise ResultGone(_gone(record))
+    return record.result
 
 
 def _gone(record: JobRecord) -> str:

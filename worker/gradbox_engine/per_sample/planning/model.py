@@ -26,6 +26,17 @@ from gradbox_engine.requests import CallOptions, Mode, Precision
 
 CHECKS = frozenset({"coupling", "self"})
 
+CALL_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+)
+"""What a model may raise at a number of samples, or at numbers, that it is not made for."""
+
 
 class CallableModel:
     """One model in one mode, with requires_grad set on the wanted parameters alone.

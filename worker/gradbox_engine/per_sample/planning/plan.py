@@ -5,7 +5,8 @@ and the latter with one sample replaced. The first two show which dim of every t
 samples, the third how a merged dim is ordered and whether any sample depends on another.
 
 What is multiplied by zero hides a dependence from the third run, so a plan is valid only while the
-parameters and buffers that were all zero when it was made still are.
+parameters and buffers that were all zero when it was made still are. A layer that mixes samples
+shows in the third run all the same, at its own output: see `mixing_layers`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gradbox_engine.per_sample.planning import axis_search
 from gradbox_engine.per_sample.planning.axis_search import changed_dim
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
 from gradbox_engine.per_sample.recording.function_calls import Key, Use, same_calls
-from gradbox_engine.per_sample.recording.pointwise import EXPANDING, POINTWISE
+from gradbox_engine.per_sample.recording.pointwise import EXPANDING, broadcast_size
 from gradbox_engine.per_sample.recording.steps import (
     CopiesStep,
     DerivedStep,
@@ -63,7 +64,12 @@ class Plan:
     loops: dict[str, str] = field(default_factory=dict)  # parameter → why it is looped over
     axes: Mapping[str, int] = field(default_factory=dict)  # argument → dim that counts samples
     zeros: frozenset[str] = frozenset()  # parameters and buffers all zero when it was made
-    reorders: bool = False  # whether data may decide which samples go where
+    reorders: bool = False  # whether data may decide which samples go where, or which are mixed
+    alone: bool = True  # whether a sample's z is the same, but for rounding, without the others
+    rounding: torch.dtype = torch.float64  # the coarsest dtype of a tensor on the way
+    unconfirmed: set[str] = field(default_factory=set)  # parameters whose rows were not yet
+    # compared in whole at a gradient that is not zero
+    confirmed_calls: set[int] = field(default_factory=set)  # `RecordedGraph.calls` of those shards
     recorded: bool = True  # whether uses are recorded; not where all parameters are looped over
     batched_backward: bool | None = None  # whether all outputs' backward run as one; None: untried
 
@@ -200,34 +206,30 @@ class _ProbedUse:
 
     def _expand(self) -> Step | None:
         axis = self._output_axis()
-        if self.first.function not in EXPANDING or axis is None or axis.after != 1:
+        if self.first.function not in EXPANDING or axis is None:
             return None
         q, out = self.first.inputs[0], self.first.outputs[0]
         if len(self.first.inputs) > 1 and self.first.keys[1] in self.real:
             return None
-        sizes = [1] * (out.dim() - q.dim()) + list(q.shape)
-        if any(size not in (1, out.shape[dim]) for dim, size in enumerate(sizes)):
-            return None
-        if sizes[axis.dim] != 1:
+        if axis.after % _padded(q, out.dim())[axis.dim]:
             return None
         return ExpandStep(self.first.function, self.number, "birth", axis)
 
     def _copies(self) -> Step | None:
-        axis = self._output_axis()
-        if self.first.function not in POINTWISE or axis is None or self.first.checkpointed:
+        axis, use = self._output_axis(), self.first
+        if axis is None or use.checkpointed:
             return None
-        out = self.first.outputs[0]
-        if out is self.first.inputs[0] and self.first.keys[0] in self.real:
+        if use.outputs[0] is use.inputs[0] and use.keys[0] in self.real:
             return None
-        for tensor, key in zip(self.first.inputs, self.first.keys, strict=True):
+        for tensor, key in zip(use.inputs, use.keys, strict=True):
             if key in self.real:
-                sizes = [1] * (out.dim() - tensor.dim()) + list(tensor.shape)
-                if sizes[axis.dim] != 1:
+                sizes = broadcast_size(use.function, use.args, use.kwargs, tensor)
+                if sizes is None or _padded(tensor, len(sizes))[axis.dim] != 1:
                     return None
-        return CopiesStep(self.first.function, self.number, "copies", axis)
+        return CopiesStep(use.function, self.number, "copies", axis)
 
     def _vmap(self) -> Step | None:
-        """Accept vectorisation only where it reproduces the numbers of the first probe run."""
+        """Accept vectorisation only where it reproduces the function's numbers."""
         changes = self._changes()[: len(self.first.inputs)]
         axes = [
             None if change is None else self.axis(lambda run: run.inputs, index)
@@ -235,10 +237,9 @@ class _ProbedUse:
         ]
         output_axis = self._output_axis()
         unclear = any(
-            change is not None and (axis is None or axis.merged)
-            for change, axis in zip(changes, axes, strict=True)
+            change is not None and axis is None for change, axis in zip(changes, axes, strict=True)
         )
-        if unclear or output_axis is None or output_axis.merged or self.first.checkpointed:
+        if unclear or output_axis is None or self.first.checkpointed:
             return None
         if self._plain_arguments(self.first) != self._plain_arguments(self.second):
             return None
@@ -262,7 +263,13 @@ class _ProbedUse:
             out = step.vectorised(tracked, self.first.args, self.first.kwargs, lambda *_: None)
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
             return False
-        expected = self.first.outputs[0]
+        # Not what the probe run got from it: later calls may have written to that.
+        expected = self.first.function(*self.first.args, **self.first.kwargs)
         return out.shape == expected.shape and torch.allclose(
             out, expected, rtol=1e-3, atol=1e-5, equal_nan=True
         )
+
+
+def _padded(q: Tensor, num_dims: int) -> list[int]:
+    """Return the shape that q is broadcast from."""
+    return [1] * (num_dims - q.dim()) + list(q.shape)

@@ -7,17 +7,23 @@ Which dim of an input counts samples is not known beforehand: a guess is tried o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradbox_engine.errors import CoupledSamples, NoBatchAxis
+from gradbox_engine.errors import NoBatchAxis
 from gradbox_engine.model.kernels import checkpoints_inlined
-from gradbox_engine.per_sample.planning.axis_search import EXTRA, find, samples_that_differ
-from gradbox_engine.per_sample.planning.model import CallableModel, copied
+from gradbox_engine.model.shard_rng import generator_fingerprint
+from gradbox_engine.per_sample.planning.axis_search import EXTRA
+from gradbox_engine.per_sample.planning.coupling import (
+    mixing_layers,
+    others_differ,
+    refuse_coupling,
+)
+from gradbox_engine.per_sample.planning.model import CALL_ERRORS, CallableModel, copied
 from gradbox_engine.per_sample.planning.plan import Plan, ProbeUses, make_plan
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
 from gradbox_engine.per_sample.recording.function_calls import Use, UseLog
@@ -28,17 +34,6 @@ CHANGED = 2
 
 Axes = Mapping[str, int]
 
-CALL_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-)
-"""What a model may raise where a guess at its inputs' dim of samples is wrong."""
-
 
 @dataclass(frozen=True)
 class ProbeRun:
@@ -47,6 +42,7 @@ class ProbeRun:
     uses: list[Use]
     selections: list[Selection]
     z: Tensor
+    draws: bool  # whether it drew random numbers
 
 
 def plan_for(
@@ -62,10 +58,16 @@ def plan_for(
     more = resized(shard, axes, samples + EXTRA)
     third = _probe_replaced(model, more, axes, index)
     uses = ProbeUses(first.uses, second.uses, third.uses, samples, CHANGED)
-    if "coupling" not in model.unchecked and _others_differ(second.z, third.z, BatchAxis(0)):
-        _refuse_coupling(uses)
+    coupled = others_differ(second.z, third.z, BatchAxis(0), changed=CHANGED)
+    if coupled and "coupling" not in model.unchecked:
+        refuse_coupling(uses)
     plan = make_plan(uses, model.parameters)
-    plan.reorders = may_reorder(first.selections, second.selections)
+    selects = may_reorder(first.selections, second.selections)
+    plan.reorders = selects or (uses.alike and any(mixing_layers(uses)))
+    plan.rounding = _coarsest(first.uses, model.rounding)
+    exact = plan.rounding.itemsize > 2 and model.options.precision != "tf32"
+    plan.alone = exact and not (first.draws or second.draws or third.draws)
+    plan.unconfirmed = set(model.parameters)
     plan.axes = dict(axes)
     model.restore_buffers()
     plan.zeros = model.zeros()
@@ -150,39 +152,17 @@ def _probe(model: CallableModel, shard: Mapping[str, Any], index: int) -> ProbeR
     log = UseLog(model.model, model.parameters)
     model.restore_buffers()
     model.begin_stream(index)
+    before = generator_fingerprint()
     try:
         with torch.enable_grad(), checkpoints_inlined(), log:
             z = model.call(copied(shard)).detach()
     finally:
         log.remove_hooks()
-    return ProbeRun(log.uses, log.selections, z)
+    return ProbeRun(log.uses, log.selections, z, generator_fingerprint() != before)
 
 
-def _refuse_coupling(uses: ProbeUses) -> NoReturn:
-    where = (_first_coupling(uses) if uses.alike else None) or "the model"
-    raise CoupledSamples(
-        f"replacing one sample changed the output of others; first seen in {where}: a sample then "
-        "has no gradient of its own. Batch norm in train mode does this: use mode='eval', or "
-        "replace it by group norm. unchecked=('coupling',) turns this check off"
-    )
-
-
-def _others_differ(second: Tensor, third: Tensor, axis: BatchAxis) -> bool:
-    differs = samples_that_differ(second, third, axis)
-    differs[CHANGED] = False
-    return bool(differs.any())
-
-
-def _first_coupling(uses: ProbeUses) -> str | None:
-    """Name the first module in which other samples than the replaced one differ, if any."""
-    for one, two, three in zip(uses.first, uses.second, uses.third, strict=True):
-        function = getattr(one.function, "__name__", str(one.function))
-        for inputs, place in ((True, "what enters"), (False, "")):
-            groups = zip(
-                *((run.inputs if inputs else run.outputs) for run in (one, two, three)), strict=True
-            )
-            for a, b, c in groups:
-                axis = find(a, b, c, uses.samples, uses.changed)
-                if axis is not None and _others_differ(b.detach(), c.detach(), axis):
-                    return f"{place} {one.module or 'the model'!r} ({function})".strip()
-    return None
+def _coarsest(uses: Iterable[Use], rounding: torch.dtype) -> torch.dtype:
+    """Return the floating-point dtype with the fewest digits: of a tensor, or of `rounding`."""
+    tensors = (tensor for use in uses for tensor in (*use.inputs, *use.outputs))
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return max((rounding, *dtypes), key=lambda dtype: torch.finfo(dtype).eps)

@@ -1,6 +1,6 @@
-"""Rows are compared with autograd's gradient on the graph that they were drawn from.
+"""Rows are compared with autograd's gradient, all of a shard's or one sample's.
 
-With weights w_by of either sign, drawn from the job's seed:
+All rows, with weights w_by of either sign, drawn from the job's seed:
 
     Σ_by w_by r_by  =  ∂(Σ_by w_by v_by)/∂θ,     r the rows, v the losses or the entries of z
 
@@ -14,20 +14,27 @@ The rows come from a backward pass without weights. Where ℓ_c depends on featu
 sample, row b holds Σ_c ∂ℓ_c/∂h_b, all of it weighted with w_b, and autograd's gradient weights each
 ∂ℓ_c/∂h_b with w_c: they differ unless it is zero. A dependence without a derivative is not seen.
 
-A gradient of zero confirms nothing, nor does one that overflows.
+One row: that of a sample drawn from the job's seed, against autograd's gradient at a cotangent of
+that sample's z alone, in the shard's graph or in that of a call on the sample alone.
 
-Cost: one backward pass, and the rows' weighted sum from the factors.
+A gradient of zero confirms nothing, nor does one that overflows; no sample is drawn whose ∂v_b/∂z_b
+is zero.
+
+Cost: one backward pass, and the rows' weighted sum from the factors; of one row, its share of that.
 
 Shapes: B samples, Y outputs.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import hypot, isfinite, sqrt
+from typing import NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gradbox_engine.errors import CoupledSamples
@@ -51,11 +58,6 @@ class Reference:
     weights: Tensor  # (B, Y)
     gradients: Mapping[str, Tensor | None]
 
-    @property
-    def empty(self) -> bool:
-        """Whether no path leads to any of the parameters."""
-        return all(gradient is None for gradient in self.gradients.values())
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -63,6 +65,16 @@ class Comparison:
 
     wrong: frozenset[str]
     confirmed: frozenset[str]
+
+
+@dataclass(frozen=True)
+class DrawnRow:
+    """The sample whose row is compared, and the cotangent of its z that the row belongs to."""
+
+    sample: int
+    weights: Tensor  # (1, Y)
+    z: Tensor  # (1, ...), without a graph
+    cotangent: Tensor  # of z's shape
 
 
 def check_head(z: Tensor, value: Tensor, head: Callable[[Tensor], Tensor]) -> None:
@@ -83,24 +95,47 @@ def check_head(z: Tensor, value: Tensor, head: Callable[[Tensor], Tensor]) -> No
         differ = samples_that_differ(value, head(replaced), BatchAxis(0))
     differ[sample] = False
     if differ.any():
-        raise CoupledSamples(
-            "the loss of one sample changed when another sample's output did, so it has no "
-            "gradient per sample: entry b of the loss may read row b of z alone"
-        )
+        _refuse_loss()
+
+
+def loss_slopes(z: Tensor, value_B1: Tensor) -> Tensor | None:
+    """Return ∂ℓ_b/∂z_b of every sample, None where no path leads to z; keeps the graph."""
+    (slopes,) = torch.autograd.grad(value_B1.sum(), z, retain_graph=True, allow_unused=True)
+    return slopes
+
+
+def check_slopes(z: Tensor, value_B1: Tensor, slopes: Tensor, *, seed: int) -> None:
+    """Weight the losses, and see that the slopes are those of each sample's own loss.
+
+    Weights are powers of two, from 1 on, so that neither rounding nor underflow depends on them.
+
+    Raises:
+        CoupledSamples: a loss depends on another row of z.
+    """
+    weights_B1 = (_drawn(value_B1, seed) + _SIZES // 2).to(value_B1).exp2()
+    weighted = loss_slopes(z, value_B1 * weights_B1)
+    if weighted is None:
+        return
+    found, own = (x.reshape(len(z), -1) for x in (weighted, slopes))
+    found = found / weights_B1
+    largest = torch.maximum(found.norm(dim=1), own.norm(dim=1))
+    near = 1e3 * torch.finfo(own.dtype).eps * largest
+    if (((found - own).norm(dim=1) > near) & largest.isfinite()).any():
+        _refuse_loss()
 
 
 def reference(
-    z: Tensor | None, value_BY: Tensor, parameters: Mapping[str, Tensor], *, seed: int
+    slopes: Tensor | None, value_BY: Tensor, parameters: Mapping[str, Tensor], *, seed: int
 ) -> Reference:
     """Return autograd's gradient of the weighted sum; keeps the graph.
 
     Args:
-        z: in the graph, with samples leading; None where the rows are of its entries.
+        slopes: ∂v_b/∂z_b; None where the rows are of z's entries.
         value_BY: what the rows are of.
     """
     weights_BY = _weights(value_BY, seed)
-    if z is not None:
-        weights_BY = _over_slopes(weights_BY, z, value_BY)
+    if slopes is not None:
+        weights_BY = _over_slopes(weights_BY, slopes)
     total = (value_BY * weights_BY).sum()
     gradients = torch.autograd.grad(
         total, list(parameters.values()), retain_graph=True, allow_unused=True
@@ -108,6 +143,45 @@ def reference(
     return Reference(weights_BY, dict(zip(parameters, gradients, strict=True)))
 
 
+def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> DrawnRow | None:
+    """Draw a sample, with weights for its outputs; None where all slopes are zero.
+
+    Args:
+        slopes: ∂v_b/∂z_b; None where the rows are of z's entries.
+    """
+    z, drawn = z.detach(), random.Random(seed)
+    if slopes is None:
+        sample = drawn.randrange(len(z))
+        weights = torch.linspace(0.5, 1.5, len(outputs), dtype=z.dtype, device=z.device)[None]
+        size = z[0].numel()
+        cotangent = F.pad(weights, (outputs.start, size - outputs.stop)).view_as(z[:1])
+        return DrawnRow(sample, weights, z[sample : sample + 1], cotangent)
+    candidates = slopes.reshape(len(z), -1).any(1).nonzero()[:, 0].tolist()
+    if not candidates:
+        return None
+    sample = drawn.choice(candidates)
+    row = slice(sample, sample + 1)
+    return DrawnRow(sample, z.new_ones(1, 1), z[row], slopes[row])
+
+
+def gradients_at(
+    z: Tensor, cotangent: Tensor, parameters: Mapping[str, Tensor], *, keep_graph: bool
+) -> dict[str, Tensor | None]:
+    """Return autograd's gradient by parameter, None where no path leads to one."""
+    gradients = torch.autograd.grad(
+        z, list(parameters.values()), cotangent, retain_graph=keep_graph, allow_unused=True
+    )
+    return dict(zip(parameters, gradients, strict=True))
+
+
+@torch.no_grad()
+def same_output(found: Tensor, expected: Tensor, *, rounding: torch.dtype) -> bool:
+    """Return whether a sample's z is the same where it is called alone."""
+    near = max(TOLERANCE[expected.dtype], TOLERANCE[rounding])
+    return _norm(found - expected) <= near * _norm(expected)
+
+
+@torch.no_grad()
 def compare(expected: Reference, terms: Mapping[str, Term], *, rounding: torch.dtype) -> Comparison:
     """Compare terms with autograd's gradient.
 
@@ -128,20 +202,20 @@ def compare(expected: Reference, terms: Mapping[str, Term], *, rounding: torch.d
             continue
         term = terms[name]
         near = max(TOLERANCE[term.dtype], TOLERANCE[rounding])
-        found = term.vjp(expected.weights.to(term.dtype)).detach()
-        difference = _norm(found if gradient is None else found.sub_(gradient.detach()))
+        found = term.vjp(expected.weights.to(term.dtype))
+        difference = _norm(found if gradient is None else found.sub_(gradient))
         if not (
             difference <= near * size + least
             or difference <= near * (size + _row_norm(term, expected.weights)) + least
         ):
             wrong.add(name)
-        elif size > 0:
+        elif size > 0 or gradient is None:
             confirmed.add(name)
     return Comparison(frozenset(wrong), frozenset(confirmed))
 
 
-def _weights(value_BY: Tensor, seed: int) -> Tensor:
-    """Return numbers of size 1/2 to 3/2 and either sign, which 16-bit dtypes hold exactly.
+def _drawn(value_BY: Tensor, seed: int) -> Tensor:
+    """Return whole numbers from -32 to 31, (B, Y).
 
     Of one output, those of the first 64 samples all differ, as do those of the next 64.
     """
@@ -150,20 +224,29 @@ def _weights(value_BY: Tensor, seed: int) -> Tensor:
     blocks = -(-samples // _SIZES)
     order = torch.randperm(_SIZES, generator=generator)[:, None]
     shifts = torch.randint(_SIZES, (blocks, 1, outputs), generator=generator)
-    drawn = ((order + shifts) % _SIZES).flatten(0, 1)[:samples] - _SIZES // 2
+    return ((order + shifts) % _SIZES).flatten(0, 1)[:samples] - _SIZES // 2
+
+
+def _weights(value_BY: Tensor, seed: int) -> Tensor:
+    """Return numbers of size 1/2 to 3/2 and either sign, which 16-bit dtypes hold exactly."""
+    drawn = _drawn(value_BY, seed)
     weights_BY: Tensor = ((drawn + torch.where(drawn < 0, -16, 17)) / 32).to(value_BY)
     return weights_BY
 
 
-def _over_slopes(weights_BY: Tensor, z: Tensor, value_BY: Tensor) -> Tensor:
+def _over_slopes(weights_BY: Tensor, slopes: Tensor) -> Tensor:
     """Divide by each sample's norm of ∂v/∂z, rounded to a power of two."""
-    (slope,) = torch.autograd.grad(value_BY.sum(), z, retain_graph=True, allow_unused=True)
-    if slope is None:
-        return weights_BY
-    exponents = slope.reshape(slope.shape[0], -1).norm(dim=1).log2().round()
+    exponents = slopes.reshape(slopes.shape[0], -1).norm(dim=1).log2().round()
     exponents = exponents.nan_to_num(0.0, 0.0, 0.0).clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-    scaled: Tensor = weights_BY * (-exponents).exp2()[:, None].to(value_BY)
+    scaled: Tensor = weights_BY * (-exponents).exp2()[:, None].to(weights_BY)
     return scaled
+
+
+def _refuse_loss() -> NoReturn:
+    raise CoupledSamples(
+        "the loss of one sample depends on another sample's output, so it has no gradient per "
+        "sample: entry b of the loss may read row b of z alone"
+    )
 
 
 def _rounding(dtypes: Collection[torch.dtype]) -> float:
@@ -182,7 +265,7 @@ def _row_norm(term: Term, weights_BY: Tensor) -> float:
 
 def _norm(x: Tensor) -> float:
     """Return ‖x‖; where float32 loses it to overflow or underflow, from float64."""
-    x = wide(x.to_dense().detach()).reshape(-1)
+    x = wide(x.to_dense()).reshape(-1)
     # BLAS reads memory once, at several times the speed of `vector_norm`, but counts in 32 bits.
     norm = sqrt(torch.dot(x, x)) if x.numel() < 2**31 else float(torch.linalg.vector_norm(x))
     if _SMALLEST < norm < 1 / _SMALLEST or x.device.type == "mps":

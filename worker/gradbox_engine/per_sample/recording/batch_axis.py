@@ -40,3 +40,15 @@ class BatchAxis:
             split = x.reshape(*x.shape[:dim], self.before, size, self.after, *x.shape[dim + 1 :])
             return split.movedim(dim + 1, offset)
         return x if dim == offset else x.movedim(dim, offset)
+
+    def alone(self, part: Tensor) -> Tensor:
+        """Return one of the samples that `lead` put first as a batch of one."""
+        dim = self.dim
+        return part.flatten(dim, dim + 1) if self.merged else part.unsqueeze(dim)
+
+    def back(self, led: Tensor) -> Tensor:
+        """Return `x` of what `lead` made of it."""
+        dim = self.dim
+        if not self.merged:
+            return led.movedim(0, dim)
+        return led.movedim(0, dim + 1).flatten(dim, dim + 2)

@@ -36,6 +36,7 @@ class FunctionCalls(TorchFunctionMode):
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.tracked: dict[int, Key] = {id(tensor): name for name, tensor in parameters.items()}
+        self.called: list[Callable[..., Any]] = []  # all functions, whatever enters them
         self._held: list[Tensor] = []  # so that no other tensor is given their ids
 
     def __torch_function__(
@@ -46,6 +47,7 @@ class FunctionCalls(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        self.called.append(func)
         if not self._any_tracked(args) and not (kwargs and self._any_tracked(kwargs.values())):
             return func(*args, **kwargs)
         parts = decomposed(func, args)

@@ -1,6 +1,7 @@
-"""Which functions act entry by entry after broadcasting, and which only expand.
+"""Which functions broadcast an argument, and which only expand.
 
-A function is listed when replacing an argument by its broadcast copies cannot change the result.
+Replacing such an argument by its broadcast copies cannot change the result: that of a function that
+acts entry by entry, and the mask that attention adds to its scores.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 _NAMES = """
 add sub mul div true_divide divide multiply subtract floor_divide pow maximum minimum lerp
@@ -33,3 +36,22 @@ EXPANDING = _named(["expand", "expand_as", "repeat"], Tensor) | {
     torch.tile,
     Tensor.tile,
 }
+
+
+def broadcast_size(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], q: Tensor
+) -> tuple[int, ...] | None:
+    """Return the shape to which a function broadcasts its argument `q`, None if it may not."""
+    if function is F.scaled_dot_product_attention:
+        scores, mask = _scores(*args, **kwargs)
+        return scores if q is mask else None
+    if function not in POINTWISE:
+        return None
+    shapes = [x.shape for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
+
+def _scores(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> tuple[tuple[int, ...], Tensor | None]:
+    return (*query.shape[:-1], key.shape[-2]), attn_mask

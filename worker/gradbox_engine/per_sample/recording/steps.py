@@ -1,7 +1,7 @@
 """How one planned use of a tracked tensor runs, and what the gradient at its output gives.
 
     rule       the layer's own function, then the factors that its rule makes
-    copies     a pointwise function: the parameter is expanded to one copy a sample
+    copies     a function that broadcasts the parameter, which is expanded to one copy a sample
     birth      an expansion that gives a parameter its dim of samples (a class token)
     vmap       any other function, vectorised over samples with one copy of the parameter each
     derived    no sample takes part: the output is tracked as a parameter of its own
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
 from gradbox_engine.per_sample.recording.function_calls import Key, tensors_of
+from gradbox_engine.per_sample.recording.pointwise import broadcast_size
 from gradbox_engine.per_sample.recording.step_recorder import StepRecorder, Terms
 from gradbox_engine.per_sample.rules.rule import Layer, Rule, Target
 from gradbox_factors import Block
@@ -136,21 +137,20 @@ class RuleStep(Step):
 
 @dataclass(frozen=True)
 class CopiesStep(Step):
-    """A pointwise function: one copy of each tracked tensor a sample, in the output's layout."""
+    """A function that broadcasts: one copy of each tracked tensor a sample, as in the output."""
 
     output_axis: BatchAxis
 
     def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
-        shapes = [x.shape for x in leaves if isinstance(x, Tensor)]
-        sizes = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
         dim = self.output_axis.dim
-        if sizes[dim] != self.output_axis.length(recorder.samples):
-            return recorder.deviate(self.function, args, kwargs)
         for position, leaf in enumerate(leaves):
             key = recorder.tracked.get(id(leaf)) if isinstance(leaf, Tensor) else None
             if key is None or not leaf.requires_grad:
                 continue
+            sizes = broadcast_size(self.function, args, kwargs, leaf)
+            if sizes is None or sizes[dim] != self.output_axis.length(recorder.samples):
+                return recorder.deviate(self.function, args, kwargs)
             shape = [1] * (len(sizes) - leaf.dim()) + list(leaf.shape)
             if shape[dim] != 1:
                 return recorder.deviate(self.function, args, kwargs)
@@ -175,7 +175,7 @@ class CopiesStep(Step):
 
 @dataclass(frozen=True)
 class ExpandStep(Step):
-    """`expand` and functions like it, which give a tracked tensor its dim of samples."""
+    """`expand`, `repeat` and functions like them, which give a tracked tensor its samples."""
 
     output_axis: BatchAxis
 
@@ -187,15 +187,17 @@ class ExpandStep(Step):
         if key is None or out.shape[axis.dim] != axis.length(recorder.samples):
             recorder.deviated = True
             return out
-        shape = [1] * (out.dim() - q.dim()) + list(q.shape)
-        del shape[axis.dim]
+        sizes = [1] * (out.dim() - q.dim()) + list(q.shape)
 
         def terms(g: Tensor) -> Terms:
             lead = axis.lead(g, 1)
-            if axis.merged:
-                lead = lead.sum((axis.dim + 2, axis.dim + 3))
-            dims = [dim + 2 for dim, size in enumerate(shape) if size != lead.shape[dim + 2]]
-            array = lead.sum(dims, keepdim=True) if dims else lead
+            first = axis.dim + 2
+            mine = lead.flatten(first, first + 1) if axis.merged else lead.unsqueeze(first)
+            # Along every dim the output is q's entries, over and over.
+            split = [n for m, s in zip(mine.shape[2:], sizes, strict=True) for n in (m // s, s)]
+            copies = [2 * dim + 2 for dim, times in enumerate(split[::2]) if times > 1]
+            array = mine.reshape(*mine.shape[:2], *split)
+            array = array.sum(copies) if copies else array
             array = array.reshape(*array.shape[:2], *q.shape).transpose(0, 1)
             yield key, Block(label(key), tuple(q.shape), array)
 
@@ -243,23 +245,22 @@ class VmapStep(Step):
                 tensors.append(copies)
                 dims.append(0)
             else:
-                tensors.append(tensor)
-                dims.append(None if axis is None else axis.dim)
+                tensors.append(tensor if axis is None else axis.lead(tensor))
+                dims.append(None if axis is None else 0)
 
         def alone(*parts: Tensor) -> Tensor:
             mine = list(leaves)
             for position, axis, part in zip(at, self.input_axes, parts, strict=True):
-                mine[position] = part if axis is None else part.unsqueeze(axis.dim)
+                mine[position] = part if axis is None else axis.alone(part)
             inner_args, inner_kwargs = tree_unflatten(mine, tree)
             result: Tensor = self.function(*inner_args, **inner_kwargs)
-            return result.squeeze(self.output_axis.dim)
+            return self.output_axis.lead(result)[0]
 
-        dim = self.output_axis.dim
-        out: Tensor = torch.vmap(alone, in_dims=tuple(dims), out_dims=dim)(*tensors)
-        return out
+        out: Tensor = torch.vmap(alone, in_dims=tuple(dims))(*tensors)
+        return self.output_axis.back(out)
 
     def _samples(self, tensors: list[Tensor]) -> int:
         for tensor, axis in zip(tensors, self.input_axes, strict=True):
             if axis is not None:
-                return tensor.shape[axis.dim]
+                return tensor.shape[axis.dim] // axis.length(1)
         return 0

@@ -1,0 +1,77 @@
+"""Which job an id on the command line means: all of it, or a beginning that no other job has."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import typer
+
+from gradbox.client import GradClient
+from gradbox.errors import GradboxError, InvalidRequest, JobNotFound, OwnerOnly
+from gradbox.http.connection import Retry
+from gradbox.job import Job
+from gradbox.protocol import JobView
+
+ID_LENGTH: Final = 32
+# As much of an id as tables on a terminal show.
+SHOWN_LENGTH: Final = 12
+LOOKED_THROUGH: Final = 500
+SHOWN_MATCHES: Final = 5
+# Completion must be over before the user wonders.
+COMPLETION_TIMEOUT_S: Final = 1.0
+
+
+def find_job(client: GradClient, text: str) -> Job:
+    """Return the job of an id, or of an unambiguous beginning of one.
+
+    The newest 500 jobs are looked through: the user's own, and then everybody's where the user is
+    the box's owner.
+
+    Raises:
+        JobNotFound: there is none.
+        InvalidRequest: several ids begin so.
+    """
+    if len(text) >= ID_LENGTH:
+        return client.job(text)
+    for everybodys in (False, True):
+        try:
+            jobs = client.jobs(limit=LOOKED_THROUGH, everybodys=everybodys)
+        except OwnerOnly:
+            break
+        found = [job for job in jobs if job.id.startswith(text)]
+        if len(found) > 1:
+            raise InvalidRequest(_ambiguous(text, [job.view for job in found]))
+        if found:
+            return found[0]
+    raise JobNotFound(
+        f"expected the id of a job, or its beginning, got {text!r}: no job of yours has it; "
+        f"`gradbox jobs list` shows yours"
+    )
+
+
+def complete_job(ctx: typer.Context, args: list[str], incomplete: str) -> list[tuple[str, str]]:
+    """Return the ids that begin so, each with what tells the job from others."""
+    try:
+        with GradClient(timeout_s=COMPLETION_TIMEOUT_S, retry=Retry(patience_s=0)) as client:
+            views = [job.view for job in client.jobs()]
+    except GradboxError:
+        return []
+    shown = [(view.id[:SHOWN_LENGTH], view) for view in views if view.id.startswith(incomplete)]
+    return [(id, " ".join((v.state, v.model, v.name)).strip()) for id, v in shown]
+
+
+def _ambiguous(text: str, views: list[JobView]) -> str:
+    listed = "\n".join(
+        f"{view.id}  {view.state.value}  {view.model}  {view.name}".rstrip()
+        for view in views[:SHOWN_MATCHES]
+    )
+    more = "\n…" if len(views) > SHOWN_MATCHES else ""
+    return (
+        f"expected the id of one job, got {text!r}, with which {len(views)} begin:\n{listed}{more}"
+    )
+
+
+_HELP: Final = "the job's id, or its beginning"
+_ARGUMENT: Final[dict[str, Any]] = {"help": _HELP, "autocompletion": complete_job}
+JobId = Annotated[str, typer.Argument(metavar="ID", **_ARGUMENT)]
+JobIds = Annotated[list[str], typer.Argument(metavar="ID...", **_ARGUMENT)]

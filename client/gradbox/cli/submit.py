@@ -1,0 +1,59 @@
+"""`gradbox submit JOB.toml`: any computation from files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradbox.cli.job_file import read_job
+from gradbox.cli.job_ids import find_job
+from gradbox.cli.jobs import say_hold, say_how_it_ended
+from gradbox.cli.output import AsJson, say, say_json
+from gradbox.cli.result import OutputFile, check_folder, fetch
+from gradbox.client import GradClient
+from gradbox.computations import Cotangents
+from gradbox.errors import InvalidJob
+
+JobFile = Annotated[
+    Path, typer.Argument(metavar="JOB.toml", help="the job; docs/cli.md says what it holds")
+]
+Wait = Annotated[bool, typer.Option("--wait", help="wait until the job is over")]
+
+
+def register(app: typer.Typer) -> None:
+    """Join the `gradbox` command."""
+    app.command("submit", help="submit a job that a TOML file describes")(run)
+
+
+def run(
+    job_file: JobFile, *, wait: Wait = False, output: OutputFile = None, json: AsJson = False
+) -> int:
+    """Submit the job and print its id; with -o wait for it and fetch its result."""
+    if output is not None and not check_folder(output):
+        return 2
+    computation = read_job(job_file)
+    with GradClient() as client:
+        continued = getattr(computation, "loss", None)
+        if isinstance(continued, Cotangents):
+            continued.forward = find_job(client, continued.forward).id
+        try:
+            job = client.submit(computation)
+        except InvalidJob as error:
+            error.args = (f"{job_file}: {error}",)
+            raise
+        if json and not wait and output is None:
+            say_json(job.view.model_dump(mode="json"))
+            return 0
+        if not json:
+            say(job.id)
+        say_hold(job.view)
+        if output is not None:
+            return fetch(job, output, json=json)
+        if not wait:
+            return 0
+        job.wait()
+        if json:
+            say_json(job.view.model_dump(mode="json"))
+        return say_how_it_ended(job.view)

@@ -1,0 +1,150 @@
+"""What the service answers about the whole box: devices, queue, models, and who used how much.
+
+Everybody with a token sees whose job runs or waits, on which model, and how far it is, since they
+wait for it. `id` and `name` of a job are for its owner and the box's owner alone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gradbox.protocol.spec_fields import JobId
+from gradbox.protocol.views import JobState, MethodView, ProgressView, View
+
+Span = Literal["day", "week", "month"]
+
+
+class DeviceMemory(View):
+    """What is in a device's memory, in bytes.
+
+    `used_bytes` is the device process's: of a CPU its resident memory, of CUDA what the allocator
+    gave out. `models` are the weights on the device by registered name, `job_bytes` what the
+    running job added.
+    """
+
+    total_bytes: int
+    used_bytes: int
+    models: dict[str, int] = {}
+    job_bytes: int = 0
+
+
+class DeviceView(View):
+    """A worker and its device.
+
+    `job` is the key of the job it holds. `busy` are the last 60 minutes, oldest first, each with
+    the percent of it in which a job ran; the last one is the minute that runs. `hardware` is what
+    the device calls itself.
+    """
+
+    worker: str
+    device: str
+    hardware: str = ""
+    state: Literal["starting", "idle", "busy"]
+    started_s: float
+    job: str | None = None
+    memory: DeviceMemory | None = None
+    busy: list[int]
+    busy_share: float
+
+
+class BoxJob(View):
+    """A job that runs or waits; `key` tells it from others without telling its id.
+
+    `position` is its place in the queue, 1 for the next. `id` and `name` are None where the job is
+    somebody else's.
+    """
+
+    key: str
+    owner: str
+    computation: str
+    model: str
+    state: JobState
+    created_s: float
+    started_s: float | None = None
+    position: int | None = None
+    progress: ProgressView | None = None
+    cancel_requested: bool = False
+    attempts: int = 0
+    worker: str | None = None
+    id: JobId | None = None
+    name: str | None = None
+
+
+class BoxModel(View):
+    """A registered model. `reason` says why it cannot be used, where it cannot.
+
+    `workers` are those that offer it, `loaded` those that have it in their device's memory.
+    """
+
+    name: str
+    version: str = ""
+    num_parameters: int = 0
+    methods: dict[str, MethodView] = {}
+    usable: bool = True
+    reason: str = ""
+    workers: list[str] = []
+    loaded: list[str] = []
+
+
+class CallerView(View):
+    """Who asks."""
+
+    name: str
+    admin: bool
+
+
+class BoxView(View):
+    """The box now: all jobs that run, the first hundred that wait, devices and models."""
+
+    now_s: float
+    gradbox: str
+    you: CallerView
+    num_running: int
+    num_queued: int
+    jobs: list[BoxJob]
+    devices: list[DeviceView]
+    models: list[BoxModel]
+
+
+class BoxChange(View):
+    """What is new since the event before: rows that changed, whole, and keys of those that went.
+
+    `queue` are the keys of the jobs that wait, in order, where that changed; the rows of jobs have
+    no `position` here. What is absent has not changed.
+    """
+
+    jobs: list[BoxJob] = []
+    devices: list[DeviceView] = []
+    models: list[BoxModel] = []
+    gone_jobs: list[str] = []
+    gone_devices: list[str] = []
+    gone_models: list[str] = []
+    queue: list[str] | None = None
+    num_running: int | None = None
+    num_queued: int | None = None
+
+
+class OwnerUsage(View):
+    """What one owner used; `owner` is None for all others together.
+
+    The lists have one entry a bucket, oldest first; the last one is not over yet.
+    """
+
+    owner: str | None
+    device_s: float
+    result_bytes: int
+    num_jobs: int
+    device_s_by_bucket: list[float]
+    result_bytes_by_bucket: list[int]
+
+
+class UsageView(View):
+    """Use by owner over a span of time, from `begins_s` in buckets of `bucket_s` seconds.
+
+    A device second is a second in which a worker held an attempt of the job, lost ones included.
+    """
+
+    span: Span
+    begins_s: float
+    bucket_s: float
+    owners: list[OwnerUsage]

@@ -1,0 +1,132 @@
+"""Draws the picture of the box: when something changed, and only while somebody looks.
+
+All who look share one picture, and so one set of reads: the first who wants a newer one draws it.
+What changed is learnt from the one reader of the box's events (`http.event_hub`), which tells
+`Board.note`. Only records that changed are read again, and everything every few seconds, for what
+no event says: a worker that fell silent, an event that was lost while Redis was away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Collection
+from contextlib import suppress
+from typing import Final
+
+import anyio.to_thread
+import redis
+
+from gradbox_service.backing import Backing
+from gradbox_service.dashboard.picture import Picture
+from gradbox_service.dashboard.source import Source
+from gradbox_service.jobs import Change
+
+log = logging.getLogger(__name__)
+
+# Between two pictures, and between two that read everything.
+PACE_S: Final = 0.25
+REREAD_S: Final = 5.0
+# With more changed records than this, everything is read.
+MANY: Final = 50
+
+
+class Board:
+    """The picture of one box. Its methods belong to one event loop."""
+
+    def __init__(self, box: Backing) -> None:
+        self._source = Source(box)
+        self._picture: Picture | None = None
+        self._drawn_at = -math.inf
+        self._read_at = -math.inf  # when everything was read
+        self._noted: set[str] = set()
+        self._stirred = False
+        self._drawing = asyncio.Lock()
+        self._bells: set[asyncio.Event] = set()
+        self._closed = False
+
+    def note(self, changes: Collection[Change]) -> None:
+        """Hear what changed. Cheap while nobody looks."""
+        if self._bells:
+            self._noted.update(change.job_id for change in changes if change.job_id)
+            self._stirred = True
+            self._ring()
+
+    def close(self) -> None:
+        """End all who look."""
+        self._closed = True
+        self._ring()
+
+    async def now(self) -> Picture:
+        """Return a picture of this moment, for who looks once.
+
+        Raises:
+            redis.RedisError: the records cannot be read.
+        """
+        async with self._drawing:
+            if self._picture is None or self._stirred or self._old:
+                return await self._draw()
+            return self._picture
+
+    async def pictures(self) -> AsyncIterator[Picture]:
+        """Yield a picture, and another whenever something changed; end on `close`."""
+        bell = asyncio.Event()
+        self._bells.add(bell)
+        try:
+            seen: Picture | None = await self.now()
+            while seen is not None:
+                yield seen
+                seen = await self._after(seen, bell)
+        finally:
+            self._bells.discard(bell)
+            if not self._bells:
+                self._read_at = -math.inf  # from now on nothing is noted
+
+    async def _after(self, seen: Picture, bell: asyncio.Event) -> Picture | None:
+        """Wait for a picture after `seen`; None on `close`."""
+        while not self._closed:
+            if self._picture is not seen:
+                return self._picture
+            with suppress(TimeoutError):
+                await asyncio.wait_for(bell.wait(), self._read_at + REREAD_S - _now())
+            bell.clear()
+            try:
+                await self._renew(seen)
+            except redis.RedisError as error:
+                log.warning("the dashboard's picture is late (%s); trying again", error)
+                await asyncio.sleep(1.0)
+        return None
+
+    async def _renew(self, seen: Picture) -> None:
+        """Draw a picture if `seen` is the newest and something has changed since."""
+        async with self._drawing:
+            if self._picture is seen and not self._closed and (self._stirred or self._old):
+                await asyncio.sleep(self._drawn_at + PACE_S - _now())
+                await self._draw()
+
+    async def _draw(self) -> Picture:
+        noted, self._noted, self._stirred = self._noted, set(), False
+        everything = self._old or len(noted) > MANY
+        read_at, self._read_at = self._read_at, -math.inf  # if it fails, read everything next time
+        picture = await anyio.to_thread.run_sync(
+            self._source.draw, frozenset() if everything else noted, everything
+        )
+        self._picture, self._drawn_at = picture, _now()
+        if self._bells:
+            self._read_at = _now() if everything else read_at
+        self._ring()
+        return picture
+
+    @property
+    def _old(self) -> bool:
+        return _now() - self._read_at >= REREAD_S
+
+    def _ring(self) -> None:
+        for bell in self._bells:
+            bell.set()
+
+
+def _now() -> float:
+    return time.monotonic()

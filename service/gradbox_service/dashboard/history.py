@@ -1,0 +1,56 @@
+"""Use by owner over a day, a week or a month, in buckets of whole hours that end with this one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from gradbox.protocol import JobState, OwnerUsage, Span, UsageView
+from gradbox_service.backing import Backing
+from gradbox_service.jobs.usage import HOUR_S, Used, with_running
+from gradbox_service.tokens import TokenInfo
+
+# Hours a bucket, and buckets.
+BUCKETS: Final[Mapping[Span, tuple[int, int]]] = {
+    "day": (1, 24),
+    "week": (6, 28),
+    "month": (24, 30),
+}
+
+
+def usage_seen_by(caller: TokenInfo, box: Backing, span: Span) -> UsageView:
+    """Return what was used, by owner for the box's owner; for others, theirs and all the rest's."""
+    now_s = time.time()
+    hours, num_buckets = BUCKETS[span]
+    last = int(now_s // HOUR_S)
+    first = last - hours * num_buckets + 1
+    running = [r for r in box.records.active() if r.state is JobState.RUNNING]
+    used = with_running(box.usage.by_hour(first, last), running, now_s=now_s)
+    buckets: dict[str | None, list[Used]] = {}
+    for hour, owners in used.items():
+        for owner, more in owners.items():
+            shown = owner if caller.admin or owner == caller.name else None
+            place = (hour - first) // hours
+            if place >= 0:
+                line = buckets.setdefault(shown, [Used()] * num_buckets)
+                line[place] += more
+    lines = [_line(owner, line) for owner, line in buckets.items()]
+    return UsageView(
+        span=span,
+        begins_s=first * HOUR_S,
+        bucket_s=hours * HOUR_S,
+        owners=sorted(lines, key=lambda line: (line.owner is None, -line.device_s)),
+    )
+
+
+def _line(owner: str | None, buckets: list[Used]) -> OwnerUsage:
+    total = sum(buckets, Used())
+    return OwnerUsage(
+        owner=owner,
+        device_s=total.device_ms / 1000,
+        result_bytes=total.result_bytes,
+        num_jobs=total.num_jobs,
+        device_s_by_bucket=[used.device_ms / 1000 for used in buckets],
+        result_bytes_by_bucket=[used.result_bytes for used in buckets],
+    )

@@ -1,0 +1,143 @@
+"""What the box looked like at one moment, and what one caller may see of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from typing import Final
+
+from gradbox.protocol import BoxJob, BoxModel, BoxView, CallerView, DeviceView, JobState, ModelView
+from gradbox_service.jobs import JobRecord, WorkerPresence
+from gradbox_service.jobs.fleet import offered_versions, unusable_models
+from gradbox_service.jobs.usage import MINUTE_S, BusyByWorker
+from gradbox_service.tokens import TokenInfo
+
+# As many of the jobs that wait are shown: what lies behind changes too often to be told.
+MAX_WAITING: Final = 100
+MINUTES_SHOWN: Final = 60
+KEY_LENGTH: Final = 12
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The box at `now_s`. `token_ids` are the tokens that were valid then."""
+
+    now_s: float
+    num_running: int
+    num_queued: int
+    jobs: Sequence[BoxJob]
+    devices: Sequence[DeviceView]
+    models: Sequence[BoxModel]
+    token_ids: frozenset[str]
+
+    def seen_by(self, caller: TokenInfo) -> BoxView:
+        """Return what this caller may see."""
+        return BoxView(
+            now_s=self.now_s,
+            gradbox=_version(),
+            you=CallerView(name=caller.name, admin=caller.admin),
+            num_running=self.num_running,
+            num_queued=self.num_queued,
+            jobs=[
+                job
+                if caller.admin or job.owner == caller.name
+                else job.model_copy(update={"id": None, "name": None})
+                for job in self.jobs
+            ],
+            devices=list(self.devices),
+            models=list(self.models),
+        )
+
+
+def key_of(job_id: str) -> str:
+    """Return what tells a job from others where its id is not to be known."""
+    return hashlib.sha256(job_id.encode()).hexdigest()[:KEY_LENGTH]
+
+
+def jobs_shown(active: Iterable[JobRecord], positions: Mapping[str, int]) -> list[BoxJob]:
+    """Return the jobs that run, oldest attempt first, and then the first of those that wait."""
+    running: list[JobRecord] = []
+    waiting: list[JobRecord] = []
+    for record in active:
+        (waiting if record.state is JobState.QUEUED else running).append(record)
+    running.sort(key=lambda record: (record.started_s or 0.0, record.id))
+    last = len(positions) + 1
+    waiting.sort(key=lambda r: (positions.get(r.id, last), r.created_s, r.id))
+    return [_job(record) for record in running] + [
+        _job(record, position=position)
+        for position, record in enumerate(waiting[:MAX_WAITING], start=1)
+    ]
+
+
+def devices_shown(
+    workers: Iterable[WorkerPresence], busy_ms: BusyByWorker, *, now_s: float
+) -> list[DeviceView]:
+    """Return the devices with what they did in the last hour."""
+    last = int(now_s // MINUTE_S)
+    minutes = range(last - MINUTES_SHOWN + 1, last + 1)
+    found = []
+    for worker in workers:
+        busy = [busy_ms.get(worker.name, {}).get(minute, 0) for minute in minutes]
+        shown_ms = 1000.0 * (now_s - minutes[0] * MINUTE_S)
+        found.append(
+            DeviceView(
+                worker=worker.name,
+                device=worker.device,
+                hardware=worker.hardware,
+                state=worker.state,
+                started_s=worker.started_s,
+                job=None if worker.job is None else key_of(worker.job),
+                memory=worker.memory,
+                busy=[min(100, round(ms / (10 * MINUTE_S))) for ms in busy],
+                busy_share=round(min(1.0, sum(busy) / shown_ms), 3),
+            )
+        )
+    return found
+
+
+def models_shown(
+    workers: Sequence[WorkerPresence], views: Mapping[tuple[str, str], ModelView]
+) -> list[BoxModel]:
+    """Return the models that live workers offer, each in the version that most of them offer."""
+    found = []
+    for name, versions in offered_versions(workers).items():
+        view = views.get((name, versions[0]))
+        found.append(
+            BoxModel(
+                name=name,
+                version=versions[0],
+                num_parameters=0 if view is None else view.num_parameters,
+                methods={} if view is None else view.methods,
+                workers=[w.name for w in workers if w.models.get(name) == versions[0]],
+                loaded=[w.name for w in workers if w.memory and name in w.memory.models],
+            )
+        )
+    unusable = unusable_models(workers).items()
+    return found + [BoxModel(name=name, usable=False, reason=why) for name, why in unusable]
+
+
+@cache
+def _version() -> str:
+    return metadata.version("gradbox")
+
+
+def _job(record: JobRecord, *, position: int | None = None) -> BoxJob:
+    return BoxJob(
+        key=key_of(record.id),
+        owner=record.owner,
+        computation=record.computation,
+        model=record.model,
+        state=record.state,
+        created_s=record.created_s,
+        started_s=record.started_s,
+        position=position,
+        progress=record.progress,
+        cancel_requested=record.cancel_requested,
+        attempts=record.attempt,
+        worker=record.worker if record.state is JobState.RUNNING else None,
+        id=record.id,
+        name=record.name,
+    )

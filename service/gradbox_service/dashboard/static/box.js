@@ -1,0 +1,115 @@
+// The box as the service tells it: first whole, then change by change, over one event stream.
+
+export const box = {
+  ready: false,
+  connected: false,
+  you: null,
+  version: "",
+  clockAhead: 0, // seconds that the box's clock is ahead of ours
+  jobs: new Map(), // by key
+  queue: [], // keys of those that wait, in order
+  devices: new Map(), // by worker
+  models: new Map(), // by name
+  numRunning: 0,
+  numQueued: 0,
+};
+
+const listeners = new Set();
+const enders = new Set();
+let stream = null;
+let due = false;
+
+/** Call `listener` after changes, at most once a frame. Returns what ends that. */
+export function onChange(listener) {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
+/** Call `listener` with each job that runs or waits no more. */
+export function onEnd(listener) {
+  enders.add(listener);
+  return () => enders.delete(listener);
+}
+
+/** Seconds since 1970 by the box's clock. */
+export function now() {
+  return Date.now() / 1000 + box.clockAhead;
+}
+
+export function running() {
+  return [...box.jobs.values()].filter((job) => job.state === "running").sort((a, b) => a.started_s - b.started_s);
+}
+
+export function waiting() {
+  // A job's row may say that it runs a moment before the queue says that it waits no more.
+  return box.queue.map((key) => box.jobs.get(key)).filter((job) => job?.state === "queued");
+}
+
+/** Open the stream; `refused` is called when the session is over. */
+export function connect(refused) {
+  disconnect();
+  stream = new EventSource("/v1/box/events");
+  stream.addEventListener("box", (event) => begin(JSON.parse(event.data)));
+  stream.addEventListener("change", (event) => apply(JSON.parse(event.data)));
+  stream.addEventListener("error", () => {
+    box.connected = false;
+    changed();
+    // The browser tries again by itself, unless it was refused.
+    if (stream && stream.readyState === EventSource.CLOSED) refused();
+  });
+}
+
+export function disconnect() {
+  if (stream) stream.close();
+  stream = null;
+  box.ready = box.connected = false;
+}
+
+function begin(view) {
+  const before = box.jobs;
+  box.ready = box.connected = true;
+  box.you = view.you;
+  box.version = view.gradbox;
+  box.clockAhead = view.now_s - Date.now() / 1000;
+  box.jobs = new Map(view.jobs.map((job) => [job.key, job]));
+  box.queue = view.jobs.filter((job) => job.position !== null).map((job) => job.key);
+  box.devices = new Map(view.devices.map((device) => [device.worker, device]));
+  box.models = new Map(view.models.map((model) => [model.name, model]));
+  box.numRunning = view.num_running;
+  box.numQueued = view.num_queued;
+  for (const [key, job] of before) if (!box.jobs.has(key)) ended(job);
+  changed();
+}
+
+function apply(change) {
+  for (const job of change.jobs ?? []) box.jobs.set(job.key, job);
+  for (const device of change.devices ?? []) box.devices.set(device.worker, device);
+  for (const model of change.models ?? []) box.models.set(model.name, model);
+  for (const key of change.gone_jobs ?? []) {
+    const job = box.jobs.get(key);
+    box.jobs.delete(key);
+    if (job) ended(job);
+  }
+  for (const worker of change.gone_devices ?? []) box.devices.delete(worker);
+  for (const name of change.gone_models ?? []) box.models.delete(name);
+  if (change.queue) box.queue = change.queue;
+  box.numRunning = change.num_running ?? box.numRunning;
+  box.numQueued = change.num_queued ?? box.numQueued;
+  changed();
+}
+
+function ended(job) {
+  for (const ender of enders) ender(job);
+}
+
+function changed() {
+  if (due) return;
+  due = true;
+  requestAnimationFrame(() => {
+    due = false;
+    for (const listener of listeners) listener();
+  });
+}
+
+// What counts up or down is drawn anew each second.
+setInterval(changed, 1000);

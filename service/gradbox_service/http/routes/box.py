@@ -1,0 +1,60 @@
+"""The whole box: what runs and waits, its devices and models, and who used how much."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+
+from gradbox.protocol import BoxView, Span, UsageView
+from gradbox_service.dashboard.board import Board
+from gradbox_service.dashboard.history import usage_seen_by
+from gradbox_service.dashboard.news import News
+from gradbox_service.http.auth import Box, Caller
+from gradbox_service.http.event_hub import Hub
+from gradbox_service.http.routes.events import stream_allowed
+
+router = APIRouter(prefix="/v1", tags=["box"])
+
+
+@router.get("/box")
+async def one_box(request: Request, caller: Caller) -> BoxView:
+    """The box now. Names and ids of jobs are there for their owner and the box's owner."""
+    board: Board = request.app.state.board
+    return (await board.now()).seen_by(caller)
+
+
+@router.get(
+    "/box/events",
+    response_class=EventSourceResponse,
+    dependencies=[Depends(stream_allowed)],
+)
+async def box_events(request: Request, caller: Caller) -> AsyncIterable[ServerSentEvent]:
+    """A `box` event (data: what `GET /v1/box` gives), then `change` events (data: a BoxChange).
+
+    A stream that is opened anew begins anew. It ends when the caller's token is revoked.
+    """
+    board: Board = request.app.state.board
+    hub: Hub = request.app.state.hub
+    news: News | None = None
+    with hub.counted(caller.name):
+        async for picture in board.pictures():
+            if caller.id not in picture.token_ids:
+                return
+            view = picture.seen_by(caller)
+            if news is None:
+                news = News(view)
+                yield ServerSentEvent(raw_data=view.model_dump_json(), event="box")
+                continue
+            for change in news.since(view):
+                yield ServerSentEvent(raw_data=change, event="change")
+
+
+@router.get("/usage")
+def usage(box: Box, caller: Caller, span: Span = "day") -> UsageView:
+    """Use by owner over a span of time: everybody's for the box's owner.
+
+    Others see their own, and the sum of all the rest as that of owner null.
+    """
+    return usage_seen_by(caller, box, span)

@@ -1,0 +1,57 @@
+"""Whether jobs are handed to workers and new ones taken: one flag for all parts of a box."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol, cast
+
+import redis
+
+from gradbox.protocol import OperationView
+
+log = logging.getLogger(__name__)
+
+OPERATION = "gradbox:operation"
+
+
+class Operation(Protocol):
+    """The flag that the box's owner sets, and that dispatcher and admission read."""
+
+    def read(self) -> OperationView:
+        """Return what was set last; a box is running before."""
+
+    def set(self, operation: OperationView) -> None:
+        """Set it, also for a box that is started again."""
+
+
+class RedisOperation:
+    """Implements `Operation` with one key."""
+
+    def __init__(self, connection: redis.Redis) -> None:
+        self._redis = connection
+
+    def read(self) -> OperationView:
+        text = cast("bytes | None", self._redis.get(OPERATION))
+        if text is None:
+            return OperationView()
+        try:
+            return OperationView.model_validate_json(text)
+        except ValueError:
+            log.error("%s is no mode of operation and counts as running: %r", OPERATION, text[:200])
+            return OperationView()
+
+    def set(self, operation: OperationView) -> None:
+        self._redis.set(OPERATION, operation.model_dump_json())
+
+
+class MemoryOperation:
+    """The in-memory twin of `RedisOperation`."""
+
+    def __init__(self) -> None:
+        self._operation = OperationView()
+
+    def read(self) -> OperationView:
+        return self._operation
+
+    def set(self, operation: OperationView) -> None:
+        self._operation = operation

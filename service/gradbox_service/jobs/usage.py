@@ -1,0 +1,246 @@
+"""What each owner used of the box, by the hour, and when each worker was busy, by the minute.
+
+An attempt is charged once, in the transaction that ends it, however it ends: done, failed,
+cancelled, lost, given back. Its device seconds are those in which a worker held it, spread over the
+hours that it ran in. The bytes of a result count in the hour in which the job ended, and so does
+the job.
+
+    charge_of        what a change of a record costs: a pure function
+    Usage            reads what was charged; on Redis or in memory
+    with_running     adds what attempts that still run have used so far
+
+Amounts are whole milliseconds and bytes, so that sums are exact.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol, cast
+
+import redis
+from redis.client import Pipeline
+
+from gradbox.protocol import JobState
+from gradbox_service.jobs.record import JobRecord
+
+MINUTE_S: Final = 60
+HOUR_S: Final = 3600
+# Charges by the hour are kept for a month and some days, those by the minute for what is shown.
+HOURS_KEPT: Final = 35 * 24
+MINUTES_KEPT: Final = 120
+# An attempt is not taken for longer than this, whatever the clocks of two machines say.
+LONGEST_ATTEMPT_S: Final = 48 * HOUR_S
+
+
+@dataclass(frozen=True)
+class Used:
+    """An amount of use."""
+
+    device_ms: int = 0
+    result_bytes: int = 0
+    num_jobs: int = 0
+
+    def __add__(self, other: Used) -> Used:
+        return Used(
+            self.device_ms + other.device_ms,
+            self.result_bytes + other.result_bytes,
+            self.num_jobs + other.num_jobs,
+        )
+
+
+@dataclass(frozen=True)
+class Charge:
+    """What one attempt costs its owner, by hours since 1970, and how it kept its worker busy.
+
+    `busy_ms` is by minutes since 1970.
+    """
+
+    owner: str
+    worker: str | None = None
+    by_hour: Mapping[int, Used] = field(default_factory=dict)
+    busy_ms: Mapping[int, int] = field(default_factory=dict)
+
+
+UsedByHour = Mapping[int, Mapping[str, Used]]
+BusyByWorker = Mapping[str, Mapping[int, int]]
+
+
+class Usage(Protocol):
+    """What was charged so far. Hours and minutes count from 1970; both ends are included."""
+
+    def by_hour(self, first: int, last: int) -> UsedByHour:
+        """Return, by hour, what each owner used; hours without use are left out."""
+
+    def busy_ms(self, first: int, last: int) -> BusyByWorker:
+        """Return, by worker and minute, for how many milliseconds it held a job."""
+
+
+def charge_of(before: JobRecord | None, after: JobRecord, *, now_s: float) -> Charge | None:
+    """Return what a change of a record costs; None if it ends no attempt and no job.
+
+    Args:
+        now_s: when an attempt ended that did not end its job.
+    """
+    ended_s = now_s if after.finished_s is None else after.finished_s
+    attempt = None
+    if before is not None and before.state is JobState.RUNNING and before.attempt:
+        attempt = before if after.state is not JobState.RUNNING else None
+    ends = after.state.final and not (before is not None and before.state.final)
+    if attempt is None and not ends:
+        return None
+    charge = Charge(after.owner) if attempt is None else _held(attempt, until_s=ended_s)
+    if not ends:
+        return charge
+    hour = int(ended_s // HOUR_S)
+    own = Used(result_bytes=after.result_bytes, num_jobs=1)
+    return replace(charge, by_hour={**charge.by_hour, hour: charge.by_hour.get(hour, Used()) + own})
+
+
+def with_running(used: UsedByHour, running: Iterable[JobRecord], *, now_s: float) -> UsedByHour:
+    """Add to what was charged what attempts that still run have used so far."""
+    found = {hour: dict(owners) for hour, owners in used.items()}
+    for record in running:
+        charge = _held(record, until_s=now_s)
+        for hour, more in charge.by_hour.items():
+            owners = found.setdefault(hour, {})
+            owners[charge.owner] = owners.get(charge.owner, Used()) + more
+    return found
+
+
+def busy_with_running(
+    busy_ms: BusyByWorker, running: Iterable[JobRecord], *, now_s: float
+) -> BusyByWorker:
+    """Add to the minutes that were charged those of attempts that still run."""
+    found = {worker: dict(minutes) for worker, minutes in busy_ms.items()}
+    for record in running:
+        charge = _held(record, until_s=now_s)
+        if charge.worker is not None:
+            minutes = found.setdefault(charge.worker, {})
+            for minute, more in charge.busy_ms.items():
+                minutes[minute] = minutes.get(minute, 0) + more
+    return found
+
+
+class RedisUsage:
+    """Implements `Usage` with one hash an hour and one a minute, both of which expire."""
+
+    def __init__(self, connection: redis.Redis) -> None:
+        self._redis = connection
+
+    def by_hour(self, first: int, last: int) -> UsedByHour:
+        found: dict[int, dict[str, Used]] = {}
+        for hour, fields in self._hashes(_hour_key, first, last):
+            owners = found.setdefault(hour, {})
+            for name, value in fields.items():
+                kind, _, owner = name.decode().partition(":")
+                if kind in _FIELDS:
+                    more = Used(**{_FIELDS[kind]: int(value)})
+                    owners[owner] = owners.get(owner, Used()) + more
+        return found
+
+    def busy_ms(self, first: int, last: int) -> BusyByWorker:
+        found: dict[str, dict[int, int]] = {}
+        for minute, fields in self._hashes(_minute_key, first, last):
+            for worker, value in fields.items():
+                found.setdefault(worker.decode(), {})[minute] = int(value)
+        return found
+
+    def _hashes(
+        self, key: _Key, first: int, last: int
+    ) -> Iterable[tuple[int, Mapping[bytes, bytes]]]:
+        numbers = range(first, last + 1)
+        with self._redis.pipeline(transaction=False) as pipe:
+            for number in numbers:
+                pipe.hgetall(key(number))
+            answers = cast("list[Mapping[bytes, bytes]]", pipe.execute())
+        return [pair for pair in zip(numbers, answers, strict=True) if pair[1]]
+
+
+def write(pipe: Pipeline, charge: Charge) -> None:
+    """Append a charge to a pipeline; its caller has put it into MULTI."""
+    for hour, used in charge.by_hour.items():
+        key = _hour_key(hour)
+        for kind, attribute in _FIELDS.items():
+            if amount := getattr(used, attribute):
+                pipe.hincrby(key, f"{kind}:{charge.owner}", amount)
+        pipe.expire(key, HOURS_KEPT * HOUR_S)
+    for minute, busy in charge.busy_ms.items():
+        if charge.worker is not None:
+            pipe.hincrby(_minute_key(minute), charge.worker, busy)
+            pipe.expire(_minute_key(minute), MINUTES_KEPT * MINUTE_S)
+
+
+class MemoryUsage:
+    """The in-memory twin of `RedisUsage`; the records charge it."""
+
+    def __init__(self) -> None:
+        self._hours: dict[int, dict[str, Used]] = {}
+        self._busy: dict[str, dict[int, int]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, charge: Charge) -> None:
+        with self._lock:
+            for hour, used in charge.by_hour.items():
+                owners = self._hours.setdefault(hour, {})
+                owners[charge.owner] = owners.get(charge.owner, Used()) + used
+            for minute, busy in charge.busy_ms.items():
+                if charge.worker is not None:
+                    minutes = self._busy.setdefault(charge.worker, {})
+                    minutes[minute] = minutes.get(minute, 0) + busy
+
+    def by_hour(self, first: int, last: int) -> UsedByHour:
+        with self._lock:
+            return {
+                hour: dict(owners) for hour, owners in self._hours.items() if first <= hour <= last
+            }
+
+    def busy_ms(self, first: int, last: int) -> BusyByWorker:
+        with self._lock:
+            kept = {
+                worker: {minute: ms for minute, ms in minutes.items() if first <= minute <= last}
+                for worker, minutes in self._busy.items()
+            }
+            return {worker: minutes for worker, minutes in kept.items() if minutes}
+
+
+def _held(record: JobRecord, *, until_s: float) -> Charge:
+    """Return the charge of the record's attempt from its begin to `until_s`."""
+    began_s = until_s if record.started_s is None else record.started_s
+    began_s = max(began_s, until_s - LONGEST_ATTEMPT_S)
+    shown_s = max(began_s, until_s - MINUTES_KEPT * MINUTE_S)
+    hours = _spread(began_s, until_s, width_s=HOUR_S)
+    return Charge(
+        owner=record.owner,
+        worker=record.worker,
+        by_hour={hour: Used(device_ms=ms) for hour, ms in hours.items()},
+        busy_ms=_spread(shown_s, until_s, width_s=MINUTE_S),
+    )
+
+
+def _spread(began_s: float, ended_s: float, *, width_s: int) -> dict[int, int]:
+    """Return how many milliseconds of a span of time fall into each interval of `width_s`."""
+    began, ended, width = int(began_s * 1000), int(ended_s * 1000), width_s * 1000
+    found: dict[int, int] = {}
+    while began < ended:
+        number = began // width
+        until = min(ended, (number + 1) * width)
+        found[number] = until - began
+        began = until
+    return found
+
+
+def _hour_key(hour: int) -> str:
+    return f"gradbox:usage:{hour}"
+
+
+def _minute_key(minute: int) -> str:
+    return f"gradbox:busy:{minute}"
+
+
+class _Key(Protocol):
+    def __call__(self, number: int, /) -> str: ...
+
+
+_FIELDS: Final = {"ms": "device_ms", "bytes": "result_bytes", "jobs": "num_jobs"}

@@ -1,0 +1,63 @@
+"""`gradbox up --wait`: the box runs in the background, and the command returns when it is ready."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from gradbox_service.up.box import READY
+
+LOG: Final = "up.log"
+LOOK_S: Final = 0.05
+
+
+def start(arguments: Sequence[str], *, data: Path) -> int:
+    """Run `gradbox up` with these arguments in the background until it is ready or has ended.
+
+    What it says goes to a log in the data folder, and meanwhile to this command's output.
+
+    Returns:
+        0 if jobs can run now, else the exit code of the box.
+    """
+    folder = data / "logs"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    data.chmod(0o700)
+    descriptor = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        begin = os.lseek(descriptor, 0, os.SEEK_END)
+        box = subprocess.Popen(
+            [sys.executable, "-m", "gradbox", "up", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=descriptor,
+            stderr=descriptor,
+            start_new_session=True,
+        )
+    finally:
+        os.close(descriptor)
+    try:
+        return _until_ready(box, folder / LOG, begin=begin, data=data)
+    except KeyboardInterrupt:
+        box.terminate()
+        box.wait()
+        raise
+
+
+def _until_ready(box: subprocess.Popen[bytes], log: Path, *, begin: int, data: Path) -> int:
+    with log.open() as file:
+        file.seek(begin)
+        while True:
+            ended = box.poll() is not None
+            for line in file:
+                ready = line.startswith(READY)
+                print(line, end="", file=sys.stdout if ready else sys.stderr, flush=True)
+                if ready:
+                    print(f"gradbox up: to stop it: gradbox down --data {data}", file=sys.stderr)
+                    return 0
+            if ended:
+                return box.returncode
+            time.sleep(LOOK_S)

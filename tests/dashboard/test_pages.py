@@ -1,0 +1,190 @@
+"""Every page on a busy day: for eyes, keyboards, screen readers and phones; within its policy."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+
+from gradbox_service.dashboard.pages import POLICY
+from tests.dashboard.conftest import DESK, PHONE, Open
+from tests.dashboard.staged import Staged, many_waiting, staged
+
+# What has to be there before a page counts as shown.
+VIEWS = {
+    "": ".queue tbody tr",
+    "jobs": ".jobs tbody tr",
+    "jobs/late-0": "dialog .legend",
+    "jobs/late-1": "dialog .problem",
+    "use": ".people tbody tr",
+    "models": ".models li",
+}
+# Rows like those before them, which take axe-core seconds.
+REPEATED = ["tbody tr:nth-child(n+4)", ".calls section:nth-child(n+4)", "details:nth-of-type(n+2)"]
+RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+
+
+def show(page: Page, url: str, view: str) -> None:
+    page.goto(f"{url}/#/{view}")
+    page.locator(VIEWS[view]).first.wait_for()
+
+
+def violations(page: Page) -> list[Any]:
+    """Return what axe-core has against the page: contrast, names, roles, order, landmarks."""
+    options = {"runOnly": {"type": "tag", "values": RULES}}
+    found = Axe().run(page, context={"exclude": REPEATED}, options=options)
+    return [
+        (item["id"], node["target"], node.get("failureSummary"))
+        for item in found.response["violations"]
+        for node in item["nodes"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("theme", "size"), [("light", DESK), ("dark", PHONE)], ids=["light-desk", "dark-phone"]
+)
+def test_pages_are_accessible_and_fit(
+    open_page: Open, busy: Staged, theme: str, size: tuple[int, int]
+) -> None:
+    # axe itself works in ways that the pages' policy forbids.
+    visit = open_page(busy.url, size=size, color_scheme=theme, bypass_csp=True)
+    visit.page.goto(busy.url)
+    visit.page.get_by_label("Token").wait_for()
+    found = {"log in": violations(visit.page)}
+    visit.log_in(busy.token)
+    for view in VIEWS:
+        show(visit.page, busy.url, view)
+        found[view] = violations(visit.page)
+        assert visit.page.evaluate("document.documentElement.scrollWidth") <= size[0], view
+    visit.page.goto(f"{busy.url}/docs")
+    visit.page.locator(".calls .verb").first.wait_for()
+    found["docs"] = violations(visit.page)
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    assert {view: items for view, items in found.items() if items} == {}
+
+
+def test_pages_load_nothing_from_elsewhere(open_page: Open, busy: Staged) -> None:
+    visit = open_page(busy.url)
+    asked: list[str] = []
+    visit.page.on("request", lambda request: asked.append(request.url))
+    page = visit.log_in(busy.token)
+    for view in VIEWS:
+        show(page, busy.url, view)
+    page.goto(f"{busy.url}/docs")
+    page.locator(".calls .verb").first.wait_for()
+    assert asked
+    assert [url for url in asked if not url.startswith(busy.url + "/")] == []
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/static/main.js"])
+def test_the_policy_admits_only_the_boxs_own_files(busy: Staged, path: str) -> None:
+    answer = httpx.get(busy.url + path)
+    assert answer.headers["content-security-policy"] == POLICY
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "unsafe" not in POLICY
+    again = httpx.get(busy.url + path, headers={"If-None-Match": answer.headers["etag"]})
+    assert again.status_code == 304
+    assert httpx.get(f"{busy.url}/static/none.js").status_code == 404
+    assert httpx.get(f"{busy.url}/static/..%2Fpages.py").status_code == 404
+
+
+def test_the_browser_refuses_to_parse_text_as_html(open_page: Open, busy: Staged) -> None:
+    visit = open_page(busy.url)
+    page = visit.log_in(busy.token)
+    refused = page.evaluate(
+        "() => { try { document.body.innerHTML = '<b>x</b>'; return false } catch { return true } }"
+    )
+    assert refused is True
+    assert "TrustedHTML" in visit.wrong.pop()
+    assert visit.wrong == []
+
+
+def test_everything_is_reached_by_keyboard(open_page: Open, busy: Staged) -> None:
+    page = open_page(busy.url).log_in(busy.token)
+    show(page, busy.url, "")
+    page.reload()
+    page.locator(VIEWS[""]).first.wait_for()
+    reached: list[str] = []
+    outlined: list[bool] = []
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        name, outline = page.evaluate(
+            "() => [document.activeElement.textContent.trim(),"
+            " getComputedStyle(document.activeElement).outlineStyle]"
+        )
+        reached.append(name)
+        outlined.append(outline != "none")
+    assert reached[:9] == [
+        "Skip to content", "gradbox", "Overview", "Jobs", "Use", "Models", "API", "Log out",
+        "two towers, seed 3",
+    ]  # fmt: skip
+    assert reached[9] == "Cancel"
+    assert all(outlined)
+    page.get_by_role("link", name="Use").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Use", level=1)).to_be_focused()
+    page.locator(".columns svg").first.focus()
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator(".reading").first).to_contain_text(":")
+
+
+def test_a_log_out_ends_it(open_page: Open, busy: Staged) -> None:
+    visit = open_page(busy.url)
+    page = visit.log_in(busy.token)
+    (cookie,) = page.context.cookies()
+    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+    assert page.evaluate("document.cookie") == ""
+    page.get_by_role("button", name="Log out").click()
+    page.get_by_label("Token").wait_for()
+    assert page.context.cookies() == []
+    page.reload()
+    page.get_by_label("Token").wait_for()
+
+
+def test_use_is_shown_by_span_and_by_person(open_page: Open, busy: Staged) -> None:
+    owner = open_page(busy.url).log_in(busy.owner_token, "use")
+    people = owner.locator(".people tbody tr")
+    expect(people).to_have_count(5)
+    owner.get_by_role("button", name="Month").click()
+    expect(owner.get_by_role("button", name="Month")).to_have_attribute("aria-pressed", "true")
+    expect(owner.locator(".columns").first.locator("rect[class^=hue]").first).to_be_visible()
+    ada = open_page(busy.url).log_in(busy.token, "use")
+    expect(ada.locator(".people tbody th")).to_have_text(["ada", "everybody else"])
+
+
+def test_a_user_sees_who_waits_but_no_names_of_others_jobs(open_page: Open, busy: Staged) -> None:
+    page = open_page(busy.url).log_in(busy.token)
+    show(page, busy.url, "")
+    others = page.locator(".queue tbody tr").filter(has_text="grace")
+    expect(others.first).to_be_visible()
+    expect(page.locator(".queue")).not_to_contain_text("influence of batch 12")
+    expect(others.get_by_role("button")).to_have_count(0)
+
+
+def test_a_model_that_cannot_be_built_says_why(open_page: Open, busy: Staged) -> None:
+    page = open_page(busy.url).log_in(busy.token, "models")
+    model = page.get_by_role("listitem").filter(has_text="llama-old")
+    expect(model).to_contain_text("not usable")
+    expect(model).to_contain_text("found none; check its source")
+
+
+def test_five_hundred_jobs_are_shown_and_move(open_page: Open, tmp_path: Path) -> None:
+    """The page is usable soon, and a change reaches it; the time is printed for the record."""
+    with staged(tmp_path) as box:
+        many_waiting(box.backing, num_jobs=500)
+        visit = open_page(box.url)
+        visit.log_in(box.owner_token)
+        began = time.perf_counter()
+        visit.page.goto(f"{box.url}/?again#/")
+        visit.page.locator(".queue tbody tr").first.wait_for()
+        seconds = time.perf_counter() - began
+        print(f"usable after {seconds:.2f} s with 500 jobs")
+        expect(visit.page.get_by_text("400 jobs behind those")).to_be_visible()
+        visit.page.get_by_role("button", name="Show 85 more").click()
+        expect(visit.page.locator(".queue tbody tr")).to_have_count(100)
+        assert seconds < 5  # 1 s on a machine that does nothing else: docs/dashboard.md

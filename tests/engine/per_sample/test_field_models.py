@@ -1,0 +1,204 @@
+"""Ways in which models of the field use parameters: rows are exact, and none is looped over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from gradbox_engine.per_sample import jacobian, per_sample_gradient
+from tests.engine.per_sample import naive
+from tests.engine.per_sample.zoo import Written
+
+B, T = 5, 6
+Case = tuple[nn.Module, Tensor]
+
+
+def _p(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape) * 0.5)
+
+
+def _repeated(m: Any, x: Tensor) -> Tensor:
+    """Two heads that share their dim with the samples."""
+    heads = x.reshape(len(x) * 2, T // 2, 4)
+    scores = torch.bmm(heads, m.q.tanh().repeat(len(x), 1, 1).mT)
+    return scores.reshape(len(x), -1).tanh()
+
+
+def _tiled(m: Any, x: Tensor) -> Tensor:
+    return (x * m.q.tile(1, 3, 2)).sum(1)
+
+
+def _written_to(m: Any, x: Tensor) -> Tensor:
+    """The product is changed in place behind the call."""
+    scores = torch.einsum("btd,hsd->bhts", x, m.q.exp())
+    scores *= 0.5
+    return scores.flatten(1).tanh()
+
+
+def _heads_first(m: Any, x: Tensor) -> Tensor:
+    heads = x.reshape(len(x) * T, 2, 2).permute(1, 0, 2)
+    h = torch.baddbmm(m.b[:, None], heads, m.w)
+    return h.transpose(0, 1).reshape(len(x), -1).tanh()
+
+
+def _biased_attention(m: Any, x: Tensor) -> Tensor:
+    h = x.reshape(len(x), T, 2, 2).transpose(1, 2)
+    return F.scaled_dot_product_attention(h, h, h, attn_mask=m.table[m.at]).flatten(1)
+
+
+def _windows(m: Any, x: Tensor) -> Tensor:
+    """Shifted windows: their masks are repeated for every sample, and a learned bias is added."""
+    windows = x.reshape(len(x) * 2, 1, T // 2, 4)
+    masks = torch.tensor([0.0, -1.0]).to(x)[:, None, None, None].repeat(len(x), 1, 1, 1)
+    h = F.scaled_dot_product_attention(windows, windows, windows, attn_mask=masks * m.s + m.q)
+    return h.reshape(len(x), -1)
+
+
+def _gathered(m: Any, x: Tensor) -> Tensor:
+    """Each token's expert, whose weights are gathered."""
+    tokens = x.reshape(-1, 4)
+    experts = m.gate(tokens).argmax(1)
+    h = torch.bmm(m.w[experts], tokens[:, :, None]) + m.b[experts][:, :, None]
+    return h.reshape(len(x), -1).tanh()
+
+
+def _masked(forward: Callable[..., Tensor]) -> nn.Module:
+    model = Written(forward, table=_p(4))
+    model.register_buffer("at", torch.randint(0, 4, (2, T, T)))
+    return model
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "repeat": lambda: Written(_repeated, q=_p(2, 3, 4)),
+    "tile": lambda: Written(_tiled, q=_p(2, 2)),
+    "einsum": lambda: Written(_written_to, q=_p(2, 3, 4)),
+    "baddbmm": lambda: Written(_heads_first, w=_p(2, 2, 3), b=_p(2, 3)),
+    "attention with a table of biases": lambda: _masked(_biased_attention),
+    "windows": lambda: Written(_windows, q=_p(1, T // 2, T // 2), s=_p(1)),
+    "gathered experts": lambda: Written(
+        _gathered, gate=nn.Linear(4, 3, bias=False), w=_p(3, 2, 4), b=_p(3, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_those_of_one_backward_a_sample(name: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = CASES[name]().double(), {"0": torch.randn(B, T, 4, dtype=torch.float64)}
+    expected = naive.jacobian(model, inputs)
+    result = jacobian(model, [inputs])
+    assert naive.difference(naive.flat(result.arrays), naive.flat(expected)) <= naive.TOLERANCE
+    assert not result.loops
+
+
+class _Rounding(nn.Module):
+    """A root-mean-square norm that computes in float32, as Llama's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return self.weight.float().mul(wide).to(x.dtype)
+
+
+def test_a_norm_that_rounds_inside_does_not_make_double_precision_loop() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), _Rounding(), nn.Flatten(), nn.Linear(4 * T, 3))
+    inputs = {"0": torch.randn(B, T, 4)}
+    for _ in range(2):
+        result = jacobian(model, [inputs], precision="fp64")
+        assert not result.loops
+    expected = naive.jacobian(model.double(), {"0": inputs["0"].double()})
+    assert naive.difference(naive.flat(result.arrays), naive.flat(expected)) < 1e-6
+
+
+_SMALL: dict[str, Any] = {"vocab_size": 50, "use_cache": False}
+_HIDDEN = {**_SMALL, "hidden_size": 16, "num_attention_heads": 2}
+_DECODER = {**_HIDDEN, "num_hidden_layers": 2, "num_key_value_heads": 1, "intermediate_size": 24}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deberta-v2": (
+        "DebertaV2",
+        {
+            **_HIDDEN, "num_hidden_layers": 2, "intermediate_size": 32, "relative_attention": True,
+            "pos_att_type": ["c2p", "p2c"], "position_buckets": 4, "max_position_embeddings": 16,
+        },
+    ),
+    "funnel": (
+        "Funnel",
+        {
+            "vocab_size": 50, "block_sizes": [1, 1], "d_model": 16, "n_head": 2, "d_head": 8,
+            "d_inner": 32, "num_decoder_layers": 1,
+        },
+    ),
+    "recurrent gemma": (
+        "RecurrentGemma",
+        {**_DECODER, "num_hidden_layers": 3, "lru_width": 16, "attention_window_size": 8},
+    ),
+    "swin": (
+        "Swin",
+        {
+            "image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 1],
+            "num_heads": [2, 2], "window_size": 4,
+        },
+    ),
+    "mixtral, gathered experts": (
+        "Mixtral",
+        {
+            **_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "experts_implementation": "batched_mm",
+        },
+    ),
+    "llama": ("Llama", _DECODER),
+}  # fmt: skip
+
+
+class _Pooled(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        z: Tensor = self.model(**inputs).last_hidden_state
+        return z.flatten(1).square().mean(1, keepdim=True)
+
+
+def _model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    family, settings = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**settings)
+    built: nn.Module = getattr(transformers, f"{family}Model")(config).eval()
+    for parameter in built.parameters():  # what begins at zero hides everything behind it
+        nn.init.normal_(parameter, std=0.2) if not parameter.any() else None
+    return built
+
+
+@pytest.mark.parametrize("name", [*MODELS, "t5"])
+def test_transformers_have_no_loop(name: str) -> None:
+    if name == "t5":
+        torch.manual_seed(0)
+        config = transformers.T5Config(
+            vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2
+        )
+        model: nn.Module = transformers.T5EncoderModel(config).eval()
+    else:
+        model = _model(name)
+    model = _Pooled(model.double())
+    inputs = {"input_ids": torch.randint(3, 40, (3, 7))}
+    if name == "swin":
+        inputs = {"pixel_values": torch.randn(3, 3, 16, 16, dtype=torch.float64)}
+    expected = naive.jacobian(model, inputs)
+    for _ in range(2):
+        result = per_sample_gradient(model, [inputs], lambda z: z[:, 0])
+        found = naive.flat(result.arrays, lead=1)
+        assert naive.difference(found, naive.flat(expected)[:, 0]) <= 1e-7
+        assert not result.loops

@@ -1,0 +1,239 @@
+"""What everybody, an owner and the box's owner see of the box, at once and as it changes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.numpy import save
+
+from gradbox.protocol import BoxChange, BoxView, DeviceMemory, UsageView
+from gradbox_service.dashboard.news import News
+from gradbox_service.dashboard.picture import MAX_WAITING
+from gradbox_service.jobs import WorkerPresence
+from tests.service.boxes import (
+    MODEL,
+    a_record,
+    a_spec,
+    advance,
+    begin,
+    finish,
+    ones,
+    run_job,
+    submit,
+)
+from tests.service.conftest import Box, client_with
+
+MEMORY = DeviceMemory(total_bytes=100, used_bytes=40, models={"tiny": 30}, job_bytes=5)
+
+
+def owner_of(box: Box) -> httpx.Client:
+    return client_with(box.transport, box.backing.tokens.create("root", admin=True))
+
+
+def seen(client: httpx.Client) -> BoxView:
+    answer = client.get("/v1/box")
+    assert answer.status_code == 200, answer.text
+    return BoxView.model_validate(answer.json())
+
+
+class Stream:
+    """An open event stream, read in a thread; it ends with the box's app."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self.events: list[tuple[str, str]] = []
+        self.ended = threading.Event()
+        self._client = client
+        threading.Thread(target=self._read, daemon=True).start()
+        self.wait(lambda: len(self.events) > 0)
+
+    def _read(self) -> None:
+        with self._client.stream("GET", "/v1/box/events", timeout=30) as answer:
+            kind = ""
+            for line in answer.iter_lines():
+                if line.startswith("event: "):
+                    kind = line.removeprefix("event: ")
+                elif line.startswith("data: "):
+                    self.events.append((kind, line.removeprefix("data: ")))
+        self.ended.set()
+
+    def wait(self, condition: Any, *, within_s: float = 5.0) -> None:
+        deadline = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < deadline, self.events[-3:]
+            time.sleep(0.01)
+
+    @property
+    def changes(self) -> list[BoxChange]:
+        return [BoxChange.model_validate_json(text) for kind, text in self.events if kind != "box"]
+
+
+def test_others_see_whose_job_waits_but_not_which(box: Box) -> None:
+    job_id = submit(box.client, name="secret plan")
+    (own,) = seen(box.client).jobs
+    (others,) = seen(box.client_of("bob")).jobs
+    (admins,) = seen(owner_of(box)).jobs
+    assert (own.id, own.name, own.position) == (job_id, "secret plan", 1)
+    assert admins == own
+    assert (others.id, others.name) == (None, None)
+    assert (others.owner, others.model, others.computation) == ("ann", "tiny", "gradient")
+    assert "secret" not in box.client_of("eve").get("/v1/box").text
+    assert job_id not in box.client_of("eve").get("/v1/box").text
+
+
+def test_nobody_sees_anything_without_a_token(memory_box: Box) -> None:
+    client = client_with(memory_box.transport, "gbx_no")
+    for path in ("/v1/box", "/v1/box/events", "/v1/usage"):
+        assert client.get(path).status_code == 401
+
+
+def test_what_runs_stands_before_what_waits(box: Box) -> None:
+    first, second, third = (submit(box.client, seed=seed) for seed in range(3))
+    begin(box.backing.records, second)
+    box.backing.records.place([first, third])
+    view = seen(box.client)
+    assert [(job.id, job.position) for job in view.jobs] == [(second, None), (first, 1), (third, 2)]
+    assert (view.num_running, view.num_queued) == (1, 2)
+
+
+def test_a_device_shows_its_memory_and_the_job_it_holds(box: Box) -> None:
+    job_id = submit(box.client)
+    begin(box.backing.records, job_id)
+    presence = WorkerPresence(
+        name="worker-1",
+        device="cuda:0",
+        hardware="H100",
+        state="busy",
+        models={MODEL.name: MODEL.version},
+        job=job_id,
+        memory=MEMORY,
+    )
+    box.backing.fleet.announce(presence, ttl_s=60)
+    view = seen(box.client_of("bob"))
+    (device,) = view.devices
+    assert device.memory == MEMORY
+    assert device.job == view.jobs[0].key
+    assert device.hardware == "H100"
+    assert view.models[0].loaded == ["worker-1"]
+
+
+def test_the_last_hour_shows_when_a_device_was_busy(box: Box) -> None:
+    now_s = time.time()
+    box.backing.records.create(a_record("one"), spec=a_spec())
+    box.backing.records.update("one", lambda r: r.begin(worker="worker-1", now_s=now_s - 600))
+    (device,) = seen(box.client).devices
+    assert len(device.busy) == 60
+    assert device.busy[-5:-1] == [100] * 4
+    assert device.busy[:40] == [0] * 40
+    assert device.busy_share == pytest.approx(600 / 3570, rel=0.05)
+
+
+def test_a_model_shows_its_signature(box: Box) -> None:
+    (model,) = seen(box.client).models
+    assert model.methods["forward"].arguments == ["x", "mask"]
+    assert (model.num_parameters, model.usable, model.workers) == (6, True, ["worker-1"])
+
+
+def test_a_stream_tells_a_job_from_its_post_to_its_end(box: Box) -> None:
+    stream = Stream(box.client)
+    job_id = submit(box.client)
+    stream.wait(lambda: any(change.jobs for change in stream.changes))
+    stream.wait(lambda: any(change.queue for change in stream.changes))
+    attempt = begin(box.backing.records, job_id).attempt
+    advance(box.backing.records, job_id, attempt=attempt, done=1)
+    stream.wait(lambda: any(j.progress for change in stream.changes for j in change.jobs))
+    finish(box.backing, job_id, attempt=attempt, data=b"x")
+    stream.wait(lambda: any(change.gone_jobs for change in stream.changes))
+    assert stream.changes[-1].num_running in (0, None)
+    assert stream.events[0][0] == "box"
+
+
+def test_a_stream_ends_when_its_token_is_revoked(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradbox_service.dashboard.board.REREAD_S", 0.2)
+    stream = Stream(box.client_of("bob"))
+    box.backing.tokens.revoke("bob")
+    assert stream.ended.wait(5)
+
+
+def test_streams_tell_others_no_names(box: Box) -> None:
+    stream = Stream(box.client_of("bob"))
+    job_id = submit(box.client, name="secret plan")
+    stream.wait(lambda: any(change.jobs for change in stream.changes))
+    said = json.dumps(stream.events)
+    assert "secret" not in said
+    assert job_id not in said
+
+
+def test_many_jobs_come_in_small_changes(box: Box) -> None:
+    """Each change has at most 2 kB, however many jobs it is about."""
+    stream = Stream(box.client)
+    ids = [f"job{number:04}" for number in range(300)]
+    for job_id in ids:
+        box.backing.records.create(a_record(job_id, name="n" * 60), spec=a_spec())
+    box.backing.records.place(ids)
+    shown: set[str] = set()
+
+    def all_shown() -> bool:
+        shown.update(job.key for change in stream.changes for job in change.jobs)
+        told = [change.num_queued for change in stream.changes if change.num_queued]
+        return len(shown) >= MAX_WAITING and told[-1:] == [300]
+
+    stream.wait(all_shown, within_s=15)
+    begin(box.backing.records, ids[0])
+    stream.wait(lambda: any(change.num_running == 1 for change in stream.changes))
+    sizes = [len(text.encode()) for kind, text in stream.events if kind == "change"]
+    assert max(sizes) <= 2000
+    assert len(seen(box.client).jobs) == MAX_WAITING + 1
+
+
+def test_changes_lead_from_one_view_to_the_next(memory_box: Box) -> None:
+    """What a listener is told, applied to what it had, is what it would be told anew."""
+    submit(memory_box.client, seed=1)
+    before = seen(memory_box.client)
+    news = News(before)
+    assert list(news.since(before)) == []
+    job_id = submit(memory_box.client, seed=2)
+    begin(memory_box.backing.records, job_id)
+    after = seen(memory_box.client)
+    rows = {job.key: job.model_copy(update={"position": None}) for job in before.jobs}
+    for text in news.since(after):
+        change = BoxChange.model_validate_json(text)
+        rows |= {job.key: job for job in change.jobs}
+    assert rows == {job.key: job.model_copy(update={"position": None}) for job in after.jobs}
+
+
+def test_use_is_told_by_name_to_the_boxs_owner_alone(box: Box) -> None:
+    for client in (box.client, box.client_of("bob"), box.client_of("eve")):
+        run_job(box.backing, submit(client), data=b"12345")
+
+    def used(client: httpx.Client, span: str) -> dict[str | None, tuple[int, int]]:
+        view = UsageView.model_validate(client.get("/v1/usage", params={"span": span}).json())
+        assert all(sum(line.result_bytes_by_bucket) == line.result_bytes for line in view.owners)
+        return {line.owner: (line.num_jobs, line.result_bytes) for line in view.owners}
+
+    for span in ("day", "week", "month"):
+        assert used(owner_of(box), span) == {"ann": (1, 5), "bob": (1, 5), "eve": (1, 5)}
+        assert used(box.client, span) == {"ann": (1, 5), None: (2, 10)}
+    assert box.client.get("/v1/usage", params={"span": "year"}).status_code == 422
+
+
+def test_a_receipt_is_read_out_of_its_result(memory_box: Box) -> None:
+    job_id = submit(memory_box.client)
+    assert memory_box.client.get(f"/v1/jobs/{job_id}/receipt").status_code == 409
+    receipt = {
+        "protocol": 1, "job": job_id, "spec_digest": "d", "computation": "gradient",
+        "model": "tiny", "model_version": "v", "seed": 0, "mode": "eval", "precision": "fp32",
+        "device": "cpu", "torch": "2", "gradbox": "0", "shards": {"z": 2}, "seconds": {},
+        "peak_memory_bytes": 1, "memory_before_bytes": 1,
+    }  # fmt: skip
+    data = save({"a": ones(2)}, metadata={"gradbox": json.dumps(receipt)})
+    run_job(memory_box.backing, job_id, data=data)
+    found = memory_box.client.get(f"/v1/jobs/{job_id}/receipt")
+    assert found.json()["job"] == job_id
+    assert memory_box.client_of("bob").get(f"/v1/jobs/{job_id}/receipt").status_code == 404
+    memory_box.client.delete(f"/v1/jobs/{job_id}/result")
+    assert memory_box.client.get(f"/v1/jobs/{job_id}/receipt").status_code == 410

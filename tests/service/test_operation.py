@@ -1,0 +1,78 @@
+"""A box that is paused hands out nothing; one that drains takes nothing either."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from gradbox.protocol import OperationMode, OperationView
+from gradbox_service.backing import Backing
+from gradbox_service.queue.dispatch import Dispatcher
+from tests.service.boxes import announce, begin, submit
+from tests.service.conftest import Box, client_with
+from tests.service.test_dispatch import queue, waiting
+
+
+@pytest.fixture
+def owner(box: Box) -> httpx.Client:
+    return client_with(box.transport, box.backing.tokens.create("root", admin=True))
+
+
+def order(client: httpx.Client, mode: str, reason: str = "") -> httpx.Response:
+    return client.put("/v1/operation", json={"mode": mode, "reason": reason})
+
+
+def test_a_paused_box_hands_out_nothing_until_it_is_resumed(backing: Backing) -> None:
+    announce(backing, name="idle-1")
+    announce(backing, name="idle-2")
+    queue(backing.records, "a", "b")
+    dispatcher = Dispatcher(
+        backing.records,
+        backing.turns,
+        backing.fleet,
+        backing.leadership,
+        operation=backing.operation,
+    )
+    dispatcher.tick()
+    assert waiting(backing) == ["a", "b"]
+    for mode in (OperationMode.PAUSED, OperationMode.DRAINING):
+        backing.operation.set(OperationView(mode=mode))
+        dispatcher.tick()
+        assert waiting(backing) == []
+        assert backing.records.positions() == {"a": 1, "b": 2}
+    backing.operation.set(OperationView())
+    dispatcher.tick()
+    assert waiting(backing) == ["a", "b"]
+
+
+def test_those_who_wait_are_told_who_paused_the_box_and_why(box: Box, owner: httpx.Client) -> None:
+    waits, runs = submit(box.client), submit(box.client, seed=1)
+    begin(box.backing.records, runs)
+    assert order(owner, "paused", "new driver").json()["by"] == "root"
+    assert box.client.get(f"/v1/jobs/{waits}").json()["hold"] == "paused by root: new driver"
+    assert box.client.get(f"/v1/jobs/{runs}").json()["hold"] is None
+    ready = box.client.get("/readyz").json()
+    assert (ready["mode"], ready["reason"]) == ("paused", "new driver")
+    listed = {job["id"]: job["hold"] for job in box.client.get("/v1/jobs").json()["jobs"]}
+    assert listed == {waits: "paused by root: new driver", runs: None}
+    assert order(owner, "running").json()["mode"] == "running"
+    assert box.client.get(f"/v1/jobs/{waits}").json()["hold"] is None
+
+
+def test_a_draining_box_refuses_new_jobs_with_the_reason(box: Box, owner: httpx.Client) -> None:
+    order(owner, "draining", "moving house")
+    with pytest.raises(AssertionError, match="moving house") as refused:
+        submit(box.client)
+    assert "urn:gradbox:problem:draining" in str(refused.value)
+    refusal = box.client.get("/readyz")
+    assert refusal.status_code == 503
+    assert "moving house" in refusal.json()["detail"]
+    assert int(refusal.headers["retry-after"]) > 30
+    order(owner, "running")
+    submit(box.client)
+
+
+def test_only_the_owner_may_pause(box: Box) -> None:
+    assert order(box.client, "paused").status_code == 403
+    assert box.client.get("/v1/operation").json()["mode"] == "running"
+    assert client_with(box.transport, "").get("/v1/operation").status_code == 401

@@ -1,0 +1,118 @@
+"""A model, the plans that are kept of it, and what a job does with them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine.errors import NoBatchAxis
+from gradbox_engine.model.blame import blaming
+from gradbox_engine.model.kernels import checkpoints_inlined
+from gradbox_engine.per_sample.backward import RecordedGraph
+from gradbox_engine.per_sample.planning.model import CALL_ERRORS, CallableModel, copied
+from gradbox_engine.per_sample.planning.plan import Plan
+from gradbox_engine.per_sample.planning.probe_runs import SAMPLES, plan_for
+
+MOST_PLANS = 64  # of a model; a readout that a job brings makes a plan of its own
+
+_plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
+
+Head = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class PlanInUse:
+    """A plan, and what this job did with it."""
+
+    plan: Plan
+    made_on: int | None  # the shard on which this job made it; None: an earlier job did
+    since: int  # the shard from which on it is used; -1: none, it was doubted
+    compared: bool = False  # whether this job has compared rows
+
+
+class PlannedModel:
+    """A model and the plans of one job, by the shapes of its shards."""
+
+    def __init__(self, model: CallableModel) -> None:
+        self.model = model
+        self._in_use: dict[Any, PlanInUse] = {}
+
+    def count(self, arguments: dict[str, Any], index: int) -> int:
+        """Return how many samples a shard has."""
+        samples = self.plan(arguments, index).plan.samples(arguments)
+        if samples is None:
+            raise NoBatchAxis(f"shard {index}: expected a tensor that holds samples, got none")
+        return samples
+
+    def plan(self, arguments: dict[str, Any], index: int) -> PlanInUse:
+        """Return the plan for a shard's shapes, made if no job has."""
+        signature = self.model.signature(arguments)
+        used = self._in_use.get(signature)
+        if used is not None:
+            return used
+        plan = _plans.get(self.model.model, {}).get(signature)
+        if plan is None or not self.model.all_zero(plan.zeros):
+            return self.plan_anew(arguments, index)
+        return self._use(signature, PlanInUse(plan, None, index))
+
+    def plan_anew(
+        self, arguments: dict[str, Any], index: int, *, samples: int = SAMPLES
+    ) -> PlanInUse:
+        """Make a plan on this shard, in place of one that there may be."""
+        with blaming("the model", f"shard {index}", model=self.model.model, arguments=arguments):
+            plan = plan_for(self.model, arguments, index, samples=samples)
+        signature = self.model.signature(arguments)
+        plans = _plans.setdefault(self.model.model, {})
+        plans[signature] = plan
+        while len(plans) > MOST_PLANS:
+            del plans[next(iter(plans))]
+        return self._use(signature, PlanInUse(plan, index, index))
+
+    def graph(self, plan: Plan, arguments: dict[str, Any], index: int, head: Head) -> RecordedGraph:
+        """Run a shard forward."""
+        # Before the call and not after it: the graph may read what the call wrote.
+        self.model.restore_buffers()
+        self.model.begin_stream(index)
+        where = f"shard {index}"
+        with blaming("the model or the loss", where, model=self.model.model, arguments=arguments):
+            return RecordedGraph(self.model, plan, copied(arguments), head)
+
+    def called_alone(
+        self, plan: Plan, arguments: dict[str, Any], index: int, sample: int
+    ) -> Tensor | None:
+        """Return z of one sample of a shard; None where the model takes no sample alone."""
+        alone = {
+            name: value.narrow(plan.axes[name], sample, 1) if name in plan.axes else value
+            for name, value in arguments.items()
+        }
+        self.model.restore_buffers()
+        self.model.begin_stream(index)
+        try:
+            with torch.enable_grad(), checkpoints_inlined():
+                return self.model.call(copied(alone))
+        except (*CALL_ERRORS, NoBatchAxis):
+            return None
+
+    def loops(self) -> list[dict[str, str]]:
+        """Return why parameters are looped over, for each plan in use, by their first shards."""
+        return [dict(used.plan.loops) for used in self._in_use.values()]
+
+    def resume(self, loops: Sequence[Mapping[str, str]], *, first: int) -> None:
+        """Loop over what another process found to need it; rows are compared all the same.
+
+        Args:
+            loops: what `loops` returned there, after it had counted the same shards.
+            first: the shard from which on this process computes.
+        """
+        for used, found in zip(self._in_use.values(), loops, strict=True):
+            used.plan.loops.update(found)
+            used.since = first
+
+    def _use(self, signature: Any, used: PlanInUse) -> PlanInUse:
+        self._in_use[signature] = used
+        return used
