@@ -79,14 +79,16 @@ def projected(term: Term, projection: Sketch | DenseProjection) -> Tensor:
         rows = slab.ne(0).any(0).any(-1).nonzero().flatten()
         columns = slab.shape[2]
         at_once = max(1, MATRIX_NUMBERS // (columns * BLOCK))
-        for some in rows.split(at_once):
+        for first_row in range(0, len(rows), at_once):
+            some = rows[first_row : first_row + at_once]
             index = (start + some)[:, None] * columns + torch.arange(columns, device=some.device)
             part = slab[:, some].flatten(1)
             for first in range(0, projection.dim, BLOCK):
                 last = min(first + BLOCK, projection.dim)
                 matrix = projection.entries(term.parameter, index.flatten(), first, last)
                 total[:, first:last] += part @ matrix.to(part.dtype)
-    return (total / projection.dim**0.5).view(term.samples, term.outputs, projection.dim)
+    scaled: Tensor = total / projection.dim**0.5
+    return scaled.view(term.samples, term.outputs, projection.dim)
 
 
 def _signs(bits: Tensor) -> Tensor:

@@ -218,8 +218,9 @@ def test_what_the_page_shows_runs(
     monkeypatch.chdir(tmp_path)
     x = torch.randn(6, 5, dtype=torch.float64)
     names: dict[str, Any] = {"shards": list(x.split(4)), "targets": x[:, :3]}
+    names |= {"test_shards": [x[:2]], "test_targets": x[:2, :3]}
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(block.replace('"m"', '"mlp"'), names)
     names["client"].close()

@@ -47,7 +47,8 @@ class SampleSpec(SharedSpec):
     `form` says how an unreduced result is stored. `dim` is the length of a projection, which the
     job's seed names. `unchecked` leaves out checks: that no sample sees another ("coupling"), and
     that the first use of a plan gives autograd's gradient ("self"). `kind` is the matrix of a
-    projection. `against` is a job of the same computation that left factors J': a `gram` is then J J'ᵀ, and a `vjp` J' Jᵀ u.
+    projection. `against` is a job of the same computation that left factors J': a `gram` is then
+    J J'ᵀ, and a `vjp` J' Jᵀ u.
     """
 
     streams: Literal["shard"] = "shard"
