@@ -24,7 +24,7 @@ RIDGE = 1e-3
 
 
 def main() -> None:
-    (x, labels), (test_x, test_labels) = load(0, 200), load(200, 300)
+    (x, labels), (test_x, test_labels) = load(0, 100), load(100, 150)
     model = classifier()
 
     def job(pixels: Tensor, **how: Any) -> Jacobian:

@@ -57,7 +57,7 @@ def main() -> None:
                     report(f"the gradient of {name}", result.grads[name][()], expected)
             with torch.no_grad():
                 for name, parameter in named.items():
-                    parameter -= 0.5 * result.grads[name][()]
+                    parameter -= 0.1 * result.grads[name][()]
             print(f"step {step}: loss {result.loss:.4f}")
 
 
