@@ -5,6 +5,13 @@ It needs torch and nothing else of gradbox, so the engine and the client both im
 
 from gradbox_factors.block import Block, Positions, Zero
 from gradbox_factors.convolution import Convolution, Geometry
+from gradbox_factors.dense_projection import (
+    DenseProjection,
+    Kind,
+    projected,
+    projection_of,
+    relative_error,
+)
 from gradbox_factors.factored import Factored, squared_norms
 from gradbox_factors.hashing import Sketch
 from gradbox_factors.lookup import Lookup
@@ -17,8 +24,10 @@ __all__ = [
     "TERMS",
     "Block",
     "Convolution",
+    "DenseProjection",
     "Factored",
     "Geometry",
+    "Kind",
     "Lookup",
     "Outer",
     "Positions",
@@ -27,6 +36,9 @@ __all__ = [
     "Total",
     "Zero",
     "packed",
+    "projected",
+    "projection_of",
+    "relative_error",
     "squared_norms",
     "unpacked",
 ]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from gradbox_factors.block import Positions
+from gradbox_factors.dense_projection import Kind, projected, projection_of
 from gradbox_factors.gram import gram_bound, gram_of_pieces, gram_of_rows
-from gradbox_factors.hashing import Sketch
 from gradbox_factors.outer import Outer
 from gradbox_factors.sums import any_term, common_dtype, sum_of, zeros_beside
 from gradbox_factors.term import Term, identity, nearly_cancelled, wide
@@ -99,6 +100,32 @@ class Factored:
             gram = self._paired(gram_of_rows, trace=trace)
         return gram if trace else gram.permute(1, 0, 3, 2)
 
+    def gram_with(self, other: Factored, *, trace: bool = False) -> Tensor:
+        """Return J J'ᵀ, shape (B, Y, B', Y'), or with `trace` Σ_y J_y J'_yᵀ, shape (B, B').
+
+        A pair of pieces at a time, from rows where the positions of a sample of one nearly cancel.
+
+        Args:
+            other: rows by the same parameters in the same order.
+        """
+        grams = [
+            torch.cat(
+                [
+                    (gram_of_rows if mine or theirs else gram_of_pieces)(piece, beside, trace=trace)
+                    for beside, theirs in zip(other.pieces, other._cancelled, strict=True)
+                ],
+                -1,
+            )
+            for piece, mine in zip(self.pieces, self._cancelled, strict=True)
+        ]
+        gram = torch.cat(grams, 0 if trace else 1)
+        return gram if trace else gram.permute(1, 0, 3, 2)
+
+    @cached_property
+    def _cancelled(self) -> list[bool]:
+        """Of each piece, whether a row is so small that sums over pairs would lose its digits."""
+        return [_nearly_cancels(piece) for piece in self.pieces]
+
     def _paired(self, pair: Callable[..., Tensor], *, trace: bool) -> Tensor:
         """Return the Gram of all pieces, (Y, B, Y, B) or its trace (B, B)."""
         rows = [
@@ -153,11 +180,11 @@ class Factored:
             seen += count
         return totals
 
-    def projection(self, dim: int, seed: int = 0) -> Tensor:
+    def projection(self, dim: int, seed: int = 0, *, kind: Kind = "sketch") -> Tensor:
         """Return the seeded random projection of every row to `dim` numbers, shape (B, Y, dim)."""
-        sketch = Sketch(dim, seed)
+        named = projection_of(kind, dim, seed)
         return torch.cat(
-            [sum_of([t.widened().sketch(sketch) for t in p.values()]) for p in self.pieces]
+            [sum_of([projected(t.widened(), named) for t in p.values()]) for p in self.pieces]
         )
 
 
@@ -182,6 +209,14 @@ def squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
             square = square * torch.linalg.vecdot(right, right)[:, None]
         found[name] = square
     return found
+
+
+def _nearly_cancels(piece: Mapping[str, Term]) -> bool:
+    bound = gram_bound(piece)
+    if bound is None:
+        return False
+    squares = torch.stack(list(squared_norms(piece).values())).sum(0).T
+    return bool(nearly_cancelled(squares.to(bound.dtype), bound).any())
 
 
 def _channels_first(term: Term) -> bool:

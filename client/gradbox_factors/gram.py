@@ -31,9 +31,13 @@ def _alike(
         yield name, mine, mine if other[name] is term else other[name].to(dtype)
 
 
+def _dtype_of_both(piece: Mapping[str, Term], other: Mapping[str, Term]) -> torch.dtype:
+    return torch.promote_types(common_dtype(piece), common_dtype(other))
+
+
 def gram_of_rows(piece: Mapping[str, Term], other: Mapping[str, Term], *, trace: bool) -> Tensor:
     """Return what `gram_of_pieces` does, from rows multiplied out: dearer, with all digits."""
-    dtype = common_dtype(piece)
+    dtype = _dtype_of_both(piece, other)
     gram = zeros_beside(
         any_term(piece), dtype, _gram_sizes(any_term(piece), any_term(other), trace=trace)
     )
@@ -54,7 +58,7 @@ def gram_bound(piece: Mapping[str, Term]) -> Tensor | None:
 
 def gram_of_pieces(piece: Mapping[str, Term], other: Mapping[str, Term], *, trace: bool) -> Tensor:
     """Return the Gram of two pieces, (Y, B, Y, B') or its trace (B, B')."""
-    dtype = common_dtype(piece)
+    dtype = _dtype_of_both(piece, other)
     biased = _biased(piece, other)
     biases = set(biased.values())
     together: list[tuple[Outer, Outer, float]] = []

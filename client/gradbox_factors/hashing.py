@@ -61,22 +61,31 @@ class Sketch:
 def _axis(
     dim: int, seed: int, parameter: str, axis: int, size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    digest = hashlib.sha256(f"{seed}\0{parameter}\0{axis}".encode()).digest()
-    key = int.from_bytes(digest[:8], "little")
-    bits = _mixed(torch.arange(size, device=device) * _signed(_GOLDEN) + _signed(key))
-    bucket = _shifted(bits, 1) % dim
+    bits = mixed(step(torch.arange(size, device=device)) + hash_key(seed, parameter, axis))
+    bucket = shifted(bits, 1) % dim
     sign = 1 - 2 * (bits & 1)
     return bucket, sign
 
 
-def _mixed(bits: Tensor) -> Tensor:
+def hash_key(seed: int, parameter: str, of: int | str) -> int:
+    """Return the 64 bits, as a signed number, that the hashes of one parameter begin from."""
+    digest = hashlib.sha256(f"{seed}\0{parameter}\0{of}".encode()).digest()
+    return _signed(int.from_bytes(digest[:8], "little"))
+
+
+def step(index: Tensor) -> Tensor:
+    """Spread indices over the 64 bits, as SplitMix64 does before it mixes them."""
+    return index * _signed(_GOLDEN)
+
+
+def mixed(bits: Tensor) -> Tensor:
     """The finaliser of SplitMix64 on int64, whose products wrap."""
-    bits = (bits ^ _shifted(bits, 30)) * _signed(_MIX[0])
-    bits = (bits ^ _shifted(bits, 27)) * _signed(_MIX[1])
-    return bits ^ _shifted(bits, 31)
+    bits = (bits ^ shifted(bits, 30)) * _signed(_MIX[0])
+    bits = (bits ^ shifted(bits, 27)) * _signed(_MIX[1])
+    return bits ^ shifted(bits, 31)
 
 
-def _shifted(bits: Tensor, by: int) -> Tensor:
+def shifted(bits: Tensor, by: int) -> Tensor:
     """Shift right filling with zeros; int64 alone would repeat the sign."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import runpy
+import shutil
+import subprocess
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.boxes import ROOT, TestBox
+from tests.boxes import ROOT, TestBox, running_box
 from tests.pages import program
 
 # Two sides in float32, thirty optimizer steps apart.
@@ -77,3 +83,61 @@ def test_training_the_last_block_is_as_without_a_box(
     # None where a run before this one on the same box came through the same numbers.
     assert set(steps) <= {0, PUTS_A_STEP}
     assert steps[-1] == PUTS_A_STEP
+
+
+DIGITS = [
+    "assignment",
+    "dp_sgd",
+    "influence",
+    "ntk_gram",
+    "supervised_contrastive",
+    "trak",
+]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestBox]:
+    """A box with what `examples/models.toml` registers."""
+    pytest.importorskip("sklearn")
+    with running_box(
+        tmp_path_factory.mktemp("digits"), models=Path(ROOT, "examples", "models.toml")
+    ) as box:
+        yield box
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIGITS)
+def test_an_example_on_digits_agrees_with_local_autograd(
+    digits: TestBox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, name: str
+) -> None:
+    monkeypatch.setenv("GRADBOX_URL", digits.url)
+    monkeypatch.setenv("GRADBOX_TOKEN", digits.token)
+    monkeypatch.syspath_prepend(Path(ROOT, "examples"))
+    path = Path(ROOT, "examples", f"{name}.py")
+    runpy.run_path(str(path), run_name="__main__")
+    assert "from local autograd" in capsys.readouterr().out
+    assert len(path.read_text().splitlines()) <= 80
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="expected curl on the PATH")
+def test_curl_alone_gets_the_gradient_of_local_autograd(
+    digits: TestBox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = tmp_path / "gradient.safetensors"
+    done = subprocess.run(
+        [Path(ROOT, "examples", "curl.sh"), found],
+        env={**os.environ, "GRADBOX_URL": digits.url, "GRADBOX_TOKEN": digits.token},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.syspath_prepend(Path(ROOT, "examples"))
+    model = example("digits").classifier()
+    x = torch.stack([torch.zeros(64), torch.ones(64)]).double()
+    torch.nn.functional.cross_entropy(model(x), torch.tensor([3, 7])).backward()
+    grads = load_file(found)
+    assert set(grads) >= {"grads/2.bias", "grads/2.weight"}
+    for name in ("bias", "weight"):
+        expected = getattr(model[2], name).grad
+        assert torch.allclose(grads[f"grads/2.{name}"], expected, atol=1e-6)

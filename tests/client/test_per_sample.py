@@ -18,6 +18,7 @@ from gradbox import (
     InvalidJob,
     Jacobian,
     JobCancelled,
+    JobFailed,
     PerSampleGradient,
 )
 from gradbox.computations import Computation
@@ -383,3 +384,73 @@ def test_a_reduced_result_says_what_it_lacks(twin: TestBox) -> None:
         _ = submitted(twin, jacobian_of(PROBLEMS["mlp"])).losses
     with pytest.raises(InvalidInputs, match="cotangents"):
         submitted(twin, jacobian_of(PROBLEMS["mlp"])).vjp(normal(3, 3))
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+def test_projections_by_a_matrix_do_not_depend_on_the_cut_into_shards(
+    box: TestBox, kind: Any
+) -> None:
+    problem = PROBLEMS["mlp"]
+    given: dict[str, Any] = {"reduce": "projection", "dim": 40, "kind": kind}
+    found = submitted(box, jacobian_of(problem, **given))
+    assert found.manifest.projection_error == pytest.approx((2 / 40) ** 0.5)
+    together = torch.cat([shard["0"] for shard in problem.shards])
+    whole = Problem(problem.model, [{"0": together}])
+    assert close(found.projection(), submitted(box, jacobian_of(whole, **given)).projection())
+    rows = submitted(box, jacobian_of(problem))
+    assert close(found.projection(), rows.projection(40, kind=kind))
+
+
+def halves(problem: Problem) -> tuple[Problem, Problem]:
+    """Cut a problem's shards into those of two jobs."""
+    first, *others = problem.shards
+    return (
+        Problem(problem.model, [first], problem.output),
+        Problem(problem.model, others, problem.output),
+    )
+
+
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "tied embeddings"])
+def test_products_with_the_rows_of_another_job(box: TestBox, name: str) -> None:
+    train, test = halves(PROBLEMS[name])
+    earlier = submitted(box, gradient_of(test, form="factored"))
+    found = submitted(box, gradient_of(train, reduce="gram", against=earlier)).gram()
+    rows = [naive.flat(p.gradients(target_of(p)), 1) for p in (train, test)]
+    assert close(found, rows[0] @ rows[1].T)
+    earlier = submitted(box, jacobian_of(test, form="auto"))
+    J, other = naive.flat(train.jacobian()), naive.flat(test.jacobian())
+    result = submitted(box, jacobian_of(train, reduce="gram", against=earlier.manifest.job))
+    gram = torch.einsum("byp,czp->bycz", J, other)
+    assert close(result.gram(), gram)
+    assert result.manifest.against == earlier.manifest.job
+    u = normal(*train.z()[0].shape, seed=3)
+    z_shape = submitted(box, jacobian_of(train, reduce="norm")).outputs["z"].shape
+    vectors = u.view(z_shape)
+    pulled = submitted(box, jacobian_of(train, reduce="vjp", vectors=vectors, against=earlier))
+    assert close(pulled.jvp(), torch.einsum("by,bycz->cz", u, gram))
+
+
+@pytest.mark.parametrize(
+    ("earlier", "wanted"),
+    [
+        ({"form": "dense"}, "rows are kept as factors"),
+        ({"form": "factored", "wrt": ["0.*"]}, "the same 6 parameters"),
+        (None, "no job 'nobodys'"),
+    ],
+    ids=["dense", "other parameters", "unknown"],
+)
+def test_rows_that_cannot_be_multiplied_with_are_refused(
+    box: TestBox, earlier: Any, wanted: str
+) -> None:
+    problem = PROBLEMS["mlp"]
+    against = "nobodys" if earlier is None else submitted(box, jacobian_of(problem, **earlier))
+    with pytest.raises((InvalidInputs, JobFailed), match=f"against: .*{wanted}"):
+        submitted(box, jacobian_of(problem, reduce="gram", against=against))
+
+
+def test_the_rows_of_somebody_else_are_as_good_as_none(box: TestBox) -> None:
+    problem = PROBLEMS["mlp"]
+    theirs = submitted(box, jacobian_of(problem, form="factored"))
+    mine = jacobian_of(problem, reduce="gram", against=theirs)
+    with box.client(box.other_token) as other, pytest.raises(InvalidInputs, match="of yours"):
+        other.submit(mine)

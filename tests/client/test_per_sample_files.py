@@ -51,7 +51,7 @@ def run(name, shards, memory):
     )
     work = Work(
         job_id=name, attempt=1, model="wide", model_version=model.version, spec=spec,
-        result_path=folder / f"{name}.safetensors", forward_result=None, queued_s=0.0,
+        result_path=folder / f"{name}.safetensors", earlier_result=None, queued_s=0.0,
     )
     return execute(work, registry=registry, blobs=blob_store(folder / "data"), kept=KeptGraphs(),
         observer=Silent(), result_memory_bytes=memory)
@@ -216,8 +216,9 @@ def test_what_the_page_shows_runs(
     monkeypatch.chdir(tmp_path)
     x = torch.randn(6, 5, dtype=torch.float64)
     names: dict[str, Any] = {"shards": list(x.split(4)), "targets": x[:, :3]}
+    names |= {"test_shards": [x[:2]], "test_targets": x[:2, :3]}
     shown = blocks("docs/per_sample.md", "python")
-    assert len(shown) == 2
+    assert len(shown) == 3
     for block in shown:
         exec(block.replace('"m"', '"mlp"'), names)
     names["client"].close()

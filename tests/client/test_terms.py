@@ -122,6 +122,19 @@ def test_gradients_of_inputs_come_back_shard_by_shard(box: TestBox) -> None:
         torch.testing.assert_close(result.input_grads[f"z/{index}/0"], leaf.grad)
 
 
+@pytest.mark.parametrize(
+    ("wrt", "selected"),
+    [("0", ["0.weight", "0.bias"]), ("[24]", ["2.weight", "2.bias", "4.weight", "4.bias"])],
+)
+def test_a_module_s_name_stands_for_all_parameters_below_it(
+    box: TestBox, wrt: str, selected: list[str]
+) -> None:
+    model = case_models.mlp()
+    expected = [n for n, _ in model.named_parameters() if n in selected]
+    given = {"model": "mlp", "inputs": shards_of("mlp"), "loss": mean_square}
+    assert list(submitted(box, Gradient(**given, wrt=wrt)).grads) == expected
+
+
 def test_asking_for_input_gradients_needs_no_wrt(box: TestBox) -> None:
     shards = shards_of("mlp")
     result = submitted(

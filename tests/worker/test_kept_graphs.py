@@ -98,10 +98,10 @@ class Device:
         tensors = {"z": TensorRef(blob=cotangents, tensor="z")}
         loss = CotangentsLoss(forward=forward.job_id, tensors=tensors)
         told = settled | {"computation": "gradient", "loss": loss, "returns": ["grads"]}
-        path = given.pop("forward_result", forward.result_path)
+        path = given.pop("earlier_result", forward.result_path)
         observer = given.pop("observer", None)
         spec = GradientSpec(**(told | given))
-        work, answer = self.run(spec, observer=observer, forward_result=path)
+        work, answer = self.run(spec, observer=observer, earlier_result=path)
         assert isinstance(answer, Finished), answer
         receipt = answer.receipt
         retained, replayed = receipt.shards_retained, receipt.shards_replayed
@@ -228,7 +228,7 @@ def test_a_failed_forward_job_keeps_nothing(device: Device) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"forward_result": Path("another-attempt.safetensors")},
+        {"earlier_result": Path("another-attempt.safetensors")},
         {"seed": 1},
         {"mode": "train"},
         {"wrt": ["linear.bias"]},
@@ -237,8 +237,8 @@ def test_a_failed_forward_job_keeps_nothing(device: Device) -> None:
 )
 def test_graphs_of_anything_else_are_not_used(device: Device, given: dict[str, Any]) -> None:
     forward = device.forward()
-    if "forward_result" in given:
-        given["forward_result"] = device.forward(retain=0).result_path
+    if "earlier_result" in given:
+        given["earlier_result"] = device.forward(retain=0).result_path
     assert device.gradient(forward, **given)[:2] == (0, NUM_SHARDS)
 
 

@@ -20,7 +20,7 @@ class Work:
     spec: JobSpec
     result_path: Path  # written whole or not at all
     queued_s: float  # how long the job waited, for its receipt
-    forward_result: Path | None = None  # of the job whose outputs the loss is cotangents of
+    earlier_result: Path | None = None  # of the job it goes on from
     disk_reserve_bytes: int | None = None  # see `gradbox_service.store.Room`
 
     @property

@@ -128,7 +128,8 @@ class Differentiated(Computation):
     """What every computation is told that gives gradients of the model's own parameters.
 
     Args:
-        wrt: globs over parameter names; by default every floating-point parameter.
+        wrt: globs over the names of parameters, and of modules, which stand for all parameters
+            below them; by default every floating-point parameter.
         retain: memory in bytes for graphs kept from the first pass, so that fewer shards are
             replayed; 0 keeps one shard's graph at a time, "auto" takes what is free on the device.
     """

@@ -32,6 +32,13 @@ class Builtin:
         return f"Builtin({self.name!r}{options})"
 
 
+def job_id_of(of: Job | GradResult | str) -> str:
+    """Return the id of a job, of a result's job, or the id that it is."""
+    if isinstance(of, str):
+        return of
+    return of.manifest.job if hasattr(of, "manifest") else of.id
+
+
 class Cotangents:
     """∂L/∂Z of a loss that was computed here, at the outputs of a `Forward` job that is done.
 
@@ -46,10 +53,7 @@ class Cotangents:
         self.tensors: Mapping[str, Any] = (
             {SOLE_GROUP: tensors} if is_tensor(tensors) else dict(tensors)
         )
-        if isinstance(of, str):
-            self.forward = of
-        else:
-            self.forward = of.manifest.job if hasattr(of, "manifest") else of.id
+        self.forward = job_id_of(of)
 
     def __repr__(self) -> str:
         return f"Cotangents({', '.join(self.tensors)}, of={self.forward!r})"

@@ -8,16 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 from gradbox.computations.computation import Computation, Submission, checked, listed
 from gradbox.computations.function_inputs import split_tensors_and_scalars
-from gradbox.computations.loss_kinds import Builtin
+from gradbox.computations.loss_kinds import Builtin, job_id_of
 from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import GraphLoss, JacobianSpec, PerSampleGradientSpec, TensorRef
-from gradbox.protocol.per_sample import Check, Form, GradientReduction, JacobianReduction
+from gradbox.protocol.per_sample import (
+    Check,
+    Form,
+    GradientReduction,
+    JacobianReduction,
+    ProjectionKind,
+)
 from gradbox.tensors.tensor_bytes import Tensor, is_tensor, tensor_bytes
 
 if TYPE_CHECKING:
     import torch
+
+    from gradbox.job import Job
+    from gradbox.results.result import GradResult
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,10 +36,17 @@ class PerSample(Computation):
     There is one group of inputs, and row b of the result belongs to sample b of its shards.
 
     Args:
-        wrt: globs over parameter names; by default every floating-point parameter.
+        wrt: globs over the names of parameters, and of modules, which stand for all parameters
+            below them; by default every floating-point parameter.
         form: how an unreduced result is stored: "dense", "factored" (layer inputs and output
             gradients in place of their products) or "auto", whichever is smaller for each layer.
         dim: the length of a projection, which `seed` names.
+        kind: its matrix: "sketch" from factors, or "rademacher" (signs) and "gaussian", whose
+            entries are independent and which cost more. The receipt's `projection_error` bounds
+            the error of inner products.
+        against: a job of the same computation, model and `wrt` that is done and kept its rows as
+            factors (form="factored" or "auto"), its result or its id. A "gram" is then that of
+            these rows with those, (B, B') or (B, Y, B', Y').
         unchecked: checks to leave out: "coupling" (no sample's output depends on another) and
             "self" (the first rows of a plan are compared with autograd's).
     """
@@ -38,6 +54,8 @@ class PerSample(Computation):
     wrt: str | Sequence[str] | None = None
     form: Form = "dense"
     dim: int | None = None
+    kind: ProjectionKind = "sketch"
+    against: Job | GradResult | str | None = None
     unchecked: Sequence[Check] = ()
 
     def __post_init__(self) -> None:
@@ -54,6 +72,8 @@ class PerSample(Computation):
             "wrt": None if self.wrt is None else listed(self.wrt),
             "form": self.form,
             "dim": self.dim,
+            "kind": self.kind,
+            "against": None if self.against is None else job_id_of(self.against),
             "unchecked": listed(self.unchecked),
         }
 
@@ -122,7 +142,8 @@ class Jacobian(PerSample):
     Args:
         reduce: "none" gives name → (B, Y, *shape) as `result.grads`; "norm", "gram", "gram_trace",
             "projection" and "jvp" what the methods of these names return; "vjp" Jᵀu as
-            `result.grads`, of the parameters' shapes.
+            `result.grads`, of the parameters' shapes; with `against`, whose rows are J', J' Jᵀu
+            as `result.jvp()`.
         vectors: for "vjp" a tensor shaped like z over all shards; for "jvp" {parameter: tangent},
             zero where a parameter is left out.
 

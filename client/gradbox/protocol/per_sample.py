@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isfinite
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -14,6 +14,7 @@ from gradbox.protocol.spec_fields import (
     GraphLoss,
     Identifier,
     InputGroup,
+    JobId,
     Scalar,
     SharedSpec,
     TensorName,
@@ -23,7 +24,11 @@ from gradbox.protocol.spec_fields import (
 Form = Literal["dense", "factored", "auto"]
 GradientReduction = Literal["none", "norm", "gram", "clipped_sum", "projection"]
 JacobianReduction = Literal["none", "norm", "gram", "gram_trace", "vjp", "jvp", "projection"]
+ProjectionKind = Literal["sketch", "rademacher", "gaussian"]
 Check = Literal["coupling", "self"]
+
+# What the rows of another job have a part in.
+AGAINST: Final = ("gram", "gram_trace", "vjp")
 
 # A projection holds so many numbers for each row; beyond, the rows themselves are smaller.
 MAX_DIM = 2**24
@@ -41,12 +46,16 @@ class SampleSpec(SharedSpec):
 
     `form` says how an unreduced result is stored. `dim` is the length of a projection, which the
     job's seed names. `unchecked` leaves out checks: that no sample sees another ("coupling"), and
-    that the first use of a plan gives autograd's gradient ("self").
+    that the first use of a plan gives autograd's gradient ("self"). `kind` is the matrix of a
+    projection. `against` is a job of the same computation that left factors J': a `gram` is then
+    J J'ᵀ, and a `vjp` J' Jᵀ u.
     """
 
     streams: Literal["shard"] = "shard"
     wrt: Annotated[Items[str], Field(min_length=1)] | None = None
     unchecked: Items[Check] = []
+    against: JobId | None = None
+    kind: ProjectionKind = "sketch"
 
     @model_validator(mode="before")
     @classmethod
@@ -64,6 +73,26 @@ class SampleSpec(SharedSpec):
         if groups[0].order is not None:
             _refuse("expected no order: row b of the result belongs to sample b of the shards")
         return groups
+
+    @model_validator(mode="after")
+    def _against_of_products(self) -> Self:
+        reduce = getattr(self, "reduce", None)
+        if self.against is not None and reduce not in AGAINST:
+            _refuse(
+                f"against: expected none with reduce={reduce!r}, got {self.against!r}; it belongs "
+                f"to {', '.join(map(repr, AGAINST))}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kind_of_a_projection(self) -> Self:
+        reduce = getattr(self, "reduce", None)
+        if self.kind != "sketch" and reduce != "projection":
+            _refuse(
+                f"kind: expected none with reduce={reduce!r}, got {self.kind!r}; it belongs to "
+                f"'projection'"
+            )
+        return self
 
     @field_validator("form", check_fields=False)
     @classmethod

@@ -30,7 +30,9 @@ class Receipt(BaseModel):
     dimensions. `stateful` says whether a forward pass changed the model's buffers.
     `replay_difference` is the largest |z' − z| over a shard, relative to that shard's
     largest |z|. Of per-sample jobs, `samples` and `outputs` count B and Y, `roads` are the rules
-    that each parameter took, and `loops` why some took one backward pass a sample. `fallbacks`
+    that each parameter took, and `loops` why some took one backward pass a sample; `against` is the
+    job whose rows theirs were multiplied with, and `projection_error` bounds the standard deviation
+    of ⟨Sx, Sy⟩ / (‖x‖‖y‖) over the seeds of a projection S. `fallbacks`
     counts, by the operation that was in the way, the shards of a mixed gradient whose tangent was
     not taken by forward mode. `resumed` counts the attempts that went on from a checkpoint.
     `peak_memory_bytes` is the process's peak on a CPU (model included), the allocator's on CUDA.
@@ -64,6 +66,9 @@ class Receipt(BaseModel):
     outputs: int | None = None
     reduce: str | None = None
     form: str | None = None
+    against: str | None = None
+    projection_kind: str | None = None
+    projection_error: float | None = None
     roads: dict[str, list[str]] | None = None
     loops: dict[str, str] | None = None
     seconds: Seconds
@@ -90,6 +95,9 @@ class Receipt(BaseModel):
             ("outputs", self.outputs),
             ("reduce", self.reduce),
             ("form", self.form),
+            ("against the rows of", self.against),
+            ("projection", self.projection_kind),
+            ("error of its inner products", _rounded(self.projection_error)),
             ("unreached parameters", len(self.unreached)),
             ("mode, seed", f"{self.mode}, {self.seed}"),
             ("precision", self.precision),

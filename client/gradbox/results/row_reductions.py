@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.protocol import Receipt
+from gradbox.protocol.per_sample import ProjectionKind
 from gradbox.results.factor_metadata import FACTORS, Piece, read_factors
 from gradbox.results.result_files import ResultFile
 from gradbox.tensors.lazy_tensor import LazyTensor, Region
@@ -151,7 +152,13 @@ class RowReductions:
             )
         return rows.vjp(cotangents.reshape(expected))
 
-    def projection(self, dim: int | None = None, *, seed: int | None = None) -> Any:
+    def projection(
+        self,
+        dim: int | None = None,
+        *,
+        seed: int | None = None,
+        kind: ProjectionKind | None = None,
+    ) -> Any:
         """Return the seeded random projection of every row, shape (B, dim) or (B, Y, dim).
 
         The same seed gives the same projection on every box and here.
@@ -159,6 +166,7 @@ class RowReductions:
         Args:
             dim: the numbers a row is projected to. None is what the box was told.
             seed: by default the job's.
+            kind: by default the job's, and of a result with rows "sketch".
 
         Raises:
             InvalidJob: this result has no rows, or is projected already, otherwise.
@@ -166,17 +174,22 @@ class RowReductions:
         seed = self.manifest.seed if seed is None else seed
         found = self._reduced("projection")
         if found is not None:
-            if dim not in (None, found.shape[-1]) or seed != self.manifest.seed:
+            own = self.manifest.projection_kind or "sketch"
+            if (
+                dim not in (None, found.shape[-1])
+                or seed != self.manifest.seed
+                or kind not in (None, own)
+            ):
                 raise InvalidJob(
                     f"expected the projection to {found.shape[-1]} numbers by the seed "
-                    f"{self.manifest.seed}, which is all that this result has, got dim={dim}, "
-                    f"seed={seed}; submit a job for that"
+                    f"{self.manifest.seed} of kind {own!r}, which is all that this result has, "
+                    f"got dim={dim}, seed={seed}, kind={kind!r}; submit a job for that"
                 )
             return found
         rows = self._rows("projection")
         if dim is None or dim < 1:
             raise InvalidJob(f"dim: expected a whole number from 1, got {dim!r}")
-        return self._without_outputs(rows.projection(dim, seed))
+        return self._without_outputs(rows.projection(dim, seed, kind=kind or "sketch"))
 
     @property
     def _squeezed(self) -> bool:

@@ -6,22 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from gradbox.errors import BlobRejected, InvalidInputs
+from gradbox.errors import InvalidInputs
 from gradbox.protocol import (
     CotangentGradientSpec,
     CotangentsLoss,
     ForwardSpec,
     GradientSpec,
-    JobState,
     SharedSpec,
 )
-from gradbox.tensors.safetensors_header import TensorEntry, read_header
+from gradbox.tensors.safetensors_header import TensorEntry
+from gradbox_service.admission.earlier_job import earlier_job, result_header
 from gradbox_service.admission.tensors import TensorHeaders
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
 from gradbox_service.store import OwnBlobs
 
 OUTPUTS: Final = "outputs/"
+WHERE: Final = "loss.forward"
+KIND: Final = "forward job"
 FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 # What a job says for itself, whatever job it continues.
 OWN: Final = frozenset({"protocol", "priority", "timeout_s", "name"})
@@ -72,29 +74,13 @@ def forward_job(job_id: str, *, owner: str, box: Backing) -> ForwardJob:
     Raises:
         InvalidInputs: there is none of that id, it is not done, or its outputs are not there.
     """
-    record = box.records.get(job_id)
-    spec = box.records.spec(job_id)
-    if record is None or spec is None or record.owner != owner:
-        raise InvalidInputs(
-            f"loss.forward: no job {job_id!r} of yours is on this box; post the forward job first"
-        )
+    record, spec = earlier_job(job_id, where=WHERE, kind=KIND, owner=owner, box=box)
     if not isinstance(spec, ForwardSpec):
         raise InvalidInputs(
             f"loss.forward: expected a forward job, got job {job_id}, which is a "
             f"{record.computation}; cotangents belong to the outputs of a forward job"
         )
-    if record.state is not JobState.DONE:
-        raise InvalidInputs(
-            f"loss.forward: expected job {job_id} to be done, it is {record.state.value}"
-        )
-    box.results.touch(job_id, attempt=record.attempt)
-    try:
-        header = read_header(box.results.path(job_id, attempt=record.attempt))
-    except (OSError, BlobRejected):
-        raise InvalidInputs(
-            f"loss.forward: the result of job {job_id} is not on this box any more; run the "
-            f"forward job again"
-        ) from None
+    header = result_header(record, where=WHERE, kind=KIND, box=box)
     outputs = {
         name.removeprefix(OUTPUTS): entry
         for name, entry in header.tensors.items()

@@ -50,15 +50,30 @@ def check_wrt(
     """
     if spec.wrt is None:
         return
-    names = [view.name for view in model.parameters] + list(others)
-    names += _differentiable_inputs(spec, tensors)
+    parameters = [view.name for view in model.parameters] + list(others)
+    inputs = _differentiable_inputs(spec, tensors)
     for glob in spec.wrt:
-        if not any(fnmatchcase(name, glob) for name in names):
+        if not matches_parameter(glob, parameters) and not any(
+            fnmatchcase(name, glob) for name in inputs
+        ):
             raise InvalidInputs(
-                f"wrt: {glob!r} matches no parameter of model {model.name!r} or of the loss, and "
-                f"no floating-point input"
-                f"{suggestion(glob, names)}"
+                f"wrt: {glob!r} matches no parameter or module of model {model.name!r}, no "
+                f"parameter of the loss, and no floating-point input"
+                f"{near_misses(glob, parameters, inputs)}"
             )
+
+
+def matches_parameter(glob: str, parameters: Sequence[str]) -> bool:
+    """Whether a glob matches a parameter's name, or that of a module that holds one."""
+    return any(fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*") for name in parameters)
+
+
+def near_misses(glob: str, parameters: Sequence[str], others: Sequence[str] = ()) -> str:
+    """Return a clause that names the parameters and modules that a glob may have meant."""
+    modules = {name[:at] for name in parameters for at, char in enumerate(name) if char == "."}
+    known = [*sorted(modules), *parameters, *others]
+    close = difflib.get_close_matches(glob, known, n=3) or list(parameters)[:3]
+    return f"; did you mean {', '.join(map(repr, close))}?" if close else ""
 
 
 def _differentiable_inputs(spec: SharedSpec, tensors: TensorHeaders) -> list[str]:

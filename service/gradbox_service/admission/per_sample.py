@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import check_graph
 from gradbox.protocol import (
@@ -13,7 +11,7 @@ from gradbox.protocol import (
     SampleSpec,
     TensorRef,
 )
-from gradbox_service.admission.parameters import suggestion
+from gradbox_service.admission.parameters import matches_parameter, near_misses, suggestion
 from gradbox_service.admission.references import (
     References,
     function_references,
@@ -83,8 +81,8 @@ def check_jacobian(spec: JacobianSpec, *, model: ModelView, tensors: TensorHeade
 def _check_wrt(spec: SampleSpec, *, model: ModelView) -> None:
     names = [view.name for view in model.parameters]
     for glob in spec.wrt or ():
-        if not any(fnmatchcase(name, glob) for name in names):
+        if not matches_parameter(glob, names):
             raise InvalidInputs(
-                f"wrt: {glob!r} matches no parameter of model {model.name!r}, and a per-sample job "
-                f"differentiates by nothing else{suggestion(glob, names)}"
+                f"wrt: {glob!r} matches no parameter or module of model {model.name!r}, and a "
+                f"per-sample job differentiates by nothing else{near_misses(glob, names)}"
             )

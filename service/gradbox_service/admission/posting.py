@@ -14,6 +14,7 @@ from gradbox.protocol import (
     spec_digest,
 )
 from gradbox_service.admission.admit import admit
+from gradbox_service.admission.against import check_against
 from gradbox_service.admission.forward_job import ForwardJob, forward_job
 from gradbox_service.admission.limits import check_limits, check_queue, check_values
 from gradbox_service.admission.shares import check_memory, check_quota
@@ -74,6 +75,7 @@ def post(
     check_queue(caller.name, records=box.records, settings=settings)
     blobs = OwnBlobs(caller.name, blobs=box.blobs, owners=box.owners)
     model = admit(spec, fleet=box.fleet, blobs=blobs)
+    check_against(spec, model=model, owner=caller.name, box=box)
     if forward is not None and isinstance(posted, CotangentGradientSpec):
         forward.check(posted.loss, blobs=blobs)
     record = JobRecord(

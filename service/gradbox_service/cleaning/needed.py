@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from gradbox.errors import GradboxError
-from gradbox.protocol import CotangentsLoss, ShardRef, TensorRef
+from gradbox.protocol import CotangentsLoss, SampleSpec, ShardRef, TensorRef
 from gradbox_service.jobs import Records
 
 
@@ -40,6 +40,8 @@ def _named_in(value: object) -> Iterator[str]:
         yield value.blob
     elif isinstance(value, CotangentsLoss):
         yield value.forward
+    elif isinstance(value, SampleSpec) and value.against is not None:
+        yield value.against
     if isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from _named_in(getattr(value, name))

@@ -161,3 +161,30 @@ def test_a_clip_that_is_no_bound_is_refused(clip: float | None) -> None:
     model, inputs = build("linear")
     with pytest.raises(BadReduction, match="clip: expected a positive number"):
         per_sample_gradient(model, [inputs], lambda z: z.sum(1), reduce="clipped_sum", clip=clip)
+
+
+def test_products_with_the_rows_of_an_earlier_call_agree_with_the_dense_rows(case: Any) -> None:
+    model, inputs, rows = case
+    J = naive.flat(rows)
+    B, Y, _ = J.shape
+    shuffled = {name: x.flip(0) for name, x in inputs.items()}
+    shards = [shuffled, {name: x[:2] for name, x in shuffled.items()}]
+    earlier = jacobian(model, shards, form="auto")
+    other = torch.cat([J.flip(0), J.flip(0)[:2]])
+    gram = torch.einsum("byp,czp->bycz", J, other)
+    given: dict[str, Any] = {"against": earlier.factors}
+    assert _close(jacobian(model, [inputs], reduce="gram", **given).arrays["gram"], gram)
+    trace = jacobian(model, [inputs], reduce="gram_trace", **given).arrays["gram"]
+    assert _close(trace, torch.einsum("bycy->bc", gram))
+    u = torch.randn(B, Y, dtype=J.dtype)
+    values = jacobian(model, [inputs], reduce="norm").values
+    assert values is not None
+    pulled = jacobian(model, [inputs], reduce="vjp", vectors=u.view(values.shape), **given)
+    assert _close(pulled.arrays["jvp"], torch.einsum("by,bycz->cz", u, gram))
+
+
+def test_rows_by_other_parameters_are_refused() -> None:
+    model, inputs = build("linear")
+    earlier = jacobian(model, [inputs], form="factored", wrt=["weight"])
+    with pytest.raises(BadReduction, match=r"against: expected rows by the same"):
+        jacobian(model, [inputs], reduce="gram", against=earlier.factors)

@@ -38,6 +38,11 @@ def test_a_pattern_that_matches_nothing(wrt):
         _gradient(case_models.frozen(), _shards(), wrt=wrt)
 
 
+def test_a_misspelt_module_is_told_the_module():
+    with pytest.raises(UnknownParameter, match=r"did you mean 'stem\.0'"):
+        _gradient(case_models.frozen(), _shards(), wrt=["stems.0"])
+
+
 @pytest.mark.parametrize("loss", [lambda z: z, lambda z: z.argmax(), lambda z: 3.0, torch.std_mean])
 def test_a_loss_that_is_not_a_scalar(loss):
     with pytest.raises(LossNotScalar, match="one real floating-point entry"):

@@ -32,8 +32,9 @@ def select(
     that are not floating-point have no gradient and match nothing.
 
     Args:
-        wrt: shell patterns over parameter names, where `*` also crosses dots, or "inputs.NAME";
-            None selects every floating-point parameter.
+        wrt: shell patterns over names of parameters, and of modules, which stand for all
+            parameters below them; `*` also crosses dots. Or "inputs.NAME". None selects every
+            floating-point parameter.
         others: names that a pattern may match without selecting anything here: the loss's own
             parameters, whose gradients always come back.
 
@@ -52,8 +53,8 @@ def select(
     for pattern in wrt:
         if pattern.startswith(INPUTS):
             continue
-        matched = {first_names[id(p)] for name, p in by_name.items() if fnmatchcase(name, pattern)}
-        if not matched and not any(fnmatchcase(name, pattern) for name in others):
+        matched = {first_names[id(p)] for name, p in by_name.items() if _names(pattern, name)}
+        if not matched and not any(_names(pattern, name) for name in others):
             raise UnknownParameter(_no_match(pattern, by_name))
         selected |= matched
     # In the model's order, whatever the order of the patterns.
@@ -93,11 +94,19 @@ def _firsts(
     return [(name, p) for name, p in by_name.items() if first_names[id(p)] == name]
 
 
+def _names(pattern: str, parameter: str) -> bool:
+    """Whether a pattern matches a parameter's name, or that of a module which it is in."""
+    return fnmatchcase(parameter, pattern) or fnmatchcase(parameter, f"{pattern}.*")
+
+
 def _no_match(pattern: str, by_name: dict[str, nn.Parameter]) -> str:
-    close = difflib.get_close_matches(pattern, by_name, n=3, cutoff=0.4) or list(by_name)[:3]
+    modules = {name[:at] for name in by_name for at, char in enumerate(name) if char == "."}
+    known = [*sorted(modules), *by_name]
+    close = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4) or list(by_name)[:3]
     return (
-        f"wrt: expected a pattern that matches a floating-point parameter, got {pattern!r}, which "
-        f"matches none of {len(by_name)}; did you mean {', '.join(map(repr, close)) or 'nothing'}?"
+        f"wrt: expected a pattern that matches a floating-point parameter, or a module that has "
+        f"some, got {pattern!r}, which matches none of {len(by_name)}; did you mean "
+        f"{', '.join(map(repr, close)) or 'nothing'}?"
     )
 
 

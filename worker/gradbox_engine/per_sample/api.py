@@ -30,6 +30,7 @@ from gradbox_engine.per_sample.request import (
     SampleObserver,
     SampleResult,
 )
+from gradbox_factors import Factored, Kind
 
 BUDGET_BYTES = 2**30
 
@@ -44,8 +45,10 @@ def per_sample_gradient(
     form: Form = "dense",
     clip: float | None = None,
     dim: int | None = None,
+    kind: Kind = "sketch",
     seed: int = 0,
     projection_seed: int = 0,
+    against: Factored | None = None,
     observer: SampleObserver | None = None,
     checkpoints: Checkpoints | None = None,
     budget_bytes: int = BUDGET_BYTES,
@@ -60,7 +63,8 @@ def per_sample_gradient(
         loss_inputs: tensors with one row a sample over all shards are cut with the shards; what
             else there is goes whole.
         clip: the largest norm that `clipped_sum` lets through.
-        dim: the length of a `projection`, which `projection_seed` names.
+        dim: the length of a `projection`, which `projection_seed` names; `kind` is its matrix.
+        against: rows J' of an earlier call, by the same parameters: a `gram` is then J J'ᵀ.
         checkpoints: where the state of a long job is written, and read when it begins again.
         budget_bytes: memory for pieces of a dense result on their way to `sink`.
         sink: takes a dense result in pieces; without it arrays are returned.
@@ -72,7 +76,7 @@ def per_sample_gradient(
         BadSampleLoss: the loss does not have shape (B,), or couples samples.
         CoupledSamples: the model lets one sample see another.
     """
-    request = Request(reduce, form, clip, dim, projection_seed)
+    request = Request(reduce, form, clip, dim, projection_seed, against=against, kind=kind)
     request.check(GradientReduction)
     with CallableModel(model, seed=seed, **setting) as ready:
         job = Job(
@@ -95,8 +99,10 @@ def jacobian(
     form: Form = "dense",
     vectors: Any = None,
     dim: int | None = None,
+    kind: Kind = "sketch",
     seed: int = 0,
     projection_seed: int = 0,
+    against: Factored | None = None,
     observer: SampleObserver | None = None,
     checkpoints: Checkpoints | None = None,
     budget_bytes: int = BUDGET_BYTES,
@@ -108,13 +114,14 @@ def jacobian(
     Args:
         vectors: for `vjp` cotangents shaped like z over all shards; for `jvp` a tangent by
             parameter name, 0 for names left out.
+        against: as there; a `vjp` is then J' Jᵀ u.
         setting: and the others: see `per_sample_gradient`.
 
     Raises:
         BadReduction: the arguments do not fit together, or `vectors` does not fit z or θ.
         CoupledSamples: the model lets one sample see another.
     """
-    request = Request(reduce, form, None, dim, projection_seed, vectors)
+    request = Request(reduce, form, None, dim, projection_seed, vectors, against, kind)
     request.check(JacobianReduction)
     with CallableModel(model, seed=seed, **setting) as ready:
         job = Job(

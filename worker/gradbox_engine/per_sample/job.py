@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint, Checkpoints
 from gradbox_engine.errors import BadInputs, BadReduction
+from gradbox_engine.per_sample.cross_gram import CrossGram, check_names
 from gradbox_engine.per_sample.kept_factors import Gram, KeepFactors
 from gradbox_engine.per_sample.pieces import Sink
 from gradbox_engine.per_sample.planned_model import PlannedModel
@@ -32,7 +33,7 @@ from gradbox_engine.per_sample.result_facts import ResultFacts
 from gradbox_engine.per_sample.sample_loss import SampleLoss, rows_of
 from gradbox_engine.per_sample.sample_scales import Scaled, pulled_back
 from gradbox_engine.per_sample.shard_run import ShardRun
-from gradbox_factors import Sketch
+from gradbox_factors import projection_of
 
 Shard = Mapping[str, Any]
 
@@ -55,6 +56,8 @@ class Job:
             raise BadReduction("sink: expected none unless reduce='none' and form='dense'")
         if not len(inputs):
             raise BadInputs("inputs: expected one shard or more, got none")
+        if request.against is not None:
+            check_names(tuple(model.parameters), request.against)
         self._model, self._planned = model, PlannedModel(model)
         self._request, self._inputs = request, inputs
         self._observer, self._checkpoints = observer, checkpoints
@@ -135,6 +138,8 @@ class Job:
                 totals[name] = totals[name] + gradient if name in totals else gradient
             facts.add(run, graph.z.detach())
             self._keep(facts, lambda _: Checkpoint(totals))
+        if self._request.against is not None:
+            totals = {"jvp": self._request.against.jvp(totals)}
         return facts.result(tuple(self._model.parameters), start, arrays=totals)
 
     def _resumed(self, facts: ResultFacts) -> Checkpoint | None:
@@ -176,13 +181,16 @@ class Job:
         if request.reduce == "norm":
             return Norms()
         if request.reduce == "projection":
-            return Projected(Sketch(request.dim or 1, request.seed))
+            return Projected(projection_of(request.kind, request.dim or 1, request.seed))
         if request.reduce == "clipped_sum":
             return ClippedSum(request.clip or 1.0)
         if request.reduce == "jvp":
             return Directional(_tangents(request.vectors, self._model.parameters))
         if request.reduce in ("gram", "gram_trace"):
-            return Gram(trace=request.reduce == "gram_trace")
+            trace = request.reduce == "gram_trace"
+            if request.against is not None:
+                return CrossGram(request.against, trace=trace)
+            return Gram(trace=trace)
         if request.form != "dense":
             return KeepFactors(smaller=request.form == "auto")
         if self._sink is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.per_sample.pieces import Pieces, Sink
-from gradbox_factors import Sketch, Term, squared_norms
+from gradbox_factors import DenseProjection, Sketch, Term, projected, squared_norms
 from gradbox_factors.factored import summed_rows
 from gradbox_factors.sums import common_dtype
 
@@ -185,12 +185,12 @@ class Projected(_Summed):
 
     name = "projection"
 
-    def __init__(self, sketch: Sketch) -> None:
+    def __init__(self, projection: Sketch | DenseProjection) -> None:
         super().__init__()
-        self._sketch = sketch
+        self._projection = projection
 
     def _part(self, name: str, term: Term) -> Tensor | None:
-        return term.sketch(self._sketch)
+        return projected(term, self._projection)
 
 
 class Directional(_Summed):

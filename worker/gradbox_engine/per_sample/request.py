@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, get_args
 from torch import Tensor
 
 from gradbox_engine.errors import BadReduction
-from gradbox_factors import Factored
+from gradbox_factors import Factored, Kind
 
 GradientReduction = Literal["none", "norm", "gram", "clipped_sum", "projection"]
 JacobianReduction = Literal["none", "norm", "gram", "gram_trace", "vjp", "jvp", "projection"]
@@ -34,6 +34,8 @@ class Request:
     dim: int | None = None
     seed: int = 0
     vectors: Any = None
+    against: Factored | None = None
+    kind: Kind = "sketch"
 
     def check(self, allowed: Any) -> None:
         """Refuse what does not fit together.
@@ -56,11 +58,24 @@ class Request:
         )
         whole = isinstance(self.dim, int) and not isinstance(self.dim, bool) and self.dim >= 1
         self._check_argument("dim", "projection", self.dim, whole, "a whole number from 1")
+        if self.kind not in get_args(Kind) or (
+            self.kind != "sketch" and self.reduce != "projection"
+        ):
+            raise BadReduction(
+                f"kind: expected one of {list(get_args(Kind))} with reduce='projection', got "
+                f"{self.kind!r} with reduce={self.reduce!r}"
+            )
         given = self.vectors is not None
         if given != (self.reduce in ("vjp", "jvp")):
             raise BadReduction(
                 f"vectors: expected {'some' if not given else 'none'} with reduce={self.reduce!r}, "
                 f"got {'some' if given else 'none'}"
+            )
+
+        if self.against is not None and self.reduce not in ("gram", "gram_trace", "vjp"):
+            raise BadReduction(
+                f"against: expected none with reduce={self.reduce!r}, got rows; they belong to "
+                f"'gram', 'gram_trace' and 'vjp'"
             )
 
     def _check_argument(
@@ -88,9 +103,9 @@ class SampleResult:
 
         none         name → (B, Y, *shape), unless a sink took them or they stay factors
         norm         "norm" → (B, Y) over all parameters
-        gram         "gram" → (B, Y, B, Y); gram_trace: (B, B)
+        gram         "gram" → (B, Y, B, Y); gram_trace: (B, B); against rows J' (B, Y, B', Y')
         projection   "projection" → (B, Y, dim);  jvp: "jvp" → (B, Y)
-        vjp          name → shape
+        vjp          name → shape; against rows J' "jvp" → J' Jᵀ u, (B', Y')
         clipped_sum  name → shape: Σ_b g_b · min(1, clip/‖g_b‖), without noise
     """
 

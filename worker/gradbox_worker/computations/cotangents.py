@@ -35,7 +35,7 @@ def compute(job: LoadedJob, spec: GradientSpec, loss: CotangentsLoss) -> Compute
         job.loaded.module,
         job.groups,
         _grouped({name: job.tensors.tensor(ref) for name, ref in loss.tensors.items()}),
-        first or _first_outputs(job.work.forward_result, loss.forward, job.device),
+        first or _first_outputs(job.work.earlier_result, loss.forward, job.device),
         seed=spec.seed,
         mode=spec.mode,
         wrt=differentiated(spec),

@@ -9,8 +9,36 @@ import json
 
 from torch import Tensor
 
-from gradbox.results.factor_metadata import FACTORS
+from gradbox.errors import InvalidInputs
+from gradbox.protocol import Receipt
+from gradbox.results.factor_metadata import FACTORS, read_factors
+from gradbox.results.result_files import LocalFile
 from gradbox_factors import Factored, packed
+from gradbox_worker.computations.job import LoadedJob
+
+
+def stored_rows(job: LoadedJob, *, of: str) -> Factored:
+    """Return the rows that job `of` left as factors, each read to the device when it is used.
+
+    Raises:
+        InvalidInputs: its result is not there any more.
+    """
+    path = job.work.earlier_result
+    if path is None or not path.exists():
+        raise InvalidInputs(
+            f"against: expected the rows of job {of}, but its result is not on this box any more; "
+            f"run that job again"
+        )
+    file = LocalFile(path)
+    receipt = Receipt.model_validate_json(file.metadata["gradbox"])
+    return read_factors(
+        file.metadata[FACTORS],
+        lambda name: file.tensor(name).to(job.device),
+        stored=file.stored,
+        names=receipt.names,
+        samples=receipt.samples,
+        outputs=receipt.outputs,
+    )
 
 
 def described(factors: Factored) -> tuple[dict[str, Tensor], dict[str, str]]:

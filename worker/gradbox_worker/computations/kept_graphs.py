@@ -100,7 +100,7 @@ class KeptGraphs:
         """Return what the forward job that a job's cotangents belong to left, if it is here."""
         for entry in self._entries:
             same = (
-                entry.result_path == work.forward_result
+                entry.result_path == work.earlier_result
                 and (entry.model, entry.model_version) == (work.model, work.model_version)
                 and entry.terms == _terms(work.spec)
             )

@@ -16,8 +16,9 @@ from gradbox.protocol import JacobianSpec, PerSampleGradientSpec, TensorRef
 from gradbox_engine import Observer
 from gradbox_engine.per_sample import SampleResult, jacobian, per_sample_gradient
 from gradbox_engine.requests import Phase
+from gradbox_factors import relative_error
 from gradbox_worker.computations.engine_inputs import build_function
-from gradbox_worker.computations.factors import described
+from gradbox_worker.computations.factors import described, stored_rows
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import section
 from gradbox_worker.files.result_in_place import ResultOnDisk
@@ -71,6 +72,8 @@ def _shared(job: LoadedJob, spec: Spec, progress: _Progress, *, squeezed: bool) 
     return {
         "form": spec.form,
         "dim": spec.dim,
+        "kind": spec.kind,
+        "against": None if spec.against is None else stored_rows(job, of=spec.against),
         "seed": spec.seed,
         "projection_seed": spec.seed,
         "mode": spec.mode,
@@ -132,7 +135,7 @@ def _computed(
 ) -> Computed:
     tensors = {name: value for name, value in values.items() if value is not None}
     metadata: Mapping[str, str] = {}
-    if spec.reduce in ("vjp", "clipped_sum"):
+    if spec.reduce == "clipped_sum" or (spec.reduce == "vjp" and spec.against is None):
         tensors |= section(GRADS, answer.arrays)
     else:
         tensors |= section("samples", answer.arrays)
@@ -154,6 +157,9 @@ def _computed(
             "samples": answer.samples,
             "outputs": answer.outputs,
             "reduce": spec.reduce,
+            "against": spec.against,
+            "projection_kind": None if spec.dim is None else spec.kind,
+            "projection_error": None if spec.dim is None else relative_error(spec.kind, spec.dim),
             "form": spec.form,
             "roads": {name: list(taken) for name, taken in answer.roads.items()},
             "loops": dict(answer.loops),

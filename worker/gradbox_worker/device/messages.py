@@ -44,7 +44,7 @@ class Run(Frame):
     model_version: str
     spec: JobSpec
     result_path: Path
-    forward_result: Path | None = None
+    earlier_result: Path | None = None
     queued_s: float
     disk_reserve_bytes: int | None = None
 

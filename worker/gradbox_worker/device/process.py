@@ -143,7 +143,7 @@ class DeviceProcess:
             model_version=work.model_version,
             spec=work.spec,
             result_path=work.result_path,
-            forward_result=work.forward_result,
+            earlier_result=work.earlier_result,
             queued_s=work.queued_s,
             disk_reserve_bytes=work.disk_reserve_bytes,
         )

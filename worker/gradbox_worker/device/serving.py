@@ -191,7 +191,7 @@ def _work(order: Run) -> Work:
         model_version=order.model_version,
         spec=order.spec,
         result_path=order.result_path,
-        forward_result=order.forward_result,
+        earlier_result=order.earlier_result,
         queued_s=order.queued_s,
         disk_reserve_bytes=order.disk_reserve_bytes,
     )

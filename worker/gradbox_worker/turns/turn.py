@@ -29,7 +29,14 @@ from typing import Final
 import redis
 
 from gradbox.errors import GradboxError, JobFailed, JobTimedOut, OutOfMemory, WorkerLost
-from gradbox.protocol import CotangentsLoss, GradientSpec, JobSpec, JobState, Problem
+from gradbox.protocol import (
+    CotangentsLoss,
+    GradientSpec,
+    JobSpec,
+    JobState,
+    Problem,
+    SampleSpec,
+)
 from gradbox_service.jobs import Fleet, JobRecord, Records, Transition
 from gradbox_service.jobs.fleet import may_be_run
 from gradbox_service.jobs.refusals import store_refuses
@@ -146,20 +153,22 @@ class TurnRunner:
             model_version=record.model_version,
             spec=spec,
             result_path=self.results.path(record.id, attempt=record.attempt),
-            forward_result=self._forward_result(spec),
+            earlier_result=self._earlier_result(spec),
             queued_s=max(0.0, (record.started_s or record.created_s) - record.created_s),
             disk_reserve_bytes=self.results.room.reserve_bytes,
         )
         return self.device.run(work, watch)
 
-    def _forward_result(self, spec: JobSpec) -> Path | None:
-        """Return where the outputs are that a job's cotangents belong to."""
-        if not isinstance(spec, GradientSpec) or not isinstance(spec.loss, CotangentsLoss):
+    def _earlier_result(self, spec: JobSpec) -> Path | None:
+        """Return where the outputs are that cotangents belong to, or the rows of `against`."""
+        if isinstance(spec, GradientSpec) and isinstance(spec.loss, CotangentsLoss):
+            job_id: str | None = spec.loss.forward
+        else:
+            job_id = spec.against if isinstance(spec, SampleSpec) else None
+        earlier = None if job_id is None else self.records.get(job_id)
+        if earlier is None:
             return None
-        forward = self.records.get(spec.loss.forward)
-        if forward is None:
-            return None
-        return self.results.path(forward.id, attempt=forward.attempt)
+        return self.results.path(earlier.id, attempt=earlier.attempt)
 
     def _end(self, record: JobRecord, transition: Transition | None) -> str:
         """Change the record, waiting while Redis refuses, and keep a result only if it counts.

@@ -1,0 +1,65 @@
+"""Projections by random matrices: of the rows alone, and as far off as is said."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+
+from gradbox_engine.per_sample import BadReduction, jacobian
+from gradbox_factors import Block, DenseProjection, Factored, Kind, relative_error
+from tests.engine.per_sample import naive
+from tests.engine.per_sample.zoo import build
+
+MATRICES: list[Kind] = ["rademacher", "gaussian"]
+
+
+@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("name", ["linear over positions", "embedding twice and tied", "lstm"])
+def test_a_projection_is_the_rows_times_one_matrix(name: str, kind: Kind) -> None:
+    model, inputs = build(name)
+    rows = naive.jacobian(model, inputs)
+    found = jacobian(model, [inputs], reduce="projection", dim=300, kind=kind).arrays["projection"]
+    matrix = DenseProjection(kind, 300)
+    expected = torch.zeros(found.shape, dtype=torch.float64)
+    for parameter, row in rows.items():
+        flat = row.flatten(2)
+        index = torch.arange(flat.shape[2])
+        blocks = [matrix.entries(parameter, index, a, min(a + 256, 300)) for a in (0, 256)]
+        expected += flat @ torch.cat(blocks, 1) / 300**0.5
+    assert naive.difference(found, expected) <= naive.TOLERANCE
+    factors = jacobian(model, [inputs], form="factored").factors
+    assert factors is not None
+    assert naive.difference(factors.projection(300, kind=kind), found) <= naive.TOLERANCE
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_inner_products_are_as_far_off_as_is_said(kind: Kind) -> None:
+    dim, trials = 64, 200
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 1, 12, 5, dtype=torch.float64, generator=numbers)
+    rows = Factored([{"w": Block("w", (12, 5), x)}])
+    errors = []
+    for seed in range(trials):
+        first, second = rows.projection(dim, seed, kind=kind)[:, 0]
+        exact = x[0].flatten() @ x[1].flatten()
+        errors.append((first @ second - exact) / (x[0].norm() * x[1].norm()))
+    found = torch.stack(errors)
+    assert found.std() <= relative_error(kind, dim)
+    assert found.std() >= 0.5 / dim**0.5
+    assert found.mean().abs() <= 4 * found.std() / trials**0.5
+
+
+def test_entries_have_mean_zero_and_variance_one() -> None:
+    for kind in MATRICES:
+        entries = DenseProjection(kind, 256).entries("w", torch.arange(2000), 0, 256)
+        assert entries.mean().abs() < 0.01
+        assert (entries.var() - 1).abs() < 0.01
+        assert (entries.T @ entries / 2000 - torch.eye(256)).abs().max() < 0.15
+
+
+def test_a_kind_belongs_to_a_projection() -> None:
+    model, inputs = build("linear")
+    with pytest.raises(BadReduction, match="kind: expected"):
+        jacobian(model, [inputs], reduce="norm", kind="gaussian")
