@@ -87,6 +87,13 @@ def test_a_flood_of_one_token_is_refused_and_the_others_are_answered(service: Se
     assert service.client_of("calm").get("/v1/jobs").status_code == 200
 
 
+def test_one_user_with_two_tokens_has_an_allowance_for_each(service: Service) -> None:
+    clients = [service.client_of("twice") for _ in range(2)]
+    while clients[0].get("/v1/jobs").status_code == 200:
+        pass
+    assert clients[1].get("/v1/jobs").status_code == 200
+
+
 def test_one_user_has_so_many_event_streams_and_the_others_theirs(service: Service) -> None:
     client, other = service.client_of("listening"), service.client_of("calm")
     paths = [f"/v1/jobs/{submit(each)}/events" for each in (client, other)]
@@ -106,10 +113,3 @@ def test_one_user_has_so_many_event_streams_and_the_others_theirs(service: Servi
         assert time.monotonic() < give_up, "closed streams still count"
         time.sleep(0.05)
     again.close()
-
-
-def test_one_user_with_two_tokens_has_an_allowance_for_each(service: Service) -> None:
-    clients = [service.client_of("twice") for _ in range(2)]
-    while clients[0].get("/v1/jobs").status_code == 200:
-        pass
-    assert clients[1].get("/v1/jobs").status_code == 200

@@ -194,8 +194,8 @@ def test_the_client_says_so_before_it_posts() -> None:
 def test_outputs_that_are_gone_are_named(
     twin: TestBox, forward_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradbox_service.admission import forward_job
+    from gradbox_service.admission import earlier_job
 
-    monkeypatch.setattr(forward_job, "read_header", lambda path: (tmp_path / "none").read_bytes())
+    monkeypatch.setattr(earlier_job, "read_header", lambda path: (tmp_path / "none").read_bytes())
     message = refused(twin, Cotangents(torch.ones(2, 3), of=forward_id))
     assert "run the forward job again" in message

@@ -294,14 +294,14 @@ def test_an_error_on_the_box_names_the_line_of_the_call(client: GradClient) -> N
 def test_an_error_of_the_replay_comes_out_of_backward(
     client: GradClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradbox_service.admission import forward_job
+    from gradbox_service.admission import earlier_job
 
     loss = client.model("mlp")(shards_of(2)[0]).sum()
 
     def gone(path: object) -> None:
         raise FileNotFoundError
 
-    monkeypatch.setattr(forward_job, "read_header", gone)
+    monkeypatch.setattr(earlier_job, "read_header", gone)
     with pytest.raises(InvalidInputs, match="run the forward job again"):
         loss.backward()
 

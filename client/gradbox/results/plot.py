@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
 
 from gradbox.errors import InvalidInputs, InvalidJob
+from gradbox.protocol import Receipt
 from gradbox.results.row_reductions import PER_SAMPLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from gradbox.results.result import GradResult
 
 Kind = Literal["layers", "gram", "samples"]
 
@@ -22,7 +21,18 @@ MOST_LAYERS: Final = 60
 MOST_SAMPLES: Final = 20
 
 
-def plot(result: GradResult, kind: Kind | None, ax: Axes | None) -> Axes:
+class Drawable(Protocol):
+    """What a picture needs of a `GradResult`."""
+
+    manifest: Receipt
+    grads: Mapping[str, Any]
+
+    def gram(self) -> Any: ...
+    def gram_trace(self) -> Any: ...
+    def norms(self) -> Any: ...
+
+
+def plot(result: Drawable, kind: Kind | None, ax: Axes | None) -> Axes:
     """Draw a result; see `GradResult.plot`."""
     try:
         from matplotlib import pyplot
@@ -39,7 +49,7 @@ def plot(result: GradResult, kind: Kind | None, ax: Axes | None) -> Axes:
     return ax
 
 
-def _natural_kind(result: GradResult) -> Kind:
+def _natural_kind(result: Drawable) -> Kind:
     if result.manifest.computation not in PER_SAMPLE:
         return "layers"
     if result.manifest.reduce in ("clipped_sum", "vjp"):
@@ -47,7 +57,7 @@ def _natural_kind(result: GradResult) -> Kind:
     return "gram" if result.manifest.reduce in ("gram", "gram_trace") else "samples"
 
 
-def _draw_layers(result: GradResult, ax: Axes) -> None:
+def _draw_layers(result: Drawable, ax: Axes) -> None:
     """One bar for every module: the norm of the gradient over its parameters, and over rows."""
     squares: dict[str, float] = {}
     for name, gradient in result.grads.items():
@@ -79,7 +89,7 @@ def _squared_norm(gradient: Any) -> float:
     return float(gradient.abs().double().square().sum())
 
 
-def _draw_gram(result: GradResult, ax: Axes) -> None:
+def _draw_gram(result: Drawable, ax: Axes) -> None:
     outputs = result.manifest.computation == "jacobian"
     gram = np.asarray(result.gram_trace() if outputs else result.gram())
     largest = float(np.abs(gram).max(initial=0.0)) or 1.0
@@ -90,7 +100,7 @@ def _draw_gram(result: GradResult, ax: Axes) -> None:
     ax.set_title("Inner products of rows" + (", summed over outputs" if outputs else ""))
 
 
-def _draw_samples(result: GradResult, ax: Axes) -> None:
+def _draw_samples(result: Drawable, ax: Axes) -> None:
     norms = np.asarray(result.norms(), dtype=np.float64)
     if norms.ndim > 1:
         norms = np.sqrt(np.square(norms).sum(axis=tuple(range(1, norms.ndim))))
