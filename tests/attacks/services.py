@@ -65,8 +65,7 @@ def running(settings: Settings, *arguments: str) -> Iterator[Service]:
     process = subprocess.Popen(
         [sys.executable, "-m", "gradbox_service", "--port", "0", *where, *arguments],
         env={name: value for name, value in os.environ.items() if not name.startswith("GRADBOX_")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,  # one line; the log goes where pytest's own does, and never blocks
         text=True,
     )
     backing = Backing.on_redis(settings)

@@ -11,7 +11,15 @@ import pytest
 import redis
 
 from gradbox.errors import LossNotFinite
-from gradbox.protocol import JobState, ModelView, Problem, Receipt, ResultView, Seconds
+from gradbox.protocol import (
+    JobState,
+    ModelView,
+    Problem,
+    ProgressView,
+    Receipt,
+    ResultView,
+    Seconds,
+)
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord, MemoryRecords, Transition, WorkerPresence
 from gradbox_worker.errors import DeviceNotStarted
@@ -285,18 +293,24 @@ def test_what_a_superseded_attempt_finishes_is_thrown_away(box: Box) -> None:
 
 def test_progress_goes_to_the_record_with_an_estimate(box: Box) -> None:
     job = box.submit(box.spec(shards_of(1)))
+    told: list[ProgressView | None] = []
 
     def script(work: Work, supervision: Supervision) -> Outcome:
         for done in range(3):
             supervision.progress("replay", done, 4)
             time.sleep(0.01)
-        return Stopped() if supervision.poll() else FINISHED
+        stop = supervision.poll()
+        told.append(box.record(job).progress)
+        return Stopped() if stop else FINISHED
 
     runner(box, script).run(job)
-    progress = box.record(job).progress
+    (progress,) = told
     assert progress is not None
     assert (progress.phase, progress.done, progress.total) == ("replay", 2, 4)
     assert progress.seconds_left == pytest.approx(0.02, rel=0.5)
+    ended = box.record(job).progress
+    assert ended is not None
+    assert (ended.done, ended.total) == (4, 4)
 
 
 def test_frequent_progress_is_thinned_out(box: Box) -> None:
