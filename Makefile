@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 export HF_HUB_OFFLINE := 1
+# Else each of the hundreds of processes that the tests start compiles the sources once more.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup browser demo docs test test-slow chaos containers check format bench clean
 

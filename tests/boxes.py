@@ -24,7 +24,7 @@ from gradbox_worker.turns.inline import InlineWorker
 
 ROOT = Path(__file__).resolve().parents[1]
 READY = "gradbox ready at "
-STOP_TIMEOUT_S = 60
+STOP_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,12 @@ class Up:
 
 @contextmanager
 def running_box(
-    data: Path, *, models: Path, arguments: Sequence[str] = ("--device", "cpu")
+    data: Path, *, models: Path, arguments: Sequence[str] = ("--device", "cpu", "--no-spare")
 ) -> Iterator[TestBox]:
-    """Run `gradbox up` on a free port, and stop it."""
+    """Run `gradbox up` on a free port, and stop it.
+
+    A spare device process would import torch once more, while the tests wait for the processor.
+    """
     up = Up(data, "--port", "0", "--models", str(models), *arguments)
     try:
         url = up.wait_ready()

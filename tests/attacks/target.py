@@ -24,7 +24,7 @@ from tests.boxes import ROOT
 from tests.chaos.box import Box
 from tests.chaos.disk import small_disk
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 X = torch.ones(2, 3)
 Z = {"op": "placeholder", "name": "z", "target": "z"}
 NODE_Z = {"node": "z"}

@@ -27,7 +27,7 @@ from tests.boxes import TestBox
 from tests.client import zoo
 from tests.engine.per_sample import naive
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 DOUBLE = torch.float64
 Shard = dict[str, Tensor]
 

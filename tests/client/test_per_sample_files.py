@@ -22,7 +22,7 @@ from tests.client import zoo
 from tests.engine.per_sample import naive
 from tests.pages import blocks
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 MIB = 2**20
 
 IN_A_SMALL_MEMORY = """

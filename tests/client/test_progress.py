@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -144,4 +145,10 @@ def test_a_notebook_without_widgets_shows_text(
 
 
 def test_a_process_without_a_kernel_loads_no_widgets() -> None:
-    assert "ipywidgets" not in sys.modules
+    code = (
+        "import sys; from gradbox.progress import ProgressBar\n"
+        "with ProgressBar('job', shown=True) as bar: bar.show_upload(1, 2)\n"
+        "print('ipywidgets' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -58,7 +58,7 @@ def watchdog(
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
-    give_up = time.monotonic() + 10.0
+    give_up = time.monotonic() + 60.0
     while not holds():
         if time.monotonic() > give_up:
             return False

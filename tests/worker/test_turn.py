@@ -101,7 +101,7 @@ def writes_result(work: Work, supervision: Supervision) -> Outcome:
 
 
 def stops_when_told(work: Work, supervision: Supervision) -> Outcome:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while supervision.poll() is None:
         assert time.monotonic() < deadline
     return Stopped()
