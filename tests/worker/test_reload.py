@@ -89,7 +89,7 @@ def test_a_device_that_died_comes_back_without_building_what_is_known(
 ) -> None:
     before = presence(box)
     os.kill(worker.child_pid, signal.SIGKILL)
-    job = box.submit(box.spec(shards_of(1), model="affine"), version=before.models["affine"])
+    job = box.submit(box.spec(shards_of(1), model="slow"), version=before.models["slow"])
     assert box.wait(job).state is JobState.DONE
     after = wait_for(box, lambda found: found.state == "idle")
     assert (after.models, after.unusable) == (before.models, before.unusable)
