@@ -1,8 +1,9 @@
 """Imports ahead of time what a device process's first job would import.
 
 torch imports some of itself on first use (sympy in the first backward pass with a cotangent: 0.7 s
-of processor time), and a builder's package comes with its first model. Of the models file only the names of
-the builders are used: no model is built, no file of the owner's is run, no device is opened.
+of processor time), and a builder's package comes with its first model. Of the models file only the
+names of the builders are used: no model is built, no file of the owner's is run, no device is
+opened.
 """
 
 from __future__ import annotations
