@@ -1,4 +1,4 @@
-"""Every test process computes on one thread and never asks a model hub."""
+"""Every test process computes on one thread, draws the same inputs, and never asks a model hub."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.scheduling import ByBox, turn
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # of whatever the tests start
 torch.set_num_threads(1)
+
+# The same inputs on every machine, however slow it is.
+settings.register_profile(
+    "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same")
 
 
 @pytest.hookimpl(trylast=True)
