@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import select
 import socket
@@ -118,6 +119,14 @@ def answer_of(connection: socket.socket, *, within_s: float = 10.0) -> bytes:
             break
         said += chunk
     return said
+
+
+def next_status(connection: socket.socket) -> int:
+    """Return the status of the next response, read to its end; the connection may go on."""
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    response.read()
+    return response.status
 
 
 def status_of(answer: bytes) -> int:

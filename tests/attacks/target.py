@@ -73,15 +73,20 @@ class Target:
         headers = {"Authorization": f"Bearer {self.box.own_token()}"}
         return httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=60.0)
 
-    def send(self, data: bytes, *, read_s: float = 1.0) -> bytes:
-        """Send raw bytes, and return what is answered until it closes or `read_s` of silence."""
+    def send(self, data: bytes, *, first_s: float = 30.0, read_s: float = 0.3) -> bytes:
+        """Send raw bytes, and return what is answered until it closes or falls silent.
+
+        Args:
+            first_s: how long to wait for the first byte; `read_s` for each further one.
+        """
         with socket.create_connection(("127.0.0.1", self.box.port)) as connection:
-            connection.settimeout(read_s)
+            connection.settimeout(first_s)
             answer = b""
             try:
                 connection.sendall(data)
                 while piece := connection.recv(65536):
                     answer += piece
+                    connection.settimeout(read_s)
             except (TimeoutError, ConnectionError):
                 pass
             return answer
