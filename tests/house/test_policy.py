@@ -45,11 +45,8 @@ def modules_loaded_by(statement: str) -> set[str]:
 @pytest.mark.parametrize(
     "statement",
     [
-        "import gradbox",
-        "import gradbox.protocol, gradbox.graphs.check",
-        "import gradbox.cli",
-        "import gradbox_service.http.app",
-        "import gradbox_service.up.command",
+        "import gradbox, gradbox.protocol, gradbox.graphs.check, gradbox.cli",
+        "import gradbox_service.http.app, gradbox_service.up.command",
         "import gradbox_worker.turns.rq_worker, gradbox_worker.turns.turn",
     ],
 )
