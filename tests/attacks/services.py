@@ -40,7 +40,7 @@ class Service:
 
     def client_of(self, name: str, *, admin: bool = False) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.token_of(name, admin=admin)}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60.0, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=300.0, trust_env=False)
 
     def connect(self) -> socket.socket:
         host, port = self.url.rpartition("/")[2].split(":")

@@ -53,8 +53,8 @@ class Target:
     def __init__(self, box: Box, folder: Path) -> None:
         self.box = box
         self.folder = folder
-        self.ann = box.http("ann")
-        self.eve = box.http("eve")
+        self.ann = box.http("ann", timeout_s=300.0)
+        self.eve = box.http("eve", timeout_s=300.0)
 
     @property
     def url(self) -> str:
@@ -92,7 +92,7 @@ class Target:
             return answer
 
     def command(
-        self, *arguments: str, owner: str = "eve", within_s: float = 60.0
+        self, *arguments: str, owner: str = "eve", within_s: float = 500.0
     ) -> subprocess.CompletedProcess[str]:
         """Run `gradbox` as a user."""
         environment = {"GRADBOX_URL": self.url, "GRADBOX_TOKEN": self.box.tokens[owner]}

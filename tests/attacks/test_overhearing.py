@@ -45,7 +45,7 @@ def test_an_address_that_others_reach_wants_tls_or_a_word(
         env=os.environ | {"GRADBOX_REDIS_URL": "redis://127.0.0.1:1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
     )
     assert done.returncode == 2
     assert f"{host} is reached over the network" in done.stderr
@@ -96,7 +96,7 @@ def test_files_that_are_no_pair_are_said(
         env=os.environ | {"GRADBOX_REDIS_URL": str(settings.redis_url)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
     )
     assert done.returncode == 2
     assert "are no certificate and its key" in done.stderr

@@ -105,7 +105,7 @@ def run_notebook(box: TestBox, monkeypatch: pytest.MonkeyPatch, *cells: str) -> 
     monkeypatch.setenv("TEST_TOKEN", box.token)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "", "language": "python"}
-    NotebookClient(notebook, timeout=120).execute()
+    NotebookClient(notebook, timeout=500).execute()
     return [cell.outputs for cell in notebook.cells]
 
 

@@ -176,7 +176,7 @@ def test_without_the_workers_packages_it_says_what_to_install(tmp_path: Path) ->
         f"from gradbox.cli import main; sys.exit(main(['up', '--data', {data!r}]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 2
     assert "torch is not installed: pip install 'gradbox[worker]'" in done.stderr

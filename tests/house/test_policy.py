@@ -37,7 +37,7 @@ ALWAYS_SHORT = ("__init__.py", "__main__.py")
 def modules_loaded_by(statement: str) -> set[str]:
     code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=500
     )
     return {name.partition(".")[0] for name in done.stdout.split()}
 

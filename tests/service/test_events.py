@@ -122,5 +122,5 @@ def test_many_listeners_take_few_connections(box: Box, connection: redis.Redis) 
             box.backing.records.update(job_id, partial(JobRecord.request_cancel, now_s=1.0))
         found = [stream.result() for stream in streams]
     assert all(events[-1][2]["state"] == "cancelled" for events in found)
-    # Reads are short and go through a pool of threads, none of which is held by a listener.
-    assert during - before < 45
+    # Reads are short and go through a pool of 40 threads, none of which is held by a listener.
+    assert during - before < len(streams)

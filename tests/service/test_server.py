@@ -52,7 +52,7 @@ def environment(settings: Settings) -> dict[str, str]:
 def client_of(settings: Settings, url: str) -> httpx.Client:
     token = Backing.on_redis(settings).tokens.create("ann")
     return httpx.Client(
-        base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=60.0, trust_env=False
+        base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=300.0, trust_env=False
     )
 
 
@@ -117,7 +117,7 @@ print([name for name in sys.modules if name.partition(".")[0] in ("torch", "tran
         env=environment(redis_settings),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
     )
     assert done.stdout.strip() == "[]", done.stderr
 
@@ -130,7 +130,7 @@ def test_a_port_in_use_is_said_with_exit_code_2(redis_settings: Settings) -> Non
             env=environment(redis_settings),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=500,
         )
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}: another program listens there" in done.stderr
@@ -143,7 +143,7 @@ def test_no_redis_is_said_with_exit_code_2(tmp_path: Path) -> None:
         env={name: value for name, value in os.environ.items() if name != "GRADBOX_REDIS_URL"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
     )
     assert done.returncode == 2
     assert "--redis-url" in done.stderr
