@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from gradbox.protocol import ResultView
 from gradbox_service.backing import Backing
 from gradbox_service.settings import MIB, Settings
 from tests.service.boxes import announce, run_job, submit
@@ -92,7 +94,10 @@ def test_memory_stays_flat_while_a_large_blob_goes_in_and_out(redis_settings: Se
         before = resident_bytes(process.pid)
         put = client.put(f"/v1/blobs/{digest.hexdigest()}", content=large_blob())
         assert put.status_code == 201
-        os.replace(backing.blobs.path(digest.hexdigest()), backing.results.path(job_id, attempt=1))
+        path = backing.results.path(job_id, attempt=1)
+        os.replace(backing.blobs.path(digest.hexdigest()), path)
+        result = ResultView(size_bytes=path.stat().st_size, sha256=digest.hexdigest())
+        backing.records.update(job_id, lambda record: replace(record, result=result))
         with client.stream("GET", f"/v1/jobs/{job_id}/result") as answer:
             received = sum(len(chunk) for chunk in answer.iter_raw())
         assert received > UPLOAD_BYTES
