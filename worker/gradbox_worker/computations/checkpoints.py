@@ -127,7 +127,9 @@ class CheckpointFile:
                 "rows": None if self._result is None else self._result.keep(self._own_rows),
             }
             metadata = {METADATA_KEY: json.dumps(document)}
-            write_result(self._own, checkpoint.tensors, metadata=metadata, room=self._room)
+            write_result(
+                self._own, checkpoint.tensors, metadata=metadata, room=self._room, flush=True
+            )
             put_in_place(self._own, self._path)
         except (StorageFull, InvalidInputs, OSError) as error:
             log.warning("no checkpoint of %s: %s", self._job_id, error)
