@@ -94,6 +94,23 @@ class SampleSpec(SharedSpec):
             )
         return self
 
+    @model_validator(mode="after")
+    def _transfer_of_gradients(self) -> Self:
+        reduce, form = getattr(self, "reduce", None), getattr(self, "form", None)
+        if self.transfer == "exact":
+            return self
+        if form != "dense":
+            _refuse(
+                f"transfer: expected 'exact' with form={form!r}, got {self.transfer!r}: a product "
+                f"of rounded factors is off by more than one rounding; take form='dense'"
+            )
+        if reduce not in ("none", "clipped_sum", "vjp") or self.against is not None:
+            _refuse(
+                f"transfer: expected 'exact' with reduce={reduce!r}, got {self.transfer!r}: its "
+                f"result holds no gradients, which are all that is rounded"
+            )
+        return self
+
     @field_validator("form", check_fields=False)
     @classmethod
     def _factors_are_kept_or_used_up(cls, form: Form, info: ValidationInfo) -> Form:

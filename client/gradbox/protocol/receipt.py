@@ -35,6 +35,9 @@ class Receipt(BaseModel):
     of ⟨Sx, Sy⟩ / (‖x‖‖y‖) over the seeds of a projection S. `fallbacks`
     counts, by the operation that was in the way, the shards of a mixed gradient whose tangent was
     not taken by forward mode. `resumed` counts the attempts that went on from a checkpoint.
+    Of a job with `transfer`, `transfer_error` is the largest ‖rounded − g‖ / ‖g‖ of a gradient g,
+    or of a sample's row of a parameter; `transfer_kept` names gradients that the format does not
+    hold, which came as they were; `weights_widened` counts `weights` that came in the format.
     `peak_memory_bytes` is the process's peak on a CPU (model included), the allocator's on CUDA.
     """
 
@@ -69,6 +72,10 @@ class Receipt(BaseModel):
     against: str | None = None
     projection_kind: str | None = None
     projection_error: float | None = None
+    transfer: str | None = None
+    transfer_error: float | None = None
+    transfer_kept: list[str] = []
+    weights_widened: int | None = None
     roads: dict[str, list[str]] | None = None
     loops: dict[str, str] | None = None
     seconds: Seconds
@@ -98,6 +105,10 @@ class Receipt(BaseModel):
             ("against the rows of", self.against),
             ("projection", self.projection_kind),
             ("error of its inner products", _rounded(self.projection_error)),
+            ("gradients came in", self.transfer),
+            ("rounding error", _rounded(self.transfer_error)),
+            ("gradients not rounded", len(self.transfer_kept) or None),
+            ("weights sent in it", self.weights_widened),
             ("unreached parameters", len(self.unreached)),
             ("mode, seed", f"{self.mode}, {self.seed}"),
             ("precision", self.precision),

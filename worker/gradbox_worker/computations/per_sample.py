@@ -21,7 +21,6 @@ from gradbox_worker.computations.engine_inputs import build_function
 from gradbox_worker.computations.factors import described, stored_rows
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import section
-from gradbox_worker.files.result_in_place import ResultOnDisk
 
 # The engine's budget is for pieces and, half as much, for the output gradients they are made of.
 ENGINE_SHARE = 0.5
@@ -87,7 +86,7 @@ def _shared(job: LoadedJob, spec: Spec, progress: _Progress, *, squeezed: bool) 
         "observer": progress,
         "checkpoints": job.checkpoints,
         "budget_bytes": int(job.result_memory_bytes * ENGINE_SHARE),
-        "sink": _DenseSink(job.result, progress, squeezed=squeezed) if dense else None,
+        "sink": _DenseSink(job, progress, squeezed=squeezed) if dense else None,
     }
 
 
@@ -109,23 +108,28 @@ class _Progress:
 
 
 class _DenseSink:
-    """Hands a dense result's pieces to its file."""
+    """Hands a dense result's pieces to its file, in the format of the job's transfer."""
 
-    def __init__(self, result: ResultOnDisk, progress: _Progress, *, squeezed: bool) -> None:
-        self._result, self._progress, self._squeezed = result, progress, squeezed
+    def __init__(self, job: LoadedJob, progress: _Progress, *, squeezed: bool) -> None:
+        self._result, self._rounding = job.result, job.rounding
+        self._progress, self._squeezed = progress, squeezed
 
     def begin(
         self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
     ) -> None:
         self._result.lay_out(
             {f"{GRADS}/{name}": shape for name, shape in shapes.items()},
-            {f"{GRADS}/{name}": dtype for name, dtype in dtypes.items()},
+            {
+                f"{GRADS}/{name}": self._rounding.stored_dtype(f"{GRADS}/{name}", dtype)
+                for name, dtype in dtypes.items()
+            },
             squeezed=self._squeezed,
         )
 
     def write(self, name: str, at: tuple[slice, slice, slice], piece: Tensor) -> None:
         self._progress.repeat()
-        self._result.write(f"{GRADS}/{name}", at, piece)
+        rows = self._rounding.rounded_rows(f"{GRADS}/{name}", piece)
+        self._result.write(f"{GRADS}/{name}", at, rows)
 
 
 def _computed(
