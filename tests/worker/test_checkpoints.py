@@ -95,7 +95,7 @@ def test_a_pace_of_zero_writes_one_after_every_shard(tmp_path: Path, clock: Cloc
 
 
 def test_another_attempt_knows_how_far_rows_were_rounded(tmp_path: Path) -> None:
-    rows = torch.tensor([[1 + 2**-9, 0.0], [1 + 2**-8, 1.0]])[:, None]
+    rows = torch.tensor([[1 + 2**-9, 0.0], [1 + 2**-9, 1.0]])[:, None]
     before, after = RoundedGradients("bf16"), RoundedGradients("bf16")
     before.rounded_rows("grads/w", rows)
     assert before.error == pytest.approx(2**-9 / (1 + 2**-9))
