@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from digits import classifier, load, report, shards
+from pictures import curves, wanted
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,7 +37,10 @@ class SupCon(nn.Module):
 
 
 def main() -> None:
+    picture = wanted(__doc__)
     x, labels = load(0, 300)
+    losses: list[float] = []
+    temperatures: list[float] = []
     model, loss = classifier(), SupCon()
     with GradClient() as client:
         for step in range(10):
@@ -58,7 +62,10 @@ def main() -> None:
             with torch.no_grad():
                 for name, parameter in named.items():
                     parameter -= 0.1 * result.grads[name][()]
+            losses.append(result.loss)
+            temperatures.append(float(loss.log_temperature.exp()))
             print(f"step {step}: loss {result.loss:.4f}")
+    curves(picture, {"loss": {"": losses}, "temperature": {"": temperatures}})
 
 
 if __name__ == "__main__":
