@@ -20,7 +20,8 @@ from gradbox.protocol.per_sample import (
     JacobianReduction,
     ProjectionKind,
 )
-from gradbox.tensors.tensor_bytes import Tensor, is_tensor, tensor_bytes
+from gradbox.protocol.spec_fields import Transfer
+from gradbox.tensors.tensor_bytes import Tensor, is_tensor, is_torch_importable, tensor_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,9 @@ class PerSample(Computation):
         wrt: globs over the names of parameters, and of modules, which stand for all parameters
             below them; by default every floating-point parameter.
         form: how an unreduced result is stored: "dense", "factored" (layer inputs and output
-            gradients in place of their products) or "auto", whichever is smaller for each layer.
+            gradients in place of their products) or "auto", whichever is smaller for each layer;
+            rows are read alike. Without torch on this machine "auto" is "dense", for factors are
+            multiplied out with torch, and so it is with `transfer`, which rounds rows alone.
         dim: the length of a projection, which `seed` names.
         kind: its matrix: "sketch" from factors, or "rademacher" (signs) and "gaussian", whose
             entries are independent and which cost more. The receipt's `projection_error` bounds
@@ -54,7 +57,7 @@ class PerSample(Computation):
     """
 
     wrt: str | Sequence[str] | None = None
-    form: Form = "dense"
+    form: Form = "auto"
     dim: int | None = None
     kind: ProjectionKind = "sketch"
     against: Job | GradResult | str | None = None
@@ -78,7 +81,6 @@ class PerSample(Computation):
     def shared_fields(self, uploads: Uploads) -> dict[str, Any]:
         return super().shared_fields(uploads) | {
             "wrt": None if self.wrt is None else listed(self.wrt),
-            "form": self.form,
             "dim": self.dim,
             "kind": self.kind,
             "against": self._against_job(),
@@ -90,6 +92,12 @@ class PerSample(Computation):
         if self.against is None or self.against_group is not None:
             return None
         return job_id_of(self.against)
+
+
+def _form_on_the_wire(form: Form, *, reduce: str, transfer: Transfer) -> Form:
+    """Return what the box is asked for: "auto" is "dense" where no factors can be stored."""
+    has_factors = reduce == "none" and transfer == "exact" and is_torch_importable()
+    return "dense" if form == "auto" and not has_factors else form
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,6 +158,7 @@ class PerSampleGradient(PerSample):
             "loss_inputs": refs,
             "against_loss_inputs": uploads.tensors(of_others),
             "reduce": self.reduce,
+            "form": _form_on_the_wire(self.form, reduce=self.reduce, transfer=self.transfer),
             "clip": self.clip,
         }
         return Submission(spec=checked(PerSampleGradientSpec, **fields), blobs=uploads.blobs)
@@ -202,6 +211,7 @@ class Jacobian(PerSample):
         fields = self.shared_fields(uploads) | {
             "computation": "jacobian",
             "reduce": self.reduce,
+            "form": _form_on_the_wire(self.form, reduce=self.reduce, transfer=self.transfer),
             "vectors": self._uploaded_vectors(uploads),
         }
         return Submission(spec=checked(JacobianSpec, **fields), blobs=uploads.blobs)

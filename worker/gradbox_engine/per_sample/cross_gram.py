@@ -27,11 +27,12 @@ from gradbox_factors import Factored
 class CrossGram(Collector):
     """J J'ᵀ, (B, Y, B', Y'), or its trace over outputs, (B, B')."""
 
-    whole = True
-
     def __init__(self, other: Factored, *, trace: bool) -> None:
         self._other, self._trace = other, trace
         self._parts: list[Tensor] = []
+
+    def whole(self, gradient_bytes: int) -> bool:
+        return True
 
     def begin(self, samples: int, outputs: int) -> None:
         super().begin(samples, outputs)
@@ -58,12 +59,13 @@ class CrossGram(Collector):
 class CrossGramOfShards(Collector):
     """The same with rows of this job: those of the first `others` samples are kept as factors."""
 
-    whole = True
-
     def __init__(self, others: int, *, trace: bool) -> None:
         self._num_others, self._trace = others, trace
         self._kept = KeepFactors(smaller=True)
         self._cross: CrossGram | None = None
+
+    def whole(self, gradient_bytes: int) -> bool:
+        return True
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
         if first_sample < self._num_others:
