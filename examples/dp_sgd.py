@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from gradbox import GradClient, PerSampleGradient
 
-CLIP = 1.0
+CLIP = 3.0
 NOISE = 0.5  # standard deviation of the noise, in units of CLIP
 LEARNING_RATE = 1.0
-NUM_STEPS = 10
+NUM_STEPS = 20
 
 
 def main() -> None:

@@ -50,11 +50,11 @@ def main() -> None:
     predicted = cross @ torch.linalg.solve(kernel + ridge, targets)
     accuracy = (predicted.argmax(1) == test_labels).double().mean()
     print(f"kernel regression by it gets {accuracy:.0%} of {len(test_x)} unseen digits right")
-    by_label = labels.argsort(stable=True)
+    by_label = labels.argsort(stable=True)[::2]
     matrices(
         picture,
         {
-            "kernel, training digits by label": kernel[by_label][:, by_label],
+            "kernel, every other training digit": kernel[by_label][:, by_label],
             "predicted, test digit × class": predicted[test_labels.argsort(stable=True)],
         },
     )

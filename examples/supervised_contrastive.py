@@ -43,7 +43,7 @@ def main() -> None:
     temperatures: list[float] = []
     model, loss = classifier(), SupCon()
     with GradClient() as client:
-        for step in range(10):
+        for step in range(20):
             weights = model.state_dict()
             job = Gradient(
                 model="digits",
@@ -61,7 +61,7 @@ def main() -> None:
                     report(f"the gradient of {name}", result.grads[name][()], expected)
             with torch.no_grad():
                 for name, parameter in named.items():
-                    parameter -= 0.1 * result.grads[name][()]
+                    parameter -= 0.05 * result.grads[name][()]
             losses.append(result.loss)
             temperatures.append(float(loss.log_temperature.exp()))
             print(f"step {step}: loss {result.loss:.4f}")
