@@ -110,7 +110,7 @@ def _slowest_answer_s(service: Service, *, until: Callable[[], bool]) -> float:
     return max(took)
 
 
-def answer_of(connection: socket.socket, *, within_s: float = 10.0) -> bytes:
+def answer_of(connection: socket.socket, *, within_s: float = 60.0) -> bytes:
     """Return all that the service says until it closes the connection or stays silent."""
     said = b""
     while select.select([connection], [], [], within_s)[0]:
