@@ -29,6 +29,7 @@ def running_box(folder: Path, *, registered: str | None = None) -> Iterator[tupl
     )
     command = [sys.executable, "-m", "gradbox", "up", "--port", "0", "--workers", "1"]
     command += ["--device", "cpu", "--data", str(folder / "data"), "--models", str(models)]
+    command += ["--no-spare"]  # its imports would slow what is shown
     # A group of its own: Ctrl-C comes here first, and the box is stopped in order.
     up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
