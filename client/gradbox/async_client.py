@@ -110,7 +110,7 @@ class AsyncGradClient:
         """Upload what the box does not have and post the job, as `GradClient.submit` does.
 
         Functions are traced before the first await, by the event loop's own thread. Many submits
-        may be gathered; a blob that several jobs need is sent once.
+        may be gathered; a large blob that several jobs need is sent once.
         """
         submission = computation.prepare()
         job = await self._calls.run_until_cancelled(

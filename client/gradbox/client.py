@@ -17,12 +17,15 @@ from gradbox.batch import Batch
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission
 from gradbox.errors import MissingBlobs, UnusableModel
-from gradbox.http.connection import Connection, Retry, parsed
+from gradbox.http.connection import Body, Connection, Retry, parsed
+from gradbox.http.posting import ACCEPT, Answered, Form, read_answer, small_ones
 from gradbox.http.upload import Uploader
-from gradbox.job import Job
+from gradbox.job import QUICK_S, Job
 from gradbox.progress import ProgressBar
 from gradbox.protocol import JobList, JobState, JobView, ModelList, ModelView
+from gradbox.results.result import GradResult
 from gradbox.settings import ClientSettings, find_settings
+from gradbox.tensors.blob import Blob
 from gradbox.tensors.tensor_bytes import Tensor
 from gradbox.waits import JobWaits
 
@@ -100,6 +103,18 @@ class GradClient:
             ServiceUnavailable: the box cannot be reached.
         """
         return self._send(computation.prepare(), progress=progress)
+
+    def run(self, computation: Computation, *, progress: bool | None = None) -> GradResult:
+        """Submit a job, wait for it and return its result.
+
+        A job that takes a moment, whose inputs and result are small, is one request and its answer.
+
+        Raises:
+            InvalidJob, Unauthorized, ServiceUnavailable: as for `submit`.
+            JobFailed, JobCancelled, ResultGone: as for `Job.result`.
+        """
+        job = self._send(computation.prepare(), progress=progress, wait_s=QUICK_S)
+        return job.result(progress=progress)
 
     def batch(self) -> Batch:
         """Return a context in which many jobs are submitted at a time; see `Batch`."""
@@ -253,17 +268,22 @@ class GradClient:
             progress=progress,
         )
 
+    def _models(self, method: str, path: str) -> ModelList:
+        return parsed(ModelList, self._connection.request(method, path))
+
     def _send(
         self,
         submission: Submission,
         *,
         progress: bool | None = None,
         stop: threading.Event | None = None,
+        wait_s: int = 0,
     ) -> Job:
         """Upload what the box does not have of a job, and post it.
 
         Args:
             stop: once it is set, no more is uploaded, and nothing is posted.
+            wait_s: how long the box may wait for the job's end before it answers.
 
         Raises:
             concurrent.futures.CancelledError: `stop` was set.
@@ -271,27 +291,34 @@ class GradClient:
         body = submission.spec.model_dump_json().encode()
         key = str(uuid.uuid4())
         title = submission.spec.name or "inputs"
+        small = small_ones(self._uploader.missing(submission.blobs), job_bytes=len(body))
+        large = [blob for blob in submission.blobs if blob not in small]
         with ProgressBar(title, shown=progress) as bar:
-            upload = partial(
-                self._uploader.upload, submission.blobs, on_bytes=bar.show_upload, stop=stop
-            )
-            upload()
+            upload = partial(self._uploader.upload, on_bytes=bar.show_upload, stop=stop)
+            upload(large)
             try:
-                view = self._post(body, key)
+                answered = self._post(body, key, small, wait_s=wait_s)
             except MissingBlobs:
                 # The box's owner removed blobs since this client saw them there.
                 self._uploader.forget()
-                upload()
-                view = self._post(body, key)
-        return self._handle(view)
+                upload(submission.blobs)
+                answered = self._post(body, key, (), wait_s=wait_s)
+        self._uploader.note(small)
+        return Job(self._connection, answered.view, waits=self._waits, result=answered.result)
 
-    def _models(self, method: str, path: str) -> ModelList:
-        return parsed(ModelList, self._connection.request(method, path))
-
-    def _post(self, body: bytes, key: str) -> JobView:
-        headers = {"Idempotency-Key": key, "Content-Type": "application/json"}
-        answer = self._connection.request("POST", "/v1/jobs", body=lambda: [body], headers=headers)
-        return parsed(JobView, answer)
+    def _post(self, job: bytes, key: str, blobs: Sequence[Blob], *, wait_s: int) -> Answered:
+        """Post a job with blobs; repeated until it is answered, it is one job all the same."""
+        form = Form.of(job, blobs)
+        body: Body = form.body if blobs else lambda: [job]
+        headers = {
+            "Accept": ACCEPT,
+            "Content-Type": form.content_type if blobs else "application/json",
+            "Idempotency-Key": key,
+        }
+        answer = self._connection.request(
+            "POST", "/v1/jobs", body=body, headers=headers, wait_s=wait_s
+        )
+        return read_answer(answer)
 
     def _handle(self, view: JobView) -> Job:
         return Job(self._connection, view, waits=self._waits)

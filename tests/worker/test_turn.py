@@ -317,15 +317,29 @@ def test_frequent_progress_is_thinned_out(box: Box) -> None:
     job = box.submit(box.spec(shards_of(1)))
 
     def script(work: Work, supervision: Supervision) -> Outcome:
+        time.sleep(0.05)
         for done in range(1000):
             supervision.progress("forward", done, 1000)
         supervision.progress("cotangents", 0, 1)
         return FINISHED
 
-    turn = dataclasses.replace(runner(box, script), patience=Patience())
+    turn = dataclasses.replace(runner(box, script), patience=Patience(progress_s=0.05))
     turn.run(job)
     kinds = [event.kind for event in box.backing.records.events(job)]
     assert 2 <= kinds.count("progress") < 10
+
+
+def test_a_quick_job_tells_no_progress(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+
+    def script(work: Work, supervision: Supervision) -> Outcome:
+        for phase in ("forward", "cotangents", "replay"):
+            supervision.progress(phase, 0, 1)
+        return FINISHED
+
+    dataclasses.replace(runner(box, script), patience=Patience(progress_s=60.0)).run(job)
+    kinds = [event.kind for event in box.backing.records.events(job)]
+    assert kinds == ["state", "state", "state"]
 
 
 def test_a_restarted_worker_takes_back_what_it_held(box: Box) -> None:

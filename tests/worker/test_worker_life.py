@@ -54,7 +54,8 @@ def test_the_task_that_the_service_names_is_there() -> None:
 
 def test_a_worker_killed_with_its_device_takes_its_job_up_again_at_once(box: Box) -> None:
     box.order("sleep")
-    with running_worker(box) as victim:
+    # Its lease would hold for longer than this test waits.
+    with running_worker(box, "--lease-s", "600") as victim:
         job = box.submit(box.spec(shards_of(1) * 1000))
         box.wait(job, running)
         device = victim.child_pid
@@ -64,7 +65,7 @@ def test_a_worker_killed_with_its_device_takes_its_job_up_again_at_once(box: Box
     (box.folder / "order").unlink()
     assert box.record(job).state is JobState.RUNNING
     with running_worker(box) as restarted:
-        record = box.wait(job, timeout_s=10)
+        record = box.wait(job)
         assert (record.state, record.attempt, record.losses) == (JobState.DONE, 2, 1)
         assert restarted.stop() == 0
 
@@ -78,7 +79,7 @@ def test_another_worker_takes_the_job_when_the_lease_has_run_out(box: Box) -> No
             victim.process.kill()
             victim.process.wait()
             (box.folder / "order").unlink()
-            record = box.wait(job, timeout_s=15)
+            record = box.wait(job)
             assert (record.state, record.worker, record.losses) == (JobState.DONE, "heir", 1)
             assert heir.process.poll() is None
 

@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import contextmanager
 
+import anyio
 import anyio.to_thread
 import redis
 
 from gradbox.protocol import JobState
-from gradbox_service.jobs import Change, Event, Records
+from gradbox_service.jobs import Change, Event, JobRecord, Records
 from gradbox_service.repeating_thread import RepeatingThread
 
 log = logging.getLogger(__name__)
@@ -75,10 +76,7 @@ class Hub(RepeatingThread):
         self, job_id: str, *, after: str | None, listener: str = ""
     ) -> AsyncIterator[Event]:
         """Yield the job's events behind `after`; end after the final one, or on `close`."""
-        bell = asyncio.Event()
-        self._num_open[listener] += 1
-        self._listeners.setdefault(job_id, set()).add(bell)
-        try:
+        with self.counted(listener), self._bell(job_id) as bell:
             while not self._stopping.is_set():
                 bell.clear()
                 ended, events = await anyio.to_thread.run_sync(self._news, job_id, after)
@@ -87,15 +85,45 @@ class Hub(RepeatingThread):
                     after = event.id
                 if ended or any(event.final for event in events):
                     return
-                try:
-                    await asyncio.wait_for(bell.wait(), REREAD_S)
-                except TimeoutError:
-                    continue
+                await _rung(bell)
+
+    async def ended(self, record: JobRecord, *, within_s: float, listener: str = "") -> JobRecord:
+        """Return the job's record at its end; as it is once `within_s` is over, or on `close`.
+
+        The wait takes no thread, and counts as an open stream.
+        """
+        with (
+            self.counted(listener),
+            self._bell(record.id) as bell,
+            anyio.move_on_after(within_s),
+        ):
+            while not self._stopping.is_set():
+                bell.clear()
+                record = await anyio.to_thread.run_sync(self._newest, record)
+                if record.state.final:
+                    break
+                await _rung(bell)
+        return record
+
+    @contextmanager
+    def _bell(self, job_id: str) -> Iterator[asyncio.Event]:
+        """Give an event that is set whenever the job has something new."""
+        bell = asyncio.Event()
+        self._listeners.setdefault(job_id, set()).add(bell)
+        try:
+            yield bell
         finally:
-            self._num_open[listener] -= 1
             self._listeners[job_id].discard(bell)
             if not self._listeners[job_id]:
                 del self._listeners[job_id]
+
+    def _newest(self, record: JobRecord) -> JobRecord:
+        """Return the record as it is now; as it was if it cannot be read."""
+        try:
+            return self._records.get(record.id) or record
+        except redis.RedisError as error:
+            log.warning("job %s cannot be read (%s); trying again", record.id, error)
+            return record
 
     def _news(self, job_id: str, after: str | None) -> tuple[bool, Collection[Event]]:
         """Return whether nothing will follow, and the events behind `after`."""
@@ -130,3 +158,9 @@ class Hub(RepeatingThread):
         for job_id in job_ids:
             for bell in self._listeners.get(job_id, ()):
                 bell.set()
+
+
+async def _rung(bell: asyncio.Event) -> None:
+    """Wait for the bell, or for as long as it may have been missed."""
+    with anyio.move_on_after(REREAD_S):
+        await bell.wait()

@@ -39,17 +39,8 @@ MAX_CHANGES = 10_000
 def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     """Store a record in place of its predecessor, and tell those who watch the job."""
     pipe.set(job_key(after.id), after.to_json())
-    if after.state.final:
-        pipe.zrem(ACTIVE, after.id)
-        pipe.zadd(ENDED, {after.id: after.finished_s or after.created_s})
-    else:
-        pipe.zadd(ACTIVE, {after.id: after.created_s})
     if before is None or before.state is not after.state:
-        if before is not None:
-            pipe.zrem(state_key(before.owner, before.state), after.id)
-        pipe.zadd(state_key(after.owner, after.state), {after.id: after.created_s})
-        if after.state is not JobState.QUEUED:
-            pipe.hdel(PLACES, after.id)
+        _index(pipe, before, after)
     count_result(pipe, after.owner, after.result_bytes - (before.result_bytes if before else 0))
     charge = usage.charge_of(before, after, now_s=time.time())
     if charge is not None:
@@ -57,6 +48,20 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     event = event_of(before, after)
     tell(pipe, after.id, event)
     ring(pipe, after.id, event.kind)
+
+
+def _index(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
+    """Move a job whose state is new into the indices of that state."""
+    if before is not None:
+        pipe.zrem(state_key(before.owner, before.state), after.id)
+    pipe.zadd(state_key(after.owner, after.state), {after.id: after.created_s})
+    if after.state.final:
+        pipe.zrem(ACTIVE, after.id)
+        pipe.zadd(ENDED, {after.id: after.finished_s or after.created_s})
+    elif before is None:
+        pipe.zadd(ACTIVE, {after.id: after.created_s})
+    if after.state is not JobState.QUEUED and (before is None or before.state is JobState.QUEUED):
+        pipe.hdel(PLACES, after.id)
 
 
 def erase(pipe: Pipeline, record: JobRecord) -> None:
