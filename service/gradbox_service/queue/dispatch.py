@@ -85,6 +85,7 @@ class Dispatcher(RepeatingThread):
         self._passed_by: dict[str, int] = {}
         self._held_at = -LEADER_TTL_S
         self._leases_read_at = -TICK_S
+        self._synced = False  # whether the changes were read right before
         # Until when leases may have run out because nobody could renew them, by the same clock.
         self._beats_late_until = 0.0
 
@@ -96,7 +97,9 @@ class Dispatcher(RepeatingThread):
         """
         if not self._lead():
             return
-        self.jobs.sync()
+        if not self._synced:
+            self.jobs.sync()
+        self._synced = False
         if leases and time.monotonic() >= self._beats_late_until:
             self._leases_read_at = time.monotonic()
             self._put_back_lost()
@@ -115,11 +118,11 @@ class Dispatcher(RepeatingThread):
             self._wait()
         except redis.RedisError as error:
             self._beats_late_until = time.monotonic() + REFUSED_GRACE_S
-            self.jobs.forget()
+            self._forget()
             log.warning("Redis does not do its part (%s); trying again", error)
             self._stopping.wait(TICK_S)
         except Exception:
-            self.jobs.forget()  # what was half done is read again
+            self._forget()  # what was half done is read again
             raise
 
     def _run(self) -> None:
@@ -135,10 +138,14 @@ class Dispatcher(RepeatingThread):
             return True
         held = self._leadership.hold(ttl_s=LEADER_TTL_S)
         if not (self.leads and held):
-            self.jobs.forget()  # others may have changed what is in memory
+            self._forget()  # others may have changed what is in memory
             self._seen.clear()
         self.leads, self._held_at = held, now
         return held
+
+    def _forget(self) -> None:
+        self.jobs.forget()
+        self._synced = False
 
     def _wait(self) -> None:
         """Wait until a job's state changes, or for one tick."""
@@ -147,7 +154,11 @@ class Dispatcher(RepeatingThread):
             return
         deadline = time.monotonic() + TICK_S
         while (left := deadline - time.monotonic()) > 0:
-            if self._stopping.is_set() or self.jobs.sync(wait_s=left):
+            if self._stopping.is_set():
+                return
+            something_new = self.jobs.sync(wait_s=left)
+            self._synced = True
+            if something_new:
                 return
 
     def _put_back_lost(self) -> None:
@@ -166,6 +177,8 @@ class Dispatcher(RepeatingThread):
         self.jobs.read([record.id for record in lost])
 
     def _feed(self) -> None:
+        if not self.jobs.waiting and not self.jobs.fed:
+            return
         hands_out = self._operation.read().mode is OperationMode.RUNNING
         if not hands_out:
             self._turns.take_back()
@@ -191,9 +204,7 @@ class Dispatcher(RepeatingThread):
         """Return the turns in the list that count; take back the jobs whose turn was lost."""
         now = time.monotonic()
         in_list = [turn for turn in dict.fromkeys(self._turns.waiting()) if self._counts(turn)]
-        for turn in (*in_list, *self._turns.started()):
-            if self._counts(turn):
-                self._seen[turn] = now
+        self._seen |= dict.fromkeys(in_list, now)
         self._seen = {
             turn: seen
             for turn, seen in self._seen.items()

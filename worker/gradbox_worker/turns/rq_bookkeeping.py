@@ -4,12 +4,12 @@ A turn is a job of RQ whose record is ours, so RQ's own results, dependents, cal
 executions are of no use; left as they are, they are 75 commands a turn, most of them each a round
 trip. What is kept:
 
-    rq:wip:QUEUE            a taken turn, which the dispatcher reads and RQ's maintenance ends
+    rq:queue:QUEUE          the turns that wait, and rq:job:ID what each of them runs
     QUEUE:intermediate      a turn between dequeuing and begin, which RQ's maintenance takes back
-    rq:worker:NAME          the worker's state, current job and heartbeat, as `rq info` shows them
-    rq:execution:…          written by the heartbeats of turns that take a while
+    rq:worker:NAME          the worker's state and heartbeat, as `rq info` shows them
 
-What is here is lost without harm, like a turn itself; so pipelines are no transactions.
+A turn that is begun is forgotten: from then on the job's record and its lease say who has it. What
+is here is lost without harm, like a turn itself; so pipelines are no transactions.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from uuid import uuid4
 
 from redis.client import Pipeline
 from rq import SimpleWorker
-from rq.executions import Execution, ExecutionRegistry
+from rq.executions import Execution
 from rq.job import Job
 from rq.queue import Queue
-from rq.registry import StartedJobRegistry
 from rq.utils import now
 from rq.worker.base import WorkerStatus
 
@@ -33,23 +32,29 @@ BETWEEN_S: Final = 1.0
 
 
 class BookkeepingWorker(SimpleWorker):
-    """A worker of RQ for turns: quick jobs without results, dependents or callbacks."""
+    """A worker of RQ for turns: jobs without results, dependents or callbacks."""
 
+    _told_state = ""
     _heartbeat_s = -BETWEEN_S
     _suspension_s = -BETWEEN_S
 
     def set_state(self, state: str, pipeline: Pipeline | None = None) -> None:
-        """Say what the worker does, if that is new."""
-        if pipeline is not None or state != self.get_state():
+        """Note what the worker does, and tell it if that is new."""
+        self._state = state
+        if state != self._told_state:
             super().set_state(state, pipeline=pipeline)
+            self._told_state = state
 
     def heartbeat(self, timeout: int | None = None, pipeline: Pipeline | None = None) -> None:
         """Say that the worker lives, if it has not said so within the second."""
-        if pipeline is not None:
+        if time.monotonic() - self._heartbeat_s >= BETWEEN_S:
             super().heartbeat(timeout, pipeline)
-        elif time.monotonic() - self._heartbeat_s >= BETWEEN_S:
-            super().heartbeat(timeout)
             self._heartbeat_s = time.monotonic()
+
+    def maintain_heartbeats(self, job: Job) -> None:
+        """Say so within a turn that takes a while, and that the worker is busy."""
+        self.set_state(WorkerStatus.BUSY)
+        self.heartbeat()
 
     def check_for_suspension(self, burst: bool) -> None:
         """Wait while workers are suspended, as looked up within the second."""
@@ -58,36 +63,26 @@ class BookkeepingWorker(SimpleWorker):
             self._suspension_s = time.monotonic()
 
     def prepare_execution(self, job: Job) -> Execution:
-        """Note the turn as taken, and no longer as on its way to a worker."""
-        self.execution = Execution(uuid4().hex, job.id, self.connection, worker_name=self.name)
-        fields: dict[Any, Any] = {"state": WorkerStatus.BUSY.value, "current_job": job.id}
+        """Forget the turn: it is this worker's."""
         with self.connection.pipeline(transaction=False) as pipe:
-            ttl_s = self.get_heartbeat_ttl(job)
-            job.started_job_registry.add_execution(self.execution, pipeline=pipe, ttl=ttl_s)
             pipe.lrem(self.queues[0].intermediate_queue_key, 1, job.id)
-            pipe.hset(self.key, mapping=fields)
+            pipe.delete(job.key)
             pipe.execute()
-        self._state = WorkerStatus.BUSY
-        return self.execution
+        self._state = WorkerStatus.BUSY  # told by the first heartbeat of a turn that has one
+        return Execution(uuid4().hex, job.id, self.connection, worker_name=self.name)
 
     def prepare_job_execution(self, job: Job, remove_from_intermediate_queue: bool = False) -> None:
-        """Do nothing more: `prepare_execution` has done what there is to do."""
+        """Do nothing more."""
 
     def handle_execution_ended(self, job: Job, queue: Queue, heartbeat_ttl: int) -> None:
-        """Note the end here: the job's hash is about to be deleted."""
+        """Note the end here alone."""
         job.ended_at = now()
 
-    def handle_job_success(
-        self, job: Job, queue: Queue, started_job_registry: StartedJobRegistry
+    def handle_job_success(self, job: Job, queue: Queue, started_job_registry: Any) -> None:
+        """Do nothing: the job's record says how it ended."""
+
+    def handle_job_failure(
+        self, job: Job, queue: Queue, started_job_registry: Any = None, exc_string: str = ""
     ) -> None:
-        """Remove all that RQ knows of the turn."""
-        execution = self.execution
-        assert execution is not None  # since prepare_execution
-        executions = ExecutionRegistry(job_id=job.id, connection=self.connection)
-        with self.connection.pipeline(transaction=False) as pipe:
-            pipe.zrem(started_job_registry.key, execution.composite_key)
-            pipe.delete(job.key, execution.key, executions.key)
-            pipe.hset(self.key, "state", WorkerStatus.IDLE.value)
-            pipe.hdel(self.key, "current_job")
-            pipe.execute()
-        self.execution, self._state = None, WorkerStatus.IDLE
+        """Forget a turn that was not begun; the dispatcher feeds another."""
+        self.connection.delete(job.key)
