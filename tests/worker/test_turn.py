@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -55,8 +56,8 @@ class ScriptedDevice:
 class LosesAnswers(MemoryRecords):
     """The first change to `done` is made, and its answer lost.
 
-    redis-py makes a `WatchError` of that, behind which `RedisRecords` finds that the transition
-    applies no more; if it cannot connect again, it raises.
+    redis-py sends the script again, and `RedisRecords` finds that the transition applies no more;
+    if it cannot connect again, it raises.
     """
 
     def __init__(self, error: Exception | None) -> None:
@@ -64,10 +65,8 @@ class LosesAnswers(MemoryRecords):
         self.lost = False
         self._error = error
 
-    def update(
-        self, job_id: str, transition: Transition, *, lease_s: float | None = None
-    ) -> JobRecord | None:
-        after = super().update(job_id, transition, lease_s=lease_s)
+    def update(self, job_id: str, transition: Transition, **given: Any) -> JobRecord | None:
+        after = super().update(job_id, transition, **given)
         if self.lost or after is None or after.state is not JobState.DONE:
             return after
         self.lost = True

@@ -80,8 +80,9 @@ def post(
         owners=box.owners,
     )
     check_queue(caller.name, records=box.records, settings=settings)
-    take_blobs(blobs or {}, owner=caller.name, box=box, settings=settings)
-    own = OwnBlobs(caller.name, blobs=box.blobs, owners=box.owners)
+    sent = blobs or {}
+    take_blobs(sent, owner=caller.name, box=box, settings=settings)
+    own = OwnBlobs(caller.name, blobs=box.blobs, owners=box.owners, sent=sent)
     model = admit(spec, fleet=box.fleet, blobs=own)
     check_against(spec, model=model, owner=caller.name, box=box)
     if forward is not None and isinstance(posted, CotangentGradientSpec):

@@ -24,12 +24,9 @@ def take_blobs(blobs: Mapping[str, bytes], *, owner: str, box: Backing, settings
     """
     for digest, content in blobs.items():
         _check(digest, content, limit_bytes=settings.max_blob_bytes)
-    owned = box.owners.owned_among(owner, blobs)
-    new = {
-        digest: content
-        for digest, content in blobs.items()
-        if digest not in owned or box.blobs.size_bytes(digest) is None
-    }
+    stored = [digest for digest in blobs if box.blobs.size_bytes(digest) is not None]
+    owned = box.owners.owned_among(owner, stored)
+    new = {digest: content for digest, content in blobs.items() if digest not in owned}
     if not new:
         return
     check_quota(

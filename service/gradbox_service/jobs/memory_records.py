@@ -113,7 +113,12 @@ class MemoryRecords:
         return [record.id for record in self.active()]
 
     def update(
-        self, job_id: str, transition: Transition, *, lease_s: float | None = None
+        self,
+        job_id: str,
+        transition: Transition,
+        *,
+        lease_s: float | None = None,
+        seen: JobRecord | None = None,
     ) -> JobRecord | None:
         with self._changed:
             before = self._records.get(job_id)

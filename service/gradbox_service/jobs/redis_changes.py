@@ -1,6 +1,6 @@
 """How a change of a record is written to Redis: record, indices, sums, use, event and doorbell.
 
-Each function that takes a pipeline appends commands to it; its caller has put it into MULTI.
+Each function that takes a pipeline appends commands to it; its caller sends them as a transaction.
 `event_in` and `change_in` read the entries of the two streams back.
 """
 
@@ -52,9 +52,12 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
 
 def _index(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     """Move a job whose state is new into the indices of that state."""
-    if before is not None:
-        pipe.zrem(state_key(before.owner, before.state), after.id)
-    pipe.zadd(state_key(after.owner, after.state), {after.id: after.created_s})
+    index = index_key(after.owner, after.state)
+    former = None if before is None else index_key(before.owner, before.state)
+    if index != former:
+        if former is not None:
+            pipe.zrem(former, after.id)
+        pipe.zadd(index, {after.id: after.created_s})
     if after.state.final:
         pipe.zrem(ACTIVE, after.id)
         pipe.zadd(ENDED, {after.id: after.finished_s or after.created_s})
@@ -68,7 +71,7 @@ def erase(pipe: Pipeline, record: JobRecord) -> None:
     """Remove all that is stored of a job."""
     pipe.delete(job_key(record.id), spec_key(record.id), events_key(record.id))
     pipe.hdel(PLACES, record.id)
-    for index in (ACTIVE, ENDED, owner_key(record.owner), state_key(record.owner, record.state)):
+    for index in (ACTIVE, ENDED, owner_key(record.owner), index_key(record.owner, record.state)):
         pipe.zrem(index, record.id)
     count_result(pipe, record.owner, -record.result_bytes)
 
@@ -142,8 +145,12 @@ def events_key(job_id: str) -> str:
     return f"gradbox:events:{job_id}"
 
 
-def state_key(owner: str, state: JobState) -> str:
-    return f"gradbox:{state}:{owner}"
+def index_key(owner: str, state: JobState) -> str:
+    """Return the index of an owner's jobs in a state; those that wait and those that run share one.
+
+    A job changes between the two with every attempt, and few are in them.
+    """
+    return f"gradbox:{state if state.final else 'active'}:{owner}"
 
 
 def owner_key(owner: str) -> str:

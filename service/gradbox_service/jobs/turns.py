@@ -54,17 +54,18 @@ class RqTurns:
     def feed(self, turn: Turn) -> None:
         # The same turn may be fed twice. RQ must not take the second for the first, so each has an
         # id of its own.
+        job = self._queue.create_job(
+            TASK,
+            args=[turn.job_id],
+            job_id=f"{turn.job_id}-{turn.attempt}-{secrets.token_hex(4)}",
+            timeout=NO_TIMEOUT,
+            result_ttl=0,
+            description=f"attempt {turn.attempt} of job {turn.job_id}",
+        )
         # The id is pushed last: half of this is a turn that nobody takes.
         with self._redis.pipeline(transaction=False) as pipe:
-            self._queue.enqueue_call(
-                TASK,
-                args=[turn.job_id],
-                job_id=f"{turn.job_id}-{turn.attempt}-{secrets.token_hex(4)}",
-                timeout=NO_TIMEOUT,
-                result_ttl=0,
-                description=f"attempt {turn.attempt} of job {turn.job_id}",
-                pipeline=pipe,
-            )
+            job.save(pipeline=pipe)
+            self._queue.push_job_id(job.id, pipeline=pipe)
             pipe.execute()
 
     def take_back(self) -> None:

@@ -86,6 +86,9 @@ class Dispatcher(RepeatingThread):
         self._held_at = -LEADER_TTL_S
         self._leases_read_at = -TICK_S
         self._synced = False  # whether the changes were read right before
+        self._hands_out = True
+        self._workers: Sequence[WorkerPresence] = ()
+        self._box_read_at = -TICK_S
         # Until when leases may have run out because nobody could renew them, by the same clock.
         self._beats_late_until = 0.0
 
@@ -99,6 +102,7 @@ class Dispatcher(RepeatingThread):
             return
         if not self._synced:
             self.jobs.sync()
+            self._box_read_at = -TICK_S
         self._synced = False
         if leases and time.monotonic() >= self._beats_late_until:
             self._leases_read_at = time.monotonic()
@@ -179,15 +183,14 @@ class Dispatcher(RepeatingThread):
     def _feed(self) -> None:
         if not self.jobs.waiting and not self.jobs.fed:
             return
-        hands_out = self._operation.read().mode is OperationMode.RUNNING
-        if not hands_out:
+        self._read_box()
+        if not self._hands_out:
             self._turns.take_back()
             self._seen.clear()
         in_list = self._note_turns()
-        workers = self._fleet.workers()
-        idle = [worker for worker in workers if worker.state == "idle"]
-        room = max(1, len(idle)) - len(in_list) if hands_out else 0
-        warm = _on_devices(idle or workers)
+        idle = [worker for worker in self._workers if worker.state == "idle"]
+        room = max(1, len(idle)) - len(in_list) if self._hands_out else 0
+        warm = _on_devices(idle or self._workers)
         for _ in range(room):
             record = self._next(warm)
             if record is None:
@@ -198,7 +201,15 @@ class Dispatcher(RepeatingThread):
             self.jobs.feed(record)
             in_list.append(turn)
         fed = sorted(self.jobs.fed, key=lambda r: _turn_of(r) in in_list)
-        self._places.tell(self.jobs, next_up=fed, num_workers=len(workers))
+        self._places.tell(self.jobs, next_up=fed, num_workers=len(self._workers))
+
+    def _read_box(self) -> None:
+        """Read whether jobs are handed out, and who lives; not with every job, unless told to."""
+        told, self.jobs.box_changed = self.jobs.box_changed, False
+        if told or time.monotonic() - self._box_read_at >= TICK_S:
+            self._box_read_at = time.monotonic()
+            self._hands_out = self._operation.read().mode is OperationMode.RUNNING
+            self._workers = self._fleet.workers()
 
     def _note_turns(self) -> list[Turn]:
         """Return the turns in the list that count; take back the jobs whose turn was lost."""

@@ -23,11 +23,10 @@ SIZE = b"size_bytes"
 OWNER = b"owner:"
 # KEYS: the blob, the sums; ARGV: the owner, the size, the owner's field. May be repeated.
 CLAIM = """
-if redis.call('EXISTS', KEYS[1]) == 0 then
-    redis.call('HSET', KEYS[1], 'first', ARGV[1], 'size_bytes', ARGV[2])
+if redis.call('HSETNX', KEYS[1], 'first', ARGV[1]) == 1 then
     redis.call('HINCRBY', KEYS[2], ARGV[1], ARGV[2])
 end
-redis.call('HSET', KEYS[1], ARGV[3], 1)
+redis.call('HSET', KEYS[1], 'size_bytes', ARGV[2], ARGV[3], 1)
 """
 # Digests asked about in one round trip.
 ASKED_AT_ONCE = 1000

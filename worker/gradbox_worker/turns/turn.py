@@ -194,7 +194,8 @@ class TurnRunner:
         """
         while True:
             try:
-                return self.records.update(held.id, transition) or self._done_before(held)
+                after = self.records.update(held.id, transition, seen=held)
+                return after or self._done_before(held)
             except redis.RedisError as error:
                 if not store_refuses(error) or self.leaving():
                     raise
