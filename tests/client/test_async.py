@@ -84,6 +84,15 @@ def test_a_job_of_the_plain_client_can_be_awaited(twin: TestBox) -> None:
         assert ran(main) == client.submit(gradient()).result(WAIT_S).loss
 
 
+def test_a_task_runs_a_job(twin: TestBox) -> None:
+    async def main() -> float:
+        async with async_client(twin) as client:
+            return (await client.run(gradient())).loss
+
+    with twin.client() as client:
+        assert ran(main) == client.run(gradient()).loss
+
+
 def test_many_jobs_are_gathered(twin: TestBox, uploads: list[str]) -> None:
     constant = torch.randn(30_000, 5).double()  # more than comes with a job in one body
     computations = [

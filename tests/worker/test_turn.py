@@ -72,7 +72,7 @@ class LosesAnswers(MemoryRecords):
         self.lost = True
         if self._error is not None:
             raise self._error
-        return super().update(job_id, transition, lease_s=lease_s)
+        return super().update(job_id, transition, **given)
 
 
 @pytest.fixture
