@@ -29,6 +29,9 @@ WAIT_S = 0.25
 # A listener reads on its own after this long: what the doorbell lost while Redis was away.
 REREAD_S = 5.0
 
+# By the id of a job: those who wait for something new about it.
+Bells = dict[str, set[asyncio.Event]]
+
 
 class Hub(RepeatingThread):
     """Reads which jobs have new events, and wakes their listeners."""
@@ -44,7 +47,8 @@ class Hub(RepeatingThread):
         super().__init__("event reader", failed_pause_s=WAIT_S)
         self._records = records
         self._also_tell = also_tell
-        self._listeners: dict[str, set[asyncio.Event]] = {}
+        self._listeners: Bells = {}
+        self._waiting: Bells = {}  # for the end alone
         self._num_open: Counter[str] = Counter()  # by who listens
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cursor: str | None = None
@@ -57,7 +61,8 @@ class Hub(RepeatingThread):
     def close(self) -> None:
         """End every listener and the reader. May be called twice."""
         super().close()
-        self._wake(list(self._listeners))
+        for bells in (self._listeners, self._waiting):
+            _ring(bells, list(bells))
 
     def num_open(self, listener: str) -> int:
         """Return how many streams somebody has open."""
@@ -76,7 +81,7 @@ class Hub(RepeatingThread):
         self, job_id: str, *, after: str | None, listener: str = ""
     ) -> AsyncIterator[Event]:
         """Yield the job's events behind `after`; end after the final one, or on `close`."""
-        with self.counted(listener), self._bell(job_id) as bell:
+        with self.counted(listener), _bell(self._listeners, job_id) as bell:
             while not self._stopping.is_set():
                 bell.clear()
                 ended, events = await anyio.to_thread.run_sync(self._news, job_id, after)
@@ -94,7 +99,7 @@ class Hub(RepeatingThread):
         """
         with (
             self.counted(listener),
-            self._bell(record.id) as bell,
+            _bell(self._waiting, record.id) as bell,
             anyio.move_on_after(within_s),
         ):
             while not self._stopping.is_set():
@@ -104,18 +109,6 @@ class Hub(RepeatingThread):
                     break
                 await _rung(bell)
         return record
-
-    @contextmanager
-    def _bell(self, job_id: str) -> Iterator[asyncio.Event]:
-        """Give an event that is set whenever the job has something new."""
-        bell = asyncio.Event()
-        self._listeners.setdefault(job_id, set()).add(bell)
-        try:
-            yield bell
-        finally:
-            self._listeners[job_id].discard(bell)
-            if not self._listeners[job_id]:
-                del self._listeners[job_id]
 
     def _newest(self, record: JobRecord) -> JobRecord:
         """Return the record as it is now; as it was if it cannot be read."""
@@ -150,14 +143,29 @@ class Hub(RepeatingThread):
             self._loop.call_soon_threadsafe(self._spread, changes)
 
     def _spread(self, changes: Collection[Change]) -> None:
-        self._wake({change.job_id for change in changes})
+        _ring(self._listeners, {change.job_id for change in changes})
+        _ring(self._waiting, {change.job_id for change in changes if change.final})
         if self._also_tell is not None:
             self._also_tell(changes)
 
-    def _wake(self, job_ids: Collection[str]) -> None:
-        for job_id in job_ids:
-            for bell in self._listeners.get(job_id, ()):
-                bell.set()
+
+@contextmanager
+def _bell(bells: Bells, job_id: str) -> Iterator[asyncio.Event]:
+    """Give an event that is set when the job's bells are rung."""
+    bell = asyncio.Event()
+    bells.setdefault(job_id, set()).add(bell)
+    try:
+        yield bell
+    finally:
+        bells[job_id].discard(bell)
+        if not bells[job_id]:
+            del bells[job_id]
+
+
+def _ring(bells: Bells, job_ids: Collection[str]) -> None:
+    for job_id in job_ids:
+        for bell in bells.get(job_id, ()):
+            bell.set()
 
 
 async def _rung(bell: asyncio.Event) -> None:

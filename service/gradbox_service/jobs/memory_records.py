@@ -221,7 +221,7 @@ class MemoryRecords:
             self.usage.add(charge)
         event = event_of(before, after)
         self._tell(after.id, event)
-        self._ring(Change(after.id, event.kind))
+        self._ring(Change(after.id, event.kind, final=event.final))
 
     def _tell(self, job_id: str, event: Event) -> None:
         self._ticks += 1

@@ -41,12 +41,15 @@ class Event:
 class Change:
     """Says that something about a job is new; what it is stands in the job's own stream.
 
+    `final` is set where the job has ended.
+
     Three are about no job: `worker`, that one announced something, `wake`, which ends every wait,
     and `missed`, that changes were trimmed before this reader came to them.
     """
 
     job_id: str
     kind: Literal["state", "progress", "position", "worker", "wake", "missed"]
+    final: bool = False
 
 
 class Mark(NamedTuple):

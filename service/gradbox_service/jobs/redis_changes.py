@@ -47,7 +47,7 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
         usage.write(pipe, charge)
     event = event_of(before, after)
     tell(pipe, after.id, event)
-    ring(pipe, after.id, event.kind)
+    ring(pipe, after.id, event.kind, final=event.final)
 
 
 def _index(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
@@ -98,9 +98,10 @@ def tell(pipe: Pipeline, job_id: str, event: Event) -> None:
     pipe.xadd(events_key(job_id), fields, maxlen=MAX_EVENTS, approximate=True)
 
 
-def ring(pipe: Pipeline, job_id: str, kind: str) -> None:
-    """Say to all readers that the job has something new."""
-    pipe.xadd(CHANGES, {"job": job_id, "kind": kind}, maxlen=MAX_CHANGES, approximate=True)
+def ring(pipe: Pipeline, job_id: str, kind: str, *, final: bool = False) -> None:
+    """Say to all readers that the job has something new, or has ended."""
+    fields: dict[Any, Any] = {"job": job_id, "kind": kind, "final": int(final)}
+    pipe.xadd(CHANGES, fields, maxlen=MAX_CHANGES, approximate=True)
 
 
 def grant(pipe: Pipeline, job_id: str, *, attempt: int, lease_s: float) -> None:
@@ -121,7 +122,8 @@ def event_in(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Event | None:
 def change_in(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Change | None:
     """Return the change; None, with its bytes logged, for an entry that is none."""
     try:
-        return Change(fields[b"job"].decode(), cast(Any, fields[b"kind"].decode()))
+        kind = cast(Any, fields[b"kind"].decode())
+        return Change(fields[b"job"].decode(), kind, final=fields.get(b"final") == b"1")
     except (KeyError, ValueError):
         log.error("entry %r of the box's changes is left out: %r", entry_id, fields)
         return None

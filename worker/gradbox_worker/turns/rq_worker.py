@@ -31,7 +31,7 @@ from gradbox_service.store import ResultStore
 from gradbox_worker.device import DeviceProcess
 from gradbox_worker.errors import DeviceNotStarted, ModelsFileError
 from gradbox_worker.turns.presence import Announcer
-from gradbox_worker.turns.rq_bookkeeping import BookkeepingWorker
+from gradbox_worker.turns.rq_bookkeeping import BookkeepingWorker, TurnOfRq
 from gradbox_worker.turns.supervision import Patience
 from gradbox_worker.turns.turn import CURRENT, TurnRunner
 
@@ -83,6 +83,7 @@ class GradboxWorker(BookkeepingWorker):
             [QUEUE],
             name=name,
             connection=connection,
+            job_class=TurnOfRq,
             serializer=SERIALIZER,
             worker_ttl=WORKER_TTL_S,
             maintenance_interval=MAINTENANCE_S,
