@@ -63,6 +63,7 @@ def test_a_damaged_record_is_set_aside_and_its_job_failed(
     assert repr(damaged)[2:20] in caplog.text
     assert records.get("job1") == record
     assert records.active() == []
+    assert records.num_active("ann") == 0
     assert [event.final for event in records.events("job1")] == [False, True]
 
 

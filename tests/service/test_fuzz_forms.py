@@ -1,4 +1,4 @@
-"""Forms, random or nearly right: each is refused with a documented status, or taken exactly."""
+"""1,550 forms, random or nearly right: each is refused as documented, or taken exactly."""
 
 from __future__ import annotations
 

@@ -53,10 +53,11 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
 def _index(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     """Move a job whose state is new into the indices of that state."""
     index = index_key(after.owner, after.state)
-    former = None if before is None else index_key(before.owner, before.state)
+    # Where a damaged record is replaced, nobody knows the former state; it was none of the final.
+    former = index_key(after.owner, JobState.QUEUED if before is None else before.state)
     if index != former:
-        if former is not None:
-            pipe.zrem(former, after.id)
+        pipe.zrem(former, after.id)
+    if index != former or before is None:
         pipe.zadd(index, {after.id: after.created_s})
     if after.state.final:
         pipe.zrem(ACTIVE, after.id)
