@@ -11,7 +11,6 @@ import re
 from typing import Final, NamedTuple
 
 import anyio
-import anyio.to_thread
 from fastapi import Request, Response
 
 from gradbox.protocol import JOB_AND_RESULT, JobView, joined
@@ -51,7 +50,7 @@ async def waited_for(record: JobRecord, request: Request, *, listener: str) -> W
     return Waited(record, wait_s)
 
 
-async def answer_with(
+def answer_with(
     waited: Waited, view: JobView, request: Request, *, box: Backing, posted: bool = False
 ) -> Response:
     """Return the answer about a job, with its result where that is small and the caller takes it.
@@ -66,7 +65,7 @@ async def answer_with(
     if wait_s is not None:
         headers["Preference-Applied"] = f"wait={wait_s}"
         if JOB_AND_RESULT in request.headers.get("accept", ""):
-            result = await anyio.to_thread.run_sync(_small_result, record, box)
+            result = _small_result(record, box)
     has_ended = wait_s is not None and record.state.final
     return Response(
         view.model_dump_json() if result is None else joined(view, result),

@@ -117,8 +117,11 @@ async def _answer(
     record: JobRecord, request: Request, *, box: Backing, caller: TokenInfo, posted: bool = False
 ) -> Response:
     waited = await waited_for(record, request, listener=caller.name)
-    view = await anyio.to_thread.run_sync(_view, waited.record, box)
-    return await answer_with(waited, view, request, box=box, posted=posted)
+
+    def answer() -> Response:
+        return answer_with(waited, _view(waited.record, box), request, box=box, posted=posted)
+
+    return await anyio.to_thread.run_sync(answer)
 
 
 def _view(record: JobRecord, box: Backing) -> JobView:
@@ -130,7 +133,7 @@ def _view(record: JobRecord, box: Backing) -> JobView:
 
 def _views(records: Sequence[JobRecord], box: Backing) -> list[JobView]:
     queued = [record.id for record in records if record.state is JobState.QUEUED]
-    places, hold = box.records.places(queued), _hold(box)
+    places, hold = box.records.places(queued), _hold(box) if queued else None
     return [_held(record.view(place=places.get(record.id)), hold) for record in records]
 
 
