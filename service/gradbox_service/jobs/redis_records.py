@@ -67,11 +67,9 @@ class RedisRecords(RedisPlaces):
         self, record: JobRecord, *, spec: JobSpec, idempotency_key: str | None = None
     ) -> JobRecord:
         posted = _posted_key(record.owner, idempotency_key) if idempotency_key else None
-        # Nobody else knows the id; but where the answer is lost the script is sent again, and by
-        # then a worker may have begun the job.
-        where: dict[str, bytes | str] = {job_key(record.id): ""}
-        if posted:
-            where[posted] = ""
+        # Also without a key: if the answer is lost the script is sent again, and by then a worker
+        # may have begun the job.
+        where: dict[str, bytes | str] = {posted or job_key(record.id): ""}
         while True:
             pipe = self._redis.pipeline()
             if posted:
