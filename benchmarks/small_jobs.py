@@ -29,7 +29,7 @@ from typing import Any, Final
 import httpx
 import redis
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.page import table, verdict
 from gradbox import GradClient, Gradient
@@ -52,7 +52,6 @@ ROLES: Final = {
     "gradbox_worker.device.main": "device",
     "gradbox_worker": "worker",
     "valkey": "Redis",
-    "redis": "Redis",
 }
 
 
@@ -244,13 +243,13 @@ def _rate(run: Callable[[list[Gradient]], object]) -> float:
 
 def _training(client: GradClient) -> Callable[[], None]:
     """Return a step that changes every weight, as an optimizer does."""
-    model = client.model("tiny", mode="train", retain="auto")
+    model = client.model("tiny", mode="train")
     weights = {name: p.detach().clone() for name, p in _tiny().named_parameters()}
     model.weights = weights
 
     def step() -> None:
         model.zero_grad()
-        _loss(model(torch.randn(8, 5))).backward()
+        model(torch.randn(8, 5)).square().mean().backward()
         for name, gradient in model.grads.items():
             weights[name] -= 0.01 * gradient
 
@@ -263,19 +262,14 @@ def _local_training() -> Callable[[], None]:
 
     def step() -> None:
         optimizer.zero_grad()
-        _loss(model(torch.randn(8, 5))).backward()
+        model(torch.randn(8, 5)).square().mean().backward()
         optimizer.step()
 
     return step
 
 
 def _tiny() -> nn.Module:
-    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
-
-
-def _loss(z: Tensor) -> Tensor:
-    return z.square().mean()
 
 
 def _median_ms(call: Callable[[], object], times: int) -> float:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import quote
@@ -16,16 +14,14 @@ import httpx
 from gradbox.batch import Batch
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission
-from gradbox.errors import MissingBlobs, UnusableModel
-from gradbox.http.connection import Body, Connection, Retry, parsed
-from gradbox.http.posting import ACCEPT, Answered, Form, read_answer, small_ones
-from gradbox.http.upload import Uploader
+from gradbox.errors import UnusableModel
+from gradbox.http.connection import Connection, Retry, parsed
+from gradbox.http.posting import Poster
 from gradbox.job import QUICK_S, Job
 from gradbox.progress import ProgressBar
 from gradbox.protocol import JobList, JobState, JobView, ModelList, ModelView
 from gradbox.results.result import GradResult
 from gradbox.settings import ClientSettings, find_settings
-from gradbox.tensors.blob import Blob
 from gradbox.tensors.tensor_bytes import Tensor
 from gradbox.waits import JobWaits
 
@@ -68,7 +64,7 @@ class GradClient:
             timeout_s=timeout_s,
             retry=retry,
         )
-        self._uploader = Uploader(self._connection)
+        self._poster = Poster(self._connection)
         self._waits = JobWaits(self._connection)
 
     def __repr__(self) -> str:
@@ -289,36 +285,11 @@ class GradClient:
             concurrent.futures.CancelledError: `stop` was set.
         """
         body = submission.spec.model_dump_json().encode()
-        key = str(uuid.uuid4())
-        title = submission.spec.name or "inputs"
-        small = small_ones(self._uploader.missing(submission.blobs), job_bytes=len(body))
-        large = [blob for blob in submission.blobs if blob not in small]
-        with ProgressBar(title, shown=progress) as bar:
-            upload = partial(self._uploader.upload, on_bytes=bar.show_upload, stop=stop)
-            upload(large)
-            try:
-                answered = self._post(body, key, small, wait_s=wait_s)
-            except MissingBlobs:
-                # The box's owner removed blobs since this client saw them there.
-                self._uploader.forget()
-                upload(submission.blobs)
-                answered = self._post(body, key, (), wait_s=wait_s)
-        self._uploader.note(small)
+        with ProgressBar(submission.spec.name or "inputs", shown=progress) as bar:
+            answered = self._poster.send(
+                body, submission.blobs, on_bytes=bar.show_upload, stop=stop, wait_s=wait_s
+            )
         return Job(self._connection, answered.view, waits=self._waits, result=answered.result)
-
-    def _post(self, job: bytes, key: str, blobs: Sequence[Blob], *, wait_s: int) -> Answered:
-        """Post a job with blobs; repeated until it is answered, it is one job all the same."""
-        form = Form.of(job, blobs)
-        body: Body = form.body if blobs else lambda: [job]
-        headers = {
-            "Accept": ACCEPT,
-            "Content-Type": form.content_type if blobs else "application/json",
-            "Idempotency-Key": key,
-        }
-        answer = self._connection.request(
-            "POST", "/v1/jobs", body=body, headers=headers, wait_s=wait_s
-        )
-        return read_answer(answer)
 
     def _handle(self, view: JobView) -> Job:
         return Job(self._connection, view, waits=self._waits)

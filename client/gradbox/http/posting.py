@@ -7,14 +7,19 @@ answer      the job; with `Prefer: wait` and where it has ended, its small resul
 from __future__ import annotations
 
 import secrets
+import threading
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import httpx
 
-from gradbox.errors import ProtocolError
-from gradbox.http.connection import parsed
+from gradbox.errors import MissingBlobs, ProtocolError
+from gradbox.http.connection import Connection, parsed
+from gradbox.http.download import OnBytes
+from gradbox.http.upload import Uploader
 from gradbox.protocol import JOB_AND_RESULT, JobView, parted
 from gradbox.tensors.blob import Blob
 
@@ -50,8 +55,8 @@ class Form:
     def content_type(self) -> str:
         return f"multipart/form-data; boundary={self.boundary}"
 
-    def body(self) -> list[bytes]:
-        return [b"".join(self._pieces())]
+    def content(self) -> bytes:
+        return b"".join(self._pieces())
 
     def _pieces(self) -> Iterator[bytes | memoryview]:
         yield self._head("job", "application/json")
@@ -68,6 +73,63 @@ class Form:
             f"Content-Type: {content_type}",
         )
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+class Poster:
+    """Posts jobs to one box, and sends it what it lacks of their blobs. Any thread may call it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._uploader = Uploader(connection)
+
+    def send(
+        self,
+        job: bytes,
+        blobs: Sequence[Blob],
+        *,
+        on_bytes: OnBytes | None = None,
+        stop: threading.Event | None = None,
+        wait_s: int = 0,
+    ) -> Answered:
+        """Upload the large blobs that the box does not have, and post the job with the small ones.
+
+        Args:
+            on_bytes: see `Uploader.upload`.
+            stop: once it is set, no more is uploaded, and nothing is posted.
+            wait_s: how long the box may wait for the job's end before it answers.
+
+        Raises:
+            concurrent.futures.CancelledError: `stop` was set.
+            GradboxError: as for `Connection.request`.
+        """
+        key = str(uuid.uuid4())
+        upload = partial(self._uploader.upload, on_bytes=on_bytes, stop=stop)
+        small = small_ones(self._uploader.missing(blobs), job_bytes=len(job))
+        upload([blob for blob in blobs if blob not in small])
+        try:
+            answered = self._post(job, key, small, wait_s=wait_s)
+        except MissingBlobs:
+            # The box's owner removed blobs since this client saw them there.
+            self._uploader.forget()
+            upload(blobs)
+            answered = self._post(job, key, (), wait_s=wait_s)
+        self._uploader.note(small)
+        return answered
+
+    def _post(self, job: bytes, key: str, blobs: Sequence[Blob], *, wait_s: int) -> Answered:
+        """Post a job with blobs; repeated until it is answered, it is one job all the same."""
+        form = Form.of(job, blobs)
+        content = form.content() if blobs else job
+        headers = {
+            "Accept": ACCEPT,
+            "Content-Length": str(len(content)),
+            "Content-Type": form.content_type if blobs else "application/json",
+            "Idempotency-Key": key,
+        }
+        answer = self._connection.request(
+            "POST", "/v1/jobs", body=lambda: [content], headers=headers, wait_s=wait_s
+        )
+        return read_answer(answer)
 
 
 def small_ones(blobs: Iterable[Blob], *, job_bytes: int) -> list[Blob]:
