@@ -306,7 +306,8 @@ def test_progress_goes_to_the_record_with_an_estimate(box: Box) -> None:
     (progress,) = told
     assert progress is not None
     assert (progress.phase, progress.done, progress.total) == ("replay", 2, 4)
-    assert progress.seconds_left == pytest.approx(0.02, rel=0.5)
+    assert progress.seconds_left is not None
+    assert 0.02 <= progress.seconds_left < 10.0  # two shards of 10 ms, on whatever machine
     ended = box.record(job).progress
     assert ended is not None
     assert (ended.done, ended.total) == (4, 4)
