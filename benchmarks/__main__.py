@@ -19,6 +19,7 @@ BENCHMARKS = (
     "packing",
     "overhead",
     "service",
+    "small-jobs",
     "queue",
     "mixed",
     "autograd",
@@ -43,6 +44,8 @@ def main(arguments: list[str]) -> int:
         sections.append(_overhead())
     if args.benchmark in (None, "service"):
         sections.append(_service(args))
+    if args.benchmark in (None, "small-jobs"):
+        sections.append(_small_jobs())
     if args.benchmark in (None, "queue"):
         sections.append(_queue(args))
     if args.benchmark in (None, "mixed"):
@@ -122,6 +125,12 @@ def _service(args: argparse.Namespace) -> str:
 
     plan = ServicePlan(args.service_pairs, args.shard, args.rounds, args.threads)
     return service_section(measure_service(plan))
+
+
+def _small_jobs() -> str:
+    from benchmarks.small_jobs import measure_small_jobs, small_jobs_section
+
+    return small_jobs_section(measure_small_jobs())
 
 
 def _queue(args: argparse.Namespace) -> str:

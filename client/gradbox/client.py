@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import quote
@@ -16,12 +14,13 @@ import httpx
 from gradbox.batch import Batch
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission
-from gradbox.errors import MissingBlobs, UnusableModel
+from gradbox.errors import UnusableModel
 from gradbox.http.connection import Connection, Retry, parsed
-from gradbox.http.upload import Uploader
-from gradbox.job import Job
+from gradbox.http.posting import Poster
+from gradbox.job import QUICK_S, Job
 from gradbox.progress import ProgressBar
 from gradbox.protocol import JobList, JobState, JobView, ModelList, ModelView
+from gradbox.results.result import GradResult
 from gradbox.settings import ClientSettings, find_settings
 from gradbox.tensors.tensor_bytes import Tensor
 from gradbox.waits import JobWaits
@@ -65,7 +64,7 @@ class GradClient:
             timeout_s=timeout_s,
             retry=retry,
         )
-        self._uploader = Uploader(self._connection)
+        self._poster = Poster(self._connection)
         self._waits = JobWaits(self._connection)
 
     def __repr__(self) -> str:
@@ -100,6 +99,18 @@ class GradClient:
             ServiceUnavailable: the box cannot be reached.
         """
         return self._send(computation.prepare(), progress=progress)
+
+    def run(self, computation: Computation, *, progress: bool | None = None) -> GradResult:
+        """Submit a job, wait for it and return its result.
+
+        A job that takes a moment, whose inputs and result are small, is one request and its answer.
+
+        Raises:
+            InvalidJob, Unauthorized, ServiceUnavailable: as for `submit`.
+            JobFailed, JobCancelled, ResultGone: as for `Job.result`.
+        """
+        job = self._send(computation.prepare(), progress=progress, wait_s=QUICK_S)
+        return job.result(progress=progress)
 
     def batch(self) -> Batch:
         """Return a context in which many jobs are submitted at a time; see `Batch`."""
@@ -256,45 +267,32 @@ class GradClient:
             progress=progress,
         )
 
+    def _models(self, method: str, path: str) -> ModelList:
+        return parsed(ModelList, self._connection.request(method, path))
+
     def _send(
         self,
         submission: Submission,
         *,
         progress: bool | None = None,
         stop: threading.Event | None = None,
+        wait_s: int = 0,
     ) -> Job:
         """Upload what the box does not have of a job, and post it.
 
         Args:
             stop: once it is set, no more is uploaded, and nothing is posted.
+            wait_s: how long the box may wait for the job's end before it answers.
 
         Raises:
             concurrent.futures.CancelledError: `stop` was set.
         """
         body = submission.spec.model_dump_json().encode()
-        key = str(uuid.uuid4())
-        title = submission.spec.name or "inputs"
-        with ProgressBar(title, shown=progress) as bar:
-            upload = partial(
-                self._uploader.upload, submission.blobs, on_bytes=bar.show_upload, stop=stop
+        with ProgressBar(submission.spec.name or "inputs", shown=progress) as bar:
+            answered = self._poster.send(
+                body, submission.blobs, on_bytes=bar.show_upload, stop=stop, wait_s=wait_s
             )
-            upload()
-            try:
-                view = self._post(body, key)
-            except MissingBlobs:
-                # The box's owner removed blobs since this client saw them there.
-                self._uploader.forget()
-                upload()
-                view = self._post(body, key)
-        return self._handle(view)
-
-    def _models(self, method: str, path: str) -> ModelList:
-        return parsed(ModelList, self._connection.request(method, path))
-
-    def _post(self, body: bytes, key: str) -> JobView:
-        headers = {"Idempotency-Key": key, "Content-Type": "application/json"}
-        answer = self._connection.request("POST", "/v1/jobs", body=lambda: [body], headers=headers)
-        return parsed(JobView, answer)
+        return Job(self._connection, answered.view, waits=self._waits, result=answered.result)
 
     def _handle(self, view: JobView) -> Job:
         return Job(self._connection, view, waits=self._waits)

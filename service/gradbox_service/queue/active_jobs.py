@@ -47,6 +47,7 @@ class ActiveJobs:
         self.waiting = Waiting(self.shares.key)
         self.lag_s = 0.0  # between the last change and when it was read here
         self.version = 0  # counts what could move a job's place
+        self.box_changed = True  # a worker, or what the box's owner says; who reads it puts it back
         self._records = records
         self._usage = usage
         self._clock = clock
@@ -94,6 +95,7 @@ class ActiveJobs:
             return True
         if changes:
             self._note_lag(self._cursor)
+        self.box_changed |= any(change.kind in ("worker", "wake") for change in changes)
         self.read({change.job_id for change in changes if change.kind == "state"})
         if time.monotonic() - self._compared_at > COMPARE_S:
             self._compare()
@@ -143,6 +145,7 @@ class ActiveJobs:
             self.waiting.move_all()
 
     def _load(self) -> None:
+        self.box_changed = True
         # The cursor first: a change while the rest is read is read again.
         self._cursor, _ = self._records.changes(None, wait_s=0.0)
         now_s = self._loaded_s = self._clock()

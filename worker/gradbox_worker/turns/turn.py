@@ -81,15 +81,9 @@ class TurnRunner:
         Raises:
             DeviceNotStarted: the job is queued again, but the worker had better end.
         """
-        if self._is_for_others(job_id):
-            return "skipped"
-        record = self.records.update(
-            job_id,
-            lambda record: record.begin(worker=self.worker, now_s=time.time()),
-            lease_s=self.patience.lease_s,
-        )
+        record = self.records.update(job_id, self._begun, lease_s=self.patience.lease_s)
         if record is None:
-            log.info("job %s is not queued any more", job_id)
+            log.info("job %s is not queued any more, or not for this worker", job_id)
             return "skipped"
         log.info("job %s: attempt %d begins", job_id, record.attempt)
         watch = Watch(
@@ -118,13 +112,17 @@ class TurnRunner:
                 log.warning("job %s was held when a worker of this name was killed", record.id)
                 self._end(record, _requeue(record.attempt, "the worker itself was killed"))
 
-    def _is_for_others(self, job_id: str) -> bool:
+    def _begun(self, record: JobRecord) -> JobRecord | None:
+        if self._is_for_others(record):
+            return None
+        return record.begin(worker=self.worker, now_s=time.time())
+
+    def _is_for_others(self, record: JobRecord) -> bool:
         """Tell whether this device lacks the job's model while another worker may have it.
 
         Where nobody has it, the job is begun all the same, to fail with what there is instead.
         """
-        record = self.records.get(job_id)
-        if record is None or self.fleet is None:
+        if self.fleet is None:
             return False
         wanted = (record.model, record.model_version)
         if wanted in [(model.name, model.version) for model in self.device.models]:
@@ -132,7 +130,7 @@ class TurnRunner:
         others = [worker for worker in self.fleet.workers() if worker.name != self.worker]
         if not may_be_run(*wanted, by=others):
             return False
-        log.info("job %s is left to a worker that has %s", job_id, record.model)
+        log.info("job %s is left to a worker that has %s", record.id, record.model)
         return True
 
     def _compute(self, record: JobRecord, watch: Watch) -> Outcome:
@@ -196,7 +194,8 @@ class TurnRunner:
         """
         while True:
             try:
-                return self.records.update(held.id, transition) or self._done_before(held)
+                after = self.records.update(held.id, transition, seen=held)
+                return after or self._done_before(held)
             except redis.RedisError as error:
                 if not store_refuses(error) or self.leaving():
                     raise
