@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -23,6 +23,8 @@ from gradbox.job import Job
 from gradbox.progress import ProgressBar
 from gradbox.protocol import JobList, JobState, JobView, ModelList, ModelView
 from gradbox.settings import ClientSettings, find_settings
+from gradbox.spans import CLIENT, trace_headers
+from gradbox.tensors.blob import Blob
 from gradbox.tensors.tensor_bytes import Tensor
 from gradbox.waits import JobWaits
 
@@ -271,26 +273,31 @@ class GradClient:
         body = submission.spec.model_dump_json().encode()
         key = str(uuid.uuid4())
         title = submission.spec.name or "inputs"
-        with ProgressBar(title, shown=progress) as bar:
-            upload = partial(
-                self._uploader.upload, submission.blobs, on_bytes=bar.show_upload, stop=stop
-            )
+        with ProgressBar(title, shown=progress) as bar, CLIENT.span("submit") as span:
+            upload = partial(self._upload, submission.blobs, on_bytes=bar.show_upload, stop=stop)
             upload()
             try:
-                view = self._post(body, key)
+                view = self._post(body, key, traceparent=span.traceparent)
             except MissingBlobs:
                 # The box's owner removed blobs since this client saw them there.
                 self._uploader.forget()
                 upload()
-                view = self._post(body, key)
+                view = self._post(body, key, traceparent=span.traceparent)
+            span.note(job=view.id, computation=view.computation, model=view.model)
         return self._handle(view)
+
+    def _upload(self, blobs: Iterable[Blob], **given: Any) -> None:
+        with CLIENT.span("upload"):
+            self._uploader.upload(blobs, **given)
 
     def _models(self, method: str, path: str) -> ModelList:
         return parsed(ModelList, self._connection.request(method, path))
 
-    def _post(self, body: bytes, key: str) -> JobView:
-        headers = {"Idempotency-Key": key, "Content-Type": "application/json"}
-        answer = self._connection.request("POST", "/v1/jobs", body=lambda: [body], headers=headers)
+    def _post(self, body: bytes, key: str, *, traceparent: str | None) -> JobView:
+        given = {"Idempotency-Key": key, "Content-Type": "application/json"}
+        answer = self._connection.request(
+            "POST", "/v1/jobs", body=lambda: [body], headers=given | trace_headers(traceparent)
+        )
         return parsed(JobView, answer)
 
     def _handle(self, view: JobView) -> Job:

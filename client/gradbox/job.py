@@ -22,6 +22,7 @@ from gradbox.progress import ProgressBar, downloading
 from gradbox.protocol import JobState, JobView
 from gradbox.results.result import GradResult
 from gradbox.results.result_files import RemoteFile
+from gradbox.spans import CLIENT
 from gradbox.waits import JobWaits
 
 
@@ -209,7 +210,8 @@ class Job:
         view = self.refresh()
         if view.result is None:
             raise self._why_no_result(view)
-        with downloading(self._title, shown=progress, stop=stop) as on_bytes:
+        shown = downloading(self._title, shown=progress, stop=stop)
+        with shown as on_bytes, CLIENT.span("download", parent=view.traceparent, job=self.id):
             download(
                 self._connection, self._result_path, path, expected=view.result, on_bytes=on_bytes
             )

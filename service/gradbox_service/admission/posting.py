@@ -30,6 +30,7 @@ def post(
     *,
     caller: TokenInfo,
     idempotency_key: str | None,
+    traceparent: str | None = None,
     box: Backing,
     settings: Settings,
 ) -> JobRecord:
@@ -37,6 +38,9 @@ def post(
 
     A repeated post is answered before the box is looked at, so that it gives the same job even if
     the model or a blob has gone since. Only cotangents need the job that they continue.
+
+    Args:
+        traceparent: the parent of the job's spans.
 
     Raises:
         InvalidJob: the body is no job, or the box cannot run it (see `admit`).
@@ -90,6 +94,7 @@ def post(
         priority=spec.priority,
         timeout_s=spec.timeout_s,
         max_attempts=settings.max_attempts,
+        traceparent=traceparent,
     )
     return box.records.create(record, spec=spec, idempotency_key=idempotency_key)
 

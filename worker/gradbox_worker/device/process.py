@@ -26,6 +26,7 @@ from gradbox_worker.device.messages import (
     DeviceReady,
     DeviceUnready,
     MemoryMeasured,
+    PhaseTimed,
     ProgressMade,
     Run,
     RunFailed,
@@ -146,6 +147,7 @@ class DeviceProcess:
             earlier_result=work.earlier_result,
             queued_s=work.queued_s,
             disk_reserve_bytes=work.disk_reserve_bytes,
+            timed=work.timed,
         )
         try:
             child.send(order)
@@ -252,6 +254,10 @@ class DeviceProcess:
                 case ProgressMade():
                     progress = answer
                     supervision.progress(answer.phase, answer.done, answer.total)
+                case PhaseTimed():
+                    supervision.phase_ended(
+                        answer.phase, began_s=answer.began_s, ended_s=answer.ended_s
+                    )
                 case MemoryMeasured():
                     self.memory = answer.memory
                 case RunFinished():

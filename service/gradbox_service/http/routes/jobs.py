@@ -13,6 +13,7 @@ from fastapi import APIRouter, Header, Query, Request
 
 from gradbox.errors import InvalidRequest, OwnerOnly
 from gradbox.protocol import JobList, JobState, JobView, OperationMode
+from gradbox.spans import Spans, read_traceparent
 from gradbox_service.admission import post
 from gradbox_service.backing import Backing
 from gradbox_service.http.auth import Box, Caller, VisibleJob
@@ -25,25 +26,38 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 IdempotencyKey = Annotated[
     str | None, Header(min_length=1, max_length=200, description="Makes posting repeatable")
 ]
+TraceParent = Annotated[
+    str | None,
+    Header(description="W3C Trace Context: the parent of the job's spans"),
+]
 MAX_LISTED = 500
+SPANS = Spans("gradbox-service")
 
 
 @router.post("", status_code=202, openapi_extra=JOB_BODY)
 async def post_job(
-    request: Request, box: Box, caller: Caller, idempotency_key: IdempotencyKey = None
+    request: Request,
+    box: Box,
+    caller: Caller,
+    idempotency_key: IdempotencyKey = None,
+    traceparent: TraceParent = None,
 ) -> JobView:
     """Accept a job. It then ends in exactly one of done, failed, cancelled."""
     bodies: Bodies = request.app.state.bodies
-    record = await bodies.handle(
-        request,
-        partial(
-            post,
-            caller=caller,
-            idempotency_key=idempotency_key,
-            box=box,
-            settings=request.app.state.settings,
-        ),
-    )
+    parent = read_traceparent(traceparent)
+    with SPANS.span("accept", parent=parent, owner=caller.name) as span:
+        record = await bodies.handle(
+            request,
+            partial(
+                post,
+                caller=caller,
+                idempotency_key=idempotency_key,
+                traceparent=parent or span.traceparent,
+                box=box,
+                settings=request.app.state.settings,
+            ),
+        )
+        span.note(job=record.id, computation=record.computation, model=record.model)
     return _view(record, box)
 
 
