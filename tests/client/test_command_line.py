@@ -231,7 +231,7 @@ def test_a_box_that_does_not_answer_completes_nothing(
         monkeypatch.setenv("GRADBOX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("GRADBOX_TOKEN", "t")
         found = completed(words)
-    assert (found.stdout, found.stderr) == ("", "")
+    assert (found.stdout.strip(), found.stderr) == ("", "")
 
 
 def test_a_job_that_waits_is_shown_with_whom_it_waits_for() -> None:
