@@ -57,25 +57,26 @@ class _Line:
 def fair_waits(jobs: Sequence[Ran]) -> list[float]:
     """Return F_j - a_j of each job, in seconds."""
     coming = deque(sorted(range(len(jobs)), key=lambda j: jobs[j].submitted_s))
+    # Counted from the first submit: of seconds since 1970 a float holds no small differences.
+    submitted_s = [job.submitted_s - jobs[coming[0]].submitted_s for job in jobs]
     lines: dict[str, _Line] = {}
     waits = [0.0] * len(jobs)
     now = 0.0
     while coming or lines:
-        next_s = jobs[coming[0]].submitted_s if coming else math.inf
-        share_s = min((line.left_s for line in lines.values()), default=math.inf)
-        ends_s = now + share_s * len(lines) if lines else math.inf
-        until = min(next_s, ends_s)
+        until_next_s = submitted_s[coming[0]] - now if coming else math.inf
+        least_s = min((line.left_s for line in lines.values()), default=math.inf)
+        step_s = min(until_next_s, least_s * len(lines) if lines else math.inf)
         for line in lines.values():
-            line.serve((until - now) / len(lines))
-        now = until
+            line.serve(step_s / len(lines))
+        now += step_s
         for person, line in list(lines.items()):
             while line.jobs and line.left_s <= NOTHING_S:
                 number, _ = line.jobs.popleft()
-                waits[number] = now - jobs[number].submitted_s
+                waits[number] = now - submitted_s[number]
             if not line.jobs:
                 del lines[person]
-        while coming and jobs[coming[0]].submitted_s <= now:
+        while coming and submitted_s[coming[0]] <= now + NOTHING_S:
             number = coming.popleft()
             line = lines.setdefault(jobs[number].person, _Line())
-            line.jobs.append((number, max(NOTHING_S, jobs[number].device_s)))
+            line.jobs.append((number, max(2 * NOTHING_S, jobs[number].device_s)))
     return waits

@@ -38,8 +38,11 @@ def test_an_idle_device_waits_for_the_next_job() -> None:
 
 
 def test_all_that_is_submitted_is_served_by_the_end_of_a_busy_period() -> None:
-    draw = random.Random(0)
-    jobs = [ran(draw.choice("abcd"), draw.uniform(0, 5), draw.uniform(0.5, 2)) for _ in range(40)]
+    draw, now_s = random.Random(0), 1.8e9
+    jobs = [
+        ran(draw.choice("abcd"), now_s + draw.uniform(0, 5), draw.uniform(0.5, 2))
+        for _ in range(40)
+    ]
     waits = fair_waits(jobs)
     ends = [job.submitted_s + wait for job, wait in zip(jobs, waits, strict=True)]
     first = min(job.submitted_s for job in jobs)
