@@ -128,7 +128,10 @@ class Registry:
                 break
             dropped_bytes += self._loaded.pop(name).size_bytes
             dropped.append(name)
-        self._free()
+        if dropped:
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
         return dropped
 
     def get(self, name: str, version: str | None = None) -> Loaded:
@@ -225,15 +228,7 @@ class Registry:
     def _make_room(self, wanted_bytes: int) -> None:
         if self._budget_bytes is None:
             return
-        held_bytes = sum(loaded.size_bytes for loaded in self._loaded.values())
-        while self._loaded and held_bytes + wanted_bytes > self._budget_bytes:
-            name, dropped = self._loaded.popitem(last=False)
-            held_bytes -= dropped.size_bytes
-            log.info("dropped %s from %s to make room", name, self.device)
-        self._free()
-
-    def _free(self) -> None:
-        """Return the memory of models that were dropped."""
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        over_bytes = sum(self.sizes_bytes().values()) + wanted_bytes - self._budget_bytes
+        if over_bytes > 0:
+            for name in self.drop_idle(but="", wanted_bytes=over_bytes):
+                log.info("dropped %s from %s to make room", name, self.device)
