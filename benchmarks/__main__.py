@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
         "--service-pairs", type=int, default=128, help="for the service: 10 s or more [128]"
     )
     parser.add_argument(
-        "--day-seconds", type=float, default=240.0, help="for eight hours of ten people [240]"
+        "--day-seconds", type=float, default=120.0, help="for eight hours of ten people [120]"
     )
     parser.add_argument("--queued", type=int, default=20_000, help="jobs that wait [20000]")
     parser.add_argument(
