@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -24,7 +24,6 @@ from gradbox.progress import ProgressBar
 from gradbox.protocol import JobList, JobState, JobView, ModelList, ModelView
 from gradbox.settings import ClientSettings, find_settings
 from gradbox.spans import CLIENT, trace_headers
-from gradbox.tensors.blob import Blob
 from gradbox.tensors.tensor_bytes import Tensor
 from gradbox.waits import JobWaits
 
@@ -274,7 +273,9 @@ class GradClient:
         key = str(uuid.uuid4())
         title = submission.spec.name or "inputs"
         with ProgressBar(title, shown=progress) as bar, CLIENT.span("submit") as span:
-            upload = partial(self._upload, submission.blobs, on_bytes=bar.show_upload, stop=stop)
+            upload = partial(
+                self._uploader.upload, submission.blobs, on_bytes=bar.show_upload, stop=stop
+            )
             upload()
             try:
                 view = self._post(body, key, traceparent=span.traceparent)
@@ -285,10 +286,6 @@ class GradClient:
                 view = self._post(body, key, traceparent=span.traceparent)
             span.note(job=view.id, computation=view.computation, model=view.model)
         return self._handle(view)
-
-    def _upload(self, blobs: Iterable[Blob], **given: Any) -> None:
-        with CLIENT.span("upload"):
-            self._uploader.upload(blobs, **given)
 
     def _models(self, method: str, path: str) -> ModelList:
         return parsed(ModelList, self._connection.request(method, path))

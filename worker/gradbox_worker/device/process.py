@@ -137,18 +137,7 @@ class DeviceProcess:
         self.ensure(while_waiting=supervision.poll)
         child = self._child
         assert child is not None  # since ensure
-        order = Run(
-            job_id=work.job_id,
-            attempt=work.attempt,
-            model=work.model,
-            model_version=work.model_version,
-            spec=work.spec,
-            result_path=work.result_path,
-            earlier_result=work.earlier_result,
-            queued_s=work.queued_s,
-            disk_reserve_bytes=work.disk_reserve_bytes,
-            timed=work.timed,
-        )
+        order = Run(**vars(work))  # the message has the fields of the work
         try:
             child.send(order)
         except OSError:

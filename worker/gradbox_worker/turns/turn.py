@@ -234,13 +234,8 @@ CURRENT: contextvars.ContextVar[TurnRunner] = contextvars.ContextVar("gradbox tu
 def _record_wait(record: JobRecord) -> None:
     """Record how long a job waited. When a later attempt was queued, no record says."""
     if record.attempt == 1 and record.started_s is not None:
-        WORKER.record(
-            "queue wait",
-            parent=record.traceparent,
-            began_s=record.created_s,
-            ended_s=record.started_s,
-            owner=record.owner,
-        )
+        began_s, ended_s = record.created_s, record.started_s
+        WORKER.record("queue wait", parent=record.traceparent, began_s=began_s, ended_s=ended_s)
 
 
 def _transition(
