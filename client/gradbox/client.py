@@ -208,6 +208,7 @@ class GradClient:
         weights: Mapping[str, Tensor] | None = None,
         precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32",
         retain: int | Literal["auto"] = "auto",
+        transfer: Literal["exact", "bf16", "fp16"] = "exact",
         priority: int = 0,
         timeout_s: float = 3600.0,
         name: str = "",
@@ -221,6 +222,7 @@ class GradClient:
                 between calls: each call sees the numbers they have when it is made.
             retain: memory in bytes on the box for graphs kept from the calls until `backward()`, so
                 that fewer calls are replayed; 0 keeps none, "auto" takes what is free there.
+            transfer: the format of gradients, and of the parameters in `weights` as they are sent.
             progress: whether its jobs show progress bars, as for `Job.wait`.
 
         All else is as computations take it.
@@ -238,6 +240,7 @@ class GradClient:
             wrt=wrt,
             precision=precision,
             retain=retain,
+            transfer=transfer,
             priority=priority,
             timeout_s=timeout_s,
             name=name,
@@ -263,38 +266,32 @@ class GradClient:
     ) -> Job:
         """Upload what the box does not have of a job, and post it.
 
-        Args:
-            stop: once it is set, no more is uploaded, and nothing is posted.
-
         Raises:
-            concurrent.futures.CancelledError: `stop` was set.
+            concurrent.futures.CancelledError: `stop` was set: no more is uploaded or posted.
         """
-        body = submission.spec.model_dump_json().encode()
-        key = str(uuid.uuid4())
-        title = submission.spec.name or "inputs"
+        spec, blobs = submission.spec, submission.blobs
+        headers = {"Idempotency-Key": str(uuid.uuid4()), "Content-Type": "application/json"}
+        title = spec.name or "inputs"
         with ProgressBar(title, shown=progress) as bar, CLIENT.span("submit") as span:
-            upload = partial(
-                self._uploader.upload, submission.blobs, on_bytes=bar.show_upload, stop=stop
-            )
+            headers |= trace_headers(span.traceparent)
+            post = partial(self._post, spec.model_dump_json().encode(), headers)
+            upload = partial(self._uploader.upload, blobs, on_bytes=bar.show_upload, stop=stop)
             upload()
             try:
-                view = self._post(body, key, traceparent=span.traceparent)
+                view = post()
             except MissingBlobs:
                 # The box's owner removed blobs since this client saw them there.
                 self._uploader.forget()
                 upload()
-                view = self._post(body, key, traceparent=span.traceparent)
+                view = post()
             span.note(job=view.id, computation=view.computation, model=view.model)
         return self._handle(view)
 
     def _models(self, method: str, path: str) -> ModelList:
         return parsed(ModelList, self._connection.request(method, path))
 
-    def _post(self, body: bytes, key: str, *, traceparent: str | None) -> JobView:
-        given = {"Idempotency-Key": key, "Content-Type": "application/json"}
-        answer = self._connection.request(
-            "POST", "/v1/jobs", body=lambda: [body], headers=given | trace_headers(traceparent)
-        )
+    def _post(self, body: bytes, headers: Mapping[str, str]) -> JobView:
+        answer = self._connection.request("POST", "/v1/jobs", body=lambda: [body], headers=headers)
         return parsed(JobView, answer)
 
     def _handle(self, view: JobView) -> Job:
