@@ -84,13 +84,17 @@ def on_device(device: DeviceProcess) -> set[str]:
     return set(device.memory.models)
 
 
-def limit_to(device: DeviceProcess, more_bytes: int) -> None:
-    """Let the process take so many bytes beyond what it has now, as `ulimit -d` would."""
-    assert device.pid is not None
+def taken_bytes(device: DeviceProcess) -> int:
+    """Return what the limit below counts."""
     lines = Path(f"/proc/{device.pid}/status").read_text().splitlines()
     (data,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")]
-    most = data + more_bytes
-    resource.prlimit(device.pid, resource.RLIMIT_DATA, (most, most))
+    return data
+
+
+def limit(device: DeviceProcess, most_bytes: int) -> None:
+    """Let the process take so many bytes in all, as `ulimit -d` would."""
+    assert device.pid is not None
+    resource.prlimit(device.pid, resource.RLIMIT_DATA, (most_bytes, most_bytes))
 
 
 def test_a_job_larger_than_the_machine_drops_no_model(box: Box, device: DeviceProcess) -> None:
@@ -110,13 +114,14 @@ def test_a_job_has_the_model_dropped_that_was_used_least_lately(
         run(box, device, model)
     before = on_device(device)
     assert before == set(SCRATCH_MIB)
-    limit_to(device, SLACK_MIB * MIB)
+    most_bytes = taken_bytes(device) + SLACK_MIB * MIB
+    limit(device, most_bytes)
     assert isinstance(run(box, device, "large"), Finished)
     assert on_device(device) == before - {"absurd"}
     found = load_file(result_of(box, "large"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     # A model that does not fit has the next one dropped: "small" was used before "other".
-    limit_to(device, (SLACK_MIB - WEIGHTS_MIB // 2) * MIB)
+    limit(device, most_bytes - WEIGHTS_MIB * MIB)
     assert isinstance(run(box, device, "absurd"), Failed)
     assert on_device(device) == before - {"small"}
     assert isinstance(run(box, device, "small"), Finished)
