@@ -22,6 +22,7 @@ from gradbox.progress import ProgressBar
 from gradbox.protocol import JobList, JobState, JobView, ModelList, ModelView
 from gradbox.results.result import GradResult
 from gradbox.settings import ClientSettings, find_settings
+from gradbox.spans import CLIENT, trace_headers
 from gradbox.tensors.tensor_bytes import Tensor
 from gradbox.waits import JobWaits
 
@@ -259,12 +260,7 @@ class GradClient:
         if not view.usable:
             raise UnusableModel(f"the model {view.name!r} cannot be used: {view.reason}")
         return RemoteModel(
-            self,
-            view,
-            mode=mode,
-            weights=weights,
-            options=options,
-            progress=progress,
+            self, view, mode=mode, weights=weights, options=options, progress=progress
         )
 
     def _models(self, method: str, path: str) -> ModelList:
@@ -278,21 +274,25 @@ class GradClient:
         stop: threading.Event | None = None,
         wait_s: int = 0,
     ) -> Job:
-        """Upload what the box does not have of a job, and post it.
-
-        Args:
-            stop: once it is set, no more is uploaded, and nothing is posted.
-            wait_s: how long the box may wait for the job's end before it answers.
+        """Upload what the box lacks of a job, and post it; it may wait `wait_s` for the job's end.
 
         Raises:
-            concurrent.futures.CancelledError: `stop` was set.
+            concurrent.futures.CancelledError: `stop` was set: no more is uploaded or posted.
         """
-        body = submission.spec.model_dump_json().encode()
-        with ProgressBar(submission.spec.name or "inputs", shown=progress) as bar:
+        spec = submission.spec
+        title = spec.name or "inputs"
+        with ProgressBar(title, shown=progress) as bar, CLIENT.span("submit") as span:
             answered = self._poster.send(
-                body, submission.blobs, on_bytes=bar.show_upload, stop=stop, wait_s=wait_s
+                spec.model_dump_json().encode(),
+                submission.blobs,
+                headers=trace_headers(span.traceparent),
+                on_bytes=bar.show_upload,
+                stop=stop,
+                wait_s=wait_s,
             )
-        return Job(self._connection, answered.view, waits=self._waits, result=answered.result)
+            view = answered.view
+            span.note(job=view.id, computation=view.computation, model=view.model)
+        return Job(self._connection, view, waits=self._waits, result=answered.result)
 
     def _handle(self, view: JobView) -> Job:
         return Job(self._connection, view, waits=self._waits)

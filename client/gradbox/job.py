@@ -23,6 +23,7 @@ from gradbox.progress import ProgressBar, downloading
 from gradbox.protocol import JobState, JobView
 from gradbox.results.result import GradResult
 from gradbox.results.result_files import RemoteFile
+from gradbox.spans import CLIENT
 from gradbox.waits import JobWaits
 
 # For how long one answer waits for the end of a job; after it the events are followed.
@@ -240,7 +241,8 @@ class Job:
         if small is not None:
             write_verified(path, small, expected=view.result)
             return
-        with downloading(self._title, shown=progress, stop=stop) as on_bytes:
+        shown = downloading(self._title, shown=progress, stop=stop)
+        with shown as on_bytes, CLIENT.span("download", parent=view.traceparent, job=self.id):
             download(
                 self._connection, self._result_path, path, expected=view.result, on_bytes=on_bytes
             )

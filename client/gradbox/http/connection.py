@@ -189,7 +189,9 @@ class Connection:
             TransientFault: also from within the context, when the connection breaks there.
             GradboxError, ProtocolError: as for `request`.
         """
-        timeout = httpx.Timeout(timeout_s or self._timeout_s, connect=CONNECT_TIMEOUT_S)
+        # Whoever waits for an answer no longer than this waits no longer for a connection.
+        connect_s = min(CONNECT_TIMEOUT_S, self._timeout_s)
+        timeout = httpx.Timeout(timeout_s or self._timeout_s, connect=connect_s)
         try:
             # httpx sends any buffer; its annotations say bytes.
             content = cast("Iterable[bytes] | None", body and body())

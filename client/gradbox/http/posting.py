@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -87,6 +87,7 @@ class Poster:
         job: bytes,
         blobs: Sequence[Blob],
         *,
+        headers: Mapping[str, str] | None = None,
         on_bytes: OnBytes | None = None,
         stop: threading.Event | None = None,
         wait_s: int = 0,
@@ -94,6 +95,7 @@ class Poster:
         """Upload the large blobs that the box does not have, and post the job with the small ones.
 
         Args:
+            headers: more of the posted job.
             on_bytes: see `Uploader.upload`.
             stop: once it is set, no more is uploaded, and nothing is posted.
             wait_s: how long the box may wait for the job's end before it answers.
@@ -102,29 +104,30 @@ class Poster:
             concurrent.futures.CancelledError: `stop` was set.
             GradboxError: as for `Connection.request`.
         """
-        key = str(uuid.uuid4())
+        headers = {**(headers or {}), "Accept": ACCEPT, "Idempotency-Key": str(uuid.uuid4())}
         upload = partial(self._uploader.upload, on_bytes=on_bytes, stop=stop)
         small = small_ones(self._uploader.missing(blobs), job_bytes=len(job))
         upload([blob for blob in blobs if blob not in small])
         try:
-            answered = self._post(job, key, small, wait_s=wait_s)
+            answered = self._post(job, small, headers, wait_s=wait_s)
         except MissingBlobs:
             # The box's owner removed blobs since this client saw them there.
             self._uploader.forget()
             upload(blobs)
-            answered = self._post(job, key, (), wait_s=wait_s)
+            answered = self._post(job, (), headers, wait_s=wait_s)
         self._uploader.note(small)
         return answered
 
-    def _post(self, job: bytes, key: str, blobs: Sequence[Blob], *, wait_s: int) -> Answered:
+    def _post(
+        self, job: bytes, blobs: Sequence[Blob], headers: Mapping[str, str], *, wait_s: int
+    ) -> Answered:
         """Post a job with blobs; repeated until it is answered, it is one job all the same."""
         form = Form.of(job, blobs)
         content = form.content() if blobs else job
         headers = {
-            "Accept": ACCEPT,
+            **headers,
             "Content-Length": str(len(content)),
             "Content-Type": form.content_type if blobs else "application/json",
-            "Idempotency-Key": key,
         }
         answer = self._connection.request(
             "POST", "/v1/jobs", body=lambda: [content], headers=headers, wait_s=wait_s

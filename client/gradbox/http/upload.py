@@ -9,6 +9,7 @@ from typing import Final
 
 from gradbox.http.connection import Connection
 from gradbox.http.download import OnBytes
+from gradbox.spans import CLIENT
 from gradbox.tensors.blob import Blob
 
 # Enough to hide the way to the box and back; more would share the same uplink.
@@ -66,7 +67,12 @@ class Uploader:
             GradboxError: as for `Connection.request`.
         """
         wanted = {blob.digest: blob for blob in blobs}
-        stop = stop or threading.Event()
+        with CLIENT.span("upload"):
+            self._upload(wanted, on_bytes, stop or threading.Event())
+
+    def _upload(
+        self, wanted: dict[str, Blob], on_bytes: OnBytes | None, stop: threading.Event
+    ) -> None:
         while not stop.is_set():
             with self._lock:
                 missing = [d for d in wanted if d not in self._present]

@@ -33,6 +33,7 @@ def post(
     blobs: Mapping[str, bytes] | None = None,
     caller: TokenInfo,
     idempotency_key: str | None,
+    traceparent: str | None = None,
     box: Backing,
     settings: Settings,
 ) -> JobRecord:
@@ -43,6 +44,7 @@ def post(
 
     Args:
         blobs: those that came with the job, by the digests that they are said to have.
+        traceparent: the parent of the job's spans.
 
     Raises:
         InvalidJob: the body is no job, or the box cannot run it (see `admit`).
@@ -99,6 +101,7 @@ def post(
         priority=spec.priority,
         timeout_s=spec.timeout_s,
         max_attempts=settings.max_attempts,
+        traceparent=traceparent,
     )
     return box.records.create(record, spec=spec, idempotency_key=idempotency_key)
 

@@ -40,6 +40,9 @@ class Turns(Protocol):
     def take_back(self) -> None:
         """Remove the turns that nobody has taken yet."""
 
+    def withdraw(self, turn: Turn) -> bool:
+        """Remove one turn; False if somebody has taken it."""
+
     def waiting(self) -> Sequence[Turn]:
         """Return the turns that nobody has taken yet, next first."""
 
@@ -71,6 +74,15 @@ class RqTurns:
     def take_back(self) -> None:
         self._queue.empty()  # type: ignore[no-untyped-call]  # RQ does not annotate it
 
+    def withdraw(self, turn: Turn) -> bool:
+        removed = 0
+        for rq_id in [rq_id for rq_id in self._queue.get_job_ids() if _turn(rq_id) == turn]:
+            # A worker takes a turn by one command, too: it is either in the list or taken.
+            if self._redis.lrem(self._queue.key, 0, rq_id):
+                self._redis.delete(rq.job.Job.key_for(rq_id))
+                removed += 1
+        return removed > 0
+
     def waiting(self) -> Sequence[Turn]:
         return [turn for turn in map(_turn, self._queue.get_job_ids()) if turn is not None]
 
@@ -90,6 +102,12 @@ class MemoryTurns:
     def take_back(self) -> None:
         with self._fed:
             self._waiting.clear()
+
+    def withdraw(self, turn: Turn) -> bool:
+        with self._fed:
+            before = len(self._waiting)
+            self._waiting = deque(waiting for waiting in self._waiting if waiting != turn)
+            return len(self._waiting) < before
 
     def waiting(self) -> Sequence[Turn]:
         with self._fed:

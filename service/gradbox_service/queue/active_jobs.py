@@ -123,6 +123,16 @@ class ActiveJobs:
             self._free(record)
             self.waiting.add(record)
 
+    def precedes(self, record: JobRecord, fed: JobRecord) -> bool:
+        """Tell whether a job that waits goes before one that a turn was fed for."""
+        use = self.shares.key(record.owner)
+        use_of_fed = self.shares.key(fed.owner) - self.shares.held(fed.id)
+        return (-record.priority, use, record.created_s) < (
+            -fed.priority,
+            use_of_fed,
+            fed.created_s,
+        )
+
     def ranked(self) -> Iterator[JobRecord]:
         """Yield the jobs that wait for a turn, in order; they must not change meanwhile."""
         weight = self.shares.weight(self._clock())

@@ -8,6 +8,7 @@ twice does no harm, because only one worker's `begin` applies.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -82,6 +83,8 @@ class Dispatcher(RepeatingThread):
         self._places = Places(records)
         # When the turn of each fed job was last seen, by the monotonic clock.
         self._seen: dict[Turn, float] = {}
+        # When the turn of each was fed that is in the list, by the clock that records tell.
+        self._fed_s: dict[Turn, float] = {}
         self._passed_by: dict[str, int] = {}
         self._held_at = -LEADER_TTL_S
         self._leases_read_at = -TICK_S
@@ -189,6 +192,8 @@ class Dispatcher(RepeatingThread):
             self._seen.clear()
         in_list = self._note_turns()
         idle = [worker for worker in self._workers if worker.state == "idle"]
+        if not idle:
+            in_list = self._without_outranked(in_list)
         room = max(1, len(idle)) - len(in_list) if self._hands_out else 0
         warm = _on_devices(idle or self._workers)
         for _ in range(room):
@@ -200,6 +205,8 @@ class Dispatcher(RepeatingThread):
             self._seen[turn] = time.monotonic()
             self.jobs.feed(record)
             in_list.append(turn)
+            self._fed_s[turn] = self._clock()
+        self._fed_s = {turn: fed_s for turn, fed_s in self._fed_s.items() if turn in in_list}
         fed = sorted(self.jobs.fed, key=lambda r: _turn_of(r) in in_list)
         self._places.tell(self.jobs, next_up=fed, num_workers=len(self._workers))
 
@@ -210,6 +217,26 @@ class Dispatcher(RepeatingThread):
             self._box_read_at = time.monotonic()
             self._hands_out = self._operation.read().mode is OperationMode.RUNNING
             self._workers = self._fleet.workers()
+
+    def _without_outranked(self, in_list: list[Turn]) -> list[Turn]:
+        """Withdraw the last turn in the list if a job was posted since that goes before its job.
+
+        A turn waits in the list while all workers are busy, so that the next job begins at once;
+        who comes meanwhile and is to go first need not wait for that job as well.
+        """
+        first = next(self.jobs.ranked(), None)
+        if first is None or not in_list:
+            return in_list
+        last = in_list[-1]
+        fed = self.jobs.queued(last.job_id)
+        posted_since = first.created_s > self._fed_s.get(last, math.inf)
+        if fed is None or not posted_since or not self.jobs.precedes(first, fed):
+            return in_list
+        if not self._turns.withdraw(last):
+            return in_list
+        self._seen.pop(last, None)
+        self.jobs.take_back(last.job_id)
+        return in_list[:-1]
 
     def _note_turns(self) -> list[Turn]:
         """Return the turns in the list that count; take back the jobs whose turn was lost."""

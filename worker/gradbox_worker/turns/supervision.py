@@ -16,12 +16,14 @@ from typing import Final
 import redis
 
 from gradbox.protocol import ProgressView
+from gradbox.spans import Spans
 from gradbox_service.jobs import Records
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_worker.work import StopOrder
 
 log = logging.getLogger(__name__)
 
+WORKER: Final = Spans("gradbox-worker")
 # A replayed shard costs a forward and a backward, about three forwards.
 REPLAY_COST: Final = 3.0
 
@@ -59,10 +61,12 @@ class Watch:
         patience: Patience,
         leaving: Callable[[], bool],
         alive: Callable[[], None],
+        traceparent: str | None = None,
     ) -> None:
         """Start the attempt's clock.
 
         Args:
+            traceparent: the parent of the spans of its phases.
             leaving: tells whether the worker was asked to end.
             alive: called with every beat, for the worker's own heartbeats.
         """
@@ -73,6 +77,7 @@ class Watch:
         self._patience = patience
         self._leaving = leaving
         self._alive = alive
+        self._traceparent = traceparent
         self._deadline = time.monotonic() + timeout_s
         # The attempt has just begun, with a fresh lease and nothing asked of it.
         self._next_beat = time.monotonic() + patience.beat_s
@@ -130,6 +135,10 @@ class Watch:
             if not store_refuses(error):
                 raise
             log.warning("job %s: its progress is not noted: %s", self._job_id, error)
+
+    def phase_ended(self, phase: str, *, began_s: float, ended_s: float) -> None:
+        """Record the phase as a span."""
+        WORKER.record(phase, parent=self._traceparent, began_s=began_s, ended_s=ended_s)
 
     def _beat(self) -> None:
         try:

@@ -42,7 +42,7 @@ from gradbox_service.jobs.fleet import may_be_run
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.store import ResultStore
 from gradbox_worker.errors import DeviceNotStarted
-from gradbox_worker.turns.supervision import Patience, StopReason, Watch
+from gradbox_worker.turns.supervision import WORKER, Patience, StopReason, Watch
 from gradbox_worker.work import Device, Died, Failed, Finished, Outcome, Work
 
 log = logging.getLogger(__name__)
@@ -86,17 +86,28 @@ class TurnRunner:
             log.info("job %s is not queued any more, or not for this worker", job_id)
             return "skipped"
         log.info("job %s: attempt %d begins", job_id, record.attempt)
+        _record_wait(record)
+        with WORKER.span("turn", parent=record.traceparent, worker=self.worker) as span:
+            span.note(job=job_id, attempt=record.attempt)
+            state = self._run(record, traceparent=span.traceparent)
+            span.note(state=state)
+            if state == JobState.FAILED:
+                span.fail("the job failed")
+        return state
+
+    def _run(self, record: JobRecord, *, traceparent: str | None) -> str:
         watch = Watch(
             self.records,
-            job_id,
+            record.id,
             attempt=record.attempt,
             timeout_s=record.timeout_s,
             patience=self.patience,
             leaving=self.leaving,
             alive=self.alive,
+            traceparent=traceparent,
         )
         try:
-            outcome = self._compute(record, watch)
+            outcome = self._compute(record, watch, timed=traceparent is not None)
         except DeviceNotStarted:
             self._end(record, _release(record.attempt))
             raise
@@ -133,7 +144,7 @@ class TurnRunner:
         log.info("job %s is left to a worker that has %s", record.id, record.model)
         return True
 
-    def _compute(self, record: JobRecord, watch: Watch) -> Outcome:
+    def _compute(self, record: JobRecord, watch: Watch, *, timed: bool) -> Outcome:
         try:
             spec = self.records.spec(record.id)
         except GradboxError as error:  # another version of gradbox accepted it
@@ -154,6 +165,7 @@ class TurnRunner:
             earlier_result=self._earlier_result(spec),
             queued_s=max(0.0, (record.started_s or record.created_s) - record.created_s),
             disk_reserve_bytes=self.results.room.reserve_bytes,
+            timed=timed,
         )
         return self.device.run(work, watch)
 
@@ -216,6 +228,13 @@ class TurnRunner:
 
 # The runner that `run_turn` speaks to: RQ hands a task nothing but its arguments.
 CURRENT: contextvars.ContextVar[TurnRunner] = contextvars.ContextVar("gradbox turn runner")
+
+
+def _record_wait(record: JobRecord) -> None:
+    """Record how long a job waited. When a later attempt was queued, no record says."""
+    if record.attempt == 1 and record.started_s is not None:
+        began_s, ended_s = record.created_s, record.started_s
+        WORKER.record("queue wait", parent=record.traceparent, began_s=began_s, ended_s=ended_s)
 
 
 def _transition(

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 
 from gradbox.errors import InvalidRequest, OwnerOnly
 from gradbox.protocol import JobList, JobState, JobView, OperationMode
+from gradbox.spans import Spans, read_traceparent
 from gradbox_service.admission import post
 from gradbox_service.backing import Backing
 from gradbox_service.http.auth import Box, Caller, VisibleJob
@@ -29,7 +30,12 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 IdempotencyKey = Annotated[
     str | None, Header(min_length=1, max_length=200, description="Makes posting repeatable")
 ]
+TraceParent = Annotated[
+    str | None,
+    Header(description="W3C Trace Context: the parent of the job's spans"),
+]
 MAX_LISTED = 500
+SPANS = Spans("gradbox-service")
 
 
 @router.post(
@@ -40,7 +46,11 @@ MAX_LISTED = 500
     openapi_extra=JOB_BODY,
 )
 async def post_job(
-    request: Request, box: Box, caller: Caller, idempotency_key: IdempotencyKey = None
+    request: Request,
+    box: Box,
+    caller: Caller,
+    idempotency_key: IdempotencyKey = None,
+    traceparent: TraceParent = None,
 ) -> Response:
     """Accept a job, with its small blobs. It then ends in exactly one of done, failed, cancelled.
 
@@ -49,20 +59,24 @@ async def post_job(
     bodies: Bodies = request.app.state.bodies
     content_type = request.headers.get("content-type", "")
     form = is_form(content_type)
+    parent = read_traceparent(traceparent)
+    with SPANS.span("accept", parent=parent, owner=caller.name) as span:
 
-    def accept(body: bytes) -> JobRecord:
-        parts = read_parts(body, content_type=content_type) if form else Parts(body, {})
-        return post(
-            parts.job,
-            blobs=parts.blobs,
-            caller=caller,
-            idempotency_key=idempotency_key,
-            box=box,
-            settings=request.app.state.settings,
-        )
+        def accept(body: bytes) -> JobRecord:
+            parts = read_parts(body, content_type=content_type) if form else Parts(body, {})
+            return post(
+                parts.job,
+                blobs=parts.blobs,
+                caller=caller,
+                idempotency_key=idempotency_key,
+                traceparent=parent or span.traceparent,
+                box=box,
+                settings=request.app.state.settings,
+            )
 
-    limit_bytes = MAX_BODY_BYTES if form else None
-    record = await bodies.handle(request, accept, limit_bytes=limit_bytes)
+        limit_bytes = MAX_BODY_BYTES if form else None
+        record = await bodies.handle(request, accept, limit_bytes=limit_bytes)
+        span.note(job=record.id, computation=record.computation, model=record.model)
     return await _answer(record, request, box=box, caller=caller, posted=True)
 
 
