@@ -67,6 +67,7 @@ class GradClient:
         )
         self._poster = Poster(self._connection)
         self._waits = JobWaits(self._connection)
+        self._results = settings.results
 
     def __repr__(self) -> str:
         return f"GradClient({self.url!r})"
@@ -292,7 +293,8 @@ class GradClient:
             )
             view = answered.view
             span.note(job=view.id, computation=view.computation, model=view.model)
-        return Job(self._connection, view, waits=self._waits, result=answered.result)
+        return self._handle(view, answered.result)
 
-    def _handle(self, view: JobView) -> Job:
-        return Job(self._connection, view, waits=self._waits)
+    def _handle(self, view: JobView, result: memoryview | None = None) -> Job:
+        results, waits = self._results, self._waits
+        return Job(self._connection, view, waits=waits, result=result, results=results)

@@ -38,6 +38,13 @@ class ClientSettings:
     token: str = field(repr=False)
     source: str = field(default="", compare=False)
 
+    @property
+    def results(self) -> Path | None:
+        """Where the box's result files lie, if its address was found in its data folder."""
+        file = Path(self.source)
+        folder = file.parent / "results"
+        return folder if file.name == FILE and folder.is_dir() else None
+
 
 def find_settings(
     url: str | None = None,

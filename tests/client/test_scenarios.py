@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from gradbox import (
     Builtin,
+    Forward,
+    GradClient,
     Gradient,
     GradResult,
     InvalidInputs,
@@ -353,3 +355,23 @@ def test_tokenised_text_goes_through_a_pretrained_model(real: TestBox) -> None:
     largest = max(float(gradient.norm()) for gradient in expected.values())
     for name, gradient in expected.items():
         assert float((result.grads[name] - gradient).norm()) < 1e-4 * largest, name
+
+
+def test_a_result_on_this_machine_is_opened_where_it_lies(
+    real: TestBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert real.data is not None
+    monkeypatch.setenv("GRADBOX_DATA", str(real.data))
+    monkeypatch.delenv("GRADBOX_URL", raising=False)
+    monkeypatch.delenv("GRADBOX_TOKEN", raising=False)
+    with GradClient() as client:
+        job = client.submit(Forward(model="mlp", inputs=[torch.ones(2, 5, dtype=torch.float64)]))
+        job.wait()
+        result = job.result()
+        (stored,) = (real.data / "results").glob(f"{job.id}.*.safetensors")
+        assert stored.stat().st_nlink == 2
+        before = stored.read_bytes()
+        result.outputs["z"].zero_()
+        assert stored.read_bytes() == before
+        job.delete()
+        assert result.outputs["z"].shape == (2, 3)
