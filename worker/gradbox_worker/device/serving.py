@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, Protocol
 
 # autograd imports it, and sympy with it, in its first backward pass with a cotangent: 0.3 s.
-import torch.fx.experimental.symbolic_shapes  # noqa: F401
+import torch
+import torch.fx.experimental.symbolic_shapes
 
 from gradbox_service.store import blob_store
 from gradbox_worker.computations.checkpoints import Pace
@@ -69,6 +72,8 @@ def serve(
 
     def load() -> Registry:
         device = choose_device(device_name)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # for models that say "cuda" and mean theirs
         budget = memory_bytes(device) // 2 if budget_bytes is None else budget_bytes
         registry = Registry(
             read_models_file(models_file),
@@ -124,7 +129,8 @@ def serve(
             case Caught():
                 send(connection, RunFailed(problem=answer.problem, leaving=answer.spoilt))
                 if answer.spoilt:
-                    return
+                    logging.shutdown()
+                    os._exit(0)  # with no tensor freed, see `Caught`
 
 
 class _Gauge:
