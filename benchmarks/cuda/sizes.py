@@ -49,7 +49,7 @@ FULL: Final = Sizes(
     decoder_samples=256,
     decoder_shard=8,
     uploaded_bytes=256 * 2**20,
-    small_shards=(4, 32, 256),
+    small_shards=(8, 256),
     mixed_depth=16,
 )
 

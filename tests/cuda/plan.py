@@ -73,8 +73,8 @@ def plan(processes: int) -> list[Step]:
         _benchmark("upload", "From the host to the device", limit_s=60),
         _benchmark("decoder", "A decoder of 1.3 billion parameters", limit_s=120),
         _benchmark("mixed", "Mixed gradients", limit_s=60),
-        _benchmark("graphs", "CUDA graphs and torch.compile", limit_s=120),
         _benchmark("service", "What a box adds", limit_s=120),
+        _benchmark("graphs", "CUDA graphs and torch.compile", limit_s=170),
         _tests(
             "engine",
             "All tests of the engine",
