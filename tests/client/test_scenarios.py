@@ -31,6 +31,7 @@ from tests import case_models
 from tests.boxes import TestBox
 from tests.cases import CASES, Case
 from tests.client import zoo
+from tests.device import DEVICE, moved
 from tests.oracle import TOLERANCE, difference, naive
 
 WAIT_S = 60.0
@@ -128,13 +129,13 @@ def test_gradients_of_loss_inputs_and_loss_parameters_come_back_by_name(box: Tes
 
 def test_applied_gradients_drive_an_optimiser_as_backward_does(box: TestBox) -> None:
     shards = [torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    local, remote = zoo.tied(), zoo.tied()
+    local, remote = zoo.tied().to(DEVICE), zoo.tied()
     for model in (local, remote):
         model.train()
     zs = []
     for index, shard in enumerate(shards):
         with shard_stream(0, group=0, shard=index):
-            zs.append(local(shard))
+            zs.append(local(shard.to(DEVICE)))
     sum_of_squares(torch.cat(zs)).backward()
     with box.client() as client:
         job = client.submit(
@@ -142,7 +143,7 @@ def test_applied_gradients_drive_an_optimiser_as_backward_does(box: TestBox) -> 
         )
         job.result(WAIT_S).apply_to(remote)
     for name, parameter in remote.named_parameters():
-        torch.testing.assert_close(parameter.grad, local.get_parameter(name).grad)
+        torch.testing.assert_close(parameter.grad, local.get_parameter(name).grad.cpu())
 
 
 def test_weights_of_the_job_stand_in_for_the_registered_ones(box: TestBox) -> None:
@@ -342,16 +343,16 @@ def test_tokenised_text_goes_through_a_pretrained_model(real: TestBox) -> None:
             wrt="encoder.layer.5.*",
         )
         result = client.submit(gradient).result(WAIT_S)
-    model = AutoModel.from_pretrained(minilm.get_model_path()).train()
+    model = AutoModel.from_pretrained(minilm.get_model_path()).to(DEVICE).train()
     pooled: dict[str, list[Tensor]] = {name: [] for name in towers}
     for group, (name, shards) in enumerate(towers.items()):
         for index, shard in enumerate(shards):
             with shard_stream(0, group, index):
-                hidden = model(**shard).last_hidden_state
-            pooled[name].append(mean_pooled(hidden, dict(shard)))
+                hidden = model(**moved(shard)).last_hidden_state
+            pooled[name].append(mean_pooled(hidden, moved(shard)))
     matched(**{name: torch.cat(zs) for name, zs in pooled.items()}).backward()
     expected = {
-        name: p.grad
+        name: p.grad.cpu()
         for name, p in model.named_parameters()
         if name.startswith("encoder.layer.5.") and p.grad is not None
     }
