@@ -1,5 +1,6 @@
-"""Inner products of a job's rows with rows that an earlier job left as factors: J J'ᵀ.
+"""Inner products of a job's rows with rows that are kept as factors: J J'ᵀ.
 
+These are what an earlier job left, or the rows of other shards of the same job, which come first.
 A shard's terms are multiplied with each piece of the other job's and dropped, so neither side's
 rows are ever dense, and of this side's factors one shard's are in memory. Sums over pairs of
 positions that lose their digits are made anew from rows, a pair of pieces at a time.
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.errors import BadReduction
+from gradbox_engine.per_sample.kept_factors import KeepFactors
 from gradbox_engine.per_sample.reductions import Collector, Terms
 from gradbox_factors import Factored
 
@@ -52,6 +54,43 @@ class CrossGram(Collector):
     def result(self, *, one_output: bool) -> dict[str, Any]:
         gram = torch.cat(self._parts)
         return {"arrays": {"gram": gram[:, 0, :, 0] if one_output else gram}}
+
+
+class CrossGramOfShards(Collector):
+    """The same with rows of this job: those of the first `others` samples are kept as factors."""
+
+    def __init__(self, others: int, *, trace: bool) -> None:
+        self._num_others, self._trace = others, trace
+        self._kept = KeepFactors(smaller=True)
+        self._cross: CrossGram | None = None
+
+    def whole(self, gradient_bytes: int) -> bool:
+        return True
+
+    def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
+        if first_sample < self._num_others:
+            self._kept.take(terms, first_sample, outputs)
+        else:
+            self._product().take(terms, first_sample - self._num_others, outputs)
+
+    def state(self, samples: int) -> Checkpoint:
+        sections = {"others": self._kept.state(samples)}
+        if self._cross is not None:
+            sections["own"] = self._cross.state(samples - self._num_others)
+        return Checkpoint.of_sections(**sections)
+
+    def resume(self, found: Checkpoint) -> None:
+        self._kept.resume(found.section("others"))
+        if "own" in found:
+            self._product().resume(found.section("own"))
+
+    def result(self, *, one_output: bool) -> dict[str, Any]:
+        return self._product().result(one_output=one_output)
+
+    def _product(self) -> CrossGram:
+        if self._cross is None:
+            self._cross = CrossGram(self._kept.factors(), trace=self._trace)
+        return self._cross
 
 
 def check_names(names: Sequence[str], other: Factored) -> None:

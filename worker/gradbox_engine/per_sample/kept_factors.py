@@ -33,8 +33,12 @@ class KeepFactors(Collector):
     def resume(self, found: Checkpoint) -> None:
         self._pieces = unpacked(found.tensors, found.facts["pieces"])
 
+    def factors(self) -> Factored:
+        """Return what was kept so far."""
+        return Factored(self._pieces)
+
     def result(self, *, one_output: bool) -> dict[str, Any]:
-        return {"arrays": {}, "factors": Factored(self._pieces)}
+        return {"arrays": {}, "factors": self.factors()}
 
 
 class Gram(KeepFactors):

@@ -57,12 +57,17 @@ class CallableModel:
         weights: Mapping[str, Tensor] | None = None,
         method: str = "forward",
         unchecked: Sequence[str] = (),
+        streams: Sequence[tuple[int, int]] | None = None,
+        others: int = 0,
     ) -> None:
         """Take the model.
 
         Args:
             unchecked: checks to leave out: "coupling" (no sample sees another) and "self" (the
                 rows are compared with autograd's gradient).
+            streams: the numbers (k, i) that each shard's random stream is derived from; by default
+                those of group 0, and 1 for other shards.
+            others: how many of the first shards are other ones, see `OtherShards`.
 
         Raises:
             BadInputs: `unchecked` names something else, or the model has no such method.
@@ -84,6 +89,7 @@ class CallableModel:
         self.parameters: dict[str, Tensor] = {}
         self.rounding = AUTOCAST.get(precision, torch.float64)  # the narrowest dtype of a product
         self._wrt, self._method = wrt, method
+        self._streams, self.num_others = streams, others
         self.device = model_device(model)
         self._exits = ExitStack()
 
@@ -124,7 +130,15 @@ class CallableModel:
 
     def begin_stream(self, index: int) -> None:
         """Begin the random stream of shard `index`; leaving the model puts the generators back."""
-        begin_stream(self.options.seed, 0, index)
+        own = index - self.num_others
+        default = (0, own) if own >= 0 else (1, index)
+        group, shard = default if self._streams is None else self._streams[index]
+        begin_stream(self.options.seed, group, shard)
+
+    def where(self, index: int) -> str:
+        """Return how a message calls shard `index`."""
+        own = index - self.num_others
+        return f"shard {own}" if own >= 0 else f"shard {index} of those in against"
 
     def call(self, arguments: dict[str, Any]) -> Tensor:
         """Return z of one shard, one row a sample, in float32 or wider.
