@@ -34,7 +34,7 @@ class Done:
     """How a step went."""
 
     name: str
-    outcome: str  # "passed", "failed", "cut off", "not run"
+    outcome: str  # "passed", "failed", "skipped", "cut off"
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -64,6 +64,8 @@ def read_junit(path: Path) -> Done | None:
     suite = next(iter(ET.parse(path).getroot().iter("testsuite")))
     counts = {kind: int(suite.get(kind, 0)) for kind in ("tests", "failures", "errors", "skipped")}
     done = Done("", "failed" if counts["failures"] + counts["errors"] else "passed", counts=counts)
+    if counts["skipped"] == counts["tests"] > 0:
+        done.outcome = "skipped"
     for case in suite.iter("testcase"):
         place = f"{case.get('classname')}::{case.get('name')}"
         for kind in ("failure", "error"):
