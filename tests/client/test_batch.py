@@ -93,7 +93,7 @@ def test_what_another_thread_failed_to_upload_is_tried_again() -> None:
 
 def test_an_exception_stops_what_has_not_been_sent() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
-        time.sleep(0.05)
+        assert batch._stop.wait(60)
         return httpx.Response(404) if request.method == "HEAD" else answer(job_view())
 
     with client_of(handler) as client:

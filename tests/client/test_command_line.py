@@ -160,7 +160,7 @@ def test_colour_is_for_terminals_that_want_it(at_box: TestBox) -> None:
         terminal, end = pty.openpty()
         command = [sys.executable, "-m", "gradbox", "jobs", "list", "--limit", "1"]
         env = {**os.environ, "TERM": "xterm", "COLUMNS": "120", **environment}
-        subprocess.run(command, stdout=end, env=env, check=True, timeout=60)
+        subprocess.run(command, stdout=end, env=env, check=True, timeout=500)
         os.close(end)
         said = os.read(terminal, 65536).decode()
         os.close(terminal)
@@ -205,7 +205,7 @@ def test_ids_of_jobs_are_completed(at_box: TestBox) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=500,
     )
     assert job_id[:12] in done.stdout.splitlines()
 
@@ -293,7 +293,7 @@ def test_a_login_whose_input_ends_is_exit_code_2(arguments: list[str], tmp_path:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
         check=False,
         start_new_session=True,  # without a terminal to ask on
         env={**os.environ, "XDG_CONFIG_HOME": str(tmp_path)},
@@ -377,7 +377,7 @@ def test_a_command_whose_extra_is_missing_says_what_to_install(tmp_path: Path) -
         f"from gradbox.cli import main; sys.exit(main(['up', '--data', {str(tmp_path)!r}]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 2
     assert (
