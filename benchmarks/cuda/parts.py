@@ -60,6 +60,6 @@ def _about(clock: Clock, ceilings: Ceilings, sizes: Sizes) -> str:
     small = " **Sizes of a trial run: no figure here says anything.**" if sizes is DRY else ""
     return (
         f"On {name}; {ceilings}. Medians of {sizes.rounds} rounds in turn, half the distance "
-        f"between the quartiles behind ±; peaks are the allocator's, beyond what was there. Without "
-        f"TensorFloat-32 where nothing else is said.{small}"
+        f"between the quartiles behind ±; peaks are the allocator's, beyond what was there; "
+        f"TensorFloat-32 is off where nothing else is said.{small}"
     )

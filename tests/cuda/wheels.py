@@ -26,7 +26,13 @@ from packaging.utils import canonicalize_name
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 EXTRAS: Final = ("service", "worker")
-ALSO: Final = ("hatchling>=1.27", "pytest>=8.4", "pytest-timeout>=2.3", "pytest-xdist>=3.8")
+ALSO: Final = (
+    "hatchling>=1.27",
+    "hypothesis>=6.130",
+    "pytest>=8.4",
+    "pytest-timeout>=2.3",
+    "pytest-xdist>=3.8",
+)
 THERE: Final = frozenset({"torch", "gradbox"})  # torch is the machine's, gradbox the checkout
 PLATFORMS: Final = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
