@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -20,11 +21,14 @@ import torch
 
 from gradbox import Gradient, GradResult
 from gradbox.cli import main
+from gradbox.cli.jobs import _described, _state, how_far
 from gradbox.cli.lazy import LazyCommand
 from gradbox.cli.overview import entries, line_of
 from gradbox.cli.times import ago, duration
+from gradbox.protocol import JobState
 from gradbox.settings import login_file
 from tests.boxes import TestBox
+from tests.client.wires import job_view
 
 
 @pytest.fixture
@@ -192,14 +196,14 @@ def test_top_draws_on_a_terminal_until_ctrl_c(at_box: TestBox) -> None:
     assert at_box.url in said
 
 
-def test_ids_of_jobs_are_completed(at_box: TestBox) -> None:
-    job_id = submitted(at_box)
-    done = subprocess.run(
+def completed(words: str) -> subprocess.CompletedProcess[str]:
+    """Return what bash is told when Tab is pressed behind these words."""
+    return subprocess.run(
         [sys.executable, "-m", "gradbox"],
         env={
             **os.environ,
             "_GRADBOX_COMPLETE": "complete_bash",
-            "COMP_WORDS": f"gradbox jobs show {job_id[:6]}",
+            "COMP_WORDS": words,
             "COMP_CWORD": "3",
         },
         capture_output=True,
@@ -207,7 +211,35 @@ def test_ids_of_jobs_are_completed(at_box: TestBox) -> None:
         check=False,
         timeout=500,
     )
-    assert job_id[:12] in done.stdout.splitlines()
+
+
+def test_ids_of_jobs_are_completed(at_box: TestBox) -> None:
+    job_id = submitted(at_box)
+    assert job_id[:12] in completed(f"gradbox jobs show {job_id[:6]}").stdout.splitlines()
+    assert job_id[:20] in completed(f"gradbox jobs show {job_id[:20]}").stdout.splitlines()
+
+
+def test_names_of_models_are_completed(at_box: TestBox) -> None:
+    assert "mlp" in completed("gradbox models show ml").stdout.splitlines()
+
+
+@pytest.mark.parametrize("words", ["gradbox jobs show a", "gradbox models show m"])
+def test_a_box_that_does_not_answer_completes_nothing(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("GRADBOX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("GRADBOX_TOKEN", "t")
+        found = completed(words)
+    assert (found.stdout.strip(), found.stderr) == ("", "")
+
+
+def test_a_job_that_waits_is_shown_with_whom_it_waits_for() -> None:
+    waits = {"queue_position": 3, "waiting_for": {"ann": 2}, "seconds_left": 200.0}
+    view = job_view(JobState.QUEUED).model_copy(update=waits)
+    assert how_far(view) == "position 3, begins in 3 min"
+    assert _described(view)["waits for"] == "2 of ann"
+    assert _state(view) == "queued, position 3, after 2 of ann, begins in 3 min"
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,17 @@ def test_a_transfer_tells_the_time_left(
     assert "s left" in capsys.readouterr().err
 
 
+def test_a_job_that_waits_shows_for_whom_and_how_long(capsys: pytest.CaptureFixture[str]) -> None:
+    waits = {"queue_position": 3, "waiting_for": {"ann": 2, "bob": 1}, "seconds_left": 41.0}
+    view = job_view(JobState.QUEUED).model_copy(update=waits)
+    with ProgressBar("job", shown=True) as bar:
+        bar.show_view(view)
+    shown = capsys.readouterr().err
+    assert "queued, position 3, after 2 of ann, 1 of bob" in shown
+    assert "begins in 41 s" in shown
+    assert "2 of ann, 1 of bob" in view._repr_html_()
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"), [(59.6, "60 s left"), (600, "10 min left"), (9000, "2.5 h left")]
 )

@@ -253,7 +253,7 @@ def test_a_job_that_cannot_be_done_says_why(box: TestBox, name: str) -> None:
 
 
 def test_what_the_box_has_is_not_uploaded_again(box: TestBox, uploads: list[str]) -> None:
-    shards = [torch.randn(3, 5).double() for _ in range(20)]
+    shards = [torch.randn(40_000, 5).double() for _ in range(3)]  # more than is sent unasked
     gradient = Gradient(model="mlp", inputs=shards, loss=sum_of_squares)
     with box.client() as client:
         client.submit(gradient).wait(WAIT_S)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import redis
-from redis.client import Pipeline
 
 from gradbox.errors import IdempotencyConflict
 from gradbox.protocol import JobState, JobView, ProgressView
@@ -75,20 +74,18 @@ def test_a_creation_whose_answer_is_lost_does_not_undo_what_a_worker_began(
     key: str | None, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = RedisRecords(connection)
-    execute = Pipeline._execute_transaction
-    lost: list[Pipeline] = []
+    parse = redis.Redis.parse_response
+    lost: list[str] = []
 
-    def execute_and_break(pipe: Any, link: Any, *args: Any) -> Any:
-        watching = pipe.watching
-        answer = execute(pipe, link, *args)
-        if lost:
-            return answer
-        lost.append(pipe)
-        begin(records, "job1")
-        pipe.watching = watching  # as it is while EXEC is not answered
-        raise redis.ConnectionError("the answer is lost")
+    def parse_and_break(client: Any, link: Any, command: str, **options: Any) -> Any:
+        answer = parse(client, link, command, **options)
+        if command == "EVALSHA" and not lost:
+            lost.append(command)
+            begin(records, "job1")
+            raise redis.ConnectionError("the answer is lost")
+        return answer
 
-    monkeypatch.setattr(Pipeline, "_execute_transaction", execute_and_break)
+    monkeypatch.setattr(redis.Redis, "parse_response", parse_and_break)
     created = records.create(a_record(), spec=a_spec(), idempotency_key=key)
     assert created == records.get("job1")
     assert created.held_by(1)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import redis
@@ -57,8 +58,8 @@ class ScriptedDevice:
 class LosesAnswers(MemoryRecords):
     """The first change to `done` is made, and its answer lost.
 
-    redis-py makes a `WatchError` of that, behind which `RedisRecords` finds that the transition
-    applies no more; if it cannot connect again, it raises.
+    redis-py sends the script again, and `RedisRecords` finds that the transition applies no more;
+    if it cannot connect again, it raises.
     """
 
     def __init__(self, error: Exception | None) -> None:
@@ -66,16 +67,14 @@ class LosesAnswers(MemoryRecords):
         self.lost = False
         self._error = error
 
-    def update(
-        self, job_id: str, transition: Transition, *, lease_s: float | None = None
-    ) -> JobRecord | None:
-        after = super().update(job_id, transition, lease_s=lease_s)
+    def update(self, job_id: str, transition: Transition, **given: Any) -> JobRecord | None:
+        after = super().update(job_id, transition, **given)
         if self.lost or after is None or after.state is not JobState.DONE:
             return after
         self.lost = True
         if self._error is not None:
             raise self._error
-        return super().update(job_id, transition, lease_s=lease_s)
+        return super().update(job_id, transition, **given)
 
 
 @pytest.fixture
@@ -320,10 +319,14 @@ def test_progress_goes_to_the_record_with_an_estimate(
     assert (ended.done, ended.total) == (4, 4)
 
 
-def test_frequent_progress_is_thinned_out(box: Box) -> None:
+def test_frequent_progress_is_thinned_out(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     job = box.submit(box.spec(shards_of(1)))
+    now = 100.0
+    monkeypatch.setattr(supervision_module, "time", SimpleNamespace(monotonic=lambda: now))
 
     def script(work: Work, supervision: Supervision) -> Outcome:
+        nonlocal now
+        now += 700.0
         for done in range(1000):
             supervision.progress("forward", done, 1000)
         supervision.progress("cotangents", 0, 1)
@@ -333,6 +336,19 @@ def test_frequent_progress_is_thinned_out(box: Box) -> None:
     turn.run(job)
     kinds = [event.kind for event in box.backing.records.events(job)]
     assert kinds.count("progress") == 2  # one of each phase
+
+
+def test_a_quick_job_tells_no_progress(box: Box) -> None:
+    job = box.submit(box.spec(shards_of(1)))
+
+    def script(work: Work, supervision: Supervision) -> Outcome:
+        for phase in ("forward", "cotangents", "replay"):
+            supervision.progress(phase, 0, 1)
+        return FINISHED
+
+    dataclasses.replace(runner(box, script), patience=Patience(progress_s=60.0)).run(job)
+    kinds = [event.kind for event in box.backing.records.events(job)]
+    assert kinds == ["state", "state", "state"]
 
 
 def test_a_restarted_worker_takes_back_what_it_held(box: Box) -> None:

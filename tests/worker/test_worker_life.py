@@ -54,7 +54,8 @@ def test_the_task_that_the_service_names_is_there() -> None:
 
 def test_a_worker_killed_with_its_device_takes_its_job_up_again_at_once(box: Box) -> None:
     box.order("sleep")
-    with running_worker(box, "--lease-s", "600") as victim:  # longer than anything here waits
+    # Its lease would hold for longer than this test waits.
+    with running_worker(box, "--lease-s", "600") as victim:
         job = box.submit(box.spec(shards_of(1) * 1000))
         box.wait(job, running)
         device = victim.child_pid
