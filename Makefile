@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE := 1
 # Else each of the hundreds of processes that the tests start compiles the sources once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup browser demo docs test test-slow chaos containers check format bench clean
+.PHONY: setup browser demo docs test test-slow chaos containers check format bench wheels cuda clean
 
 # How long `make chaos` runs, and what it draws by; without a seed one is drawn and printed.
 MINUTES ?= 5
@@ -60,6 +60,17 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks
+
+# On a machine with a GPU: with the torch that is installed there ($(PYTHON)), and without network once
+# `make wheels` has been run, here or elsewhere, for its Python. What takes longer than MINUTES is left out.
+WHEELS ?= build/wheels
+CUDA_PYTHON ?= 3.12
+
+wheels: $(STAMP)
+	$(BIN)/python -m tests.cuda.wheels collect $(WHEELS) --python $(CUDA_PYTHON)
+
+cuda:
+	$(PYTHON) -m tests.cuda $(if $(wildcard $(WHEELS)),--wheels $(WHEELS)) $(if $(filter command,$(origin MINUTES)),--minutes $(MINUTES))
 
 # The site, in build/docs: a link, an anchor or a name that leads nowhere ends it with an error.
 docs: $(STAMP)

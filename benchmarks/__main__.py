@@ -25,13 +25,17 @@ BENCHMARKS = (
     "mixed",
     "autograd",
     "per-sample",
+    "cuda",
 )
+CUDA_PARTS = ("engine", "per-sample", "upload", "decoder", "mixed", "graphs", "service")
 
 
 def main(arguments: list[str]) -> int:
     """Run what is asked for; 0 when it ran, whatever the bars say."""
     args = _parser().parse_args(arguments)
     os.environ.update(QUIET)
+    if args.benchmark == "cuda":
+        return _cuda(args)
     sections = []
     if args.benchmark in (None, "replay"):
         sections.append(_replay(args))
@@ -61,6 +65,19 @@ def main(arguments: list[str]) -> int:
     print(path.read_text())
     print(f"written to {path}")
     return 0
+
+
+def _cuda(args: argparse.Namespace) -> int:
+    """Run the benchmarks of a GPU; 0 if all its parts ran."""
+    from benchmarks.cuda.parts import measure_cuda
+
+    sections, well = measure_cuda(args.parts, device=args.device or "cuda", dry=args.dry)
+    if args.section is not None:
+        args.section.write_text("\n\n".join(sections) + "\n")
+    else:
+        path = write_report(args.report or "cuda", sections, folder=args.out)
+        print(path.read_text())
+    return 0 if well else 1
 
 
 def _replay(args: argparse.Namespace) -> str:
@@ -96,7 +113,7 @@ def _retention(args: argparse.Namespace) -> str:
         rounds=args.retention_rounds,
         seconds=args.retention_seconds,
         threads=args.threads,
-        device=args.device,
+        device=args.device or "cpu",
     )
     found = measure_retention(plan)
     if args.plot is not None:
@@ -221,7 +238,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--packed-pairs", type=int, default=64, help="for packing [64]")
     parser.add_argument("--packed-tokens", type=int, default=1024, help="of a shard [1024]")
-    parser.add_argument("--device", default="cpu", help="for retention [cpu]")
+    parser.add_argument("--device", help="for retention [cpu], and for cuda [cuda]")
+    parser.add_argument("--parts", type=_names, default=CUDA_PARTS, help="of cuda [all]")
+    parser.add_argument("--dry", action="store_true", help="of cuda, sizes of a trial run")
+    parser.add_argument("--section", type=Path, help="of cuda: write that file, and no report")
     parser.add_argument(
         "--ends", action="store_true", help="of retention, only nothing and everything kept"
     )

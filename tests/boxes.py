@@ -23,6 +23,7 @@ from gradbox_service.http.app import create_app
 from gradbox_service.settings import Settings
 from gradbox_service.testing.inprocess import InProcessTransport
 from gradbox_worker.turns.inline import InlineWorker
+from tests.device import DEVICE
 
 ROOT = Path(__file__).resolve().parents[1]
 READY = "gradbox ready at "
@@ -62,6 +63,7 @@ def twin_box(data: Path, *, models: Path) -> Iterator[TestBox]:
         fleet=backing.fleet,
         blobs=backing.blobs,
         results=backing.results,
+        device=str(DEVICE),
     )
     with ExitStack() as stack:
         stack.enter_context(worker)
@@ -137,7 +139,7 @@ def new_token(data: Path, owner: str) -> str:
 
 @contextmanager
 def running_box(
-    data: Path, *, models: Path, arguments: Sequence[str] = ("--device", "cpu", "--no-spare")
+    data: Path, *, models: Path, arguments: Sequence[str] = ("--device", str(DEVICE), "--no-spare")
 ) -> Iterator[TestBox]:
     """Run `gradbox up` on a free port, and stop it.
 

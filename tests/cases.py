@@ -57,13 +57,13 @@ def whitening(z: Tensor) -> Tensor:
     """Squared distance of the samples' covariance from the identity, summed."""
     centred = z - z.mean(0)
     covariance = centred.T @ centred / (z.shape[0] - 1)
-    return (covariance - torch.eye(z.shape[1], dtype=z.dtype)).square().sum()
+    return (covariance - torch.eye(z.shape[1], dtype=z.dtype, device=z.device)).square().sum()
 
 
 def supervised(z: Tensor, labels: Tensor, temperature: float = 0.5) -> Tensor:
     """Supervised contrastive loss (Khosla et al. 2020, eq. 2)."""
     z = F.normalize(z, dim=-1)
-    others = ~torch.eye(z.shape[0], dtype=torch.bool)
+    others = ~torch.eye(z.shape[0], dtype=torch.bool, device=z.device)
     log_p = (z @ z.T / temperature).masked_fill(~others, -1e9).log_softmax(-1)
     same = (labels[:, None] == labels[None, :]) & others
     return -(log_p * same).sum() / same.sum()
@@ -72,7 +72,8 @@ def supervised(z: Tensor, labels: Tensor, temperature: float = 0.5) -> Tensor:
 def ranked(z: Tensor) -> Tensor:
     """Squared distance of the sorted sums from an even grid, averaged."""
     sums = z.flatten(1).sum(1).sort().values
-    return (sums - torch.linspace(-1, 1, z.shape[0], dtype=z.dtype)).square().mean()
+    grid = torch.linspace(-1, 1, z.shape[0], dtype=z.dtype, device=z.device)
+    return (sums - grid).square().mean()
 
 
 def log_sum(z: Tensor) -> Tensor:
@@ -94,7 +95,7 @@ class LearnedTemperature(nn.Module):
 
     def forward(self, images: Tensor, texts: Tensor) -> Tensor:
         scores = F.normalize(images, dim=-1) @ F.normalize(texts, dim=-1).T * self.log_scale.exp()
-        target = torch.arange(images.shape[0])
+        target = torch.arange(images.shape[0], device=images.device)
         return (F.cross_entropy(scores, target) + F.cross_entropy(scores.T, target)) / 2
 
 

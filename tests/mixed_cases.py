@@ -12,8 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradbox_engine import shard_stream
 from tests import mixed_models as models
+from tests.device import DEVICE, moved, native_recurrence, tolerance
 
-TOLERANCE = 1e-9
+TOLERANCE = 10 * tolerance(torch.float64)
 """Largest relative difference in float64 between the engine and double backward."""
 
 Shards = list[dict[str, Tensor]]
@@ -40,6 +41,7 @@ class MixedCase:
     def leaves(self) -> dict[str, Tensor]:
         """What the answer is differentiated by: y, or the parameters of a module."""
         if isinstance(self.inner, nn.Module):
+            self.inner.to(DEVICE)
             return {f"inner.{name}": p for name, p in self.inner.named_parameters()}
         return {f"y.{name}": tensor.requires_grad_() for name, tensor in self.y.items()}
 
@@ -63,18 +65,18 @@ def double_backward(case: MixedCase) -> MixedAnswer:
 
     Fused attention cannot be differentiated twice, so this too runs without it.
     """
-    model = case.model().requires_grad_(False).train(case.mode == "train")
-    leaves = case.leaves
+    model = case.model().to(DEVICE).requires_grad_(False).train(case.mode == "train")
+    leaves, y = case.leaves, moved(case.y)
     gradients = []
-    with sdpa_kernel(SDPBackend.MATH):
-        for index, shard in enumerate(case.shards):
+    with sdpa_kernel(SDPBackend.MATH), native_recurrence():
+        for index, shard in enumerate(map(moved, case.shards)):
             z = shard[case.z].clone().requires_grad_()
             with shard_stream(case.seed, 0, index):
                 v = _call(model, case, {**shard, case.z: z.clone()})
-            inner = case.inner(**case.y, v=v)
+            inner = case.inner(**y, v=v)
             gradients += torch.autograd.grad(inner, z, create_graph=True)
         dfdz = torch.stack(gradients) if gradients[0].ndim == 0 else torch.cat(gradients)
-        value = case.outer(dfdz, **case.outer_inputs)
+        value = case.outer(dfdz, **moved(case.outer_inputs))
         found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     named = zip(leaves.items(), found, strict=True)
     return MixedAnswer(

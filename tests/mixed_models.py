@@ -151,13 +151,15 @@ def once_differentiable() -> nn.Module:
 def normed() -> nn.Module:
     """Normalises rows by the fused operation behind `weight_norm`."""
     lengths = torch.ones(1, 4, dtype=torch.float64)
-    return seeded(lambda: Applies(lambda hidden: torch._weight_norm(hidden, lengths, 1)))()
+    return seeded(
+        lambda: Applies(lambda hidden: torch._weight_norm(hidden, lengths.to(hidden), 1))
+    )()
 
 
 def distances() -> nn.Module:
     """Uses `cdist`, which can be differentiated once and backward only."""
     points = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
-    return seeded(lambda: Applies(lambda hidden: torch.cdist(hidden, points)))()
+    return seeded(lambda: Applies(lambda hidden: torch.cdist(hidden, points.to(hidden))))()
 
 
 def constant_branch() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Answers to `tests.cases`, by the code one would write first: all graphs alive."""
+"""Answers to `tests.cases`, by the code one would write first: all graphs alive, on DEVICE."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from gradbox_engine import shard_stream
 from tests.cases import Case, Shards
+from tests.device import DEVICE, moved, native_recurrence, tolerance
 
-TOLERANCE = 1e-10
+TOLERANCE = tolerance(torch.float64)
 """Largest relative difference in float64 between two ways to add up the same gradient."""
 
 
@@ -31,13 +32,13 @@ class Answer:
 
 def naive(case: Case) -> Answer:
     """Answer a case by one backward pass through the graphs of all shards."""
-    model = case.model().train(case.mode == "train")
+    model = case.model().to(DEVICE).train(case.mode == "train")
     wanted = _wanted(model, case)
     for parameter in wanted.values():
         parameter.requires_grad_()
     groups, inputs = _with_leaves(case)
-    case = replace(case, groups=groups)
-    with torch.enable_grad():
+    case = replace(case, groups=groups, loss_inputs=moved(case.loss_inputs))
+    with torch.enable_grad(), native_recurrence():
         outputs = {name: _outputs(model, case, name) for name in case.groups}
         loss = (
             case.loss(outputs["z"], **case.loss_inputs)
@@ -72,7 +73,7 @@ def difference(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
     floor = max(float(b.norm()) for b in expected.values()) / 1000
     worst = 0.0
     for name, b in expected.items():
-        a = grads[name].to(b.dtype)
+        a = grads[name].to(b)
         if a.shape != b.shape:
             return float("inf")
         error = float((a - b).norm()) / max(float(b.norm()), floor, 1e-300)
@@ -87,7 +88,7 @@ def _with_leaves(
     groups: dict[str, Shards] = {}
     leaves: dict[tuple[str, int, str], Tensor] = {}
     for group, shards in case.groups.items():
-        groups[group] = [dict(shard) for shard in shards]
+        groups[group] = [moved(shard) for shard in shards]
         for index, shard in enumerate(groups[group]):
             for name, value in shard.items():
                 if value.is_floating_point():

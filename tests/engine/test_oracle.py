@@ -9,6 +9,7 @@ import torch
 
 from gradbox_engine import shard_stream
 from tests.cases import CASES
+from tests.device import DEVICE, REPLAYED
 from tests.engine.replay.running import answer
 from tests.oracle import TOLERANCE, difference, naive
 
@@ -22,7 +23,7 @@ def test_the_gradient_is_that_of_naive_code(name):
     assert result.loss == pytest.approx(expected.loss, rel=TOLERANCE)
     assert difference(result.grads, expected.grads) <= TOLERANCE
     assert set(result.unreached) == expected.unreached
-    assert result.replay_difference == 0
+    assert result.replay_difference <= REPLAYED
 
 
 @ALL_CASES
@@ -64,11 +65,11 @@ def test_a_missing_gradient_fails_the_comparison():
 
 def test_the_reference_in_the_documentation_is_the_oracle():
     case = CASES["cnn in train"]()
-    model = case.model().train()
+    model = case.model().to(DEVICE).train()
     zs = []
     for i, x in enumerate(case.groups["z"]):
         with shard_stream(case.seed, group=0, shard=i):
-            zs.append(model(x["0"]))
+            zs.append(model(x["0"].to(DEVICE)))
     case.loss(torch.cat(zs)).backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert difference(answer(case).grads, grads) <= TOLERANCE

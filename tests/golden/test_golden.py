@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.device import on_cpu_alone
 from tests.golden.results import digest, kept, machine, problems
 
 KEPT = kept()
@@ -25,6 +26,7 @@ def test_every_problem_has_a_digest() -> None:
     assert KEPT["digests"].keys() == PROBLEMS.keys()
 
 
+@on_cpu_alone
 @pytest.mark.skipif(
     machine() != KEPT["machine"],
     reason=f"digests are of {KEPT['machine']}, and this is {machine()}: last digits may differ",

@@ -35,6 +35,7 @@ from gradbox_service.jobs import JobRecord
 from gradbox_service.queue.dispatch import TURN_GRACE_S, Dispatcher
 from gradbox_service.settings import Settings
 from gradbox_service.up.embedded_redis import EmbeddedRedis
+from tests.device import DEVICE
 from tests.worker import zoo
 
 Shards = Sequence[Mapping[str, Tensor]]
@@ -135,7 +136,7 @@ class WorkerProcess:
     def __init__(self, box: Box, *options: str, name: str = "w1") -> None:
         self.log = box.folder / f"{name}.{secrets.token_hex(2)}.log"
         command = [sys.executable, "-m", "gradbox_worker", "--models", str(box.models_file)]
-        command += ["--device", "cpu", "--data", str(box.folder), "--name", name]
+        command += ["--device", str(DEVICE), "--data", str(box.folder), "--name", name]
         # Without a spare, whose imports would slow the tests of everything else.
         command += ["--redis-url", box.redis_url, "--no-spare", *options]
         # What this process was told to import is what the worker is to be made of.

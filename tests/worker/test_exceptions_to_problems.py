@@ -47,6 +47,9 @@ MODEL_FAILED = gradbox_engine.ModelCallFailed
         (raise_from(MODEL_FAILED("m"), torch.OutOfMemoryError("m")), "out-of-memory"),
         (raise_from(MODEL_FAILED("m"), cpu_exhaustion()), "out-of-memory"),
         (raise_from(MODEL_FAILED("m"), RuntimeError("std::bad_alloc")), "out-of-memory"),
+        (raise_from(MODEL_FAILED("m"), RuntimeError("CUDNN_STATUS_ALLOC_FAILED")), "out-of-memory"),
+        (torch.AcceleratorError("CUDA error: out of memory"), "out-of-memory"),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), "job-failed"),
         (RuntimeError("m"), "job-failed"),
         (SystemExit(3), "job-failed"),
         (KeyboardInterrupt(), "job-failed"),
@@ -87,3 +90,21 @@ def test_what_is_let_through_is_not_caught() -> None:
 
 def test_a_value_passes_as_it_is() -> None:
     assert caught(lambda: 5, doing="job 7") == 5
+
+
+@pytest.mark.parametrize(
+    ("message", "spoilt"),
+    [("CUDA error: device-side assert triggered", True), ("CUDA error: out of memory", False)],
+)
+def test_what_spoils_the_device_is_kept_with_all_that_its_traceback_holds(
+    message: str, spoilt: bool
+) -> None:
+    error = torch.AcceleratorError(message)
+
+    def call() -> None:
+        raise error
+
+    answer = caught(call, doing="job 7")
+    assert isinstance(answer, Caught)
+    assert answer.spoilt == spoilt
+    assert answer.error is (error if spoilt else None)

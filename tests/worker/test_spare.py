@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,3 +84,14 @@ def test_a_worker_that_ends_leaves_no_spare(box: Box, worker: WorkerProcess) -> 
     spare = eventually(lambda: worker.spare_pid)
     assert worker.stop() == 0
     assert not Path(f"/proc/{spare}").exists()
+
+
+def test_what_a_spare_imports_starts_no_cuda(box: Box) -> None:
+    ask = (
+        "import sys, pathlib, torch\n"
+        "from gradbox_worker.device.importing import import_ahead\n"
+        "import_ahead(pathlib.Path(sys.argv[1]))\n"
+        "import gradbox_worker.device.serving\n"
+        "sys.exit(torch.cuda.is_initialized())"
+    )
+    subprocess.run([sys.executable, "-c", ask, str(box.models_file)], check=True)

@@ -129,6 +129,9 @@ class Misbehaving(Affine):
     def _allocate(self) -> None:
         torch.empty(2**50)
 
+    def _allocate_on_device(self) -> None:
+        torch.empty(2**50, device=self.linear.weight.device)
+
     def _exit(self) -> None:
         sys.exit("a model has no business here")
 

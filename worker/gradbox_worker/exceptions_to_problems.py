@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 import torch
@@ -33,15 +33,6 @@ from gradbox_worker.errors import ModelsFileError, WeightsDoNotFit
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# How libraries below torch say it, beside what the engine knows; they raise plain RuntimeErrors.
-OUT_OF_MEMORY_TEXTS: Final = (
-    "DefaultCPUAllocator: not enough memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "MPS backend out of memory",
-    "std::bad_alloc",
-)
 
 # How CUDA's allocator and the CPU's say what they could not allocate.
 WANTED: Final = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
@@ -59,10 +50,15 @@ ENGINE_ERRORS: Final[tuple[tuple[type[engine_errors.EngineError], type[GradboxEr
 
 @dataclass(frozen=True)
 class Caught:
-    """What became of an error. `spoilt`: the device's state is, so its process should end."""
+    """What became of an error.
+
+    `spoilt`: the device's state is, so its process should end. Then `error` is kept, for the frames
+    of its traceback hold tensors, and to free one there may abort the process.
+    """
 
     problem: Problem
     spoilt: bool
+    error: BaseException | None = field(default=None, repr=False, compare=False)
 
 
 def caught(
@@ -71,6 +67,7 @@ def caught(
     doing: str,
     let_through: type[BaseException] | tuple[()] = (),
     explain: Callable[[BaseException], GradboxError | None] = lambda error: None,
+    device: torch.device | None = None,
     log_level: int = logging.ERROR,
 ) -> T | Caught:
     """Call user code; return its value, or the problem that it ended in.
@@ -79,6 +76,7 @@ def caught(
         doing: what it is, for messages: "job 4f2a", "the model 'minilm'".
         let_through: raised on as it is.
         explain: asked first what an error means here; None leaves it to `translated`.
+        device: asked whether it goes on working after the error.
         log_level: of the line, with traceback, that the worker's log gets.
     """
     try:
@@ -88,14 +86,15 @@ def caught(
     except BaseException as error:  # a model's KeyboardInterrupt is no reason to end, either
         log.log(log_level, "%s failed", doing, exc_info=True)
         ours = explain(error) or translated(error, doing=doing)
-        return Caught(Problem.of(ours), spoilt=_spoils_device(error))
+        spoilt = _spoils_device(error) or (device is not None and refuses_work(device))
+        return Caught(Problem.of(ours), spoilt=spoilt, error=error if spoilt else None)
 
 
 def translated(error: BaseException, *, doing: str) -> GradboxError:
     """Return the error of ours that tells the user what this one means."""
     chain = list(_chain(error))
     for link in chain:
-        if _says_out_of_memory(link):
+        if gradbox_engine.is_out_of_memory(link):
             return errors.OutOfMemory(
                 f"{doing} does not fit into the device's memory ({_first_line(link)}); cut the "
                 f"inputs into smaller shards, or ask for fewer gradients with wrt"
@@ -127,7 +126,21 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether memory ran out, by the error or one of its causes."""
-    return any(_says_out_of_memory(link) for link in _chain(error))
+    return any(gradbox_engine.is_out_of_memory(link) for link in _chain(error))
+
+
+def refuses_work(device: torch.device) -> bool:
+    """Tell whether CUDA refuses all further work in this process; waits for the device.
+
+    An assertion that fails in a kernel may come back as another library's plain RuntimeError.
+    """
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except torch.AcceleratorError:
+        return True
+    return False
 
 
 def wanted_bytes(error: BaseException) -> int:
@@ -143,18 +156,10 @@ def wanted_bytes(error: BaseException) -> int:
     return 0
 
 
-def _says_out_of_memory(error: BaseException) -> bool:
-    if gradbox_engine.is_out_of_memory(error):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        text in str(error) for text in OUT_OF_MEMORY_TEXTS
-    )
-
-
 def _spoils_device(error: BaseException) -> bool:
     """Tell whether CUDA refuses all further work in this process, as after a failed assertion."""
     return any(
-        isinstance(link, torch.AcceleratorError) and not _says_out_of_memory(link)
+        isinstance(link, torch.AcceleratorError) and not gradbox_engine.is_out_of_memory(link)
         for link in _chain(error)
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from gradbox_engine import Group, MixedResult, Objective, mixed_gradient
+from tests.device import DEVICE
 from tests.mixed_cases import MixedCase
 
 
@@ -23,7 +24,7 @@ def mixed_answer(case: MixedCase, model: nn.Module | None = None, **terms: Any) 
     }
     read = {f"y.{name}": leaves[f"y.{name}"] for name in case.outer_reads}
     return mixed_gradient(
-        model or case.model(),
+        (model or case.model()).to(DEVICE),
         Group("z", case.shards),
         Objective(case.inner, case.y, leaves),
         Objective(case.outer, case.outer_inputs, read),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from gradbox_engine import MixedResult
+from tests.device import same_bits
 from tests.engine.interrupted import Kept, Killed, KilledAt, undisturbed
 from tests.engine.mixed.running import mixed_answer
 from tests.mixed_cases import MIXED_CASES, OBSTACLES, normal
@@ -23,8 +23,8 @@ def same(found: MixedResult, expected: MixedResult) -> bool:
     return (
         all(getattr(found, fact) == getattr(expected, fact) for fact in facts)
         and found.grads.keys() == expected.grads.keys()
-        and all(torch.equal(found.grads[name], x) for name, x in expected.grads.items())
-        and torch.equal(found.dfdz, expected.dfdz)
+        and all(same_bits(found.grads[name], x) for name, x in expected.grads.items())
+        and same_bits(found.dfdz, expected.dfdz)
     )
 
 

@@ -19,6 +19,7 @@ from gradbox_engine import (
     ReplayMismatch,
     mixed_gradient,
 )
+from tests.device import DEVICE
 from tests.engine.mixed.running import mixed_answer
 from tests.mixed_cases import (
     MIXED_CASES,
@@ -116,7 +117,7 @@ def test_one_name_for_two_leaves_is_refused():
 @pytest.mark.parametrize("ends", ["well", "in an error"])
 def test_the_model_is_left_as_it_was(ends):
     case = MIXED_CASES["cnn in train"]()
-    model = case.model().eval()
+    model = case.model().to(DEVICE).eval()
     first = next(model.parameters())
     first.grad = torch.ones_like(first)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -213,7 +214,7 @@ def test_order_permutes_what_outer_sees():
     expected = double_backward(replace(case, x={"target": weights}))
     y = case.y["y"].requires_grad_()
     result = mixed_gradient(
-        case.model(),
+        case.model().to(DEVICE),
         Group("z", case.shards, order=order),
         Objective(case.inner, {"y": y}, {"y.y": y}),
         Objective(case.outer, {"target": weights[order]}),
@@ -269,7 +270,7 @@ def test_the_observer_is_told_of_every_shard():
 @pytest.mark.parametrize("phase", ["forward", "replay"])
 def test_an_observer_may_stop_the_job(phase):
     case = MIXED_CASES["cnn in train"]()
-    model = case.model()
+    model = case.model().to(DEVICE)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(KeyboardInterrupt):
         mixed_answer(case, model, observer=Steps((phase, 1)))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gradbox_engine import EngineError, Group, ModelCallFailed, Objective, set_gradient
 from tests import case_models
 from tests.cases import CASES
+from tests.device import DEVICE
 from tests.engine.replay.running import answer
 
 
@@ -58,7 +59,7 @@ def _assert_unchanged(model: nn.Module, before: dict[str, Any]) -> None:
 
 def _worn(name: str) -> nn.Module:
     """A model that is not in its factory state: mixed flags, gradients, a hook of its own."""
-    model = CASES[name]().model().train()
+    model = CASES[name]().model().to(DEVICE).train()
     for index, module in enumerate(model.modules()):
         module.training = index % 2 == 0
     parameters = [p for p in model.parameters() if p.is_floating_point()]
@@ -98,7 +99,7 @@ class _Failing(nn.Module):
 @pytest.mark.parametrize("nth", [1, 3, 5, 7])
 def test_a_failure_in_any_phase_leaves_the_model_as_it_was(nth):
     case = CASES["cnn in train"]()
-    model = _Failing(nth).eval()
+    model = _Failing(nth).to(DEVICE).eval()
     before = _state(model)
     with pytest.raises(ModelCallFailed, match=r"group 'z', shard \d: the model raised KeyError"):
         answer(case, model)
@@ -106,7 +107,7 @@ def test_a_failure_in_any_phase_leaves_the_model_as_it_was(nth):
 
 
 def test_a_failing_loss_leaves_the_model_as_it_was():
-    model = case_models.cnn()
+    model = case_models.cnn().to(DEVICE)
     before = _state(model)
     group = Group("z", CASES["cnn in train"]().groups["z"])
     with pytest.raises(ModelCallFailed, match="the loss raised"):
@@ -129,7 +130,7 @@ class _Stopping:
 
 @pytest.mark.parametrize("at", [("forward", 2), ("cotangents", 1), ("replay", 2)])
 def test_an_observer_that_stops_the_job_gets_through_and_leaves_the_model_as_it_was(at):
-    model = case_models.cnn()
+    model = case_models.cnn().to(DEVICE)
     before = _state(model)
     with pytest.raises(_Stop):
         answer(CASES["cnn in train"](), model, observer=_Stopping(*at))

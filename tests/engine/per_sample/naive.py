@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import shard_stream
+from tests.device import native_recurrence, tolerance
 
-TOLERANCE = 1e-10
+TOLERANCE = tolerance(torch.float64)
 """Largest relative difference in float64."""
 
 
@@ -17,7 +18,7 @@ def outputs(model: nn.Module, inputs: Mapping[str, Tensor], *, seed: int = 0) ->
     """Return z as (B, Y), under the stream of shard 0."""
     by_place = [x for name, x in inputs.items() if name.isdigit()]
     by_name = {name: x for name, x in inputs.items() if not name.isdigit()}
-    with shard_stream(seed, 0, 0):
+    with shard_stream(seed, 0, 0), native_recurrence():
         z: Tensor = model(*by_place, **by_name)
     return z.reshape(z.shape[0], -1)
 
@@ -25,7 +26,7 @@ def outputs(model: nn.Module, inputs: Mapping[str, Tensor], *, seed: int = 0) ->
 def rows(value_BY: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return name → (B, Y, *shape), one backward at a time."""
     found = {
-        name: torch.zeros(*value_BY.shape, *p.shape, dtype=p.dtype)
+        name: torch.zeros(*value_BY.shape, *p.shape, dtype=p.dtype, device=p.device)
         for name, p in parameters.items()
     }
     for b in range(value_BY.shape[0]):

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
+from tests.device import DEVICE, moved
 from tests.engine.per_sample import naive
 from tests.engine.per_sample.zoo import Written
 
@@ -90,7 +91,8 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_those_of_one_backward_a_sample(name: str) -> None:
     torch.manual_seed(0)
-    model, inputs = CASES[name]().double(), {"0": torch.randn(B, T, 4, dtype=torch.float64)}
+    model = CASES[name]().double().to(DEVICE)
+    inputs = moved({"0": torch.randn(B, T, 4, dtype=torch.float64)})
     expected = naive.jacobian(model, inputs)
     result = jacobian(model, [inputs])
     assert naive.difference(naive.flat(result.arrays), naive.flat(expected)) <= naive.TOLERANCE
@@ -192,10 +194,11 @@ def test_transformers_have_no_loop(name: str) -> None:
         model: nn.Module = transformers.T5EncoderModel(config).eval()
     else:
         model = _model(name)
-    model = _Pooled(model.double())
+    model = _Pooled(model.double()).to(DEVICE)
     inputs = {"input_ids": torch.randint(3, 40, (3, 7))}
     if name == "swin":
         inputs = {"pixel_values": torch.randn(3, 3, 16, 16, dtype=torch.float64)}
+    inputs = moved(inputs)
     expected = naive.jacobian(model, inputs)
     for _ in range(2):
         result = per_sample_gradient(model, [inputs], lambda z: z[:, 0])

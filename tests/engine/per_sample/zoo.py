@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import DEVICE, moved
+
 B = 5
 Case = tuple[nn.Module, dict[str, Tensor]]
 
@@ -358,8 +360,8 @@ LOOPS = {
 
 
 def build(name: str) -> Case:
-    """Return a case's model in eval mode and its inputs, in float64."""
+    """Return a case's model in eval mode and its inputs, in float64 on DEVICE."""
     torch.manual_seed(0)
     model, inputs = CASES[name]()
     wide = {k: x.double() if x.is_floating_point() else x for k, x in inputs.items()}
-    return model.double().eval(), wide
+    return model.double().eval().to(DEVICE), moved(wide)

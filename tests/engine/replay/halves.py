@@ -18,6 +18,7 @@ from gradbox_engine import (
 )
 from gradbox_engine.model.outputs import Outputs
 from tests.cases import Case
+from tests.device import DEVICE, moved
 
 
 def first_outputs(answer: SetOutputs) -> FirstOutputs:
@@ -55,10 +56,11 @@ class Halves:
         }
         zs = {group: named.get("", named) for group, named in leaves.items()}
         precise = {g: z.double() if isinstance(z, Tensor) else z for g, z in zs.items()}
+        inputs = moved(self.case.loss_inputs)
         if len(zs) == 1:
-            loss = self.case.loss(*precise.values(), **self.case.loss_inputs)
+            loss = self.case.loss(*precise.values(), **inputs)
         else:
-            loss = self.case.loss(**precise, **self.case.loss_inputs)
+            loss = self.case.loss(**precise, **inputs)
         loss.backward()
         return {
             group: {name: leaf.grad for name, leaf in named.items() if leaf.grad is not None}
@@ -95,7 +97,7 @@ def first_half(
         "readout": case.readout,
         **terms,
     }
-    model = model or case.model()
+    model = (model or case.model()).to(DEVICE)
     beside = {} if older is None else {"older": older}
     first = set_outputs(model, groups, retain=retain, **beside, **told)
     return Halves(case, model, groups, told, first)

@@ -8,6 +8,7 @@ from torch import nn
 
 from gradbox_engine import Group, Objective, SetGradient, set_gradient
 from tests.cases import Case
+from tests.device import DEVICE
 
 
 def answer(case: Case, model: nn.Module | None = None, **terms: Any) -> SetGradient:
@@ -25,4 +26,5 @@ def answer(case: Case, model: nn.Module | None = None, **terms: Any) -> SetGradi
         "returns": ("grads", "buffers"),
     }
     objective = Objective(case.loss, case.loss_inputs, case.loss_parameters)
-    return set_gradient(model or case.model(), groups, objective, **(told | terms))
+    model = (model or case.model()).to(DEVICE)
+    return set_gradient(model, groups, objective, **(told | terms))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gradbox_engine import Group, Objective, set_gradient, shard_stream
 from tests.cases import spread
+from tests.device import DEVICE, REPLAYED, moved
 from tests.oracle import TOLERANCE, difference
 
 SEED = 4
@@ -27,6 +28,7 @@ def _bert(*, checkpointing: bool = False) -> nn.Module:
             max_position_embeddings=16,
         )
     ).double()
+    model.to(DEVICE)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -52,8 +54,8 @@ def _naive(output: str, readout) -> dict[str, Tensor]:
     zs = []
     for i, shard in enumerate(_shards()):
         with shard_stream(SEED, 0, i):
-            value = getattr(model(**shard), output)
-        zs.append(value if readout is None else readout(value, shard))
+            value = getattr(model(**moved(shard)), output)
+        zs.append(value if readout is None else readout(value, moved(shard)))
     spread(torch.cat(zs)).backward()
     return {
         name: torch.zeros_like(p) if p.grad is None else p.grad
@@ -83,7 +85,7 @@ def test_the_gradient_is_that_of_naive_code(output, name, readout, retain, check
         retain=retain,
     )
     assert difference(result.grads, _naive(name, readout)) <= TOLERANCE
-    assert result.replay_difference == 0
+    assert result.replay_difference <= REPLAYED
 
 
 def test_a_cut_by_sample_streams_does_not_show():

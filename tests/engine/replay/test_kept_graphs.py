@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gradbox_engine import CotangentGradient, KeptPass
 from tests import case_models
 from tests.cases import CASES, Case
+from tests.device import DEVICE, same_bits
 from tests.engine.model.test_restore import _assert_unchanged, _state
 from tests.engine.replay.halves import Halves, first_half
 from tests.engine.replay.test_checkpointing import _Checkpointed
@@ -29,12 +30,12 @@ def assert_same(found: CotangentGradient, expected: CotangentGradient) -> None:
     assert found.grads.keys() == expected.grads.keys()
     for name, gradient in expected.grads.items():
         assert found.grads[name].dtype == gradient.dtype
-        assert torch.equal(found.grads[name], gradient), name
+        assert same_bits(found.grads[name], gradient), name
     assert (found.input_grads is None) == (expected.input_grads is None)
     for group, named in (expected.input_grads or {}).items():
         for argument, shards in named.items():
             for mine, theirs in zip(found.input_grads[group][argument], shards, strict=True):
-                assert torch.equal(mine, theirs)
+                assert same_bits(mine, theirs)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -42,8 +43,8 @@ def assert_same(found: CotangentGradient, expected: CotangentGradient) -> None:
 def test_what_is_kept_does_not_show(name: str, retain: Any) -> None:
     none, some = first_half(CASES[name]()), first_half(CASES[name](), retain=retain)
     for group, named in none.found.outputs.items():
-        assert all(torch.equal(some.found.outputs[group][n], z) for n, z in named.items())
-    assert all(torch.equal(some.first.buffers[n], b) for n, b in none.first.buffers.items())
+        assert all(same_bits(some.found.outputs[group][n], z) for n, z in named.items())
+    assert all(same_bits(some.first.buffers[n], b) for n, b in none.first.buffers.items())
     assert_same(some.gradient(), none.gradient())
 
 
@@ -112,7 +113,7 @@ def test_models_that_differentiate_in_their_forward_pass(kind: Any, retain: int)
 @pytest.mark.parametrize("name", ["cnn in train", "classic spectral norm", "average rebound"])
 def test_the_model_is_as_it_was_between_the_halves_and_after(name: str) -> None:
     case = CASES[name]()
-    model = case.model()
+    model = case.model().to(DEVICE)
     for parameter in list(model.parameters())[::2]:
         parameter.requires_grad_(False)
     before = _state(model)
@@ -275,7 +276,7 @@ def test_older_graphs_give_way_within_one_budget(room: float, expected: list[int
     case = replace(CASES["mlp"](), groups={"z": _rows(4, 4, 4, 4)})
     one_bytes = first_half(case, retain=PLENTY).kept.num_bytes / 4
     older = _Older()
-    model, passes = case.model(), []
+    model, passes = case.model().to(DEVICE), []
     for seed in range(3):
         passes.append(
             first_half(case, model, retain=round(room * one_bytes), older=older, seed=seed)
@@ -308,7 +309,7 @@ def test_passes_under_different_weights_may_wait_side_by_side(
     name: str, weight: str, overlay_bytes: int
 ) -> None:
     case = CASES[name]()
-    model = case.model()
+    model = case.model().to(DEVICE)
     shape = model.state_dict()[weight].shape
     overlays = [{weight: torch.full(shape, value).double()} for value in (0.1, 0.2)]
     passes = [first_half(case, model, retain=PLENTY, weights=weights) for weights in overlays]
@@ -319,7 +320,7 @@ def test_passes_under_different_weights_may_wait_side_by_side(
         assert found.retained == 4
         assert_same(found, expected.gradient())
         for buffer, value in expected.first.buffers.items():
-            assert torch.equal(halves.first.buffers[buffer], value)
+            assert same_bits(halves.first.buffers[buffer], value)
 
 
 class _Crowded(torch.autograd.Function):

@@ -11,11 +11,11 @@ from torch import nn
 from gradbox_engine import Group, Objective, set_gradient
 from tests import case_models
 from tests.cases import CASES, Case
+from tests.device import AGAINST_FP64, DEVICE, REPLAYED, same_bits
 from tests.engine.replay.running import answer
 from tests.oracle import TOLERANCE, difference, naive
 
-AGAINST_FP64 = {"fp32": 1e-5, "tf32": 1e-5, "bf16": 6e-2, "fp16": 6e-3}
-"""Largest relative difference of a gradient from that in float64; tf32 is float32 on a CPU."""
+NEAR = AGAINST_FP64[DEVICE.type]
 
 
 def _pulled(z: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ def _single(case: Case) -> tuple[nn.Module, dict[str, list[dict[str, torch.Tenso
         ]
         for name, shards in case.groups.items()
     }
-    return case.model().float(), groups
+    return case.model().float().to(DEVICE), groups
 
 
 def _answer_single(name: str, *, loss=None, **terms):
@@ -53,7 +53,7 @@ def test_weights_of_a_job_are_used_for_it_alone():
     overlay |= {name: t for name, t in case_models.cnn().state_dict().items() if "9." in name}
     expected = answer(case, _loaded(overlay))
     result = answer(case, weights={n: t for n, t in overlay.items() if "9." not in n})
-    assert torch.equal(result.grads["0.weight"], expected.grads["0.weight"])
+    assert same_bits(result.grads["0.weight"], expected.grads["0.weight"])
     assert difference(answer(case).grads, naive(case).grads) <= TOLERANCE
 
 
@@ -70,15 +70,15 @@ def test_a_forward_pass_does_not_write_to_the_overlay():
     assert result.buffers["1.running_mean"].ne(0).any()
 
 
-@pytest.mark.parametrize("precision", AGAINST_FP64)
+@pytest.mark.parametrize("precision", NEAR)
 @pytest.mark.parametrize("name", ["mlp", "transformer", "cnn in eval"])
 def test_every_precision_is_near_the_gradient_in_float64(name, precision):
     # Without dropout, whose masks are drawn differently for each dtype.
     exact = _answer_single(name, mode="eval", precision="fp64", loss=_pulled)
     result = _answer_single(name, mode="eval", precision=precision, loss=_pulled)
     assert {gradient.dtype for gradient in result.grads.values()} == {torch.float32}
-    assert difference(result.grads, exact.grads) < AGAINST_FP64[precision]
-    assert result.loss == pytest.approx(exact.loss, rel=AGAINST_FP64[precision])
+    assert difference(result.grads, exact.grads) < NEAR[precision]
+    assert result.loss == pytest.approx(exact.loss, rel=NEAR[precision])
 
 
 def test_widening_reaches_a_recurrent_layers_own_list_of_weights():
@@ -93,7 +93,7 @@ def test_widening_reaches_a_recurrent_layers_own_list_of_weights():
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["mlp", "transformer", "cnn in train", "spectral norm"])
 def test_a_replay_under_autocast_repeats_the_first_pass(name, precision):
-    assert _answer_single(name, precision=precision).replay_difference == 0
+    assert _answer_single(name, precision=precision).replay_difference <= REPLAYED
 
 
 def test_autocast_is_on_in_both_passes():
@@ -149,4 +149,4 @@ def test_fp16_tries_a_smaller_scale_where_gradients_overflow():
     objective = Objective(torch.sum)
     exact = set_gradient(model, [Group("z", shards)], objective, precision="fp64")
     result = set_gradient(model, [Group("z", shards)], objective, precision="fp16")
-    assert difference(result.grads, exact.grads) < AGAINST_FP64["fp16"]
+    assert difference(result.grads, exact.grads) < NEAR["fp16"]

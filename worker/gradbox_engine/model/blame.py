@@ -12,14 +12,25 @@ from torch import nn
 from gradbox_engine.errors import EngineError, ModelCallFailed
 from gradbox_engine.model.failed_call import describe
 
-CPU_ALLOCATOR_FAILED = "can't allocate memory"
+OUT_OF_MEMORY_TEXTS = (
+    "can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory",
+    "std::bad_alloc",
+)
+"""How torch's CPU allocator and the libraries below torch say it, in plain RuntimeErrors."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether memory ran out: torch raises a plain RuntimeError for that on a CPU."""
+    """Return whether memory ran out: not all of torch raises an OutOfMemoryError for that."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and CPU_ALLOCATOR_FAILED in str(error)
+    return isinstance(error, RuntimeError) and any(
+        text in str(error) for text in OUT_OF_MEMORY_TEXTS
+    )
 
 
 class blaming:  # noqa: N801 - reads as a phrase: with blaming("the model", "shard 3")

@@ -1,18 +1,24 @@
-"""Kernels that can be differentiated twice and forward.
+"""Kernels that a computation can do with, where those that torch takes cannot.
 
-The fused ones cannot: attention's flash and memory-efficient kernels, cuDNN's and oneDNN's LSTM.
-All passes over a shard run the same kernels, so that values and dropout masks agree between them;
-so the first pass pays for it too, in attention with memory for T² scores a head.
+A mixed gradient differentiates twice and forward. The fused ones do neither: attention's flash and
+memory-efficient kernels, cuDNN's and oneDNN's LSTM. All passes over a shard run the same kernels,
+so that values and dropout masks agree between them; so the first pass pays for it too, in attention
+with memory for T² scores a head.
+
+cuDNN's recurrent layers have no backward pass in eval mode. Their dropout between layers draws from
+a state that cuDNN seeds once a process, so that no replay repeats it. In both cases torch's own
+kernels run; what calls `torch.lstm` itself, beside `nn.LSTM`, is not covered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -75,3 +81,39 @@ def _libraries_off() -> Iterator[None]:
     finally:
         for library, enabled in zip(libraries, before, strict=True):
             library.enabled = enabled
+
+
+def avoid_cudnn_recurrence(model: nn.Module) -> None:
+    """Register hooks by which recurrent layers on CUDA that cuDNN cannot serve run without it.
+
+    Whoever calls this removes the hooks, as `restored` does.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase) and _on_cuda(module) and not suits_cudnn(module):
+            calls = _CallsWithoutLibraries()
+            module.register_forward_pre_hook(calls.begin, prepend=True)
+            module.register_forward_hook(calls.end, always_call=True)
+
+
+def suits_cudnn(layer: nn.RNNBase) -> bool:
+    """Return whether cuDNN's kernel has a backward pass and repeats itself, in the layer's mode."""
+    return layer.training and not (layer.dropout > 0 and layer.num_layers > 1)
+
+
+class _CallsWithoutLibraries:
+    """Hooks around a module's calls, also those of a checkpoint in a backward pass."""
+
+    def __init__(self) -> None:
+        self._exits: list[ExitStack] = []
+
+    def begin(self, *_: Any) -> None:
+        self._exits.append(ExitStack())
+        self._exits[-1].enter_context(_libraries_off())
+
+    def end(self, *_: Any) -> None:
+        if self._exits:
+            self._exits.pop().close()
+
+
+def _on_cuda(module: nn.Module) -> bool:
+    return any(parameter.device.type == "cuda" for parameter in module.parameters())

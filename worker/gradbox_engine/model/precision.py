@@ -67,14 +67,18 @@ def arithmetic(precision: Precision) -> Iterator[None]:
     for it gives other roundings than the path with a graph.
     """
     matmul = "tf32" if precision == "tf32" else "ieee"
+    older = _older_switch()
     before = {name: _switch(name).fp32_precision for name in _SWITCHES}
     fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
+        # torch refuses to read the older switch, as its compiler does, where the two disagree.
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         for name in _SWITCHES:
             _switch(name).fp32_precision = "ieee" if name.startswith("mkldnn") else matmul
         torch.backends.mha.set_fastpath_enabled(False)
         yield
     finally:
+        torch.set_float32_matmul_precision(older)
         for name, value in before.items():
             _switch(name).fp32_precision = value
         torch.backends.mha.set_fastpath_enabled(fast_path)
@@ -86,6 +90,14 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     if dtype is None and not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def _older_switch() -> str:
+    """Return it; torch's default where the newer ones were set otherwise."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "highest"
 
 
 def _switch(name: str) -> torch.backends.cuda.cuBLASModule:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradbox_engine.model.buffers import Buffers
 from gradbox_engine.model.calls import ModelCalls
+from gradbox_engine.model.kernels import avoid_cudnn_recurrence
 from gradbox_engine.model.precision import arithmetic
 from gradbox_engine.model.restore import restored
 from gradbox_engine.model.shard_feed import ShardFeed
@@ -53,6 +54,7 @@ def configured(
         if options.widened:
             widen(model)
         model.train(options.mode == "train")
+        avoid_cudnn_recurrence(model)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
             parameter.grad = None

@@ -26,17 +26,26 @@ CONTAINERS = (dict, list, set)
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Put the model back on the way out, whatever happened inside."""
+    """Put the model back on the way out, whatever happened inside.
+
+    A device that refuses all work takes the model with it; then the error that says why goes on.
+    """
     modules = [_ModuleState(module) for module in model.modules()]
     plain = (tensor for state in modules for tensor in state.plain_tensors)
     states = [_TensorState(parameter) for parameter in model.parameters()]
     states += [_TensorState(tensor, with_value=True) for tensor in (*model.buffers(), *plain)]
+    failed = True
     try:
         yield
+        failed = False
     finally:
-        with torch.no_grad():
-            for state in states:
-                state.restore()
+        try:
+            with torch.no_grad():
+                for state in states:
+                    state.restore()
+        except torch.AcceleratorError:
+            if not failed:
+                raise
         for module_state in modules:
             module_state.restore()
 

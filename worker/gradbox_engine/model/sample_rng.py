@@ -74,7 +74,10 @@ class SampleStreams:
         before = generator_fingerprint()
         samples = self._samples[position].tolist()
         keys = [_key(self._seed, position.group, sample) for sample in samples]
-        keys_b = torch.tensor(keys, dtype=torch.int64, device=device).to(torch.int32)
+        keys_b = torch.tensor(keys, dtype=torch.int64).to(torch.int32)
+        if device.type == "cuda":  # from pinned memory, or the host would wait for the device
+            keys_b = keys_b.pin_memory()
+        keys_b = keys_b.to(device, non_blocking=True)
         with sdpa_kernel(SDPBackend.MATH), _KeyedDropout(keys_b):
             yield
         if generator_fingerprint() != before:

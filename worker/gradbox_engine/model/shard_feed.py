@@ -8,6 +8,7 @@ it may write to its arguments.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +82,10 @@ class ShardFeed:
         if self._copies is None or position is None:
             return
         if self._next is None or self._next[0] != position:
-            self._next = (position, self._load(position))
+            self._next = None
+            # Without room beside the graphs, `take` loads it, where they can be freed.
+            with suppress(torch.OutOfMemoryError):
+                self._next = (position, self._load(position))
 
     def _load(self, position: Position) -> dict[str, Any]:
         shard = self._groups[position.group].shards[position.shard]

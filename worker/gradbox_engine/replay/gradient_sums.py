@@ -73,7 +73,7 @@ class GradientSums:
     def finite(self) -> bool:
         """Return whether every entry of every sum is finite; waits for the device."""
         flags = [gradient.isfinite().all() for gradient in self._sums.values()]
-        return not flags or bool(torch.stack([flag.cpu() for flag in flags]).all())
+        return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
     def named(self) -> dict[str, Tensor]:
         """Return all sums in the parameters' order; zeros where no gradient came."""

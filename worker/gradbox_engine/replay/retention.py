@@ -125,9 +125,12 @@ def graph_budget(
 def _free_bytes(device: torch.device) -> float:
     """Return what is free on the device less a reserve; 0 where that cannot be known."""
     if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return (free_bytes + cached_bytes) * (1 - CUDA_RESERVE)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        used_bytes = torch.cuda.memory_allocated(device)
+        cached_bytes = torch.cuda.memory_reserved(device) - used_bytes
+        most_bytes = torch.cuda.get_per_process_memory_fraction(device) * total_bytes
+        left_bytes = min(free_bytes + cached_bytes, most_bytes - used_bytes)
+        return left_bytes * (1 - CUDA_RESERVE)
     if device.type == "cpu":
         return available_bytes() * (1 - HOST_RESERVE)
     return 0

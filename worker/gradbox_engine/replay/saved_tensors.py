@@ -52,8 +52,10 @@ class GraphSizes:
         shapes = (position.group, *((name, tensor.shape) for name, tensor in tensors.items()))
         if not self._outlive_the_job:
             if ready.device.type == "cuda":
-                before = torch.cuda.memory_allocated(ready.device)
-                return call(), torch.cuda.memory_allocated(ready.device) - before
+                before_bytes = torch.cuda.memory_allocated(ready.device)
+                graph = call()
+                # Python may have freed a cycle of another origin meanwhile.
+                return graph, max(0, torch.cuda.memory_allocated(ready.device) - before_bytes)
             if shapes in self._known:
                 return call(), self._known[shapes]
         saved = SavedTensors(

@@ -132,7 +132,8 @@ def _cotangents(
 ) -> tuple[LossDerivatives, dict[Position, Outputs]]:
     """Return L, and z̄ of the shards that need a backward pass; with penalties all of them do."""
     groups = ready.calls.groups
-    whole, num_rows = concatenated(groups, {r.position: r.outputs for r in records})
+    joined = partial(concatenated, groups, {r.position: r.outputs for r in records})
+    whole, num_rows = retried_without_kept_graphs(joined, records, undo=lambda: None)
     rows = ShardRows(groups, num_rows)
     for record, part in zip(records, rows.parts(whole).values(), strict=True):
         record.outputs = part  # views of Z, which is thus held once

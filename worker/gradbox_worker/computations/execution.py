@@ -89,9 +89,12 @@ def attempt(
             ),
             doing=f"job {work.job_id}",
             let_through=StopNow,
+            device=registry.device,
         )
     except StopNow:
         answer = Stopped()
+    if isinstance(answer, Caught) and answer.spoilt:
+        return answer  # with all that is on the device, see `Caught`
     if not isinstance(answer, Finished):
         kept.drop()
     kept.rest()

@@ -17,7 +17,11 @@ READY = "gradbox ready at "
 
 @contextmanager
 def running_box(
-    folder: Path, *, registered: str | None = None, arguments: Sequence[str] = ()
+    folder: Path,
+    *,
+    registered: str | None = None,
+    device: str = "cpu",
+    arguments: Sequence[str] = (),
 ) -> Iterator[tuple[str, str]]:
     """Run `gradbox up` in `folder` and give its URL and token; stop it whatever happens.
 
@@ -31,7 +35,7 @@ def running_box(
         or f'[models.{MODEL}]\nbuilder = "hf"\nsource = {json.dumps(str(model_folder()))}\n'
     )
     command = [sys.executable, "-m", "gradbox", "up", "--port", "0", "--workers", "1"]
-    command += ["--device", "cpu", "--data", str(folder / "data"), "--models", str(models)]
+    command += ["--device", device, "--data", str(folder / "data"), "--models", str(models)]
     command += ["--no-spare", *arguments]  # a spare's imports would slow what is shown
     # A group of its own: Ctrl-C comes here first, and the box is stopped in order.
     up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, Protocol
+
+import torch
 
 from gradbox_service.store import blob_store
 from gradbox_worker.computations.checkpoints import Pace
@@ -68,6 +72,8 @@ def serve(
 
     def load() -> Registry:
         device = choose_device(device_name)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # for models that say "cuda" and mean theirs
         budget = memory_bytes(device) // 2 if budget_bytes is None else budget_bytes
         registry = Registry(
             read_models_file(models_file),
@@ -126,7 +132,8 @@ def serve(
             case Caught():
                 send(connection, RunFailed(problem=answer.problem, leaving=answer.spoilt))
                 if answer.spoilt:
-                    return
+                    logging.shutdown()
+                    os._exit(0)  # with no tensor freed, see `Caught`
 
 
 class _Gauge:

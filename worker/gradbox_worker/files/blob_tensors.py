@@ -39,7 +39,8 @@ class _OpenBlob:
         self._data_start = header.data_start
         self._fd = os.open(path, os.O_RDONLY)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, *, pinned: bool = False) -> Tensor:
+        """Read a tensor to the host, into page-locked memory if it is to be copied from there."""
         entry = self.entries[name]
         dtype = TORCH_DTYPES.get(entry.dtype)
         if dtype is None:
@@ -47,7 +48,7 @@ class _OpenBlob:
                 f"expected tensors of {', '.join(TORCH_DTYPES)}, got {name!r} of {entry.dtype}; "
                 f"convert it"
             )
-        tensor = torch.empty(entry.shape, dtype=dtype)
+        tensor = torch.empty(entry.shape, dtype=dtype, pin_memory=pinned)
         if entry.begin == entry.end:
             return tensor
         memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -97,7 +98,10 @@ class BlobTensors:
         return blob.read(ref.tensor).to(self._device)
 
     def shard(self, ref: ShardRef) -> dict[str, Tensor]:
-        """Read one shard to the device: argument name → tensor.
+        """Read one shard to the host: argument name → tensor.
+
+        For CUDA they lie in page-locked memory, from which the engine copies them while it
+        computes.
 
         Raises:
             MissingBlobs: the blob is not stored.
@@ -111,7 +115,8 @@ class BlobTensors:
                 f"expected tensors {ref.prefix!r}… in blob {ref.blob[:12]}…, which has "
                 f"{_listed(blob.entries)}; check the prefix in the job"
             )
-        return {name.removeprefix(ref.prefix): blob.read(name).to(self._device) for name in names}
+        pinned = self._device.type == "cuda"
+        return {name.removeprefix(ref.prefix): blob.read(name, pinned=pinned) for name in names}
 
     def shards(self, refs: Sequence[ShardRef]) -> LazyShards:
         """Return the shards as a sequence that reads each one when it is asked for."""

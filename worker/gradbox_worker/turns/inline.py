@@ -9,13 +9,12 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-import torch
-
 from gradbox.protocol import ModelView
 from gradbox_service.jobs import Fleet, MemoryTurns, Records
 from gradbox_service.store import BlobStore, ResultStore
 from gradbox_worker.computations.execution import StopNow, attempt
 from gradbox_worker.computations.kept_graphs import KeptGraphs
+from gradbox_worker.computations.placement import choose_device
 from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.exceptions_to_problems import Caught
 from gradbox_worker.models import read_models_file
@@ -91,6 +90,7 @@ class InlineWorker:
         blobs: BlobStore,
         results: ResultStore,
         name: str = "inline",
+        device: str = "cpu",
         patience: Patience | None = None,
         result_memory_bytes: int | None = None,
     ) -> None:
@@ -98,15 +98,16 @@ class InlineWorker:
 
         Raises:
             ModelsFileError: the models file cannot be read.
+            ValueError: there is no such device.
         """
-        self._models_file = models_file
+        self._models_file, self._placement = models_file, choose_device(device)
         self._turns = turns
         self._stop = threading.Event()
         self._announcer = Announcer(fleet, name=name)
         self._device = InlineDevice(
             self._registry(), blobs=blobs, result_memory_bytes=result_memory_bytes
         )
-        self._announcer.offer(self._device.models, device="cpu")
+        self._announcer.offer(self._device.models, device=str(self._placement))
         self._runner = TurnRunner(
             records=records,
             results=results,
@@ -139,7 +140,7 @@ class InlineWorker:
                 self._runner.run(turn.job_id)
 
     def _registry(self) -> Registry:
-        return Registry(read_models_file(self._models_file), device=torch.device("cpu"))
+        return Registry(read_models_file(self._models_file), device=self._placement)
 
     def _reload_if_asked(self) -> None:
         asked = self._announcer.reload_asked()
@@ -147,7 +148,7 @@ class InlineWorker:
             return
         try:
             self._device.reload(self._registry())
-            self._announcer.offer(self._device.models, device="cpu")
+            self._announcer.offer(self._device.models, device=str(self._placement))
             self._announcer.note_reload(asked)
         except ModelsFileError as error:
             self._announcer.note_reload(asked, error=str(error))
