@@ -40,10 +40,9 @@ class ClientSettings:
 
     @property
     def results(self) -> Path | None:
-        """Where the box's result files lie, if its address was found in its data folder."""
+        """Where the box's result files are, if the address was found in the box's data folder."""
         file = Path(self.source)
-        folder = file.parent / "results"
-        return folder if file.name == FILE and folder.is_dir() else None
+        return file.with_name("results") if file.name == FILE else None
 
 
 def find_settings(
