@@ -34,7 +34,8 @@ last place for float32, 8 for the 16-bit dtypes; another dropout mask moves z by
 MOST_DOUBLINGS = 120
 """Scales stay within float32, in which cotangents are scaled and sums divided."""
 
-_SWITCHES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+_CPU_SWITCHES = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+_CUDA_SWITCHES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
 
 
 def replay_tolerance(precision: Precision, dtype: torch.dtype) -> float:
@@ -60,18 +61,22 @@ def fp16_scale(tensors: Iterable[Tensor], *, largest: float) -> float:
 
 
 @contextmanager
-def arithmetic(precision: Precision) -> Iterator[None]:
+def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
     """Set the global switches that decide which kernels run, and put them back.
 
-    TensorFloat-32 is used with `tf32` alone. torch's fused inference path for attention is off,
-    for it gives other roundings than the path with a graph.
+    TensorFloat-32 is used on CUDA with `tf32` alone. torch's fused inference path for attention is
+    off, for it gives other roundings than the path with a graph.
     """
-    matmul = "tf32" if precision == "tf32" else "ieee"
-    before = {name: _switch(name).fp32_precision for name in _SWITCHES}
+    wanted = dict.fromkeys(_CPU_SWITCHES, "ieee")
+    if device.type == "cuda":
+        wanted |= dict.fromkeys(_CUDA_SWITCHES, "tf32" if precision == "tf32" else "ieee")
+    found = {name: _switch(name).fp32_precision for name in wanted}
+    # "none" is what nobody has set: float32 as IEEE has it.
+    before = {n: is_ for n, is_ in found.items() if is_.replace("none", "ieee") != wanted[n]}
     fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
-        for name in _SWITCHES:
-            _switch(name).fp32_precision = "ieee" if name.startswith("mkldnn") else matmul
+        for name in before:
+            _switch(name).fp32_precision = wanted[name]
         torch.backends.mha.set_fastpath_enabled(False)
         yield
     finally:

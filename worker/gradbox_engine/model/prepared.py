@@ -36,28 +36,31 @@ class Prepared:
 
 @contextmanager
 def configured(
-    model: nn.Module, parameters: Mapping[str, Tensor], options: CallOptions
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    options: CallOptions,
+    *,
+    device: torch.device,
 ) -> Iterator[None]:
     """Set the model's mode, numbers and `requires_grad`, and put all of it back on the way out.
 
     Args:
         parameters: those that are differentiated; no other requires grad.
     """
+    differentiated = {id(parameter) for parameter in parameters.values()}
     with (
         torch.inference_mode(False),
-        restored(model),
+        restored(model) as registered,
         generators_restored(),
-        arithmetic(options.precision),
+        arithmetic(options.precision, device),
     ):
         lay_over(model, options.weights or {})
         if options.widened:
             widen(model)
         model.train(options.mode == "train")
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+        for parameter in registered:
+            parameter.requires_grad_(id(parameter) in differentiated)
             parameter.grad = None
-        for differentiated in parameters.values():
-            differentiated.requires_grad_()
         yield
 
 
@@ -69,7 +72,7 @@ def prepared(
     device = model_device(model)
     feed = ShardFeed(groups, device, widened=options.widened)
     inputs = matched_inputs(groups, selection.input_patterns)
-    with configured(model, selection.parameters, options):
+    with configured(model, selection.parameters, options, device=device):
         yield Prepared(
             calls=ModelCalls(model, groups, options, device=device, differentiated=inputs),
             feed=feed,

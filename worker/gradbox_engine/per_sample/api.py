@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
 from gradbox_engine.per_sample.job import Job, Shard
 from gradbox_engine.per_sample.pieces import Sink
-from gradbox_engine.per_sample.planning.model import CallableModel
+from gradbox_engine.per_sample.planning.model import callable_model
 from gradbox_engine.per_sample.request import (
     Form,
     GradientReduction,
@@ -69,7 +69,7 @@ def per_sample_gradient(
         budget_bytes: memory for pieces of a dense result on their way to `sink`.
         sink: takes a dense result in pieces; without it arrays are returned.
         setting: mode, wrt, precision, output, readout, weights, method, unchecked: see
-            `CallableModel`.
+            `callable_model`.
 
     Raises:
         BadReduction: the arguments do not fit together.
@@ -78,7 +78,7 @@ def per_sample_gradient(
     """
     request = Request(reduce, form, clip, dim, projection_seed, against=against, kind=kind)
     request.check(GradientReduction)
-    with CallableModel(model, seed=seed, **setting) as ready:
+    with callable_model(model, seed=seed, **setting) as ready:
         job = Job(
             ready,
             request,
@@ -123,7 +123,7 @@ def jacobian(
     """
     request = Request(reduce, form, None, dim, projection_seed, vectors, against, kind)
     request.check(JacobianReduction)
-    with CallableModel(model, seed=seed, **setting) as ready:
+    with callable_model(model, seed=seed, **setting) as ready:
         job = Job(
             ready,
             request,

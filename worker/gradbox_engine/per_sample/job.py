@@ -199,8 +199,9 @@ class Job:
 
     def _chunks(self, run: ShardRun, collector: Collector) -> Iterator[range]:
         """Cut the outputs so that half the budget holds their gradients."""
-        outputs, each_bytes = run.graph.outputs, max(1, run.graph.gradient_bytes())
-        step = outputs if collector.whole else max(1, self._budget_bytes // 2 // each_bytes)
+        outputs = step = run.graph.outputs
+        if outputs > 1 and not collector.whole:
+            step = max(1, self._budget_bytes // 2 // max(1, run.graph.gradient_bytes()))
         for first in range(0, outputs, step):
             yield range(first, min(first + step, outputs))
 
