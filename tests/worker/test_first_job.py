@@ -9,9 +9,11 @@ FIRST_JOB = """
 import sys
 import gradbox_worker.device.serving
 import torch
+from gradbox_worker.device.importing import import_for_jobs
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
 
 model, shard = torch.nn.Linear(3, 2), {"0": torch.randn(4, 3)}
+import_for_jobs()
 before = set(sys.modules)
 jacobian(model, [shard])
 per_sample_gradient(model, [shard], lambda z: z.square().sum(1))

@@ -20,7 +20,7 @@ from gradbox.protocol.per_sample import (
     JacobianReduction,
     ProjectionKind,
 )
-from gradbox.tensors.tensor_bytes import Tensor, is_tensor, tensor_bytes
+from gradbox.tensors.tensor_bytes import Tensor, is_tensor, is_torch_importable, tensor_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,9 @@ class PerSample(Computation):
         wrt: globs over the names of parameters, and of modules, which stand for all parameters
             below them; by default every floating-point parameter.
         form: how an unreduced result is stored: "dense", "factored" (layer inputs and output
-            gradients in place of their products) or "auto", whichever is smaller for each layer.
+            gradients in place of their products) or "auto", whichever is smaller for each layer;
+            rows are read alike. Without torch on this machine "auto" is "dense", for factors are
+            multiplied out with torch.
         dim: the length of a projection, which `seed` names.
         kind: its matrix: "sketch" from factors, or "rademacher" (signs) and "gaussian", whose
             entries are independent and which cost more. The receipt's `projection_error` bounds
@@ -52,7 +54,7 @@ class PerSample(Computation):
     """
 
     wrt: str | Sequence[str] | None = None
-    form: Form = "dense"
+    form: Form = "auto"
     dim: int | None = None
     kind: ProjectionKind = "sketch"
     against: Job | GradResult | str | None = None
@@ -70,12 +72,17 @@ class PerSample(Computation):
     def shared_fields(self, uploads: Uploads) -> dict[str, Any]:
         return super().shared_fields(uploads) | {
             "wrt": None if self.wrt is None else listed(self.wrt),
-            "form": self.form,
             "dim": self.dim,
             "kind": self.kind,
             "against": None if self.against is None else job_id_of(self.against),
             "unchecked": listed(self.unchecked),
         }
+
+
+def _form_on_the_wire(form: Form, *, reduce: str) -> Form:
+    """Return what the box is asked for: "auto" is "dense" where there are no rows to store."""
+    has_factors = reduce == "none" and is_torch_importable()
+    return "dense" if form == "auto" and not has_factors else form
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,6 +137,7 @@ class PerSampleGradient(PerSample):
             "loss": GraphLoss(function=function),
             "loss_inputs": refs,
             "reduce": self.reduce,
+            "form": _form_on_the_wire(self.form, reduce=self.reduce),
             "clip": self.clip,
         }
         return Submission(spec=checked(PerSampleGradientSpec, **fields), blobs=uploads.blobs)
@@ -163,6 +171,7 @@ class Jacobian(PerSample):
         fields = self.shared_fields(uploads) | {
             "computation": "jacobian",
             "reduce": self.reduce,
+            "form": _form_on_the_wire(self.form, reduce=self.reduce),
             "vectors": self._uploaded_vectors(uploads),
         }
         return Submission(spec=checked(JacobianSpec, **fields), blobs=uploads.blobs)

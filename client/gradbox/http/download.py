@@ -1,4 +1,4 @@
-"""Fetching a result file: streamed to disk, resumed where a connection broke, and verified."""
+"""Fetching a result file: hashed as it is streamed to disk, resumed where a connection broke."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import hashlib
 import os
 import re
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from io import BufferedRandom
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import httpx
 
@@ -15,6 +17,7 @@ from gradbox.errors import ProtocolError
 from gradbox.http.connection import Connection, TransientFault
 from gradbox.protocol import ResultView
 
+HASHED_BYTES: Final = 2**20  # at a time
 CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/\d+")
 
 OnBytes = Callable[[int, int], None]
@@ -42,20 +45,19 @@ def download(
     """
     part = part_of(into, expected)
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
-    with os.fdopen(descriptor, "r+b") as file:
+    with os.fdopen(descriptor, "r+b") as file, HashedFile(file) as hashed:
         backoff = connection.backoff()
-        while (have := file.seek(0, os.SEEK_END)) != expected.size_bytes:
+        while (have := hashed.size_bytes) != expected.size_bytes:
             if have > expected.size_bytes:
-                file.truncate(0)
+                hashed.empty()
                 continue
             try:
-                _append(connection, url_path, file, expected, on_bytes)
+                _append(connection, url_path, hashed, expected, on_bytes)
             except TransientFault as fault:
-                if file.tell() > have:
+                if hashed.size_bytes > have:
                     backoff.reset()
                 backoff.pause(fault)
-        file.seek(0)
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = hashed.hexdigest()
     if found != expected.sha256:
         part.unlink()
         raise ProtocolError(
@@ -70,15 +72,68 @@ def part_of(into: Path, expected: ResultView) -> Path:
     return into.with_name(f"{into.name}.{expected.sha256[:16]}.part")
 
 
+class HashedFile:
+    """A file that is written from its beginning on and hashed beside it, in a thread of its own."""
+
+    def __init__(self, file: BufferedRandom) -> None:
+        """Hash what an earlier call left in the file."""
+        self._file = file
+        self._digest = hashlib.file_digest(file, "sha256")
+        self.size_bytes = file.tell()
+        self._thread = ThreadPoolExecutor(1, "digest")
+        self._hashed: Future[None] | None = None
+        self._unhashed: list[bytes] = []
+        self._num_unhashed_bytes = 0
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown()
+
+    def append(self, chunk: bytes) -> None:
+        """Write a chunk; it is hashed while the next ones are received."""
+        self._file.write(chunk)
+        self.size_bytes += len(chunk)
+        self._unhashed.append(chunk)
+        self._num_unhashed_bytes += len(chunk)
+        if self._num_unhashed_bytes >= HASHED_BYTES:
+            self._hash()
+
+    def empty(self) -> None:
+        """Begin anew."""
+        self._hash()
+        self._wait()
+        self._file.seek(0)
+        self._file.truncate()
+        self._digest = hashlib.sha256()
+        self.size_bytes = 0
+
+    def hexdigest(self) -> str:
+        """Return the SHA-256 of all that the file has."""
+        self._hash()
+        self._wait()
+        return self._digest.hexdigest()
+
+    def _hash(self) -> None:
+        self._wait()
+        self._hashed = self._thread.submit(self._digest.update, b"".join(self._unhashed))
+        self._unhashed, self._num_unhashed_bytes = [], 0
+
+    def _wait(self) -> None:
+        if self._hashed is not None:
+            self._hashed.result()
+
+
 def _append(
     connection: Connection,
     url_path: str,
-    file: BinaryIO,
+    file: HashedFile,
     expected: ResultView,
     on_bytes: OnBytes | None,
 ) -> None:
     """Ask for what is missing of `file` and write each chunk as it is received."""
-    have = file.tell()
+    have = file.size_bytes
     # The bytes as they are stored: a range counts them, and so does the digest.
     headers = {"Accept-Encoding": "identity"}
     if have:
@@ -88,16 +143,15 @@ def _append(
         if have and answer.status_code == httpx.codes.PARTIAL_CONTENT:
             _check_range(answer, have)
         else:
-            file.seek(0)
-            file.truncate()
+            file.empty()
         for chunk in answer.iter_bytes():
-            file.write(chunk)
+            file.append(chunk)
             if on_bytes is not None:
-                on_bytes(file.tell(), expected.size_bytes)
-    if file.tell() != expected.size_bytes:
+                on_bytes(file.size_bytes, expected.size_bytes)
+    if file.size_bytes != expected.size_bytes:
         raise TransientFault(
             f"expected {expected.size_bytes} bytes from {connection.url}{url_path}, "
-            f"got {file.tell()} before the connection ended"
+            f"got {file.size_bytes} before the connection ended"
         )
 
 

@@ -52,7 +52,7 @@ class Part:
         self.started_s = 0.0
         self._log_start = 0
         self._num_failures = 0
-        self._restart_s = 0.0
+        self._restart_s: float | None = None
 
     @property
     def pid(self) -> int | None:
@@ -92,12 +92,14 @@ class Part:
         if code is None:
             return None
         now = time.monotonic()
-        if self._restart_s:
+        if self._restart_s is not None:
             if now >= self._restart_s:
-                self._restart_s = 0.0
+                self._restart_s = None
                 self.start()
             return None
-        pause_s = min(FIRST_PAUSE_S * 2**self._num_failures, LONGEST_PAUSE_S)
+        pause_s = 0.0  # one that was ready and was killed is wanted at once
+        if self._num_failures:
+            pause_s = min(FIRST_PAUSE_S * 2 ** (self._num_failures - 1), LONGEST_PAUSE_S)
         self._num_failures += 1
         self._restart_s = now + pause_s
         return f"{self.name} {ended(code)}; starting it again in {pause_s:.1f} s (log: {self.log})"

@@ -29,10 +29,10 @@ SERVICE: Final = "service"
 REDIS: Final = "redis"
 LOOK_S: Final = 1.0
 ANSWER_S: Final = 5.0
-# After so long a silence a part is taken to hang. A worker's entry lives 10 s by itself, and its
-# job must go on within 25 s, of which a new worker and its device take some 6 to start.
+# After so long a silence a part is taken to hang. A worker's entry lives 8 s by itself, and its
+# job must go on within 25 s, of which a new worker and its device take 6 to 12 to start.
 SILENCE_S: Final = 15.0
-WORKER_SILENCE_S: Final = 4.0
+WORKER_SILENCE_S: Final = 3.0
 NUM_UNANSWERED: Final = 3
 # Loading a large append-only file, or importing on a slow disk, is no silence.
 START_S: Final = 60.0

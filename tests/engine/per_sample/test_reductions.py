@@ -68,21 +68,42 @@ def test_reductions_agree_with_the_dense_rows(case: Any) -> None:
 def test_factors_behave_like_the_dense_rows(case: Any) -> None:
     model, inputs, rows = case
     dense = Factored([{name: Block(name, tuple(x.shape[2:]), x) for name, x in rows.items()}])
-    for form in ("factored", "auto"):
-        factors = jacobian(model, [inputs], form=form).factors  # type: ignore[arg-type]
-        assert factors is not None
-        for name, x in rows.items():
-            assert torch.allclose(factors.block(name), x, atol=1e-12)
-            part = factors.block(name, slice(1, 4), slice(0, 1))
-            assert torch.allclose(part, x[1:4, :1], atol=1e-12)
-            for b, y in ((slice(2, 2), slice(None)), (slice(1, 3), slice(1, 1))):
-                empty = factors.block(name, b, y)
-                assert (empty.shape, empty.dtype) == (x[b, y].shape, x.dtype)
-        u = torch.randn(factors.samples, factors.outputs, dtype=torch.float64)
-        mine, theirs = factors.vjp(u), dense.vjp(u)
-        assert all(torch.allclose(mine[name], theirs[name], atol=1e-10) for name in rows)
-        assert _close(factors.projection(16, seed=2), dense.projection(16, seed=2))
-        assert _close(factors.norms(), dense.norms())
+    factors = jacobian(model, [inputs], form="factored").factors
+    assert factors is not None
+    for name, x in rows.items():
+        assert torch.allclose(factors.block(name), x, atol=1e-12)
+        part = factors.block(name, slice(1, 4), slice(0, 1))
+        assert torch.allclose(part, x[1:4, :1], atol=1e-12)
+        for b, y in ((slice(2, 2), slice(None)), (slice(1, 3), slice(1, 1))):
+            empty = factors.block(name, b, y)
+            assert (empty.shape, empty.dtype) == (x[b, y].shape, x.dtype)
+    u = torch.randn(factors.samples, factors.outputs, dtype=torch.float64)
+    mine, theirs = factors.vjp(u), dense.vjp(u)
+    assert all(torch.allclose(mine[name], theirs[name], atol=1e-10) for name in rows)
+    assert _close(factors.projection(16, seed=2), dense.projection(16, seed=2))
+    assert _close(factors.norms(), dense.norms())
+
+
+@pytest.mark.parametrize("budget_bytes", [2**30, 1000])
+def test_the_smaller_form_has_the_dense_rows_within_any_budget(
+    case: Any, budget_bytes: int
+) -> None:
+    model, inputs, rows = case
+    found = jacobian(model, [inputs, inputs], form="auto", budget_bytes=budget_bytes)
+    arrays = {n: found.factors.block(n) for n in rows} if found.factors else found.arrays
+    for name, x in rows.items():
+        assert torch.allclose(arrays[name], torch.cat([x, x]), atol=1e-12)
+
+
+def test_factors_are_kept_where_they_are_smaller_and_fit_the_budget() -> None:
+    model = torch.nn.Linear(20, 30).double()
+    shards = [{"0": torch.randn(4, 20, dtype=torch.float64)}] * 2
+    dense = jacobian(model, shards, form="dense")
+    factored = jacobian(model, shards, form="auto")
+    assert factored.factors is not None
+    assert factored.factors.factor_bytes < naive.flat(dense.arrays).nbytes
+    bound_bytes = factored.factors.factor_bytes - 1
+    assert jacobian(model, shards, form="auto", budget_bytes=bound_bytes).factors is None
 
 
 def test_terms_survive_their_wire_form(case: Any) -> None:
@@ -169,7 +190,7 @@ def test_products_with_the_rows_of_an_earlier_call_agree_with_the_dense_rows(cas
     B, Y, _ = J.shape
     shuffled = {name: x.flip(0) for name, x in inputs.items()}
     shards = [shuffled, {name: x[:2] for name, x in shuffled.items()}]
-    earlier = jacobian(model, shards, form="auto")
+    earlier = jacobian(model, shards, form="factored")
     other = torch.cat([J.flip(0), J.flip(0)[:2]])
     gram = torch.einsum("byp,czp->bycz", J, other)
     given: dict[str, Any] = {"against": earlier.factors}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Call:
+class FailedCall:
     """A call that raised, and its message's match with a pattern of `_HINTS`."""
 
     found: re.Match[str]
@@ -44,11 +44,11 @@ def hint(
     for pattern, advise in _HINTS:
         found = pattern.search(message)
         if found is not None:
-            return advise(Call(found, model, module, arguments))
+            return advise(FailedCall(found, model, module, arguments))
     return None
 
 
-def _dtype(call: Call) -> str:
+def _dtype(call: FailedCall) -> str:
     other = {
         name: str(tensor.dtype)
         for name, tensor in call.tensors.items()
@@ -64,7 +64,7 @@ def _dtype(call: Call) -> str:
     )
 
 
-def _index(call: Call) -> str:
+def _index(call: FailedCall) -> str:
     rows = getattr(call.module, "num_embeddings", None)
     ranges = {
         name: (int(tensor.min()), int(tensor.max()))
@@ -82,7 +82,7 @@ def _index(call: Call) -> str:
     return f"an index is out of range{f': {named}' if named else ''}"
 
 
-def _index_on_gpu(call: Call) -> str:
+def _index_on_gpu(call: FailedCall) -> str:
     # Nothing is read of the arguments: the device refuses all further work.
     return (
         "most often an index is out of range: ids out of the vocabulary, or a sequence longer than "
@@ -90,18 +90,18 @@ def _index_on_gpu(call: Call) -> str:
     )
 
 
-def _device(call: Call) -> str:
+def _device(call: FailedCall) -> str:
     return (
         "the model makes a tensor on a device of its own choice: in its forward use "
         "device=x.device, and register constants with register_buffer"
     )
 
 
-def _missing(call: Call) -> str:
+def _missing(call: FailedCall) -> str:
     return f"{_takes(call)}; the shards give {_names(call)}: name them {{argument: tensor}}"
 
 
-def _takes(call: Call) -> str:
+def _takes(call: FailedCall) -> str:
     if call.module is None:
         return "an argument does not fit"
     try:
@@ -112,11 +112,11 @@ def _takes(call: Call) -> str:
     return f"{type(call.module).__name__}.forward takes ({taken})"
 
 
-def _names(call: Call) -> str:
+def _names(call: FailedCall) -> str:
     return ", ".join(call.arguments) or "none"
 
 
-def _product(call: Call) -> str:
+def _product(call: FailedCall) -> str:
     wanted = getattr(call.module, "in_features", None)
     if wanted is not None:
         return (
@@ -129,21 +129,21 @@ def _product(call: Call) -> str:
     )
 
 
-def _channels(call: Call) -> str:
+def _channels(call: FailedCall) -> str:
     return (
         f"a convolution takes (samples, {call.found['wanted']} channels, …), and gets "
         f"{call.found['got']} channels: is dim 1 the channels, or is it another model's input?"
     )
 
 
-def _broadcast(call: Call) -> str:
+def _broadcast(call: FailedCall) -> str:
     return (
         f"sizes {call.found['left']} and {call.found['right']} cannot be combined entry by entry: "
         f"they must be equal, or one of them 1"
     )
 
 
-_HINTS: Final[tuple[tuple[re.Pattern[str], Callable[[Call], str]], ...]] = (
+_HINTS: Final[tuple[tuple[re.Pattern[str], Callable[[FailedCall], str]], ...]] = (
     (re.compile(r"device-side assert"), _index_on_gpu),
     (re.compile(r"same device|not on the expected device|different from other tensors"), _device),
     (

@@ -25,11 +25,12 @@ from gradbox_factors import Factored
 class CrossGram(Collector):
     """J J'ᵀ, (B, Y, B', Y'), or its trace over outputs, (B, B')."""
 
-    whole = True
-
     def __init__(self, other: Factored, *, trace: bool) -> None:
         self._other, self._trace = other, trace
         self._parts: list[Tensor] = []
+
+    def whole(self, gradient_bytes: int) -> bool:
+        return True
 
     def begin(self, samples: int, outputs: int) -> None:
         super().begin(samples, outputs)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradbox_engine.checkpoint import Checkpoint, Checkpoints
 from gradbox_engine.errors import BadInputs, BadReduction
 from gradbox_engine.per_sample.cross_gram import CrossGram, check_names
-from gradbox_engine.per_sample.kept_factors import Gram, KeepFactors
+from gradbox_engine.per_sample.kept_factors import Gram, KeepFactors, SmallerForm
 from gradbox_engine.per_sample.pieces import Sink
 from gradbox_engine.per_sample.planned_model import PlannedModel
 from gradbox_engine.per_sample.planning.model import CallableModel
@@ -52,8 +52,8 @@ class Job:
         budget_bytes: int,
         sink: Sink | None,
     ) -> None:
-        if sink is not None and (request.reduce != "none" or request.form != "dense"):
-            raise BadReduction("sink: expected none unless reduce='none' and form='dense'")
+        if sink is not None and (request.reduce != "none" or request.form == "factored"):
+            raise BadReduction("sink: expected none unless reduce='none' and rows may be dense")
         if not len(inputs):
             raise BadInputs("inputs: expected one shard or more, got none")
         if request.against is not None:
@@ -191,17 +191,16 @@ class Job:
             if request.against is not None:
                 return CrossGram(request.against, trace=trace)
             return Gram(trace=trace)
-        if request.form != "dense":
-            return KeepFactors(smaller=request.form == "auto")
-        if self._sink is not None:
-            return ToSink(self._sink, self._budget_bytes)
-        return ToArrays()
+        if request.form == "factored":
+            return KeepFactors()
+        dense = ToArrays() if self._sink is None else ToSink(self._sink, self._budget_bytes)
+        return dense if request.form == "dense" else SmallerForm(dense, self._budget_bytes)
 
     def _chunks(self, run: ShardRun, collector: Collector) -> Iterator[range]:
         """Cut the outputs so that half the budget holds their gradients."""
-        outputs = step = run.graph.outputs
-        if outputs > 1 and not collector.whole:
-            step = max(1, self._budget_bytes // 2 // max(1, run.graph.gradient_bytes()))
+        outputs, each_bytes = run.graph.outputs, max(1, run.graph.gradient_bytes())
+        whole = collector.whole(outputs * each_bytes)
+        step = outputs if whole else max(1, self._budget_bytes // 2 // each_bytes)
         for first in range(0, outputs, step):
             yield range(first, min(first + step, outputs))
 

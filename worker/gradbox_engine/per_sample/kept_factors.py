@@ -16,11 +16,12 @@ from gradbox_factors.term import Identity, identity
 class KeepFactors(Collector):
     """The factors themselves; `smaller` puts a term's array in its place where that is smaller."""
 
-    whole = True
-
     def __init__(self, *, smaller: bool = False) -> None:
         self._smaller = smaller
         self._pieces: list[dict[str, Term]] = []
+
+    def whole(self, gradient_bytes: int) -> bool:
+        return True
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
         self._pieces.append(smaller_forms(terms) if self._smaller else dict(terms))
@@ -46,6 +47,52 @@ class Gram(KeepFactors):
     def result(self, *, one_output: bool) -> dict[str, Any]:
         gram = Factored(self._pieces).gram(trace=self._trace)
         return {"arrays": {"gram": gram[:, 0, :, 0] if one_output else gram}}
+
+
+class SmallerForm(Collector):
+    """The smaller form of each layer where factors are and all of it fits a budget, else the rows.
+
+    Which of the two is known with the first shard: by its bytes a sample, and the samples of all.
+    Factors are together in memory until the end; dense rows go to a sink as they are made.
+    """
+
+    def __init__(self, dense: Collector, budget_bytes: int) -> None:
+        self._dense, self._budget_bytes = dense, budget_bytes
+        self._chosen: Collector | None = None
+
+    def whole(self, gradient_bytes: int) -> bool:
+        if self._chosen is None and gradient_bytes > self._budget_bytes:
+            self._choose(self._dense)
+        return self._chosen is None or self._chosen.whole(gradient_bytes)
+
+    def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
+        if self._chosen is None:
+            samples = next(iter(terms.values())).samples
+            dense_bytes = sum(term.dense_bytes for term in terms.values())
+            kept_bytes = sum(min(t.dense_bytes, t.factor_bytes) for t in terms.values())
+            fits = kept_bytes * self._sizes[0] <= self._budget_bytes * samples
+            smaller = kept_bytes < dense_bytes
+            self._choose(KeepFactors(smaller=True) if smaller and fits else self._dense)
+        assert self._chosen is not None
+        self._chosen.take(terms, first_sample, outputs)
+
+    def state(self, samples: int) -> Checkpoint:
+        assert self._chosen is not None  # since `take`
+        found = self._chosen.state(samples)
+        return Checkpoint(found.tensors, {**found.facts, "dense": self._chosen is self._dense})
+
+    def resume(self, found: Checkpoint) -> None:
+        self._choose(self._dense if found.facts["dense"] else KeepFactors(smaller=True))
+        assert self._chosen is not None
+        self._chosen.resume(found)
+
+    def result(self, *, one_output: bool) -> dict[str, Any]:
+        assert self._chosen is not None
+        return self._chosen.result(one_output=one_output)
+
+    def _choose(self, collector: Collector) -> None:
+        collector.begin(*self._sizes)
+        self._chosen = collector
 
 
 def smaller_forms(terms: Terms) -> dict[str, Term]:

@@ -26,9 +26,11 @@ Terms = Mapping[str, Term]
 
 
 class Collector(ABC):
-    """Takes terms; `whole` says that it needs all outputs of a shard at once."""
+    """Takes terms."""
 
-    whole = False
+    def whole(self, gradient_bytes: int) -> bool:
+        """Whether it needs all outputs of a shard at once, whose gradients take so many bytes."""
+        return False
 
     def begin(self, samples: int, outputs: int) -> None:
         """Told B and Y before the first terms."""
@@ -210,12 +212,13 @@ class Directional(_Summed):
 class ClippedSum(Collector):
     """Σ_b g_b · min(1, clip/‖g_b‖) by parameter."""
 
-    whole = True
-
     def __init__(self, clip: float) -> None:
         self._clip = clip
         self._totals: dict[str, Tensor] = {}
         self._norms: list[Tensor] = []
+
+    def whole(self, gradient_bytes: int) -> bool:
+        return True
 
     def take(self, terms: Terms, first_sample: int, outputs: range) -> None:
         squared = torch.stack(list(squared_norms(terms).values())).sum(0)

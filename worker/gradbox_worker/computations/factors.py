@@ -13,12 +13,15 @@ from gradbox.errors import InvalidInputs
 from gradbox.protocol import Receipt
 from gradbox.results.factor_metadata import FACTORS, read_factors
 from gradbox.results.result_files import LocalFile
-from gradbox_factors import Factored, packed
+from gradbox.results.row_reductions import GRADIENT
+from gradbox_factors import Block, Factored, packed
 from gradbox_worker.computations.job import LoadedJob
 
 
 def stored_rows(job: LoadedJob, *, of: str) -> Factored:
-    """Return the rows that job `of` left as factors, each read to the device when it is used.
+    """Return the rows that job `of` left: factors, or arrays where those are smaller.
+
+    Factors are read to the device when they are used.
 
     Raises:
         InvalidInputs: its result is not there any more.
@@ -31,6 +34,13 @@ def stored_rows(job: LoadedJob, *, of: str) -> Factored:
         )
     file = LocalFile(path)
     receipt = Receipt.model_validate_json(file.metadata["gradbox"])
+    if FACTORS not in file.metadata:
+        piece = {}
+        for name in receipt.names:
+            array = file.tensor(f"grads/{name}").to(job.device)
+            array = array.unsqueeze(1) if receipt.computation == GRADIENT else array
+            piece[name] = Block(name, tuple(array.shape[2:]), array)
+        return Factored([piece])
     return read_factors(
         file.metadata[FACTORS],
         lambda name: file.tensor(name).to(job.device),

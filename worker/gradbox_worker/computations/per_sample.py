@@ -68,7 +68,7 @@ def compute_jacobian(job: LoadedJob, spec: JacobianSpec) -> Computed:
 
 
 def _shared(job: LoadedJob, spec: Spec, progress: _Progress, *, squeezed: bool) -> dict[str, Any]:
-    dense = spec.form == "dense" and spec.reduce == "none"
+    to_file = spec.form != "factored" and spec.reduce == "none"
     return {
         "form": spec.form,
         "dim": spec.dim,
@@ -87,7 +87,7 @@ def _shared(job: LoadedJob, spec: Spec, progress: _Progress, *, squeezed: bool) 
         "observer": progress,
         "checkpoints": job.checkpoints,
         "budget_bytes": int(job.result_memory_bytes * ENGINE_SHARE),
-        "sink": _DenseSink(job.result, progress, squeezed=squeezed) if dense else None,
+        "sink": _DenseSink(job.result, progress, squeezed=squeezed) if to_file else None,
     }
 
 

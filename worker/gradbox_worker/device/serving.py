@@ -7,9 +7,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, Protocol
 
-# autograd imports it, and sympy with it, in its first backward pass with a cotangent: 0.3 s.
-import torch.fx.experimental.symbolic_shapes  # noqa: F401
-
 from gradbox_service.store import blob_store
 from gradbox_worker.computations.checkpoints import Pace
 from gradbox_worker.computations.execution import StopNow, attempt
@@ -17,6 +14,7 @@ from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.computations.memory import measure_device
 from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.computations.placement import choose_device, hardware_name, memory_bytes
+from gradbox_worker.device.importing import import_for_jobs
 from gradbox_worker.device.messages import (
     Begin,
     Building,
@@ -93,6 +91,7 @@ def serve(
     if isinstance(registry, Caught):
         send(connection, DeviceUnready(problem=registry.problem))
         return
+    import_for_jobs()
     blobs, kept = blob_store(data), KeptGraphs()
     limit = MemoryLimit(registry.device, job_bytes=job_memory_bytes)
     pace = None if checkpoint_after_s is None else Pace.after(checkpoint_after_s)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import ResultView
-from gradbox_service.store.files import make_folder, put_in_place
+from gradbox_service.store.files import make_folder
 from gradbox_service.store.room import Room
 from gradbox_worker.files.safetensors_types import SAFETENSORS_NAMES
 
@@ -32,6 +32,9 @@ def write_result(
     path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str], room: Room
 ) -> ResultView:
     """Write `path` so that it is there whole or not at all, and return its size and digest.
+
+    It is not flushed to disk, for it can be computed again: after a power cut it may be missing or
+    cut short, and the box says so.
 
     Raises:
         InvalidInputs: a tensor's dtype has no place in a safetensors file.
@@ -57,9 +60,7 @@ def write_result(
                 file.write(piece)
                 hashed.result()
             size_bytes = file.tell()
-            file.flush()
-            os.fsync(file.fileno())
-        put_in_place(beside, path)
+        os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise

@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -247,11 +248,14 @@ class ResultOnDisk:
 
     def _put_in_place(self) -> ResultView:
         assert self._descriptor is not None
-        with self._disk.noticing_a_full_disk(what=RESULT):
-            os.fsync(self._descriptor)
         size_bytes = os.fstat(self._descriptor).st_size
-        with self._beside.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        # It had its size before its bytes: unflushed, a power cut would leave zeros in their place.
+        with ThreadPoolExecutor(1, "flush") as beside_hashing:
+            flushed = beside_hashing.submit(os.fsync, self._descriptor)
+            with self._beside.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            with self._disk.noticing_a_full_disk(what=RESULT):
+                flushed.result()
         put_in_place(self._beside, self._path)
         os.close(self._descriptor)
         self._descriptor = None

@@ -174,10 +174,13 @@ class Registry:
         if self._budget_bytes is None:
             return
         held_bytes = sum(loaded.size_bytes for loaded in self._loaded.values())
+        num_loaded = len(self._loaded)
         while self._loaded and held_bytes + wanted_bytes > self._budget_bytes:
             name, dropped = self._loaded.popitem(last=False)
             held_bytes -= dropped.size_bytes
             log.info("dropped %s from %s to make room", name, self.device)
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            del dropped
+        if len(self._loaded) < num_loaded:
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()

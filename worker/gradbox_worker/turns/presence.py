@@ -21,7 +21,7 @@ from gradbox_worker.errors import NameTaken
 log = logging.getLogger(__name__)
 
 # `gradbox up` kills a worker that lets its entry lapse: see its watchdog.
-PRESENCE_TTL_S: Final = 10.0
+PRESENCE_TTL_S: Final = 8.0
 ANNOUNCE_S: Final = 2.0
 # What only its memory is new about is said at most this often.
 MEMORY_S: Final = 1.0

@@ -41,6 +41,11 @@ def job_result(request: Request, record: VisibleJob, box: Box) -> Response:
         found = path.stat()
     except FileNotFoundError:
         raise ResultGone(_gone(record)) from None
+    if found.st_size != result.size_bytes:
+        raise ResultGone(
+            f"the result of job {record.id} has {found.st_size} of its {result.size_bytes} bytes "
+            f"left, as after a power cut; submit the job again"
+        )
     refused = _refused_range(request, size_bytes=found.st_size)
     if refused is not None:
         return refused

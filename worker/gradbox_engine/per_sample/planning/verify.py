@@ -271,7 +271,7 @@ def _norm(x: Tensor, *, beside: float = 0.0) -> float:
     x = wide(x.to_dense()).reshape(-1)
     # BLAS reads memory once, at several times the speed of `vector_norm`, but counts in 32 bits.
     norm = sqrt(torch.dot(x, x)) if x.numel() < 2**31 else float(torch.linalg.vector_norm(x))
-    if (_SMALLEST < max(norm, beside) and norm < 1 / _SMALLEST) or x.device.type == "mps":
+    if (max(norm, beside) > _SMALLEST and norm < 1 / _SMALLEST) or x.device.type == "mps":
         return norm
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
