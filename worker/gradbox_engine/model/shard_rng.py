@@ -141,5 +141,5 @@ def _restore_numpy(state: NumpyState) -> None:
 
 
 def _twister() -> int:
-    address: int = numpy.random.get_bit_generator().ctypes.state_address
+    address: int = numpy.random.get_bit_generator().ctypes.state_address  # type: ignore[attr-defined]
     return address

@@ -9,14 +9,13 @@ from gradbox_engine.errors import (
 )
 from gradbox_engine.per_sample.api import jacobian, per_sample_gradient
 from gradbox_engine.per_sample.pieces import Sink
-from gradbox_engine.per_sample.request import SampleObserver, SampleResult
+from gradbox_engine.per_sample.request import SampleResult
 
 __all__ = [
     "BadReduction",
     "BadSampleLoss",
     "CoupledSamples",
     "NoBatchAxis",
-    "SampleObserver",
     "SampleResult",
     "SelfCheckFailed",
     "Sink",

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
-from gradbox_engine.per_sample.job import Job, Shard
+from gradbox_engine.checkpoint import Checkpoints
+from gradbox_engine.per_sample.job import PerSampleJob
 from gradbox_engine.per_sample.pieces import Sink
 from gradbox_engine.per_sample.planning.model import callable_model
 from gradbox_engine.per_sample.request import (
@@ -27,9 +27,9 @@ from gradbox_engine.per_sample.request import (
     GradientReduction,
     JacobianReduction,
     Request,
-    SampleObserver,
     SampleResult,
 )
+from gradbox_engine.requests import Observer, Shard
 from gradbox_factors import Factored, Kind
 
 BUDGET_BYTES = 2**30
@@ -49,7 +49,7 @@ def per_sample_gradient(
     seed: int = 0,
     projection_seed: int = 0,
     against: Factored | None = None,
-    observer: SampleObserver | None = None,
+    observer: Observer | None = None,
     checkpoints: Checkpoints | None = None,
     budget_bytes: int = BUDGET_BYTES,
     sink: Sink | None = None,
@@ -79,15 +79,7 @@ def per_sample_gradient(
     request = Request(reduce, form, clip, dim, projection_seed, against=against, kind=kind)
     request.check(GradientReduction)
     with callable_model(model, seed=seed, **setting) as ready:
-        job = Job(
-            ready,
-            request,
-            inputs,
-            observer=observer,
-            checkpoints=checkpoints or NoCheckpoints(),
-            budget_bytes=budget_bytes,
-            sink=sink,
-        )
+        job = PerSampleJob(ready, request, inputs, observer, checkpoints, budget_bytes, sink)
         return job.gradients(loss, loss_inputs or {})
 
 
@@ -103,7 +95,7 @@ def jacobian(
     seed: int = 0,
     projection_seed: int = 0,
     against: Factored | None = None,
-    observer: SampleObserver | None = None,
+    observer: Observer | None = None,
     checkpoints: Checkpoints | None = None,
     budget_bytes: int = BUDGET_BYTES,
     sink: Sink | None = None,
@@ -124,13 +116,5 @@ def jacobian(
     request = Request(reduce, form, None, dim, projection_seed, vectors, against, kind)
     request.check(JacobianReduction)
     with callable_model(model, seed=seed, **setting) as ready:
-        job = Job(
-            ready,
-            request,
-            inputs,
-            observer=observer,
-            checkpoints=checkpoints or NoCheckpoints(),
-            budget_bytes=budget_bytes,
-            sink=sink,
-        )
+        job = PerSampleJob(ready, request, inputs, observer, checkpoints, budget_bytes, sink)
         return job.jacobians()

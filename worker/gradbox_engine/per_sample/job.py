@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradbox_engine.checkpoint import Checkpoint, Checkpoints
+from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
 from gradbox_engine.errors import BadInputs, BadReduction
 from gradbox_engine.per_sample.cross_gram import CrossGram, check_names
 from gradbox_engine.per_sample.kept_factors import Gram, KeepFactors, SmallerForm
@@ -28,17 +28,16 @@ from gradbox_engine.per_sample.reductions import (
     ToArrays,
     ToSink,
 )
-from gradbox_engine.per_sample.request import Request, SampleObserver, SampleResult
+from gradbox_engine.per_sample.request import Request, SampleResult
 from gradbox_engine.per_sample.result_facts import ResultFacts
 from gradbox_engine.per_sample.sample_loss import SampleLoss, rows_of
 from gradbox_engine.per_sample.sample_scales import Scaled, pulled_back
 from gradbox_engine.per_sample.shard_run import ShardRun
+from gradbox_engine.requests import Observer, Shard, Silent
 from gradbox_factors import projection_of
 
-Shard = Mapping[str, Any]
 
-
-class Job:
+class PerSampleJob:
     """One computation over shards."""
 
     def __init__(
@@ -46,9 +45,8 @@ class Job:
         model: CallableModel,
         request: Request,
         inputs: Sequence[Shard],
-        *,
-        observer: SampleObserver | None,
-        checkpoints: Checkpoints,
+        observer: Observer | None,
+        checkpoints: Checkpoints | None,
         budget_bytes: int,
         sink: Sink | None,
     ) -> None:
@@ -60,7 +58,8 @@ class Job:
             check_names(tuple(model.parameters), request.against)
         self._model, self._planned = model, PlannedModel(model)
         self._request, self._inputs = request, inputs
-        self._observer, self._checkpoints = observer, checkpoints
+        self._observer = observer or Silent()
+        self._checkpoints = checkpoints or NoCheckpoints()
         self._budget_bytes, self._sink = budget_bytes, sink
         self._counts = [
             self._planned.count(model.arguments(shard), index) for index, shard in enumerate(inputs)
@@ -173,8 +172,7 @@ class Job:
         self._tell(sum(self._counts))
 
     def _tell(self, done: int) -> None:
-        if self._observer is not None:
-            self._observer.step("samples", done, sum(self._counts))
+        self._observer.step("samples", done, sum(self._counts))
 
     def _collector(self) -> Collector:
         request = self._request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -15,13 +15,6 @@ from gradbox_factors import Factored, Kind
 GradientReduction = Literal["none", "norm", "gram", "clipped_sum", "projection"]
 JacobianReduction = Literal["none", "norm", "gram", "gram_trace", "vjp", "jvp", "projection"]
 Form = Literal["dense", "factored", "auto"]
-
-
-class SampleObserver(Protocol):
-    """Told how many samples are done; may raise to stop the computation."""
-
-    def step(self, phase: str, done: int, total: int) -> None:
-        """Called before each shard with the samples done so far, and once more at the end."""
 
 
 @dataclass(frozen=True)
