@@ -113,7 +113,7 @@ def gradient_at_cotangents(
         checkpoint = JobCheckpoint(checkpoints, ready, sums)
         resumed = checkpoint.resumed()
         with clock.timed("replay"):
-            if resumed.replay is not None:
+            if resumed.second is not None:
                 records = resumed.records
             elif isinstance(first, KeptPass):
                 parameters = frozenset(selection.parameters)
@@ -130,8 +130,8 @@ def gradient_at_cotangents(
                 needed,
                 sums,
                 observer=observer,
-                resumed=resumed.replay,
-                after_shard=partial(checkpoint.after_replay, records),
+                resumed=resumed.second,
+                after_shard=partial(checkpoint.after_second_call, records),
             )
         grads = sums.named()
         input_grads, unreached_inputs = collect(

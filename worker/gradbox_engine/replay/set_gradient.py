@@ -110,8 +110,8 @@ def set_gradient(
                 cotangents,
                 sums,
                 observer=observer,
-                resumed=resumed.replay,
-                after_shard=partial(checkpoint.after_replay, records),
+                resumed=resumed.second,
+                after_shard=partial(checkpoint.after_second_call, records),
             )
         return _result(ready, first, loss, sums, replayed, clock, returns)
 
