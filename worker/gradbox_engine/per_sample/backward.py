@@ -22,8 +22,7 @@ from gradbox_engine.model.kernels import checkpoints_inlined
 from gradbox_engine.per_sample.derived_parameters import parameter_terms
 from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.planning.plan import Plan
-from gradbox_engine.per_sample.recording.function_calls import Key
-from gradbox_engine.per_sample.recording.step_recorder import StepRecorder
+from gradbox_engine.per_sample.recording.function_calls import Key, StepRecorder
 from gradbox_factors import Block, Lookup, Outer, Positions, Term, Total, Zero
 
 Terms = dict[str, Term]

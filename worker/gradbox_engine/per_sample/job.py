@@ -14,8 +14,13 @@ from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
 from gradbox_engine.errors import BadInputs, BadReduction
-from gradbox_engine.per_sample.cross_gram import CrossGram, check_names
-from gradbox_engine.per_sample.kept_factors import Gram, KeepFactors, SmallerForm
+from gradbox_engine.per_sample.kept_factors import (
+    CrossGram,
+    Gram,
+    KeepFactors,
+    SmallerForm,
+    check_names,
+)
 from gradbox_engine.per_sample.pieces import Sink
 from gradbox_engine.per_sample.planned_model import PlannedModel
 from gradbox_engine.per_sample.planning.model import CallableModel
@@ -30,8 +35,7 @@ from gradbox_engine.per_sample.reductions import (
 )
 from gradbox_engine.per_sample.request import Request, SampleResult
 from gradbox_engine.per_sample.result_facts import ResultFacts
-from gradbox_engine.per_sample.sample_loss import SampleLoss, rows_of
-from gradbox_engine.per_sample.sample_scales import Scaled, pulled_back
+from gradbox_engine.per_sample.sample_loss import SampleLoss, Scaled, pulled_back, rows_of
 from gradbox_engine.per_sample.shard_run import ShardRun
 from gradbox_engine.requests import Observer, Shard, Silent
 from gradbox_factors import projection_of

@@ -38,8 +38,7 @@ from torch import Tensor
 
 from gradbox_engine.errors import CoupledSamples
 from gradbox_engine.model.shard_rng import stream_seed
-from gradbox_engine.per_sample.planning.axis_search import samples_that_differ
-from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
+from gradbox_engine.per_sample.recording.batch_axis import BatchAxis, samples_that_differ
 from gradbox_factors import Term
 from gradbox_factors.term import wide
 
