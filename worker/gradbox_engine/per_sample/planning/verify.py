@@ -135,11 +135,7 @@ def reference(
     weights_BY = _weights(value_BY, seed)
     if slopes is not None:
         weights_BY = _over_slopes(weights_BY, slopes)
-    total = (value_BY * weights_BY).sum()
-    gradients = torch.autograd.grad(
-        total, list(parameters.values()), retain_graph=True, allow_unused=True
-    )
-    return Reference(weights_BY, dict(zip(parameters, gradients, strict=True)))
+    return Reference(weights_BY, gradients_at(value_BY, weights_BY, parameters, keep_graph=True))
 
 
 def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> DrawnRow | None:
@@ -164,11 +160,11 @@ def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> 
 
 
 def gradients_at(
-    z: Tensor, cotangent: Tensor, parameters: Mapping[str, Tensor], *, keep_graph: bool
+    tensor: Tensor, cotangent: Tensor, parameters: Mapping[str, Tensor], *, keep_graph: bool
 ) -> dict[str, Tensor | None]:
     """Return autograd's gradient by parameter, None where no path leads to one."""
     gradients = torch.autograd.grad(
-        z, list(parameters.values()), cotangent, retain_graph=keep_graph, allow_unused=True
+        tensor, list(parameters.values()), cotangent, retain_graph=keep_graph, allow_unused=True
     )
     return dict(zip(parameters, gradients, strict=True))
 
