@@ -71,7 +71,8 @@ class _ModuleState:
 
     def restore(self) -> None:
         for container, entries in self._entries:
-            _refill(container, entries)
+            if container or entries:
+                _refill(container, entries)
         vars(self.module).clear()
         vars(self.module).update(self._attributes)
 
