@@ -5,6 +5,8 @@ The box builds `classifier`; the examples train a copy here and send its weights
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -17,6 +19,12 @@ def classifier() -> nn.Module:
     """Return the classifier, (B, 64) pixels → (B, 10) logits, in float64."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
+
+
+def decoder() -> nn.Module:
+    """Return a generator of digits, (B, 8) latents → (B, 64) pixels, in float64."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 48), nn.Tanh(), nn.Linear(48, 64), nn.Sigmoid()).double()
 
 
 def load(first: int, last: int) -> tuple[Tensor, Tensor]:
@@ -53,13 +61,20 @@ def rows(model: nn.Module, values: Tensor) -> Tensor:
     found = []
     for value in values:
         gradients = torch.autograd.grad(value, parameters, retain_graph=True)
-        found.append(torch.cat([g.flatten() for g in gradients]))
+        found.append(flat(gradients))
     return torch.stack(found)
 
 
-def report(what: str, found: Tensor, expected: Tensor) -> None:
-    """Print how far a result is from local autograd, and fail if that is not rounding."""
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Return tensors as one vector."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def report(
+    what: str, found: Tensor, expected: Tensor, *, by: str = "local autograd", within: float = 1e-8
+) -> None:
+    """Print how far a result is from another one's, and fail if that is not rounding."""
     difference = float((found - expected).norm() / expected.norm())
-    print(f"{what}: {difference:.1e} from local autograd")
-    if not difference < 1e-8:
-        raise SystemExit(f"expected {what} as local autograd has it")
+    print(f"{what}: {difference:.1e} from {by}")
+    if not difference < within:
+        raise SystemExit(f"expected {what} as {by} has it")

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import torch
 from digits import classifier, cross_entropy, load, report, rows, shards
+from pictures import curves, wanted
 from torch.nn import functional as F
 
 from gradbox import GradClient, PerSampleGradient
 
-CLIP = 1.0
+CLIP = 3.0
 NOISE = 0.5  # standard deviation of the noise, in units of CLIP
 LEARNING_RATE = 1.0
-NUM_STEPS = 10
+NUM_STEPS = 20
 
 
 def main() -> None:
+    picture = wanted(__doc__)
     x, labels = load(0, 400)
+    losses, shares = [], []
     model = classifier()
     noise = torch.Generator().manual_seed(0)
     with GradClient() as client:
@@ -49,9 +52,12 @@ def main() -> None:
                     drawn = torch.randn(parameter.shape, generator=noise, dtype=parameter.dtype)
                     noisy = result.grads[name][()] + NOISE * CLIP * drawn
                     parameter -= LEARNING_RATE * noisy / len(x)
-            loss = F.cross_entropy(model(x), labels)
-            share = (result.norms() > CLIP).double().mean()
+            loss = F.cross_entropy(model(x), labels).item()
+            share = (result.norms() > CLIP).double().mean().item()
+            losses.append(loss)
+            shares.append(share)
             print(f"step {step}: loss {loss:.3f}, {share:.0%} of the gradients clipped")
+    curves(picture, {"loss": {"": losses}, "share of gradients clipped": {"": shares}})
 
 
 if __name__ == "__main__":

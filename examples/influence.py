@@ -5,8 +5,7 @@
 
 With the rows G of training gradients and the damped empirical Fisher F = GᵀG/n + λ, the influence
 of training sample b on the loss of test sample c is g_cᵀ F⁻¹ g_b. By Woodbury's identity it needs
-inner products alone: K = G Gᵀ, and the test rows' with G. The box keeps the training rows as
-factors and multiplies the test rows with them (`against`); no gradient comes over the wire.
+inner products alone: K = G Gᵀ, and the test rows' with G by `against`; no gradient is sent.
 
 Source: Koh and Liang 2017, "Understanding black-box predictions via influence functions".
 """
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from digits import cross_entropy, load, report, rows, shards, trained
+from pictures import digits, wanted
 from torch import Tensor
 
 from gradbox import GradClient, PerSampleGradient
@@ -32,25 +32,30 @@ def influence(train_gram_BB: Tensor, cross_CB: Tensor) -> Tensor:
 
 
 def main() -> None:
+    picture = wanted(__doc__)
     (x, labels), (test_x, test_labels) = load(0, 300), load(300, 340)
     model = trained(x, labels)
 
-    def job(pixels: Tensor, of: Tensor, **how: Any) -> PerSampleGradient:
-        return PerSampleGradient(
+    def products(inputs: Any, of: Any, **how: Any) -> Any:
+        job = PerSampleGradient(
             model="digits",
-            inputs=shards(pixels),
+            inputs=inputs,
             loss=cross_entropy,
             loss_inputs={"labels": of},
             weights=model.state_dict(),
+            reduce="gram",
             **how,
         )
+        return client.submit(job).result().gram()
 
     with GradClient() as client:
-        train = client.submit(job(x, labels, form="factored"))
-        gram = client.submit(job(x, labels, reduce="gram")).result().gram()
-        train.wait()
-        cross = client.submit(job(test_x, test_labels, reduce="gram", against=train))
-        found = influence(gram, cross.result().gram())
+        gram = products(shards(x), labels)
+        cross = products(
+            {"test": shards(test_x), "train": shards(x)},
+            {"test": test_labels, "train": labels},
+            against="train",
+        )
+    found = influence(gram, cross)
 
     G = rows(model, cross_entropy(model(x), labels))
     test_G = rows(model, cross_entropy(model(test_x), test_labels))
@@ -58,13 +63,17 @@ def main() -> None:
     report("the influence", found, test_G @ torch.linalg.solve(fisher, G.T))
 
     errors = cross_entropy(model(test_x), test_labels)
+    drawn = []
     for c in errors.topk(3).indices:
-        helpful, harmful = found[c].argmax(), found[c].argmin()
+        best, worst = found[c].argsort(descending=True)[:3], found[c].argmin()
         print(
             f"test digit {c}, a {test_labels[c]} with loss {errors[c]:.2f}: helped most by "
-            f"training digit {helpful} (a {labels[helpful]}), harmed by {harmful} "
-            f"(a {labels[harmful]})"
+            f"training digit {best[0]} (a {labels[best[0]]}), harmed by {worst} (a {labels[worst]})"
         )
+        shown = [(f"test: a {test_labels[c]}", test_x[c])]
+        shown += [(f"helped by a {labels[b]}", x[b]) for b in best]
+        drawn.append([*shown, (f"harmed by a {labels[worst]}", x[worst])])
+    digits(picture, drawn)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from digits import classifier, load, report, rows, shards
+from pictures import matrices, wanted
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -24,6 +25,7 @@ RIDGE = 1e-3
 
 
 def main() -> None:
+    picture = wanted(__doc__)
     (x, labels), (test_x, test_labels) = load(0, 100), load(100, 150)
     model = classifier()
 
@@ -48,6 +50,14 @@ def main() -> None:
     predicted = cross @ torch.linalg.solve(kernel + ridge, targets)
     accuracy = (predicted.argmax(1) == test_labels).double().mean()
     print(f"kernel regression by it gets {accuracy:.0%} of {len(test_x)} unseen digits right")
+    by_label = labels.argsort(stable=True)[::2]
+    matrices(
+        picture,
+        {
+            "kernel, every other training digit": kernel[by_label][:, by_label],
+            "predicted, test digit × class": predicted[test_labels.argsort(stable=True)],
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from digits import classifier, load, report, shards
+from pictures import curves, wanted
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,10 +37,13 @@ class SupCon(nn.Module):
 
 
 def main() -> None:
+    picture = wanted(__doc__)
     x, labels = load(0, 300)
+    losses: list[float] = []
+    temperatures: list[float] = []
     model, loss = classifier(), SupCon()
     with GradClient() as client:
-        for step in range(10):
+        for step in range(20):
             weights = model.state_dict()
             job = Gradient(
                 model="digits",
@@ -57,8 +61,11 @@ def main() -> None:
                     report(f"the gradient of {name}", result.grads[name][()], expected)
             with torch.no_grad():
                 for name, parameter in named.items():
-                    parameter -= 0.1 * result.grads[name][()]
+                    parameter -= 0.05 * result.grads[name][()]
+            losses.append(result.loss)
+            temperatures.append(float(loss.log_temperature.exp()))
             print(f"step {step}: loss {result.loss:.4f}")
+    curves(picture, {"loss": {"": losses}, "temperature": {"": temperatures}})
 
 
 if __name__ == "__main__":

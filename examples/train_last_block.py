@@ -1,6 +1,6 @@
 """Trains the last block of a model that lives on the box, with an optimizer that lives here.
 
-    gradbox up --models models.toml &          # with all-MiniLM-L6-v2 registered as `minilm`
+    gradbox up --models examples/models.toml &
     python examples/train_last_block.py
 
 The loss is ordinary Python that no graph of operations can hold: it looks at the numbers to choose

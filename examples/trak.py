@@ -5,8 +5,7 @@
 
 Each sample's gradient is projected on the box to a few numbers by random signs; what comes back is
 (B, DIM) instead of (B, P). With the features Φ of the training digits, test sample c's scores are
-φ_cᵀ (ΦᵀΦ + λ)⁻¹ Φᵀ. They are compared with the same scores from projections made here of gradients
-by local autograd, and with those of unprojected gradients.
+φ_cᵀ (ΦᵀΦ + λ)⁻¹ Φᵀ; they are compared with those of projections made here, and of whole gradients.
 
 Source: Park et al. 2023, "TRAK: attributing model behavior at scale", one model in place of many.
 """
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from digits import cross_entropy, load, report, rows, shards, trained
+from pictures import points, wanted
 from torch import Tensor, nn
 
 from gradbox import GradClient, PerSampleGradient
@@ -37,7 +37,7 @@ def projected_here(model: nn.Module, rows_BP: Tensor) -> Tensor:
     """Project rows of local autograd by the matrix that the seed names."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
     parts = rows_BP.split([shape.numel() for shape in shapes.values()], dim=1)
-    piece: dict[str, Any] = {
+    piece: Any = {
         name: Block(name, tuple(shape), part.reshape(-1, 1, *shape))
         for (name, shape), part in zip(shapes.items(), parts, strict=True)
     }
@@ -45,8 +45,9 @@ def projected_here(model: nn.Module, rows_BP: Tensor) -> Tensor:
 
 
 def main() -> None:
-    (x, labels), (test_x, test_labels) = load(0, 300), load(300, 340)
-    model = trained(x, labels)
+    picture = wanted(__doc__)
+    sets = load(0, 300), load(300, 340)
+    model = trained(*sets[0])
     with GradClient() as client:
         train, test = (
             client.submit(
@@ -62,19 +63,16 @@ def main() -> None:
                     seed=SEED,
                 )
             ).result()
-            for pixels, of in ((x, labels), (test_x, test_labels))
+            for pixels, of in sets
         )
     found = scores(train.projection(), test.projection())
-    G, test_G = (
-        rows(model, cross_entropy(model(a), of)) for a, of in ((x, labels), (test_x, test_labels))
-    )
+    G, test_G = (rows(model, cross_entropy(model(pixels), of)) for pixels, of in sets)
     report("scores", found, scores(projected_here(model, G), projected_here(model, test_G)))
     exact = scores(G, test_G)
     correlation = torch.corrcoef(torch.stack([found.flatten(), exact.flatten()]))[0, 1]
-    print(
-        f"{G.shape[1]} numbers a gradient in {DIM}: correlation {correlation:.3f} with exact scores"
-    )
+    print(f"{G.shape[1]} numbers in {DIM}: correlation {correlation:.3f} with exact scores")
     print(f"bound on the error of an inner product: {train.manifest.projection_error:.3f}")
+    points(picture, exact, found, labels=("exact score", f"from {DIM} numbers"), title="TRAK")
 
 
 if __name__ == "__main__":

@@ -207,6 +207,7 @@ class GradClient:
         weights: Mapping[str, Tensor] | None = None,
         precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32",
         retain: int | Literal["auto"] = "auto",
+        transfer: Literal["exact", "bf16", "fp16"] = "exact",
         priority: int = 0,
         timeout_s: float = 3600.0,
         name: str = "",
@@ -220,6 +221,7 @@ class GradClient:
                 between calls: each call sees the numbers they have when it is made.
             retain: memory in bytes on the box for graphs kept from the calls until `backward()`, so
                 that fewer calls are replayed; 0 keeps none, "auto" takes what is free there.
+            transfer: the format of gradients, and of the parameters in `weights` as they are sent.
             progress: whether its jobs show progress bars, as for `Job.wait`.
 
         All else is as computations take it.
@@ -237,6 +239,7 @@ class GradClient:
             wrt=wrt,
             precision=precision,
             retain=retain,
+            transfer=transfer,
             priority=priority,
             timeout_s=timeout_s,
             name=name,

@@ -7,6 +7,7 @@ import os
 import runpy
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -85,49 +86,70 @@ def test_training_the_last_block_is_as_without_a_box(
     assert steps[-1] == PUTS_A_STEP
 
 
-DIGITS = [
-    "assignment",
+DRAWN = [
+    "barlow_twins",
     "dp_sgd",
     "influence",
     "ntk_gram",
     "supervised_contrastive",
     "trak",
+    "two_towers",
+    "wgan_gp",
 ]
+MOST_PICTURE_BYTES = 60_000
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestBox]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestBox]:
     """A box with what `examples/models.toml` registers."""
     pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
     with running_box(
-        tmp_path_factory.mktemp("digits"), models=Path(ROOT, "examples", "models.toml")
+        tmp_path_factory.mktemp("examples"), models=Path(ROOT, "examples", "models.toml")
     ) as box:
         yield box
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DIGITS)
-def test_an_example_on_digits_agrees_with_local_autograd(
-    digits: TestBox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, name: str
+@pytest.mark.parametrize("name", ["assignment", *DRAWN])
+def test_an_example_agrees_with_local_autograd(
+    served: TestBox,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    tmp_path: Path,
+    name: str,
 ) -> None:
-    monkeypatch.setenv("GRADBOX_URL", digits.url)
-    monkeypatch.setenv("GRADBOX_TOKEN", digits.token)
-    monkeypatch.syspath_prepend(Path(ROOT, "examples"))
-    path = Path(ROOT, "examples", f"{name}.py")
+    path, picture = Path(ROOT, "examples", f"{name}.py"), tmp_path / f"{name}.png"
+    monkeypatch.setenv("GRADBOX_URL", served.url)
+    monkeypatch.setenv("GRADBOX_TOKEN", served.token)
+    monkeypatch.syspath_prepend(path.parent)
+    drawing = ["--picture", str(picture)] if name in DRAWN else []
+    monkeypatch.setattr(sys, "argv", [str(path), *drawing])
     runpy.run_path(str(path), run_name="__main__")
     assert "from local autograd" in capsys.readouterr().out
-    assert len(path.read_text().splitlines()) <= 80
+    assert not drawing or 0 < picture.stat().st_size < MOST_PICTURE_BYTES
+
+
+def test_an_example_is_read_on_one_screen_and_shown_on_the_page() -> None:
+    page = Path(ROOT, "docs", "examples.md").read_text()
+    for name in ["assignment", *DRAWN]:
+        path = Path(ROOT, "examples", f"{name}.py")
+        assert len(path.read_text().splitlines()) <= 80, name
+        assert f"../examples/{name}.py" in page
+    for name in DRAWN:
+        assert f"(pictures/{name}.png)" in page
+        assert Path(ROOT, "docs", "pictures", f"{name}.png").stat().st_size < MOST_PICTURE_BYTES
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="expected curl on the PATH")
 def test_curl_alone_gets_the_gradient_of_local_autograd(
-    digits: TestBox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    served: TestBox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = tmp_path / "gradient.safetensors"
     done = subprocess.run(
         [Path(ROOT, "examples", "curl.sh"), found],
-        env={**os.environ, "GRADBOX_URL": digits.url, "GRADBOX_TOKEN": digits.token},
+        env={**os.environ, "GRADBOX_URL": served.url, "GRADBOX_TOKEN": served.token},
         capture_output=True,
         text=True,
     )

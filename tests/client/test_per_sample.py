@@ -22,6 +22,7 @@ from gradbox import (
     PerSampleGradient,
 )
 from gradbox.computations import Computation
+from gradbox_engine import shard_stream
 from tests import case_models
 from tests.boxes import TestBox
 from tests.client import zoo
@@ -428,6 +429,89 @@ def test_products_with_the_rows_of_another_job(box: TestBox, name: str) -> None:
     vectors = u.view(z_shape)
     pulled = submitted(box, jacobian_of(train, reduce="vjp", vectors=vectors, against=earlier))
     assert close(pulled.jvp(), torch.einsum("by,bycz->cz", u, gram))
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied embeddings"])
+def test_products_with_the_rows_of_another_group(box: TestBox, name: str) -> None:
+    train, test = halves(PROBLEMS[name])
+    groups = {"train": train.shards, "test": test.shards}
+    targets = {"train": target_of(train), "test": target_of(test)}
+    given = {"model": train.model.__name__, "output": train.output, "precision": "fp64"}
+    result = submitted(
+        box,
+        PerSampleGradient(
+            **given,
+            inputs=groups,
+            loss=distance,
+            loss_inputs={"target": targets},
+            reduce="gram",
+            against="test",
+        ),
+    )
+    rows = [naive.flat(p.gradients(target_of(p)), 1) for p in (train, test)]
+    assert close(result.gram(), rows[0] @ rows[1].T)
+    assert (result.manifest.against_group, result.manifest.against) == ("test", None)
+    assert result.manifest.samples == len(result.losses) == len(rows[0])
+    z = test.z()[0]
+    assert close(result.against_losses, distance(z, target_of(test)).detach())
+    J, other = naive.flat(train.jacobian()), naive.flat(test.jacobian())
+    gram = torch.einsum("byp,czp->bycz", J, other)
+    jacobian = submitted(box, Jacobian(**given, inputs=groups, reduce="gram", against="test"))
+    assert close(jacobian.gram(), gram)
+    assert close(jacobian.outputs["test"].flatten(1), z.detach())
+    # The other way round: the group that comes first is the one that is kept.
+    turned = Jacobian(**given, inputs=groups, reduce="gram_trace", against="train")
+    assert close(submitted(box, turned).gram_trace(), torch.einsum("bycy->cb", gram))
+
+
+def test_a_group_runs_under_its_own_random_streams(twin: TestBox) -> None:
+    shard = PROBLEMS["tied embeddings"].shards[0]
+    result = submitted(
+        twin,
+        Jacobian(
+            model="transformer",
+            inputs={"a": [shard], "b": [shard]},
+            output="hidden",
+            mode="train",
+            seed=4,
+            reduce="gram",
+            against="b",
+        ),
+    )
+    model = case_models.transformer().train()
+    for group, name in enumerate(("a", "b")):
+        with shard_stream(4, group=group, shard=0):
+            assert close(result.outputs[name], model(*shard.values())["hidden"].detach())
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, "or two of which against names one, got"),
+        ({"against": "b", "reduce": "norm"}, "against: expected none with reduce='norm', got 'b'"),
+        ({"against": "b", "loss_inputs": {"target": normal(4, 3)}}, "expected {group: tensor}"),
+        (
+            {"against": "b", "loss_inputs": {"target": {"a": normal(4, 3)}}},
+            "expected a tensor for each group",
+        ),
+        ({"against": "b", "method": {"a": "forward", "b": "other"}}, "expected one method"),
+    ],
+    ids=["no group named", "norms", "one tensor for both", "one of two", "two methods"],
+)
+def test_two_groups_that_do_not_fit_are_refused(
+    twin: TestBox, given: dict[str, Any], wanted: str
+) -> None:
+    first, *others = PROBLEMS["mlp"].shards
+    targets = {"target": {"a": normal(4, 3), "b": normal(3, 3)}}
+    told = {"loss_inputs": targets, "reduce": "gram"} | given
+    with pytest.raises((InvalidInputs, InvalidJob, JobFailed)) as caught:
+        submitted(
+            twin,
+            PerSampleGradient(
+                model="mlp", inputs={"a": [first], "b": others}, loss=distance, **told
+            ),
+        )
+    assert wanted in str(caught.value)
 
 
 @pytest.mark.parametrize(

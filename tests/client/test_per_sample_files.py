@@ -218,7 +218,7 @@ def test_what_the_page_shows_runs(
     names: dict[str, Any] = {"shards": list(x.split(4)), "targets": x[:, :3]}
     names |= {"test_shards": [x[:2]], "test_targets": x[:2, :3]}
     shown = blocks("docs/per_sample.md", "python")
-    assert len(shown) == 3
+    assert len(shown) == 4
     for block in shown:
         exec(block.replace('"m"', '"mlp"'), names)
     names["client"].close()

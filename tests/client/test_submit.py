@@ -14,6 +14,7 @@ from gradbox import GradClient, Gradient, GradResult, losses
 from gradbox.cli import main
 from gradbox.cli.job_file import read_job
 from gradbox.errors import InvalidJob
+from gradbox.protocol import PerSampleGradientSpec
 from tests.boxes import TestBox
 
 LOSSES = """\
@@ -65,6 +66,23 @@ def job_file(folder: Path, text: str) -> str:
     path = folder / "job.toml"
     path.write_text(text)
     return str(path)
+
+
+def test_groups_have_loss_inputs_of_their_own_and_a_format(folder: Path) -> None:
+    for name in ("a", "b"):
+        np.save(folder / f"{name}.npy", np.full((5, 3), ord(name), dtype=np.float64))
+    text = (
+        'computation = "per_sample_gradient"\nmodel = "mlp"\nreduce = "gram"\nagainst = "test"\n'
+        'loss = "losses.py:mean_square"\ninputs = {train = "shard2.npy", test = "shard10.npy"}\n'
+        "loss_inputs.power = 2\n"
+        'loss_inputs.target = {train = "a.npy", test = "b.npy"}\n'
+    )
+    spec = read_job(Path(job_file(folder, text))).prepare().spec
+    assert isinstance(spec, PerSampleGradientSpec)
+    assert spec.against_group == "test"
+    assert spec.loss_inputs["target"] != spec.against_loss_inputs["target"]
+    rounded = 'model = "mlp"\ninputs = "shard2.npy"\nloss = "mse"\ntransfer = "bf16"\n'
+    assert read_job(Path(job_file(folder, rounded))).transfer == "bf16"
 
 
 def test_a_job_from_files_equals_the_job_from_python(

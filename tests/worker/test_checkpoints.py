@@ -16,6 +16,7 @@ from gradbox_engine import Checkpoint
 from gradbox_service.store import Room
 from gradbox_worker.computations.checkpoints import CheckpointFile, Pace
 from gradbox_worker.files.result_in_place import ResultOnDisk
+from gradbox_worker.files.rounded_gradients import RoundedGradients
 
 IDENTITY = {"spec_digest": "a", "model_version": "b"}
 
@@ -91,6 +92,16 @@ def test_a_pace_of_zero_writes_one_after_every_shard(tmp_path: Path, clock: Cloc
     for _ in range(3):
         assert file.due()
         write_taking(file, clock, 3.0)
+
+
+def test_another_attempt_knows_how_far_rows_were_rounded(tmp_path: Path) -> None:
+    rows = torch.tensor([[1 + 2**-9, 0.0], [1 + 2**-9, 1.0]])[:, None]
+    before, after = RoundedGradients("bf16"), RoundedGradients("bf16")
+    before.rounded_rows("grads/w", rows)
+    assert before.error == pytest.approx(2**-9 / (1 + 2**-9))
+    checkpoint(tmp_path, rounding=before).write(state())
+    assert checkpoint(tmp_path, attempt=2, rounding=after).read() is not None
+    assert after.error == before.error
 
 
 def test_another_attempt_finds_the_state_bit_for_bit(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from gradbox.inputs.shards import ShardGroup, read_groups
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import CotangentGradientSpec, JobSpec, TracedFunction
 from gradbox.protocol.spec import describe_validation
+from gradbox.protocol.spec_fields import Transfer
 from gradbox.tensors.blob import Blob
 from gradbox.tensors.tensor_bytes import Tensor, tensor_bytes
 
@@ -53,6 +54,9 @@ class Computation(ABC):
             float32 or wider.
         streams: whether random numbers belong to shards, or to samples ("sample"), so that another
             cut into shards gives the same gradient.
+        transfer: the format of gradients in the result file: "bf16" and "fp16" halve the bytes. The
+            result gives them back in the dtype that they had; its receipt states the rounding.
+            Tensors of `weights` may then come in this format, too, and are widened on the box.
         order: the permutation that puts Z into the order that the loss expects, as `pack` gives it:
             integers of shape (samples,), or {group: integers}.
         name: what listings show.
@@ -70,6 +74,7 @@ class Computation(ABC):
     timeout_s: float = 3600.0
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
     streams: Literal["shard", "sample"] = "shard"
+    transfer: Transfer = "exact"
     order: Tensor | Mapping[str, Tensor] | None = None
     name: str = ""
 
@@ -110,6 +115,7 @@ class Computation(ABC):
             "mode": self.mode,
             "seed": self.seed,
             "weights": uploads.tensors(weights),
+            "transfer": self.transfer,
             "priority": self.priority,
             "timeout_s": self.timeout_s,
             "precision": self.precision,

@@ -28,7 +28,9 @@ from gradbox.tensors.tensor_bytes import tensor_bytes
 if TYPE_CHECKING:
     import torch
 
-BESIDE_COTANGENTS: Final = frozenset({"loss", "wrt", "returns", "priority", "timeout_s", "name"})
+BESIDE_COTANGENTS: Final = frozenset(
+    {"loss", "wrt", "returns", "transfer", "priority", "timeout_s", "name"}
+)
 
 Loss: TypeAlias = "Callable[..., Any] | torch.nn.Module | Builtin | Cotangents"
 
@@ -42,8 +44,9 @@ class Gradient(Differentiated):
             called as loss(Z, **loss_inputs); with named groups each Z goes by its group's name. It
             is traced to a graph of allowed operations and returns a scalar; the value is exactly
             that.
-            Beside `Cotangents` only wrt, returns ("grads", "input_grads"), priority, timeout_s and
-            name can be given: model, inputs and the rest are those of the forward job.
+            Beside `Cotangents` only wrt, returns ("grads", "input_grads"), transfer, priority,
+            timeout_s and name can be given: model, inputs and the rest are those of the forward
+            job.
         loss_inputs: what else the loss reads: tensors, or plain numbers, strings and booleans.
             Where a tensor requires grad, its gradient comes back as `loss_inputs.NAME`; the
             parameters of a loss module come back as `loss.NAME`.
@@ -114,6 +117,7 @@ class Gradient(Differentiated):
             loss=loss.spec(uploads),
             wrt=None if self.wrt is None else listed(self.wrt),
             returns=listed(self.returns),
+            transfer=self.transfer,
             priority=self.priority,
             timeout_s=self.timeout_s,
             name=self.name,

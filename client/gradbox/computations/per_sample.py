@@ -20,6 +20,7 @@ from gradbox.protocol.per_sample import (
     JacobianReduction,
     ProjectionKind,
 )
+from gradbox.protocol.spec_fields import Transfer
 from gradbox.tensors.tensor_bytes import Tensor, is_tensor, is_torch_importable, tensor_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 class PerSample(Computation):
     """What both are told beside what every computation is told.
 
-    There is one group of inputs, and row b of the result belongs to sample b of its shards.
+    There is one group of inputs, and row b of the result belongs to sample b of its shards. There
+    are two where `against` names one of them; the rows are those of the other.
 
     Args:
         wrt: globs over the names of parameters, and of modules, which stand for all parameters
@@ -41,14 +43,15 @@ class PerSample(Computation):
         form: how an unreduced result is stored: "dense", "factored" (layer inputs and output
             gradients in place of their products) or "auto", whichever is smaller for each layer;
             rows are read alike. Without torch on this machine "auto" is "dense", for factors are
-            multiplied out with torch.
+            multiplied out with torch, and so it is with `transfer`, which rounds rows alone.
         dim: the length of a projection, which `seed` names.
         kind: its matrix: "sketch" from factors, or "rademacher" (signs) and "gaussian", whose
             entries are independent and which cost more. The receipt's `projection_error` bounds
             the error of inner products.
         against: a job of the same computation, model and `wrt` that is done and kept its rows as
             factors (form="factored" or "auto"), its result or its id. A "gram" is then that of
-            these rows with those, (B, B') or (B, Y, B', Y').
+            these rows with those, (B, B') or (B, Y, B', Y'). Or the name of one of two groups of
+            inputs, whose rows are then made first.
         unchecked: checks to leave out: "coupling" (no sample's output depends on another) and
             "self" (the first rows of a plan are compared with autograd's).
     """
@@ -62,26 +65,38 @@ class PerSample(Computation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.groups) > 1:
-            names = [group.name for group in self.groups]
+        names = [group.name for group in self.groups]
+        if len(names) > 2 or (len(names) == 2 and self.against_group is None):
             raise InvalidInputs(
-                f"inputs: expected one group for a {type(self).__name__}, got {names}; submit a "
-                f"job for each"
+                f"inputs: expected one group for a {type(self).__name__}, or two of which against "
+                f"names one, got {names}; submit a job for each"
             )
+
+    @property
+    def against_group(self) -> str | None:
+        """The group that `against` names, if it names one."""
+        names = [group.name for group in self.groups]
+        return self.against if len(names) > 1 and self.against in names else None
 
     def shared_fields(self, uploads: Uploads) -> dict[str, Any]:
         return super().shared_fields(uploads) | {
             "wrt": None if self.wrt is None else listed(self.wrt),
             "dim": self.dim,
             "kind": self.kind,
-            "against": None if self.against is None else job_id_of(self.against),
+            "against": self._against_job(),
+            "against_group": self.against_group,
             "unchecked": listed(self.unchecked),
         }
 
+    def _against_job(self) -> str | None:
+        if self.against is None or self.against_group is not None:
+            return None
+        return job_id_of(self.against)
 
-def _form_on_the_wire(form: Form, *, reduce: str) -> Form:
-    """Return what the box is asked for: "auto" is "dense" where there are no rows to store."""
-    has_factors = reduce == "none" and is_torch_importable()
+
+def _form_on_the_wire(form: Form, *, reduce: str, transfer: Transfer) -> Form:
+    """Return what the box is asked for: "auto" is "dense" where no factors can be stored."""
+    has_factors = reduce == "none" and transfer == "exact" and is_torch_importable()
     return "dense" if form == "auto" and not has_factors else form
 
 
@@ -93,7 +108,7 @@ class PerSampleGradient(PerSample):
         loss: a function that returns one number a sample, entry b read from row b of z alone. It
             is traced, and called once for every shard.
         loss_inputs: what else the loss reads. A tensor with one row a sample, over all shards, is
-            cut with them; what else there is goes whole.
+            cut with them; what else there is goes whole. With two groups, {group: tensor}.
         reduce: "none" gives name → (B, *shape) as `result.grads`; "norm" and "gram" what
             `result.norms()` and `result.gram()` return; "projection" a seeded random projection to
             `dim` numbers a sample; "clipped_sum" Σ_b g_b · min(1, clip/‖g_b‖) as `result.grads`, of
@@ -120,7 +135,8 @@ class PerSampleGradient(PerSample):
                 f"which returns one for all; write the function without its mean or sum"
             )
         uploads = Uploads()
-        tensors, scalars = split_tensors_and_scalars(self.loss_inputs, what="loss_inputs")
+        own, others = self._loss_inputs_apart()
+        tensors, scalars = split_tensors_and_scalars(own, what="loss_inputs")
         function = traced(
             self.loss,
             uploads,
@@ -132,15 +148,39 @@ class PerSampleGradient(PerSample):
         refs = uploads.tensors(
             {name: tensor_bytes(t, where=f"loss_inputs[{name!r}]") for name, t in tensors.items()}
         )
+        of_others = {
+            name: tensor_bytes(t, where=f"loss_inputs[{name!r}][{self.against_group!r}]")
+            for name, t in others.items()
+        }
         fields = self.shared_fields(uploads) | {
             "computation": "per_sample_gradient",
             "loss": GraphLoss(function=function),
             "loss_inputs": refs,
+            "against_loss_inputs": uploads.tensors(of_others),
             "reduce": self.reduce,
-            "form": _form_on_the_wire(self.form, reduce=self.reduce),
+            "form": _form_on_the_wire(self.form, reduce=self.reduce, transfer=self.transfer),
             "clip": self.clip,
         }
         return Submission(spec=checked(PerSampleGradientSpec, **fields), blobs=uploads.blobs)
+
+    def _loss_inputs_apart(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what the loss reads for the rows' group, and what in its place for the other."""
+        other = self.against_group
+        if other is None:
+            return dict(self.loss_inputs), {}
+        names = [group.name for group in self.groups]
+        (mine,) = (name for name in names if name != other)
+        own, others = dict(self.loss_inputs), {}
+        for name, value in self.loss_inputs.items():
+            if not isinstance(value, Mapping):
+                continue
+            if set(value) != set(names):
+                raise InvalidInputs(
+                    f"loss_inputs[{name!r}]: expected a tensor for each group, {names}, got "
+                    f"{sorted(map(str, value))}"
+                )
+            own[name], others[name] = value[mine], value[other]
+        return own, others
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,7 +211,7 @@ class Jacobian(PerSample):
         fields = self.shared_fields(uploads) | {
             "computation": "jacobian",
             "reduce": self.reduce,
-            "form": _form_on_the_wire(self.form, reduce=self.reduce),
+            "form": _form_on_the_wire(self.form, reduce=self.reduce, transfer=self.transfer),
             "vectors": self._uploaded_vectors(uploads),
         }
         return Submission(spec=checked(JacobianSpec, **fields), blobs=uploads.blobs)

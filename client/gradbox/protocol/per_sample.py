@@ -48,13 +48,15 @@ class SampleSpec(SharedSpec):
     job's seed names. `unchecked` leaves out checks: that no sample sees another ("coupling"), and
     that the first use of a plan gives autograd's gradient ("self"). `kind` is the matrix of a
     projection. `against` is a job of the same computation that left factors J': a `gram` is then
-    J J'ᵀ, and a `vjp` J' Jᵀ u.
+    J J'ᵀ, and a `vjp` J' Jᵀ u. `against_group` names the one of two groups of inputs whose rows are
+    J'; the job's own rows are those of the other.
     """
 
     streams: Literal["shard"] = "shard"
     wrt: Annotated[Items[str], Field(min_length=1)] | None = None
     unchecked: Items[Check] = []
     against: JobId | None = None
+    against_group: Identifier | None = None
     kind: ProjectionKind = "sketch"
 
     @model_validator(mode="before")
@@ -66,21 +68,38 @@ class SampleSpec(SharedSpec):
 
     @field_validator("inputs")
     @classmethod
-    def _one_group_in_order(cls, groups: list[InputGroup]) -> list[InputGroup]:
-        if len(groups) > 1:
-            names = ", ".join(group.name for group in groups)
-            _refuse(f"expected one group of inputs, got {names}; submit a job for each")
-        if groups[0].order is not None:
+    def _in_order(cls, groups: list[InputGroup]) -> list[InputGroup]:
+        if any(group.order is not None for group in groups):
             _refuse("expected no order: row b of the result belongs to sample b of the shards")
         return groups
 
     @model_validator(mode="after")
-    def _against_of_products(self) -> Self:
-        reduce = getattr(self, "reduce", None)
-        if self.against is not None and reduce not in AGAINST:
+    def _one_group_or_two(self) -> Self:
+        names = [group.name for group in self.inputs]
+        if self.against_group is None and len(names) > 1:
             _refuse(
-                f"against: expected none with reduce={reduce!r}, got {self.against!r}; it belongs "
-                f"to {', '.join(map(repr, AGAINST))}"
+                f"inputs: expected one group of inputs, got {', '.join(names)}; submit a job for "
+                f"each, or name one of two in against_group"
+            )
+        if self.against_group is not None and (
+            len(names) != 2 or self.against_group not in names or self.against is not None
+        ):
+            _refuse(
+                f"against_group: expected one of two groups of inputs and no against, got "
+                f"{self.against_group!r} of {', '.join(names)} with against={self.against!r}"
+            )
+        methods = {group.method for group in self.inputs}
+        if len(methods) > 1:
+            _refuse(f"inputs: expected one method for both groups, got {sorted(methods)}")
+        return self
+
+    @model_validator(mode="after")
+    def _against_of_products(self) -> Self:
+        reduce, given = getattr(self, "reduce", None), self.against or self.against_group
+        if given is not None and reduce not in AGAINST:
+            _refuse(
+                f"against: expected none with reduce={reduce!r}, got {given!r}; it belongs to "
+                f"{', '.join(map(repr, AGAINST))}"
             )
         return self
 
@@ -91,6 +110,23 @@ class SampleSpec(SharedSpec):
             _refuse(
                 f"kind: expected none with reduce={reduce!r}, got {self.kind!r}; it belongs to "
                 f"'projection'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _transfer_of_gradients(self) -> Self:
+        reduce, form = getattr(self, "reduce", None), getattr(self, "form", None)
+        if self.transfer == "exact":
+            return self
+        if form != "dense":
+            _refuse(
+                f"transfer: expected 'exact' with form={form!r}, got {self.transfer!r}: a product "
+                f"of rounded factors is off by more than one rounding; take form='dense'"
+            )
+        if reduce not in ("none", "clipped_sum", "vjp") or self.against or self.against_group:
+            _refuse(
+                f"transfer: expected 'exact' with reduce={reduce!r}, got {self.transfer!r}: its "
+                f"result holds no gradients, which are all that is rounded"
             )
         return self
 
@@ -107,15 +143,30 @@ class SampleSpec(SharedSpec):
 
 
 class PerSampleGradientSpec(SampleSpec):
-    """dℓ_b/dθ of every sample b, ℓ = loss(z, **loss_inputs) of shape (B,)."""
+    """dℓ_b/dθ of every sample b, ℓ = loss(z, **loss_inputs) of shape (B,).
+
+    For the shards of `against_group`, the loss reads `against_loss_inputs` in place of what
+    `loss_inputs` has of the same names.
+    """
 
     computation: Literal["per_sample_gradient"]
     loss: GraphLoss
     loss_inputs: Entries[Identifier, TensorRef | Scalar] = {}
+    against_loss_inputs: Entries[Identifier, TensorRef] = {}
     reduce: GradientReduction = "none"
     form: Form = "dense"
     clip: Annotated[float | None, NUMBER, Field(validate_default=True)] = None
     dim: Annotated[int | None, Field(validate_default=True, le=MAX_DIM, strict=True)] = None
+
+    @model_validator(mode="after")
+    def _loss_inputs_of_both(self) -> Self:
+        unknown = sorted(self.against_loss_inputs.keys() - self.loss_inputs.keys())
+        if unknown or (self.against_loss_inputs and self.against_group is None):
+            _refuse(
+                f"against_loss_inputs: expected names of loss_inputs, with an against_group, got "
+                f"{unknown or sorted(self.against_loss_inputs)}"
+            )
+        return self
 
     @field_validator("clip")
     @classmethod

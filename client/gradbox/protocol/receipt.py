@@ -31,10 +31,14 @@ class Receipt(BaseModel):
     `replay_difference` is the largest |z' − z| over a shard, relative to that shard's
     largest |z|. Of per-sample jobs, `samples` and `outputs` count B and Y, `roads` are the rules
     that each parameter took, and `loops` why some took one backward pass a sample; `against` is the
-    job whose rows theirs were multiplied with, and `projection_error` bounds the standard deviation
-    of ⟨Sx, Sy⟩ / (‖x‖‖y‖) over the seeds of a projection S. `fallbacks`
-    counts, by the operation that was in the way, the shards of a mixed gradient whose tangent was
-    not taken by forward mode. `resumed` counts the attempts that went on from a checkpoint.
+    job, or `against_group` the group, whose rows theirs were multiplied with, and
+    `projection_error` bounds the standard deviation of ⟨Sx, Sy⟩ / (‖x‖‖y‖) over the seeds of a
+    projection S. `fallbacks` counts, by the operation that was in the way, the shards of a mixed
+    gradient whose tangent was not taken by forward mode. `resumed` counts the attempts that went on
+    from a checkpoint.
+    Of a job with `transfer`, `transfer_error` is the largest ‖rounded − g‖ / ‖g‖ of a gradient g,
+    or of a sample's row of a parameter; `transfer_kept` names gradients that the format does not
+    hold, which came as they were; `weights_widened` counts `weights` that came in the format.
     `peak_memory_bytes` is the process's peak on a CPU (model included), the allocator's on CUDA.
     """
 
@@ -67,8 +71,13 @@ class Receipt(BaseModel):
     reduce: str | None = None
     form: str | None = None
     against: str | None = None
+    against_group: str | None = None
     projection_kind: str | None = None
     projection_error: float | None = None
+    transfer: str | None = None
+    transfer_error: float | None = None
+    transfer_kept: list[str] = []
+    weights_widened: int | None = None
     roads: dict[str, list[str]] | None = None
     loops: dict[str, str] | None = None
     seconds: Seconds
@@ -95,9 +104,13 @@ class Receipt(BaseModel):
             ("outputs", self.outputs),
             ("reduce", self.reduce),
             ("form", self.form),
-            ("against the rows of", self.against),
+            ("against the rows of", self.against or self.against_group),
             ("projection", self.projection_kind),
             ("error of its inner products", _rounded(self.projection_error)),
+            ("gradients came in", self.transfer),
+            ("rounding error", _rounded(self.transfer_error)),
+            ("gradients not rounded", len(self.transfer_kept) or None),
+            ("weights sent in it", self.weights_widened),
             ("unreached parameters", len(self.unreached)),
             ("mode, seed", f"{self.mode}, {self.seed}"),
             ("precision", self.precision),

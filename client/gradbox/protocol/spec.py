@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 from itertools import islice
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, model_validator
-from pydantic_core import from_json
+from pydantic_core import PydanticCustomError, from_json
 
 from gradbox.errors import InvalidJob
 from gradbox.graphs.wire_form import Entries, Items
@@ -32,6 +32,7 @@ from gradbox.protocol.spec_fields import (
     TensorRef,
     Timeout,
     TracedFunction,
+    Transfer,
     Wire,
 )
 
@@ -60,6 +61,17 @@ class ForwardSpec(DifferentiatedSpec):
     computation: Literal["forward"]
     retain: Literal["auto"] | Annotated[int, NUMBER, Field(ge=0)] = 0
     returns: Annotated[Items[ForwardReturned], Field(min_length=1)] = ["outputs"]
+
+    @model_validator(mode="after")
+    def _transfer_of_weights(self) -> Self:
+        if self.transfer != "exact" and not self.weights:
+            raise PydanticCustomError(
+                "transfer",
+                "transfer: expected 'exact' in a forward without weights, got '{transfer}': "
+                "outputs are never rounded",
+                {"transfer": self.transfer},
+            )
+        return self
 
 
 class MixedGradientSpec(SharedSpec):
@@ -91,6 +103,7 @@ class CotangentGradientSpec(Wire):
     loss: CotangentsLoss
     wrt: Annotated[Items[str], Field(min_length=1)] | None = None
     returns: Annotated[Items[CotangentReturned], Field(min_length=1)] = ["grads"]
+    transfer: Transfer = "exact"
     priority: Priority = 0
     timeout_s: Timeout = 3600.0
     name: Name = ""

@@ -38,6 +38,7 @@ Priority = Annotated[int, NUMBER, Field(ge=-10, le=10)]
 Timeout = Annotated[float, NUMBER, Field(gt=0, le=7 * 24 * 3600)]
 Name = Annotated[str, StringConstraints(max_length=200)]
 Scalar = bool | int | float | str | None
+Transfer = Literal["exact", "bf16", "fp16"]
 
 
 class Wire(WireForm):
@@ -141,7 +142,11 @@ LossSpec = Annotated[GraphLoss | BuiltinLoss | CotangentsLoss, Field(discriminat
 
 
 class SharedSpec(Wire):
-    """What every computation is told."""
+    """What every computation is told.
+
+    `transfer` is the format of the result's gradients, and one in which `weights` may come: the box
+    widens those to the dtype of the parameter.
+    """
 
     protocol: Annotated[Literal[1], NUMBER] = PROTOCOL
     model: Annotated[str, StringConstraints(min_length=1, max_length=300)]
@@ -153,6 +158,7 @@ class SharedSpec(Wire):
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
     streams: Literal["shard", "sample"] = "shard"
     weights: Entries[str, TensorRef] = {}
+    transfer: Transfer = "exact"
     priority: Priority = 0
     timeout_s: Timeout = 3600.0
     name: Name = ""

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradbox.computations import Cotangents, Forward, Gradient
 from gradbox.errors import GradboxError
 from gradbox.inputs.shards import ShardGroup
+from gradbox.protocol.spec_fields import Transfer
 from gradbox.remote.autograd import AccumulatedGrads, CallOutput, JobOutputs
 from gradbox.remote.calls import Call
 from gradbox.results.result import GradResult
@@ -36,6 +37,9 @@ class Owner(Protocol):
 
     def wrt_globs(self) -> list[str] | None:
         """Return the globs over parameters whose gradients are wanted."""
+
+    def transfer(self) -> Transfer:
+        """Return the format of gradients on the wire, and of weights where there are some."""
 
     def retain_budget(self) -> int | Literal["auto"]:
         """Return the bytes for graphs that a forward job keeps for its gradient job."""
@@ -99,13 +103,15 @@ class Batch:
         """Run the forward job and build the graph; return its result, or None if it failed.
 
         Args:
-            weights: those of the batch, and buffers as the batches before left them.
+            weights: those of the batch as they are sent, and buffers as the batches before left
+                them.
         """
         self._position = {call.index: position for position, call in enumerate(self.calls)}
         computation = CallsForward(
             **self._owner.job_options(),
             mode=self.mode,  # type: ignore[arg-type]  # one of the two that it was given
             weights=weights,
+            transfer=self._owner.transfer() if weights else "exact",
             calls=self.calls,
             returns=returns,
             wrt=self._wrt([(call.index, name) for call in self.calls for name in call.leaves]),
@@ -137,6 +143,7 @@ class Batch:
         computation = Gradient(
             loss=Cotangents(tensors, of=self._job_id),
             wrt=self._wrt([key for key in self._inputs if key[0] in reached]),
+            transfer=self._owner.transfer(),
             **{field: options[field] for field in ("priority", "timeout_s", "name")},
         )
         try:

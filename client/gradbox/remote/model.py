@@ -16,10 +16,12 @@ from gradbox.computations.computation import listed
 from gradbox.errors import InvalidInputs
 from gradbox.printable import printable
 from gradbox.protocol import ModelView
+from gradbox.protocol.spec_fields import Transfer
 from gradbox.remote.autograd import NotFetched
 from gradbox.remote.batch import BARE, Batch
 from gradbox.remote.calls import read_call
 from gradbox.remote.output import RemoteOutput
+from gradbox.remote.rounded_weights import rounded_weights
 from gradbox.results.grad_accumulation import add_gradients
 from gradbox.results.result import GradResult
 
@@ -51,6 +53,7 @@ class JobOptions:
     wrt: str | Sequence[str] | None = None
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
     retain: int | Literal["auto"] = "auto"
+    transfer: Transfer = "exact"
     priority: int = 0
     timeout_s: float = 3600.0
     name: str = ""
@@ -185,6 +188,10 @@ class RemoteModel:
         """Return the bytes for graphs that a forward job keeps for its gradient job."""
         return self._options.retain
 
+    def transfer(self) -> Transfer:
+        """Return the format of gradients and parameters on the wire."""
+        return self._options.transfer
+
     def run_job(self, computation: Forward | Gradient) -> GradResult:
         """Run a job."""
         return self._client.submit(computation).result(progress=self._progress)
@@ -210,7 +217,10 @@ class RemoteModel:
 
     def _run(self, batch: Batch) -> None:
         returns = ("outputs", "buffers") if self._view.buffers else ("outputs",)
-        result = batch.run({**batch.weights, **self._buffers}, returns=returns)
+        # Buffers go as they are: rounded in every batch, a running average would stand still.
+        parameters = {view.name for view in self._view.parameters}
+        sent = rounded_weights(batch.weights, parameters, transfer=self._options.transfer)
+        result = batch.run({**sent, **self._buffers}, returns=returns)
         if result is not None:
             dtypes = {view.name: getattr(torch, view.dtype) for view in self._view.buffers}
             self._buffers = {n: b.to(dtypes[n]) for n, b in result.buffers.items() if n in dtypes}

@@ -20,6 +20,7 @@ from gradbox.http.connection import Connection
 from gradbox.http.download import OnBytes, download
 from gradbox.protocol import ResultView
 from gradbox.results.factor_checks import StoredTensor
+from gradbox.results.rounded_tensors import bfloat16_array, rounded_tensors, widened
 from gradbox.tensors.lazy_tensor import LazyTensor, Region, array_of
 from gradbox.tensors.safetensors_header import (
     DTYPE_BYTES,
@@ -28,6 +29,7 @@ from gradbox.tensors.safetensors_header import (
     TensorEntry,
     header_length,
     parse_header,
+    read_header,
 )
 from gradbox.tensors.tensor_bytes import DTYPES, is_torch_importable
 
@@ -52,7 +54,7 @@ class ResultFile(Protocol):
         """What the file's header says of every tensor."""
 
     def tensor(self, name: str) -> Any:
-        """Return a tensor, whose memory is read as it is used."""
+        """Return a tensor, whose memory is read as it is used; one that was rounded is widened."""
 
     def copy_to(self, path: Path) -> None:
         """Write the file to `path`, whole or not at all."""
@@ -60,6 +62,8 @@ class ResultFile(Protocol):
 
 class LocalFile:
     """A result on this machine. Torch maps its tensors, so that they take memory as they are read.
+
+    Those that were rounded for the wire are copies in the dtype that they had on the box.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -76,6 +80,7 @@ class LocalFile:
             ) from None
         self._file = file
         self.metadata: Mapping[str, str] = file.metadata() or {}
+        self._rounded = rounded_tensors(self.metadata)
         self.names = tuple(file.keys())
 
     def __str__(self) -> str:
@@ -90,7 +95,20 @@ class LocalFile:
         }
 
     def tensor(self, name: str) -> Any:
-        return self._file.get_tensor(name)
+        if name not in self._rounded:
+            return self._file.get_tensor(name)
+        dtype = self._rounded[name]
+        if self._file.get_slice(name).get_dtype() == "BF16" and not is_torch_importable():
+            return self._bfloat16(name, dtype)
+        return widened(self._file.get_tensor(name), dtype)
+
+    def _bfloat16(self, name: str, dtype: str) -> Any:
+        """Return a tensor of a type that NumPy does not have."""
+        header = read_header(self._path)
+        entry = header.tensors[name]
+        with self._path.open("rb") as file:
+            file.seek(header.data_start + entry.begin)
+            return bfloat16_array(file.read(entry.end - entry.begin), entry.shape, dtype)
 
     def copy_to(self, path: Path) -> None:
         with _beside(path) as beside:
@@ -121,6 +139,7 @@ class RemoteFile:
         self._expected = expected
         self._header = self._read_header()
         self.metadata = self._header.metadata
+        self._rounded = rounded_tensors(self.metadata)
         self.names = tuple(self._header.tensors)
 
     def __str__(self) -> str:
@@ -132,12 +151,15 @@ class RemoteFile:
         return {name: StoredTensor(entry.dtype, entry.shape) for name, entry in entries}
 
     def tensor(self, name: str) -> LazyTensor:
-        entry = self._header.tensors[name]
+        entry, wider = self._header.tensors[name], self._rounded.get(name)
 
         def dtype() -> Any:
-            return _dtype(entry)
+            return _dtype(wider or _named(entry))
 
-        return LazyTensor(entry.shape, lambda region: self._read(entry, region), dtype=dtype)
+        def read(region: Region) -> Any:
+            return self._read(entry, region, wider)
+
+        return LazyTensor(entry.shape, read, dtype=dtype)
 
     def copy_to(self, path: Path) -> None:
         with _beside(path) as beside, self._downloading() as on_bytes:
@@ -161,8 +183,8 @@ class RemoteFile:
         except BlobRejected as error:
             raise ProtocolError(f"{self}: expected a result file of gradbox: {error}") from None
 
-    def _read(self, entry: TensorEntry, region: Region) -> Any:
-        """Fetch the part of a tensor that `region` bounds."""
+    def _read(self, entry: TensorEntry, region: Region, wider: str | None) -> Any:
+        """Fetch the part of a tensor that `region` bounds, and widen it where it was rounded."""
         shape = tuple(part.stop - part.start for part in region) + entry.shape[len(region) :]
         data = bytearray(prod(shape) * DTYPE_BYTES[entry.dtype])
         at = 0
@@ -171,7 +193,10 @@ class RemoteFile:
             for begin, end in runs:
                 data[at : at + end - begin] = span[begin - first : end - first]
                 at += end - begin
-        return array_of(data, dtype=_named(entry), shape=shape)
+        if wider is not None and entry.dtype == "BF16" and not is_torch_importable():
+            return bfloat16_array(data, shape, wider)
+        found = array_of(data, dtype=_named(entry), shape=shape)
+        return found if wider is None else widened(found, wider)
 
     def _fetch(self, first: int, last: int) -> bytearray:
         """Return the file's bytes first:last."""
@@ -237,8 +262,8 @@ def _named(entry: TensorEntry) -> str:
     return _NAMES[entry.dtype]
 
 
-def _dtype(entry: TensorEntry) -> Any:
-    return array_of(bytearray(), dtype=_named(entry), shape=(0,)).dtype
+def _dtype(name: str) -> Any:
+    return array_of(bytearray(), dtype=name, shape=(0,)).dtype
 
 
 @contextmanager

@@ -55,6 +55,11 @@ class RowReductions:
             )
         return found
 
+    @property
+    def against_losses(self) -> Any:
+        """The loss of every sample of the group that `against` named, shape (B',); else None."""
+        return self._reduced("against_loss")
+
     def norms(self) -> Any:
         """Return the norm of every row over all parameters, shape (B,) or (B, Y).
 

@@ -24,6 +24,7 @@ def references_of_gradient(spec: PerSampleGradientSpec) -> References:
     """Give the references of the loss."""
     yield from function_references("loss", spec.loss.function)
     yield from named_references("loss_inputs", spec.loss_inputs)
+    yield from named_references("against_loss_inputs", spec.against_loss_inputs)
 
 
 def references_of_jacobian(spec: JacobianSpec) -> References:
@@ -48,7 +49,7 @@ def check_gradient(
     trainable = [f"loss.{name}" for name, ref in function.tensors.items() if ref.requires_grad]
     trainable += [
         f"loss_inputs.{name}"
-        for name, value in spec.loss_inputs.items()
+        for name, value in (*spec.loss_inputs.items(), *spec.against_loss_inputs.items())
         if isinstance(value, TensorRef) and value.requires_grad
     ]
     if trainable:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradbox_engine.per_sample import (
     CoupledSamples,
+    OtherShards,
     SampleResult,
     jacobian,
     per_sample_gradient,
@@ -58,6 +59,16 @@ def rows(**how: Any) -> Callable[..., SampleResult]:
     return run
 
 
+def against_the_first(**how: Any) -> Callable[..., SampleResult]:
+    """Let the first shard be another one, whose rows the others' are multiplied with."""
+
+    def run(model: nn.Module, shards: list[dict[str, Tensor]], **given: Any) -> SampleResult:
+        first, *own = shards
+        return rows(**how)(model, own, against=OtherShards([first]), **given)
+
+    return run
+
+
 FORMS: dict[str, Callable[..., SampleResult]] = {
     "gradients": gradient(),
     "gradients, factored": gradient(form="factored"),
@@ -74,6 +85,8 @@ FORMS: dict[str, Callable[..., SampleResult]] = {
     "jvp": rows(reduce="jvp"),
     "vjp": rows(reduce="vjp"),
     "projections": rows(reduce="projection", dim=7),
+    "gram with other shards": against_the_first(reduce="gram"),
+    "vjp, pushed on to other shards": against_the_first(reduce="vjp"),
 }
 
 

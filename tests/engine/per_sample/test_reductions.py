@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradbox_engine.per_sample import BadReduction, jacobian, per_sample_gradient
+from gradbox_engine import shard_stream
+from gradbox_engine.per_sample import BadReduction, OtherShards, jacobian, per_sample_gradient
 from gradbox_factors import TERMS, Block, Factored
 from tests.engine.per_sample import naive
 from tests.engine.per_sample.zoo import build
@@ -202,6 +203,64 @@ def test_products_with_the_rows_of_an_earlier_call_agree_with_the_dense_rows(cas
     assert values is not None
     pulled = jacobian(model, [inputs], reduce="vjp", vectors=u.view(values.shape), **given)
     assert _close(pulled.arrays["jvp"], torch.einsum("by,bycz->cz", u, gram))
+
+
+def test_products_with_the_rows_of_other_shards_agree_with_the_dense_rows(case: Any) -> None:
+    model, inputs, rows = case
+    J = naive.flat(rows)
+    B, Y, _ = J.shape
+    shuffled = {name: x.flip(0) for name, x in inputs.items()}
+    against = OtherShards([shuffled, {name: x[:2] for name, x in shuffled.items()}])
+    gram = torch.einsum("byp,czp->bycz", J, torch.cat([J.flip(0), J.flip(0)[:2]]))
+    found = jacobian(model, [inputs], reduce="gram", against=against)
+    assert _close(found.arrays["gram"], gram)
+    assert found.samples == B
+    assert found.values is not None
+    assert found.other_values is not None
+    assert _close(found.other_values, torch.cat([found.values.flip(0), found.values.flip(0)[:2]]))
+    trace = jacobian(model, [inputs], reduce="gram_trace", against=against).arrays["gram"]
+    assert _close(trace, torch.einsum("bycy->bc", gram))
+    u = torch.randn(B, Y, dtype=J.dtype)
+    vectors = u.view(found.values.shape)
+    pulled = jacobian(model, [inputs], reduce="vjp", vectors=vectors, against=against)
+    assert _close(pulled.arrays["jvp"], torch.einsum("by,bycz->cz", u, gram))
+
+
+def test_other_shards_have_inputs_of_the_loss_of_their_own() -> None:
+    model, inputs = build("linear")
+    z = model(**inputs) if not any(n.isdigit() for n in inputs) else model(*inputs.values())
+    target = torch.randn_like(z)
+
+    def distance(z: Tensor, target: Tensor) -> Tensor:
+        return (z - target).square().flatten(1).sum(1)
+
+    def products(given: dict[str, Tensor], other: dict[str, Tensor]) -> Tensor:
+        against = OtherShards([inputs], other)
+        return per_sample_gradient(
+            model, [inputs], distance, loss_inputs=given, reduce="gram", against=against
+        ).arrays["gram"]
+
+    def rows(target: Tensor) -> Tensor:
+        found = per_sample_gradient(model, [inputs], distance, loss_inputs={"target": target})
+        return torch.cat([x.flatten(1) for x in found.arrays.values()], 1)
+
+    found = products({"target": target}, {"target": -target})
+    assert _close(found, rows(target) @ rows(-target).T)
+    with pytest.raises(BadReduction, match=r"loss_inputs\['target'\]: expected \{group: tensor\}"):
+        products({"target": target}, {})
+
+
+def test_every_shard_runs_under_the_stream_that_it_is_given() -> None:
+    model = nn.Sequential(nn.Linear(3, 40), nn.Dropout(0.5), nn.Linear(40, 2)).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    given: dict[str, Any] = {"mode": "train", "seed": 3}
+    own = jacobian(model, [{"0": x}], streams=[(5, 7)], **given)
+    with shard_stream(3, group=5, shard=7):
+        assert torch.equal(own.values, model.train()(x))
+    both = jacobian(model, [{"0": x}], reduce="gram", against=OtherShards([{"0": x}]), **given)
+    for values, group in ((both.values, 0), (both.other_values, 1)):
+        with shard_stream(3, group=group, shard=0):
+            assert torch.equal(values, model.train()(x))
 
 
 def test_rows_by_other_parameters_are_refused() -> None:

@@ -9,13 +9,14 @@ from gradbox_engine.errors import (
 )
 from gradbox_engine.per_sample.api import jacobian, per_sample_gradient
 from gradbox_engine.per_sample.pieces import Sink
-from gradbox_engine.per_sample.request import SampleResult
+from gradbox_engine.per_sample.request import OtherShards, SampleResult
 
 __all__ = [
     "BadReduction",
     "BadSampleLoss",
     "CoupledSamples",
     "NoBatchAxis",
+    "OtherShards",
     "SampleResult",
     "SelfCheckFailed",
     "Sink",

@@ -26,6 +26,7 @@ from gradbox_engine.per_sample.request import (
     Form,
     GradientReduction,
     JacobianReduction,
+    OtherShards,
     Request,
     SampleResult,
 )
@@ -48,7 +49,7 @@ def per_sample_gradient(
     kind: Kind = "sketch",
     seed: int = 0,
     projection_seed: int = 0,
-    against: Factored | None = None,
+    against: Factored | OtherShards | None = None,
     observer: Observer | None = None,
     checkpoints: Checkpoints | None = None,
     budget_bytes: int = BUDGET_BYTES,
@@ -64,11 +65,12 @@ def per_sample_gradient(
             else there is goes whole.
         clip: the largest norm that `clipped_sum` lets through.
         dim: the length of a `projection`, which `projection_seed` names; `kind` is its matrix.
-        against: rows J' of an earlier call, by the same parameters: a `gram` is then J J'ᵀ.
+        against: rows J' of an earlier call, by the same parameters, or shards to make them of: a
+            `gram` is then J J'ᵀ.
         checkpoints: where the state of a long job is written, and read when it begins again.
         budget_bytes: memory for pieces of a dense result on their way to `sink`.
         sink: takes a dense result in pieces; without it arrays are returned.
-        setting: mode, wrt, precision, output, readout, weights, method, unchecked: see
+        setting: mode, wrt, precision, output, readout, weights, method, unchecked, streams: see
             `callable_model`.
 
     Raises:
@@ -78,7 +80,7 @@ def per_sample_gradient(
     """
     request = Request(reduce, form, clip, dim, projection_seed, against=against, kind=kind)
     request.check(GradientReduction)
-    with callable_model(model, seed=seed, **setting) as ready:
+    with callable_model(model, seed=seed, others=_num_others(against), **setting) as ready:
         job = PerSampleJob(ready, request, inputs, observer, checkpoints, budget_bytes, sink)
         return job.gradients(loss, loss_inputs or {})
 
@@ -94,7 +96,7 @@ def jacobian(
     kind: Kind = "sketch",
     seed: int = 0,
     projection_seed: int = 0,
-    against: Factored | None = None,
+    against: Factored | OtherShards | None = None,
     observer: Observer | None = None,
     checkpoints: Checkpoints | None = None,
     budget_bytes: int = BUDGET_BYTES,
@@ -115,6 +117,10 @@ def jacobian(
     """
     request = Request(reduce, form, None, dim, projection_seed, vectors, against, kind)
     request.check(JacobianReduction)
-    with callable_model(model, seed=seed, **setting) as ready:
+    with callable_model(model, seed=seed, others=_num_others(against), **setting) as ready:
         job = PerSampleJob(ready, request, inputs, observer, checkpoints, budget_bytes, sink)
         return job.jacobians()
+
+
+def _num_others(against: Factored | OtherShards | None) -> int:
+    return len(against.inputs) if isinstance(against, OtherShards) else 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
 from gradbox_engine.errors import BadInputs, BadReduction
 from gradbox_engine.per_sample.kept_factors import (
     CrossGram,
+    CrossGramOfShards,
     Gram,
     KeepFactors,
     SmallerForm,
@@ -33,12 +35,19 @@ from gradbox_engine.per_sample.reductions import (
     ToArrays,
     ToSink,
 )
-from gradbox_engine.per_sample.request import Request, SampleResult
+from gradbox_engine.per_sample.request import OtherShards, Request, SampleResult
 from gradbox_engine.per_sample.result_facts import ResultFacts
-from gradbox_engine.per_sample.sample_loss import SampleLoss, Scaled, pulled_back, rows_of
+from gradbox_engine.per_sample.sample_loss import (
+    OneAfterTheOther,
+    SampleLoss,
+    Scaled,
+    check_given_apart,
+    pulled_back,
+    rows_of,
+)
 from gradbox_engine.per_sample.shard_run import ShardRun
 from gradbox_engine.requests import Observer, Shard, Silent
-from gradbox_factors import projection_of
+from gradbox_factors import Factored, projection_of
 
 
 class PerSampleJob:
@@ -58,22 +67,32 @@ class PerSampleJob:
             raise BadReduction("sink: expected none unless reduce='none' and rows may be dense")
         if not len(inputs):
             raise BadInputs("inputs: expected one shard or more, got none")
-        if request.against is not None:
+        if isinstance(request.against, Factored):
             check_names(tuple(model.parameters), request.against)
         self._model, self._planned = model, PlannedModel(model)
         self._request, self._inputs = request, inputs
+        self._others = request.against if isinstance(request.against, OtherShards) else None
         self._observer = observer or Silent()
         self._checkpoints = checkpoints or NoCheckpoints()
         self._budget_bytes, self._sink = budget_bytes, sink
         self._counts = [
-            self._planned.count(model.arguments(shard), index) for index, shard in enumerate(inputs)
+            self._planned.count(self._arguments(index), index)
+            for index in range(model.num_others + len(inputs))
         ]
+        self._num_others = sum(self._counts[: model.num_others])  # samples
 
     def gradients(
         self, loss: Callable[..., Tensor], loss_inputs: Mapping[str, Any]
     ) -> SampleResult:
         """Collect dℓ_b/dθ of every shard."""
-        losses = SampleLoss(loss, loss_inputs, self._counts)
+        first = self._model.num_others
+        own = SampleLoss(loss, loss_inputs, self._counts[first:])
+        losses: SampleLoss | OneAfterTheOther = own
+        if self._others is not None:
+            given = self._others.loss_inputs
+            check_given_apart(loss_inputs, given, (sum(self._counts[first:]), self._num_others))
+            others = SampleLoss(loss, {**loss_inputs, **given}, self._counts[:first])
+            losses = OneAfterTheOther(others, own, first=first)
         return self._collected(Scaled(losses) if self._model.rounding == torch.float16 else losses)
 
     def jacobians(self) -> SampleResult:
@@ -96,8 +115,9 @@ class PerSampleJob:
                 collector.begin(sum(self._counts), outputs)
             elif outputs != facts.outputs:
                 raise BadInputs(
-                    f"shard {facts.shards}: expected {facts.outputs} outputs a sample like "
-                    f"shard 0, got {outputs}: pad the shards alike, or pool in readout="
+                    f"{self._model.where(facts.shards)}: expected {facts.outputs} outputs a sample "
+                    f"like {self._model.where(0)}, got {outputs}: pad the shards alike, or pool in "
+                    f"readout="
                 )
             for chunk in self._chunks(run, collector):
                 self._tell(facts.samples)
@@ -113,37 +133,68 @@ class PerSampleJob:
             facts.add(run, _values(run, head))
             self._keep(facts, collector.state)
         fields = collector.result(one_output=head is not rows_of)
-        return facts.result(tuple(self._model.parameters), start, **fields)
+        return self._own(facts.result(tuple(self._model.parameters), start, **fields))
+
+    def _own(self, result: SampleResult) -> SampleResult:
+        """Return the result as that of the job's own samples, with the others' values apart."""
+        if self._others is None or result.values is None:
+            return result
+        others, own = result.values.tensor_split([self._num_others])
+        return replace(
+            result, samples=result.samples - self._num_others, values=own, other_values=others
+        )
 
     def _pulled_back(self) -> SampleResult:
         """Return Jᵀ u: one forward and one ordinary backward for each shard."""
         start = time.perf_counter()
-        vectors = self._request.vectors
-        if not isinstance(vectors, Tensor) or vectors.shape[:1] != (sum(self._counts),):
+        vectors, num_own = self._request.vectors, sum(self._counts) - self._num_others
+        if not isinstance(vectors, Tensor) or vectors.shape[:1] != (num_own,):
             got = tuple(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
             raise BadReduction(
-                f"vectors: expected a tensor shaped like z, ({sum(self._counts)}, ...), got {got}"
+                f"vectors: expected a tensor shaped like z, ({num_own}, ...), got {got}"
             )
         facts = ResultFacts(set())
         resumed = self._resumed(facts)
-        totals = {} if resumed is None else dict(resumed.tensors)
+        kept, totals = KeepFactors(smaller=True), {}
+        if resumed is not None:
+            totals = dict(resumed.section("totals").tensors)
+            if "others" in resumed:
+                kept.resume(resumed.section("others"))
+
+        def state(_: int) -> Checkpoint:
+            sections = {"totals": Checkpoint(totals)}
+            if self._others is not None:
+                sections["others"] = kept.state(self._num_others)
+            return Checkpoint.of_sections(**sections)
+
         for run in self._runs(rows_of, first=facts.shards):
             graph = run.graph
-            part = vectors[facts.samples : facts.samples + graph.samples]
-            if part.shape != graph.z.shape:
-                raise BadReduction(
-                    f"vectors: expected shape {(sum(self._counts), *graph.z.shape[1:])}, got "
-                    f"{tuple(vectors.shape)}"
-                )
-            cotangents = part.reshape(graph.value.shape)
-            found = pulled_back(graph, cotangents, rounding=self._model.rounding)
-            for name, gradient in found.items():
-                totals[name] = totals[name] + gradient if name in totals else gradient
+            at = facts.samples - self._num_others
+            if at < 0:
+                outputs = range(graph.outputs)
+                kept.take(run.terms(outputs, last=True), facts.samples, outputs)
+            else:
+                found = self._pulled_back_by(run, vectors[at : at + graph.samples])
+                for name, gradient in found.items():
+                    totals[name] = totals[name] + gradient if name in totals else gradient
             facts.add(run, graph.z.detach())
-            self._keep(facts, lambda _: Checkpoint(totals))
-        if self._request.against is not None:
-            totals = {"jvp": self._request.against.jvp(totals)}
-        return facts.result(tuple(self._model.parameters), start, arrays=totals)
+            self._keep(facts, state)
+        against = self._request.against
+        if against is not None:
+            rows = against if isinstance(against, Factored) else kept.factors()
+            totals = {"jvp": rows.jvp(totals)}
+        return self._own(facts.result(tuple(self._model.parameters), start, arrays=totals))
+
+    def _pulled_back_by(self, run: ShardRun, cotangents: Tensor) -> dict[str, Tensor]:
+        """Return a shard's Jᵀ u."""
+        graph = run.graph
+        if cotangents.shape != graph.z.shape:
+            expected = (sum(self._counts) - self._num_others, *graph.z.shape[1:])
+            raise BadReduction(
+                f"vectors: expected shape {expected}, got {tuple(self._request.vectors.shape)}"
+            )
+        cotangents = cotangents.reshape(graph.value.shape)
+        return pulled_back(graph, cotangents, rounding=self._model.rounding)
 
     def _resumed(self, facts: ResultFacts) -> Checkpoint | None:
         """Return the rows' part of what an earlier process left, and give the facts theirs."""
@@ -167,13 +218,20 @@ class PerSampleJob:
             )
 
     def _runs(self, head: Callable[[Tensor, int], Tensor], *, first: int) -> Iterator[ShardRun]:
-        for index in range(first, len(self._inputs)):
+        for index in range(first, len(self._counts)):
             self._tell(sum(self._counts[:index]))
-            arguments = self._model.arguments(self._inputs[index])
+            arguments = self._arguments(index)
             yield ShardRun(
                 self._planned, arguments, index, _at(head, index), loss=head is not rows_of
             )
         self._tell(sum(self._counts))
+
+    def _arguments(self, index: int) -> dict[str, Any]:
+        """Return a shard's arguments; the first shards are the other ones."""
+        own = index - self._model.num_others
+        if own < 0 and self._others is not None:
+            return self._model.arguments(self._others.inputs[index])
+        return self._model.arguments(self._inputs[own])
 
     def _tell(self, done: int) -> None:
         self._observer.step("samples", done, sum(self._counts))
@@ -190,8 +248,10 @@ class PerSampleJob:
             return Directional(_tangents(request.vectors, self._model.parameters))
         if request.reduce in ("gram", "gram_trace"):
             trace = request.reduce == "gram_trace"
-            if request.against is not None:
+            if isinstance(request.against, Factored):
                 return CrossGram(request.against, trace=trace)
+            if request.against is not None:
+                return CrossGramOfShards(self._num_others, trace=trace)
             return Gram(trace=trace)
         if request.form == "factored":
             return KeepFactors()

@@ -46,7 +46,9 @@ class PlannedModel:
         """Return how many samples a shard has."""
         samples = self.plan(arguments, index).plan.samples(arguments)
         if samples is None:
-            raise NoBatchAxis(f"shard {index}: expected a tensor that holds samples, got none")
+            raise NoBatchAxis(
+                f"{self.model.where(index)}: expected a tensor that holds samples, got none"
+            )
         return samples
 
     def plan(self, arguments: dict[str, Any], index: int) -> PlanInUse:
@@ -64,7 +66,8 @@ class PlannedModel:
         self, arguments: dict[str, Any], index: int, *, samples: int = SAMPLES
     ) -> PlanInUse:
         """Make a plan on this shard, in place of one that there may be."""
-        with blaming("the model", f"shard {index}", model=self.model.model, arguments=arguments):
+        where = self.model.where(index)
+        with blaming("the model", where, model=self.model.model, arguments=arguments):
             plan = plan_for(self.model, arguments, index, samples=samples)
         signature = self.model.signature(arguments)
         plans = _plans.setdefault(self.model.model, {})
@@ -78,7 +81,7 @@ class PlannedModel:
         # Before the call and not after it: the graph may read what the call wrote.
         self.model.restore_buffers()
         self.model.begin_stream(index)
-        where = f"shard {index}"
+        where = self.model.where(index)
         with blaming("the model or the loss", where, model=self.model.model, arguments=arguments):
             return RecordedGraph(self.model, plan, copied(arguments), head)
 

@@ -26,6 +26,17 @@ ARGUMENTS = {
 
 
 @dataclass(frozen=True)
+class OtherShards:
+    """Shards whose rows a call makes first and keeps as factors, to multiply its own with.
+
+    `loss_inputs` are what the loss reads for them, in place of the call's own of the same names.
+    """
+
+    inputs: Sequence[Mapping[str, Any]]
+    loss_inputs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Request:
     """What is to be done with the per-sample quantities."""
 
@@ -35,7 +46,7 @@ class Request:
     dim: int | None = None
     seed: int = 0
     vectors: Any = None
-    against: Factored | None = None
+    against: Factored | OtherShards | None = None
     kind: Kind = "sketch"
 
     def check(self, allowed: Any) -> None:
@@ -103,6 +114,7 @@ class SampleResult:
     factors: Factored | None = None
     parameter_norms: dict[str, Tensor] = field(default_factory=dict)  # name → (B, Y)
     values: Tensor | None = None  # the losses (B,), or z (B, ...)
+    other_values: Tensor | None = None  # those of other shards that the rows were multiplied with
     roads: Mapping[str, Sequence[str]] = field(default_factory=dict)  # parameter → rules and routes
     loops: Mapping[str, str] = field(
         default_factory=dict

@@ -13,13 +13,13 @@ Shapes: B samples over all shards, b of one, Y outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradbox_engine.errors import BadSampleLoss
+from gradbox_engine.errors import BadReduction, BadSampleLoss
 from gradbox_engine.per_sample.backward import RecordedGraph
 from gradbox_factors import Block, Convolution, Lookup, Outer, Positions, Term, Total
 from gradbox_factors.term import Identity, identity
@@ -32,6 +32,41 @@ _STEP, _MOST_STEPS = 6.0, 5
 def rows_of(z: Tensor, index: int) -> Tensor:
     """Return z of one shard as (b, Y)."""
     return z.reshape(z.shape[0], -1)
+
+
+@dataclass(frozen=True)
+class OneAfterTheOther:
+    """The losses of two runs of shards, the second of which begins with shard `first`."""
+
+    others: SampleLoss
+    own: SampleLoss
+    first: int
+
+    def __call__(self, z: Tensor, index: int) -> Tensor:
+        if index < self.first:
+            return self.others(z, index)
+        return self.own(z, index - self.first)
+
+
+def check_given_apart(
+    own: Mapping[str, Any], others: Mapping[str, Any], counts: Sequence[int]
+) -> None:
+    """Refuse a tensor with one row a sample that both runs of shards would be cut from.
+
+    Args:
+        others: what the loss reads for the others in place of its own.
+        counts: the samples of each run.
+
+    Raises:
+        BadReduction: there is one.
+    """
+    for name, value in own.items():
+        rows = value.shape[0] if isinstance(value, Tensor) and value.dim() else -1
+        if name not in others and rows in counts:
+            raise BadReduction(
+                f"loss_inputs[{name!r}]: expected {{group: tensor}}, got one tensor with {rows} "
+                f"rows for groups of {counts[0]} and {counts[1]} samples; say whose rows they are"
+            )
 
 
 class SampleLoss:

@@ -36,6 +36,7 @@ from gradbox_service.store import Room
 from gradbox_service.store.files import put_in_place
 from gradbox_worker.files.result_file import write_result
 from gradbox_worker.files.result_in_place import ResultOnDisk
+from gradbox_worker.files.rounded_gradients import RoundedGradients
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class CheckpointFile:
         identity: Mapping[str, str],
         disk_reserve_bytes: int | None = None,
         result: ResultOnDisk | None = None,
+        rounding: RoundedGradients | None = None,
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,6 +89,7 @@ class CheckpointFile:
                 version, the device, the versions of torch and gradbox.
             disk_reserve_bytes: what stays free on the disk, see `gradbox_service.store.Room`.
             result: the file in which rows may be written in place.
+            rounding: what measured the rounding of those rows.
             clock: returns seconds.
         """
         self.resumed = 0
@@ -97,6 +100,7 @@ class CheckpointFile:
         self._own_rows = folder / f"{job_id}.{attempt}.rows"
         self._room = Room(folder, disk_reserve_bytes)
         self._result = result
+        self._rounding = rounding or RoundedGradients("exact")
         self._identity = dict(identity)
         self._pace = pace or Pace()
         self._clock = clock
@@ -124,10 +128,13 @@ class CheckpointFile:
                 "facts": checkpoint.facts,
                 "names": list(checkpoint.tensors),
                 "dims": _dims_in_memory(checkpoint.tensors),
+                "rounding_error": self._rounding.error,
                 "rows": None if self._result is None else self._result.keep(self._own_rows),
             }
             metadata = {METADATA_KEY: json.dumps(document)}
-            write_result(self._own, checkpoint.tensors, metadata=metadata, room=self._room)
+            write_result(
+                self._own, checkpoint.tensors, metadata=metadata, room=self._room, flush=True
+            )
             put_in_place(self._own, self._path)
         except (StorageFull, InvalidInputs, OSError) as error:
             log.warning("no checkpoint of %s: %s", self._job_id, error)
@@ -165,6 +172,7 @@ class CheckpointFile:
                 if not self._has_rows(document["rows"]):
                     log.info("the rows of %s are not there, or still written to", self._job_id)
                     return None
+                self._rounding.error = float(document["rounding_error"])
                 self.resumed = int(document["resumed"]) + 1
         except FileNotFoundError:
             return None

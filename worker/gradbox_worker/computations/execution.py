@@ -11,23 +11,25 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from gradbox.protocol import PROTOCOL, Receipt, Seconds, spec_digest
 from gradbox_engine import Observer
+from gradbox_engine.requests import Phase
 from gradbox_service.store import Room
 from gradbox_worker.computations import forward, gradient, mixed_gradient, per_sample
 from gradbox_worker.computations.checkpoints import CheckpointFile, Pace
 from gradbox_worker.computations.engine_inputs import build_function, input_groups
-from gradbox_worker.computations.job import Compute, Computed, LoadedJob
+from gradbox_worker.computations.job import Compute, LoadedJob
 from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.computations.memory import PeakMemory, default_result_memory_bytes
 from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.exceptions_to_problems import Caught, caught, is_out_of_memory
 from gradbox_worker.files.blob_tensors import Blobs, BlobTensors
 from gradbox_worker.files.result_in_place import ResultOnDisk
+from gradbox_worker.files.rounded_gradients import RoundedGradients, widened_weights
 from gradbox_worker.models.registry import Registry
 from gradbox_worker.work import Finished, Stopped, Work
 
@@ -139,21 +141,25 @@ def _run(
     room = Room(work.result_path.parent, work.disk_reserve_bytes)
     result_file = ResultOnDisk(work.result_path, room=room)
     held = nullcontext() if limit is None else limit.held()
+    rounding = RoundedGradients(spec.transfer)
     with held, BlobTensors(blobs, device=registry.device) as tensors, result_file:
         peak = PeakMemory(registry.device)
         readout = None
         if spec.readout is not None:
             readout = build_function(spec.readout, tensors, device=registry.device).function
+        weights = {name: tensors.tensor(ref) for name, ref in spec.weights.items()}
+        widened = widened_weights(weights, loaded.module, transfer=spec.transfer)
         job = LoadedJob(
             work=work,
             loaded=loaded,
             groups=input_groups(spec, loaded, tensors),
             readout=readout,
-            weights={name: tensors.tensor(ref) for name, ref in spec.weights.items()},
+            weights=weights | widened,
             tensors=tensors,
             device=registry.device,
             observer=observer,
             result=result_file,
+            rounding=rounding,
             result_memory_bytes=result_memory_bytes or default_result_memory_bytes(registry.device),
             kept=kept,
             checkpoints=CheckpointFile(
@@ -163,19 +169,34 @@ def _run(
                 identity=_identity(work, device=registry.device),
                 disk_reserve_bytes=work.disk_reserve_bytes,
                 result=result_file,
+                rounding=rounding,
                 pace=pace,
             ),
         )
         load_s = time.perf_counter() - began
         computed = COMPUTATIONS[spec.computation](job, spec)
-        receipt = _receipt(job, computed, peak=peak, load_s=load_s)
-        metadata = {"format": "pt", "gradbox": receipt.model_dump_json(), **computed.metadata}
-        result = result_file.commit(computed.tensors, metadata=metadata)
+        rounded = rounding.rounded(computed.tensors)
+        facts = {**computed.facts, **rounding.facts(weights_widened=len(widened))}
+        receipt = _receipt(job, facts, seconds=computed.seconds, peak=peak, load_s=load_s)
+        metadata = {
+            "format": "pt",
+            "gradbox": receipt.model_dump_json(),
+            **computed.metadata,
+            **rounding.metadata(),
+        }
+        result = result_file.commit(rounded, metadata=metadata)
     kept.keep(work, computed.kept)
     return Finished(receipt=receipt, result=result)
 
 
-def _receipt(job: LoadedJob, computed: Computed, *, peak: PeakMemory, load_s: float) -> Receipt:
+def _receipt(
+    job: LoadedJob,
+    facts: Mapping[str, Any],
+    *,
+    seconds: Mapping[Phase, float],
+    peak: PeakMemory,
+    load_s: float,
+) -> Receipt:
     work, spec = job.work, job.work.spec
     peak_bytes, before_bytes = peak.measure()
     return Receipt(
@@ -192,14 +213,12 @@ def _receipt(job: LoadedJob, computed: Computed, *, peak: PeakMemory, load_s: fl
         torch=torch.__version__,
         gradbox=importlib.metadata.version("gradbox"),
         shards={group.name: len(group.shards) for group in spec.inputs},
-        seconds=Seconds.model_validate(
-            {"queued": work.queued_s, "load": load_s, **computed.seconds}
-        ),
+        seconds=Seconds.model_validate({"queued": work.queued_s, "load": load_s, **seconds}),
         peak_memory_bytes=peak_bytes,
         memory_before_bytes=before_bytes,
         attempts=work.attempt,
         resumed=job.checkpoints.resumed,
-        **computed.facts,
+        **facts,
     )
 
 

@@ -15,6 +15,7 @@ from gradbox_worker.computations.checkpoints import CheckpointFile
 from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.files.blob_tensors import BlobTensors
 from gradbox_worker.files.result_in_place import ResultOnDisk
+from gradbox_worker.files.rounded_gradients import RoundedGradients
 from gradbox_worker.models.registry import Loaded
 from gradbox_worker.work import Work
 
@@ -32,6 +33,7 @@ class LoadedJob:
     device: torch.device
     observer: Observer
     result: ResultOnDisk
+    rounding: RoundedGradients
     result_memory_bytes: int  # for what is on its way into the result file
     kept: KeptGraphs
     checkpoints: CheckpointFile

@@ -29,12 +29,18 @@ RESULT: Final = "the result"
 
 
 def write_result(
-    path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str], room: Room
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    metadata: Mapping[str, str],
+    room: Room,
+    flush: bool = False,
 ) -> ResultView:
     """Write `path` so that it is there whole or not at all, and return its size and digest.
 
-    It is not flushed to disk, for it can be computed again: after a power cut it may be missing or
-    cut short, and the box says so.
+    Args:
+        flush: whether it outlives a power cut. A result need not, for it can be computed again: it
+            may then be missing or cut short, and the box says so.
 
     Raises:
         InvalidInputs: a tensor's dtype has no place in a safetensors file.
@@ -60,6 +66,9 @@ def write_result(
                 file.write(piece)
                 hashed.result()
             size_bytes = file.tell()
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)

@@ -42,7 +42,8 @@ from gradbox_worker.files.result_file import (
     write_result,
 )
 
-# The receipt names a parameter at most four times, quoted twice, with its rules.
+# The receipt names a parameter at most four times, with its rules, and the metadata once where it
+# is rounded; all quoted twice.
 ROOM_BYTES: Final = 64 * 2**10
 ROOM_A_TENSOR_BYTES: Final = 512
 FILLER: Final = "filler"
@@ -118,7 +119,7 @@ class ResultOnDisk:
         }
         self._entries = laid_out(stated)
         self._room = len(header_bytes(self._entries, {})) - LENGTH_BYTES + ROOM_BYTES
-        self._room += sum(ROOM_A_TENSOR_BYTES + 8 * len(json.dumps(name)) for name in names)
+        self._room += sum(ROOM_A_TENSOR_BYTES + 10 * len(json.dumps(name)) for name in names)
         self._room = -(-self._room // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         for name, entry in self._entries.items():
             _, outputs, *rest = shapes[name]

@@ -51,12 +51,15 @@ def state_dict(value: Any, *, key: str, files: Files) -> Any:
 
 
 def function_inputs(value: Any, *, key: str, files: Files) -> dict[str, Any]:
-    """Read what a function reads beside Z: files are tensors, all else stays as it is."""
+    """Read what a function reads beside Z: files are tensors, all else stays as it is.
+
+    A table of files is a tensor for each group.
+    """
     found = {}
     for name, entry in table(value, key=key).items():
         is_tensor = is_file_name(entry) or isinstance(entry, Mapping)
         where = f"{key}.{name}"
-        found[name] = tensor(entry, key=where, files=files) if is_tensor else entry
+        found[name] = tensor_or_group(entry, key=where, files=files) if is_tensor else entry
     return found
 
 

@@ -121,6 +121,7 @@ async function receiptParts(job) {
       receipt.unreached.length > 0 && ["Not reached", `${receipt.unreached.length} parameters`],
       ["Mode, seed", `${receipt.mode}, ${receipt.seed}`],
       ["Precision", receipt.precision],
+      receipt.transfer && ["Rounded to", `${receipt.transfer}, by ${receipt.transfer_error.toExponential(1)} at most`],
       ["Device", receipt.device],
       ["Peak memory", bytes(receipt.peak_memory_bytes)],
       ["Model version", h("code", { text: receipt.model_version.slice(0, 16) })],

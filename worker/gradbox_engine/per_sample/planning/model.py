@@ -52,12 +52,17 @@ def callable_model(
     weights: Mapping[str, Tensor] | None = None,
     method: str = "forward",
     unchecked: Sequence[str] = (),
+    streams: Sequence[tuple[int, int]] | None = None,
+    others: int = 0,
 ) -> Iterator[CallableModel]:
     """Set a model up, with requires_grad on the wanted parameters alone, and put it back.
 
     Args:
         unchecked: checks to leave out: "coupling" (no sample sees another) and "self" (the rows
             are compared with autograd's gradient).
+        streams: the numbers (k, i) that each shard's random stream is derived from; by default
+            those of group 0, and 1 for other shards.
+        others: how many of the first shards are other ones, see `OtherShards`.
 
     Raises:
         BadInputs: `unchecked` names something else, or the model has no such method.
@@ -71,7 +76,9 @@ def callable_model(
     _refuse_complex(parameters)
     device = model_device(model)
     with configured(model, parameters, options, device=device):
-        yield CallableModel(model, parameters, options, device, method, frozenset(unchecked))
+        yield CallableModel(
+            model, parameters, options, device, method, frozenset(unchecked), streams, others
+        )
 
 
 class CallableModel:
@@ -85,9 +92,12 @@ class CallableModel:
         device: torch.device,
         method: str,
         unchecked: frozenset[str],
+        streams: Sequence[tuple[int, int]] | None,
+        others: int,
     ) -> None:
         self.model, self.parameters = model, parameters
         self.options, self.device, self.unchecked = options, device, unchecked
+        self._streams, self.num_others = streams, others
         # The narrowest dtype of a product.
         self.rounding = AUTOCAST.get(options.precision, torch.float64)
         self._buffers = Buffers(model)
@@ -107,7 +117,15 @@ class CallableModel:
 
     def begin_stream(self, index: int) -> None:
         """Begin the random stream of shard `index`; leaving the model puts the generators back."""
-        begin_stream(self.options.seed, 0, index)
+        own = index - self.num_others
+        default = (0, own) if own >= 0 else (1, index)
+        group, shard = default if self._streams is None else self._streams[index]
+        begin_stream(self.options.seed, group, shard)
+
+    def where(self, index: int) -> str:
+        """Return how a message calls shard `index`."""
+        own = index - self.num_others
+        return f"shard {own}" if own >= 0 else f"shard {index} of those in against"
 
     def call(self, arguments: dict[str, Any]) -> Tensor:
         """Return z of one shard, one row a sample, in float32 or wider.
