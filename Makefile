@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 export HF_HUB_OFFLINE := 1
+# Else each of the hundreds of processes that the tests start compiles the sources once more.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup browser demo docs test test-slow chaos containers check format bench clean
 
@@ -30,9 +32,10 @@ browser:
 demo: $(STAMP)
 	$(BIN)/gradbox demo
 
-# Two processes, each file's tests in one of them: most tests wait for processes, not for the processor.
+# More processes than CI has cores: most tests wait for a box or a worker. tests/scheduling.py says
+# which tests keep together.
 test: $(STAMP) browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -19,7 +19,9 @@ BENCHMARKS = (
     "packing",
     "overhead",
     "service",
+    "small-jobs",
     "queue",
+    "day",
     "mixed",
     "autograd",
     "per-sample",
@@ -43,8 +45,12 @@ def main(arguments: list[str]) -> int:
         sections.append(_overhead())
     if args.benchmark in (None, "service"):
         sections.append(_service(args))
+    if args.benchmark in (None, "small-jobs"):
+        sections.append(_small_jobs())
     if args.benchmark in (None, "queue"):
         sections.append(_queue(args))
+    if args.benchmark in (None, "day"):
+        sections.append(_day(args))
     if args.benchmark in (None, "mixed"):
         sections.append(_mixed(args))
     if args.benchmark in (None, "autograd"):
@@ -124,10 +130,22 @@ def _service(args: argparse.Namespace) -> str:
     return service_section(measure_service(plan))
 
 
+def _small_jobs() -> str:
+    from benchmarks.small_jobs import measure_small_jobs, small_jobs_section
+
+    return small_jobs_section(measure_small_jobs())
+
+
 def _queue(args: argparse.Namespace) -> str:
     from benchmarks.queue import measure_queue, queue_section
 
     return queue_section(measure_queue(args.queued))
+
+
+def _day(args: argparse.Namespace) -> str:
+    from benchmarks.day import day_section, measure_day
+
+    return day_section(measure_day(seconds=args.day_seconds))
 
 
 def _mixed(args: argparse.Namespace) -> str:
@@ -176,6 +194,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--service-pairs", type=int, default=128, help="for the service: 10 s or more [128]"
+    )
+    parser.add_argument(
+        "--day-seconds", type=float, default=120.0, help="for eight hours of ten people [120]"
     )
     parser.add_argument("--queued", type=int, default=20_000, help="jobs that wait [20000]")
     parser.add_argument(

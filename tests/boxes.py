@@ -8,14 +8,16 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import IO, Any
 
 import httpx
 
 from gradbox import GradClient
+from gradbox.cli import main
 from gradbox_service.backing import Backing
 from gradbox_service.http.app import create_app
 from gradbox_service.settings import Settings
@@ -24,7 +26,7 @@ from gradbox_worker.turns.inline import InlineWorker
 
 ROOT = Path(__file__).resolve().parents[1]
 READY = "gradbox ready at "
-STOP_TIMEOUT_S = 60
+STOP_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
@@ -125,25 +127,30 @@ class Up:
         return self.process.stdout
 
 
+def new_token(data: Path, owner: str) -> str:
+    """Make a token on a box that runs, by the command but in this process."""
+    with redirect_stdout(StringIO()) as said:
+        code = main(["tokens", "create", owner, "--data", str(data)])
+    assert code == 0, said.getvalue()
+    return said.getvalue().strip()
+
+
 @contextmanager
 def running_box(
-    data: Path, *, models: Path, arguments: Sequence[str] = ("--device", "cpu")
+    data: Path, *, models: Path, arguments: Sequence[str] = ("--device", "cpu", "--no-spare")
 ) -> Iterator[TestBox]:
-    """Run `gradbox up` on a free port, and stop it."""
+    """Run `gradbox up` on a free port, and stop it.
+
+    A spare device process would import torch once more, while the tests wait for the processor.
+    """
     up = Up(data, "--port", "0", "--models", str(models), *arguments)
     try:
         url = up.wait_ready()
         credentials = tomllib.loads((data / "client.toml").read_text())
-        made = subprocess.run(
-            [sys.executable, "-m", "gradbox", "tokens", "create", "grace", "--data", str(data)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
         yield TestBox(
             url=url,
             token=credentials["token"],
-            other_token=made.stdout.strip(),
+            other_token=new_token(data, "grace"),
             data=data,
         )
     finally:

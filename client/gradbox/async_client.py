@@ -27,7 +27,7 @@ from gradbox.client import GradClient
 from gradbox.computations import Computation
 from gradbox.http.connection import Retry
 from gradbox.http.events import JobEvent
-from gradbox.job import Job
+from gradbox.job import QUICK_S, Job
 from gradbox.protocol import JobState, JobView, ModelView
 from gradbox.results.result import GradResult
 
@@ -110,13 +110,26 @@ class AsyncGradClient:
         """Upload what the box does not have and post the job, as `GradClient.submit` does.
 
         Functions are traced before the first await, by the event loop's own thread. Many submits
-        may be gathered; a blob that several jobs need is sent once.
+        may be gathered; a large blob that several jobs need is sent once.
         """
         submission = computation.prepare()
         job = await self._calls.run_until_cancelled(
             lambda stop: self._client._send(submission, progress=progress, stop=stop)
         )
         return AsyncJob(job, self._calls)
+
+    async def run(self, computation: Computation, *, progress: bool | None = None) -> GradResult:
+        """Submit a job, wait for it and return its result, as `GradClient.run` does.
+
+        It holds a thread for the second that the box may take to answer; `submit` does not.
+        """
+        submission = computation.prepare()
+        job = await self._calls.run_until_cancelled(
+            lambda stop: self._client._send(
+                submission, progress=progress, stop=stop, wait_s=QUICK_S
+            )
+        )
+        return await AsyncJob(job, self._calls).result(progress=progress)
 
     async def job(self, job_id: str) -> AsyncJob:
         """Return a handle on one of one's own jobs.

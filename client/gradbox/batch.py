@@ -32,9 +32,9 @@ class Batch:
                 ...
 
     `submit` traces the functions at once, so what cannot be traced is raised there. Uploads and
-    posts follow in a few threads, in no order; a blob that several jobs need is sent once. The
-    tensors handed in must stay as they are until the context is left, which waits until every job
-    is posted or refused. A job that fails, in whatever way, does not change what becomes of the
+    posts follow in a few threads, in no order; a large blob that several jobs need is sent once.
+    The tensors handed in must stay as they are until the context is left, which waits until every
+    job is posted or refused. A job that fails, in whatever way, does not change what becomes of the
     others. If the context is left by an exception, what has not been sent is not sent, and jobs
     that the box has taken continue: `jobs` has them.
     """

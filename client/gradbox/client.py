@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import quote
@@ -16,13 +14,15 @@ import httpx
 from gradbox.batch import Batch
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission
-from gradbox.errors import MissingBlobs, UnusableModel
+from gradbox.errors import UnusableModel
 from gradbox.http.connection import Connection, Retry, parsed
-from gradbox.http.upload import Uploader
-from gradbox.job import Job
+from gradbox.http.posting import Poster
+from gradbox.job import QUICK_S, Job
 from gradbox.progress import ProgressBar
 from gradbox.protocol import JobList, JobState, JobView, ModelList, ModelView
+from gradbox.results.result import GradResult
 from gradbox.settings import ClientSettings, find_settings
+from gradbox.spans import CLIENT, trace_headers
 from gradbox.tensors.tensor_bytes import Tensor
 from gradbox.waits import JobWaits
 
@@ -65,7 +65,7 @@ class GradClient:
             timeout_s=timeout_s,
             retry=retry,
         )
-        self._uploader = Uploader(self._connection)
+        self._poster = Poster(self._connection)
         self._waits = JobWaits(self._connection)
 
     def __repr__(self) -> str:
@@ -100,6 +100,18 @@ class GradClient:
             ServiceUnavailable: the box cannot be reached.
         """
         return self._send(computation.prepare(), progress=progress)
+
+    def run(self, computation: Computation, *, progress: bool | None = None) -> GradResult:
+        """Submit a job, wait for it and return its result.
+
+        A job that takes a moment, whose inputs and result are small, is one request and its answer.
+
+        Raises:
+            InvalidJob, Unauthorized, ServiceUnavailable: as for `submit`.
+            JobFailed, JobCancelled, ResultGone: as for `Job.result`.
+        """
+        job = self._send(computation.prepare(), progress=progress, wait_s=QUICK_S)
+        return job.result(progress=progress)
 
     def batch(self) -> Batch:
         """Return a context in which many jobs are submitted at a time; see `Batch`."""
@@ -248,13 +260,11 @@ class GradClient:
         if not view.usable:
             raise UnusableModel(f"the model {view.name!r} cannot be used: {view.reason}")
         return RemoteModel(
-            self,
-            view,
-            mode=mode,
-            weights=weights,
-            options=options,
-            progress=progress,
+            self, view, mode=mode, weights=weights, options=options, progress=progress
         )
+
+    def _models(self, method: str, path: str) -> ModelList:
+        return parsed(ModelList, self._connection.request(method, path))
 
     def _send(
         self,
@@ -262,39 +272,27 @@ class GradClient:
         *,
         progress: bool | None = None,
         stop: threading.Event | None = None,
+        wait_s: int = 0,
     ) -> Job:
-        """Upload what the box does not have of a job, and post it.
-
-        Args:
-            stop: once it is set, no more is uploaded, and nothing is posted.
+        """Upload what the box lacks of a job, and post it; it may wait `wait_s` for the job's end.
 
         Raises:
-            concurrent.futures.CancelledError: `stop` was set.
+            concurrent.futures.CancelledError: `stop` was set: no more is uploaded or posted.
         """
-        body = submission.spec.model_dump_json().encode()
-        key = str(uuid.uuid4())
-        title = submission.spec.name or "inputs"
-        with ProgressBar(title, shown=progress) as bar:
-            upload = partial(
-                self._uploader.upload, submission.blobs, on_bytes=bar.show_upload, stop=stop
+        spec = submission.spec
+        title = spec.name or "inputs"
+        with ProgressBar(title, shown=progress) as bar, CLIENT.span("submit") as span:
+            answered = self._poster.send(
+                spec.model_dump_json().encode(),
+                submission.blobs,
+                headers=trace_headers(span.traceparent),
+                on_bytes=bar.show_upload,
+                stop=stop,
+                wait_s=wait_s,
             )
-            upload()
-            try:
-                view = self._post(body, key)
-            except MissingBlobs:
-                # The box's owner removed blobs since this client saw them there.
-                self._uploader.forget()
-                upload()
-                view = self._post(body, key)
-        return self._handle(view)
-
-    def _models(self, method: str, path: str) -> ModelList:
-        return parsed(ModelList, self._connection.request(method, path))
-
-    def _post(self, body: bytes, key: str) -> JobView:
-        headers = {"Idempotency-Key": key, "Content-Type": "application/json"}
-        answer = self._connection.request("POST", "/v1/jobs", body=lambda: [body], headers=headers)
-        return parsed(JobView, answer)
+            view = answered.view
+            span.note(job=view.id, computation=view.computation, model=view.model)
+        return Job(self._connection, view, waits=self._waits, result=answered.result)
 
     def _handle(self, view: JobView) -> Job:
         return Job(self._connection, view, waits=self._waits)

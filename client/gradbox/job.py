@@ -10,19 +10,24 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
 from gradbox.errors import GradboxError, JobCancelled, JobFailed, ResultGone, ResultNotReady
 from gradbox.http.connection import Connection, parsed
-from gradbox.http.download import download
+from gradbox.http.download import download, write_verified
 from gradbox.http.events import JobEvent, follow
+from gradbox.http.posting import ACCEPT, read_answer
 from gradbox.progress import ProgressBar, downloading
 from gradbox.protocol import JobState, JobView
 from gradbox.results.result import GradResult
 from gradbox.results.result_files import RemoteFile
+from gradbox.spans import CLIENT
 from gradbox.waits import JobWaits
+
+# For how long one answer waits for the end of a job; after it the events are followed.
+QUICK_S: Final = 1
 
 
 class Job:
@@ -33,10 +38,16 @@ class Job:
     """
 
     def __init__(
-        self, connection: Connection, view: JobView, *, waits: JobWaits | None = None
+        self,
+        connection: Connection,
+        view: JobView,
+        *,
+        waits: JobWaits | None = None,
+        result: memoryview | None = None,
     ) -> None:
         self._connection = connection
         self._view = view
+        self._small_result = result  # which came with what the box said of the job
         self._waits = waits or JobWaits(connection)
 
     def __repr__(self) -> str:
@@ -87,13 +98,21 @@ class Job:
         Raises:
             TimeoutError: the job was not over in time; it continues on the box.
         """
+        return self._wait(timeout, progress=progress, accept="application/json")
+
+    def _wait(self, timeout: float | None, *, progress: bool | None, accept: str) -> JobView:
+        """Wait a moment for one answer, and then for the events."""
         if self._view.state.final:
             return self._view
         deadline_s = None if timeout is None else time.monotonic() + timeout
         try:
             with ProgressBar(self._title, shown=progress) as bar:
-                for event in self._follow(deadline_s=deadline_s):
-                    bar.show(event)
+                if timeout is None or timeout > QUICK_S:
+                    self._ask(accept)
+                    bar.show_view(self._view)
+                if not self._view.state.final:
+                    for event in self._follow(deadline_s=deadline_s):
+                        bar.show(event)
         except KeyboardInterrupt:
             print(
                 f"\njob {self.id} continues at {self._connection.url}. To return to it: "
@@ -131,8 +150,16 @@ class Job:
             ResultGone: its result was deleted or has expired.
             TimeoutError: it was not over in time; it continues on the box.
         """
-        self.wait(timeout, progress=progress)
+        self._wait(timeout, progress=progress, accept=ACCEPT)
         return self._fetched(progress=progress)
+
+    def _ask(self, accept: str) -> None:
+        """Ask how the job is; the box answers at the job's end, if that is within a moment."""
+        answer = self._connection.request(
+            "GET", f"/v1/jobs/{self.id}", headers={"Accept": accept}, wait_s=QUICK_S
+        )
+        answered = read_answer(answer)
+        self._view, self._small_result = answered.view, answered.result
 
     def _fetched(self, *, progress: bool | None, stop: threading.Event | None = None) -> GradResult:
         """Fetch the result into a folder that is removed when the result is no longer used."""
@@ -209,7 +236,13 @@ class Job:
         view = self.refresh()
         if view.result is None:
             raise self._why_no_result(view)
-        with downloading(self._title, shown=progress, stop=stop) as on_bytes:
+        # Once: what is asked for again may be gone from the box by then.
+        small, self._small_result = self._small_result, None
+        if small is not None:
+            write_verified(path, small, expected=view.result)
+            return
+        shown = downloading(self._title, shown=progress, stop=stop)
+        with shown as on_bytes, CLIENT.span("download", parent=view.traceparent, job=self.id):
             download(
                 self._connection, self._result_path, path, expected=view.result, on_bytes=on_bytes
             )

@@ -107,12 +107,12 @@ class ProgressBar:
     def _show_state(self, job: JobView) -> None:
         text = job.state.value
         if job.state is JobState.QUEUED and job.queue_position is not None:
-            text += f", position {job.queue_position}"
+            text += f", {place(job)}"
         if job.state is JobState.DONE:
             total = max(int(self._bar.total or 1) if self._bar is not None else 1, 1)
             self._draw(text, total, total)
         else:
-            self._draw(text, 0, 1)
+            self._draw(text, 0, 1, begins_in(job))
 
     def _draw(self, phase: str, done: int, total: int, left: str = "") -> None:
         now = time.monotonic()
@@ -152,6 +152,21 @@ def downloading(
         yield on_bytes
 
 
+def place(view: JobView) -> str:
+    """Say where a job waits and for whom: "position 3, after 2 of ann"; "" if the box has not."""
+    if view.queue_position is None:
+        return ""
+    owners = view.waits_for()
+    return f"position {view.queue_position}" + (f", after {owners}" if owners else "")
+
+
+def begins_in(view: JobView) -> str:
+    """Say when a job that waits begins, about; "" if the box has not guessed."""
+    if view.state is not JobState.QUEUED or view.seconds_left is None:
+        return ""
+    return f"begins in {_about(view.seconds_left)}"
+
+
 def in_notebook() -> bool:
     """Tell whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
@@ -168,7 +183,11 @@ def _new_bar(text: str, total: int) -> tqdm[Any]:
 
 
 def _left(seconds: float) -> str:
-    """Say how long something still takes, in words that are as exact as the estimate."""
+    return f"{_about(seconds)} left"
+
+
+def _about(seconds: float) -> str:
+    """Say how long something takes, in words that are as exact as the estimate."""
     if seconds < 120:
-        return f"{seconds:.0f} s left"
-    return f"{seconds / 60:.0f} min left" if seconds < 7200 else f"{seconds / 3600:.1f} h left"
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -26,7 +26,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
 def service(settings: Settings) -> Iterator[Service]:
     """A service whose patience is short, so that a test of it is."""
     connect(str(settings.redis_url)).flushall()
-    patience = ("--head-timeout-s", "1", "--body-timeout-s", "1")
+    patience = ("--head-timeout-s", "1", "--body-timeout-s", "2")
     with running(settings, *patience) as found:
         yield found
 

@@ -172,7 +172,7 @@ def _in_the_clear(target: Target) -> None:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=60,
+        timeout=500,
     )
     said = done.stdout + done.stderr
     assert done.returncode == 2, said

@@ -27,7 +27,8 @@ SMUGGLED = {
 
 def _smuggle(target: Target, lines: tuple[str, ...]) -> None:
     """Send a request whose end is told in two ways, and a second one behind either end."""
-    answer = target.send(request(target, *lines) + b"0\r\n\r\n" + _INNER.encode(), read_s=0.5)
+    data = request(target, *lines) + b"0\r\n\r\n" + _INNER.encode()
+    answer = target.send(data, first_s=0.5, read_s=0.5)
     seen = statuses(answer)
     assert all(400 <= status < 500 for status in seen), answer[:500]
     # The second request has no token: whatever ran it, it was not answered as eve's.
@@ -62,7 +63,7 @@ ODD = {
 
 
 def _odd(target: Target, data: bytes) -> None:
-    answer = target.send(data, read_s=0.3)
+    answer = target.send(data, first_s=0.3)
     seen = statuses(answer)
     assert all(status < 500 for status in seen), answer[:300]
     assert b"X-Secret" not in answer

@@ -117,7 +117,7 @@ def _hostile_box(target: Target) -> None:
                 text=True,
                 cwd=ROOT,
                 env=os.environ | {"GRADBOX_URL": url, "GRADBOX_TOKEN": "gbx_x"},
-                timeout=60,
+                timeout=500,
             )
         assert not _obeyed(done.stdout + done.stderr), repr(done.stdout + done.stderr)
         assert "Traceback" not in done.stderr

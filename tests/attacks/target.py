@@ -24,7 +24,7 @@ from tests.boxes import ROOT
 from tests.chaos.box import Box
 from tests.chaos.disk import small_disk
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 X = torch.ones(2, 3)
 Z = {"op": "placeholder", "name": "z", "target": "z"}
 NODE_Z = {"node": "z"}
@@ -53,8 +53,8 @@ class Target:
     def __init__(self, box: Box, folder: Path) -> None:
         self.box = box
         self.folder = folder
-        self.ann = box.http("ann")
-        self.eve = box.http("eve")
+        self.ann = box.http("ann", timeout_s=300.0)
+        self.eve = box.http("eve", timeout_s=300.0)
 
     @property
     def url(self) -> str:
@@ -73,21 +73,26 @@ class Target:
         headers = {"Authorization": f"Bearer {self.box.own_token()}"}
         return httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=60.0)
 
-    def send(self, data: bytes, *, read_s: float = 1.0) -> bytes:
-        """Send raw bytes, and return what is answered until it closes or `read_s` of silence."""
+    def send(self, data: bytes, *, first_s: float = 30.0, read_s: float = 0.3) -> bytes:
+        """Send raw bytes, and return what is answered until it closes or falls silent.
+
+        Args:
+            first_s: how long to wait for the first byte; `read_s` for each further one.
+        """
         with socket.create_connection(("127.0.0.1", self.box.port)) as connection:
-            connection.settimeout(read_s)
+            connection.settimeout(first_s)
             answer = b""
             try:
                 connection.sendall(data)
                 while piece := connection.recv(65536):
                     answer += piece
+                    connection.settimeout(read_s)
             except (TimeoutError, ConnectionError):
                 pass
             return answer
 
     def command(
-        self, *arguments: str, owner: str = "eve", within_s: float = 60.0
+        self, *arguments: str, owner: str = "eve", within_s: float = 500.0
     ) -> subprocess.CompletedProcess[str]:
         """Run `gradbox` as a user."""
         environment = {"GRADBOX_URL": self.url, "GRADBOX_TOKEN": self.box.tokens[owner]}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from tests.attacks.services import Service, answer_of, status_of, while_live
+from tests.attacks.services import Service, next_status, while_live
 from tests.service.boxes import SHARDS, spec_for, upload
 
 MIB = 2**20
@@ -160,11 +159,8 @@ def test_a_length_over_the_limit_is_413_before_the_body_comes(
         f"Content-Length: {length}\r\n\r\n"
     )
     with service.connect() as connection:
-        begun = time.monotonic()
         connection.sendall(head.encode())
-        answer = answer_of(connection, within_s=0.5)
-    assert status_of(answer) == 413
-    assert time.monotonic() - begun < 3.0
+        assert next_status(connection) == 413
 
 
 def test_a_body_over_the_limit_that_names_no_length_is_413(client: httpx.Client) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.attacks.services import Service, answer_of, status_of, while_live
+from tests.attacks.services import Service, answer_of, next_status, status_of, while_live
 from tests.service.boxes import submit
 
 KIB, MIB = 2**10, 2**20
@@ -120,28 +120,28 @@ def test_a_request_that_does_not_come_is_given_up(service: Service, sent: bytes)
         connection.sendall(sent)
         seconds, answer = seconds_until_closed(connection)
     assert status_of(answer) == 408
-    assert 0.5 < seconds < 5.0
+    assert 0.5 < seconds < 30.0
 
 
 def test_a_head_that_trickles_is_given_up(service: Service) -> None:
     begun = time.monotonic()
     with service.connect() as connection, suppress(ConnectionError):
         connection.sendall(HEAD)
-        while time.monotonic() - begun < 8.0:
+        while time.monotonic() - begun < 60.0:
             connection.sendall(b"x: y\r\n")
             if answer_of(connection, within_s=0.2):
                 break
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 30.0
 
 
 def test_a_second_request_that_is_never_finished_is_given_up(service: Service) -> None:
     with service.connect() as connection:
         connection.sendall(HEAD + b"\r\n")
-        assert status_of(answer_of(connection, within_s=0.3)) == 200
+        assert next_status(connection) == 200
         connection.sendall(HEAD)
         seconds, answer = seconds_until_closed(connection)
     assert status_of(answer) == 408
-    assert seconds < 5.0
+    assert seconds < 30.0
 
 
 def post_head(service: Service, *, length: int) -> bytes:
@@ -157,16 +157,16 @@ def test_a_silent_body_is_given_up(service: Service) -> None:
         connection.sendall(post_head(service, length=1000) + b"{")
         seconds, answer = seconds_until_closed(connection)
     assert answer == b""
-    assert 0.5 < seconds < 5.0
+    assert 0.5 < seconds < 30.0
 
 
 def test_a_slow_body_is_waited_for(service: Service) -> None:
     with service.connect() as connection:
         connection.sendall(post_head(service, length=6))
-        for _ in range(6):
+        for _ in range(6):  # longer in all than a body may be silent
             time.sleep(0.4)
             connection.sendall(b" ")
-        assert status_of(answer_of(connection, within_s=0.5)) == 422
+        assert next_status(connection) == 422
 
 
 def test_hundreds_of_unfinished_requests_keep_nobody_waiting(service: Service) -> None:

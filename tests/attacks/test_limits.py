@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import httpx
 import pytest
 
 from gradbox.errors import QueueFull, TooManyRequests
@@ -17,7 +18,7 @@ from tests.attacks.services import Service, running, while_live
 from tests.service.boxes import SHARDS, begin, run_job, spec_for, submit, upload
 
 MAX_JOBS = 5
-REQUESTS_PER_S = 20
+REQUESTS_PER_S = 10
 MAX_STREAMS = 3
 
 
@@ -89,9 +90,15 @@ def test_a_flood_of_one_token_is_refused_and_the_others_are_answered(service: Se
 
 def test_one_user_with_two_tokens_has_an_allowance_for_each(service: Service) -> None:
     clients = [service.client_of("twice") for _ in range(2)]
-    while clients[0].get("/v1/jobs").status_code == 200:
-        pass
-    assert clients[1].get("/v1/jobs").status_code == 200
+    give_up = time.monotonic() + 60.0
+    with ThreadPoolExecutor(4) as pool:
+        while 429 not in pool.map(lambda _: status(clients[0]), range(4 * REQUESTS_PER_S)):
+            assert time.monotonic() < give_up
+    assert status(clients[1]) == 200
+
+
+def status(client: httpx.Client) -> int:
+    return client.get("/v1/jobs").status_code
 
 
 def test_one_user_has_so_many_event_streams_and_the_others_theirs(service: Service) -> None:
@@ -106,7 +113,7 @@ def test_one_user_has_so_many_event_streams_and_the_others_theirs(service: Servi
         assert "event streams of yours are open" in refused.json()["detail"]
         with other.stream("GET", paths[1]) as answer:
             assert answer.status_code == 200
-    give_up = time.monotonic() + 10.0
+    give_up = time.monotonic() + 60.0
     while (again := client.send(client.build_request("GET", paths[0]), stream=True)) and (
         again.status_code == 429
     ):

@@ -6,6 +6,7 @@ import os
 import ssl
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -31,8 +32,10 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return cert, key
 
 
-@pytest.mark.parametrize("command", [("service",), ("up", "--models", __file__)])
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+@pytest.mark.parametrize(
+    ("command", "host"),
+    [(("service",), "0.0.0.0"), (("service",), "::"), (("up", "--models", __file__), "192.0.2.1")],
+)
 def test_an_address_that_others_reach_wants_tls_or_a_word(
     tmp_path: Path, command: tuple[str, ...], host: str
 ) -> None:
@@ -42,7 +45,7 @@ def test_an_address_that_others_reach_wants_tls_or_a_word(
         env=os.environ | {"GRADBOX_REDIS_URL": "redis://127.0.0.1:1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
     )
     assert done.returncode == 2
     assert f"{host} is reached over the network" in done.stderr
@@ -93,40 +96,43 @@ def test_files_that_are_no_pair_are_said(
         env=os.environ | {"GRADBOX_REDIS_URL": str(settings.redis_url)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
     )
     assert done.returncode == 2
     assert "are no certificate and its key" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_with_a_certificate_the_service_speaks_tls_alone(
-    settings: Settings, certificate: tuple[Path, Path]
-) -> None:
+@pytest.fixture(scope="module")
+def encrypted(settings: Settings, certificate: tuple[Path, Path]) -> Iterator[Service]:
+    """A service that speaks TLS."""
     cert, key = certificate
     with running(settings, "--tls-cert", str(cert), "--tls-key", str(key)) as service:
-        assert service.url.startswith("https://127.0.0.1:")
-        headers = {"Authorization": f"Bearer {service.token_of('ann')}"}
-        with httpx.Client(
-            base_url=service.url, verify=ssl.create_default_context(cafile=cert), trust_env=False
-        ) as client:
-            assert client.get("/v1/jobs", headers=headers).status_code == 200
-        assert not answered_in_the_clear(service)
+        yield service
+
+
+def test_with_a_certificate_the_service_speaks_tls_alone(
+    encrypted: Service, certificate: tuple[Path, Path]
+) -> None:
+    assert encrypted.url.startswith("https://127.0.0.1:")
+    headers = {"Authorization": f"Bearer {encrypted.token_of('ann')}"}
+    trusting = ssl.create_default_context(cafile=certificate[0])
+    with httpx.Client(base_url=encrypted.url, verify=trusting, trust_env=False) as client:
+        assert client.get("/v1/jobs", headers=headers).status_code == 200
+    assert not answered_in_the_clear(encrypted)
 
 
 def test_the_client_trusts_whom_the_environment_says_also_on_this_machine(
-    settings: Settings, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    encrypted: Service, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cert, key = certificate
-    with running(settings, "--tls-cert", str(cert), "--tls-key", str(key)) as service:
-        token = service.token_of("ann")
-        once = Retry(patience_s=0.0)
-        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-        with pytest.raises(ServiceUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
-            GradClient(service.url, token, retry=once).jobs()
-        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
-        monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
-        GradClient(service.url, token, retry=once).jobs()  # is answered
+    token = encrypted.token_of("ann")
+    once = Retry(patience_s=0.0)
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    with pytest.raises(ServiceUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+        GradClient(encrypted.url, token, retry=once).jobs()
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    GradClient(encrypted.url, token, retry=once).jobs()  # is answered
 
 
 def answered_in_the_clear(service: Service) -> bool:

@@ -107,7 +107,7 @@ def test_each_bar_can_be_missed() -> None:
     assert "gradient" in correct
 
 
-@pytest.mark.parametrize("task", ["lstm", "cnn"])
+@pytest.mark.parametrize("task", ["lstm", pytest.param("cnn", marks=pytest.mark.slow)])
 def test_budgets_and_plain_loops_compute_the_gradient(task: str) -> None:
     workload = Workload(8, 4, task)
     in_order = reference(workload, "in order")

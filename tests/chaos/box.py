@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.boxes import READY, ROOT
+from tests.boxes import READY, ROOT, new_token
 from tests.chaos.models import SOURCES, write_models
 from tests.chaos.processes import MARK, Process, processes_of, wait_until_gone
 
@@ -127,15 +127,7 @@ class Box:
     def make_tokens(self, owners: Sequence[str]) -> None:
         """Make a token for every owner, as the box's owner does."""
         for owner in owners:
-            command = [sys.executable, "-m", "gradbox", "tokens", "create", owner]
-            made = subprocess.run(
-                [*command, "--data", str(self.data)],
-                capture_output=True,
-                text=True,
-                check=True,
-                cwd=ROOT,
-            )
-            self.tokens[owner] = made.stdout.strip()
+            self.tokens[owner] = new_token(self.data, owner)
 
     def own_token(self) -> str:
         """Return the token that `gradbox up` wrote."""

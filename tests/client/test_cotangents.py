@@ -20,7 +20,7 @@ from tests.boxes import TestBox
 from tests.cases import CASES, Case
 from tests.oracle import TOLERANCE, difference, naive
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 def forward_of(case: Case, **given: Any) -> Forward:

@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 
 # What changes in a step: six matrices, each a blob of its own, the small tensors in one, and the
 # cotangents in one.
-PUTS_A_STEP = 8
+SENT_A_STEP = 8
 
 
 def test_the_page_on_remote_autograd_runs_as_it_stands(
@@ -82,8 +82,8 @@ def test_training_the_last_block_is_as_without_a_box(
     assert remote[-1] < remote[0]
     steps = [after - before for before, after in pairwise(counts)]
     # None where a run before this one on the same box came through the same numbers.
-    assert set(steps) <= {0, PUTS_A_STEP}
-    assert steps[-1] == PUTS_A_STEP
+    assert set(steps) <= {0, SENT_A_STEP}
+    assert steps[-1] == SENT_A_STEP
 
 
 DRAWN = [

@@ -11,7 +11,7 @@ from tests import case_models
 from tests.boxes import TestBox
 from tests.cases import CASES
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 def submitted(box: TestBox, forward: Forward) -> GradResult:

@@ -14,7 +14,7 @@ from tests.boxes import TestBox
 from tests.cases import CASES
 from tests.oracle import TOLERANCE, difference
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class BarlowTwins(nn.Module):

@@ -15,7 +15,7 @@ from tests.boxes import TestBox
 from tests.mixed_cases import MIXED_CASES, OBSTACLES, TOLERANCE, MixedCase, double_backward
 from tests.oracle import difference
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 REMOTE = {
     "mlp, cubic": "mixed_inplace_mlp",

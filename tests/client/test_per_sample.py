@@ -28,7 +28,7 @@ from tests.boxes import TestBox
 from tests.client import zoo
 from tests.engine.per_sample import naive
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 DOUBLE = torch.float64
 Shard = dict[str, Tensor]
 
@@ -99,6 +99,16 @@ GRADIENT_REDUCTIONS: list[dict[str, Any]] = [
 ]
 
 
+def on_both_boxes(*names: str) -> pytest.MarkDecorator:
+    """Put every problem to the twin, and the first one to the real box; there the rest is slow."""
+    found = [pytest.param("twin", name) for name in names]
+    found += [
+        pytest.param("real", name, marks=[pytest.mark.slow] if name != names[0] else [])
+        for name in names
+    ]
+    return pytest.mark.parametrize(("box", "name"), found, indirect=["box"])
+
+
 def submitted(box: TestBox, computation: Computation) -> GradResult:
     with box.client() as client:
         return client.submit(computation).result(WAIT_S)
@@ -128,7 +138,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
     return naive.difference(found.detach(), expected.detach()) <= naive.TOLERANCE
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@on_both_boxes(*PROBLEMS)
 @pytest.mark.parametrize("form", ["dense", "factored", "auto"])
 def test_rows_are_those_of_one_backward_a_sample(box: TestBox, name: str, form: Any) -> None:
     problem = PROBLEMS[name]
@@ -148,7 +158,7 @@ def test_rows_are_those_of_one_backward_a_sample(box: TestBox, name: str, form: 
         assert close(rows.grads[parameter][1:4, -1], row[1:4, -1])
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied embeddings"])
+@on_both_boxes("mlp", "tied embeddings")
 @pytest.mark.parametrize("given", GRADIENT_REDUCTIONS, ids=lambda given: str(given["reduce"]))
 def test_the_box_reduces_gradients_as_the_client_does(
     box: TestBox, name: str, given: dict[str, Any]
@@ -174,7 +184,7 @@ def test_the_box_reduces_gradients_as_the_client_does(
         assert close(result.norms(), G.norm(dim=1))
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied embeddings"])
+@on_both_boxes("mlp", "tied embeddings")
 def test_the_box_reduces_jacobians_as_the_client_does(box: TestBox, name: str) -> None:
     problem = PROBLEMS[name]
     rows = problem.jacobian()
@@ -411,7 +421,7 @@ def halves(problem: Problem) -> tuple[Problem, Problem]:
     )
 
 
-@pytest.mark.parametrize("name", ["mlp", "convolutions", "tied embeddings"])
+@on_both_boxes("mlp", "convolutions", "tied embeddings")
 def test_products_with_the_rows_of_another_job(box: TestBox, name: str) -> None:
     train, test = halves(PROBLEMS[name])
     earlier = submitted(box, gradient_of(test, form="factored"))

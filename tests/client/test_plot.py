@@ -86,4 +86,4 @@ except InvalidJob as error:
 else:
     raise SystemExit("drew without matplotlib")
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=500)

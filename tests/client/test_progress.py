@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -63,11 +65,24 @@ def test_a_transfer_tells_the_time_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter(range(0, 1000, 5))
-    monkeypatch.setattr("gradbox.progress.time.monotonic", lambda: float(next(now)))
+    # Of this module alone: the threads of a box in this process have the true time.
+    clock = SimpleNamespace(monotonic=lambda: float(next(now)))
+    monkeypatch.setattr("gradbox.progress.time", clock)
     with ProgressBar("job", shown=True) as bar:
         for have in range(0, 101, 20):
             bar.show_upload(have * MIB, 100 * MIB)
     assert "s left" in capsys.readouterr().err
+
+
+def test_a_job_that_waits_shows_for_whom_and_how_long(capsys: pytest.CaptureFixture[str]) -> None:
+    waits = {"queue_position": 3, "waiting_for": {"ann": 2, "bob": 1}, "seconds_left": 41.0}
+    view = job_view(JobState.QUEUED).model_copy(update=waits)
+    with ProgressBar("job", shown=True) as bar:
+        bar.show_view(view)
+    shown = capsys.readouterr().err
+    assert "queued, position 3, after 2 of ann, 1 of bob" in shown
+    assert "begins in 41 s" in shown
+    assert "2 of ann, 1 of bob" in view._repr_html_()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +116,7 @@ def run_notebook(box: TestBox, monkeypatch: pytest.MonkeyPatch, *cells: str) -> 
     monkeypatch.setenv("TEST_TOKEN", box.token)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "", "language": "python"}
-    NotebookClient(notebook, timeout=120).execute()
+    NotebookClient(notebook, timeout=500).execute()
     return [cell.outputs for cell in notebook.cells]
 
 
@@ -144,4 +159,10 @@ def test_a_notebook_without_widgets_shows_text(
 
 
 def test_a_process_without_a_kernel_loads_no_widgets() -> None:
-    assert "ipywidgets" not in sys.modules
+    code = (
+        "import sys; from gradbox.progress import ProgressBar\n"
+        "with ProgressBar('job', shown=True) as bar: bar.show_upload(1, 2)\n"
+        "print('ipywidgets' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

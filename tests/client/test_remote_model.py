@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox import GradClient, InvalidInputs, ModelCallFailed, UnknownModel
+from gradbox.http.posting import read_answer
 from tests import case_models
 from tests.boxes import TestBox
 from tests.client.remote import NaiveModel
@@ -34,7 +35,8 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def watched(self: httpx.Client, request: httpx.Request, **given: Any) -> httpx.Response:
         answer = send(self, request, **given)
         if request.method == "POST":
-            seen.append(answer.read() and answer.json()["computation"])
+            answer.read()
+            seen.append(read_answer(answer).view.computation)
         return answer
 
     monkeypatch.setattr(httpx.Client, "send", watched)

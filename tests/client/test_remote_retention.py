@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradbox import GradClient, Gradient
+from gradbox_service.http.multipart import is_form, read_parts
 from tests import case_models
 from tests.boxes import TestBox
 from tests.client.remote import NaiveModel
@@ -126,7 +127,10 @@ def test_forward_jobs_say_what_will_be_differentiated(
 
     def watched(self: httpx.Client, request: httpx.Request, **given: Any) -> httpx.Response:
         if request.method == "POST":
-            posted.append(json.loads(request.read()))
+            body, content_type = request.read(), request.headers["Content-Type"]
+            form = is_form(content_type)
+            job = read_parts(body, content_type=content_type).job if form else body
+            posted.append(json.loads(job))
         return send(self, request, **given)
 
     monkeypatch.setattr(httpx.Client, "send", watched)

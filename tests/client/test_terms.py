@@ -13,7 +13,7 @@ from tests.boxes import TestBox
 from tests.cases import CASES
 from tests.oracle import TOLERANCE, difference
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 DOUBLE = torch.float64
 
 

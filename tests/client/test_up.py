@@ -23,7 +23,7 @@ from gradbox.cli.down import holder_of
 from tests.boxes import Up
 
 ZOO = Path(__file__).with_name("zoo.py")
-WITHIN_S = 30.0
+WITHIN_S = 120.0
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
 
@@ -42,8 +42,9 @@ def start(tmp_path: Path, models: Path) -> Iterator[Callable[..., Up]]:
     data = tmp_path / "data"
     started: list[Up] = []
 
-    def start_up(*arguments: str) -> Up:
+    def start_up(*arguments: str, spare: bool = False) -> Up:
         given = ("--port", "0", "--models", str(models), "--device", "cpu", *arguments)
+        given += () if spare else ("--no-spare",)
         started.append(Up(data, *given, cwd=tmp_path))
         return started[-1]
 
@@ -92,12 +93,11 @@ def test_a_box_outlives_its_parts_and_refuses_a_second_one(
     start: Callable[..., Up], tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
-    up = start()
-    url = up.wait_ready()
+    up = start(spare=True)
+    up.wait_ready()
     credentials = data / "client.toml"
     assert stat.S_IMODE(data.stat().st_mode) == 0o700
     assert stat.S_IMODE(credentials.stat().st_mode) == 0o600
-    token = tomllib.loads(credentials.read_text())["token"]
     run_one_job(data)
 
     code, said = start().finish()
@@ -115,16 +115,8 @@ def test_a_box_outlives_its_parts_and_refuses_a_second_one(
     assert eventually(lambda: parts_of(data, "unixsocket:") not in ([], [redis]))
     run_one_job(data)
 
-    code, said = up.stop(signal.SIGINT)
-    assert code == 0, said
+    _, said = up.stop(signal.SIGKILL)
     assert "starting it again" in said
-    assert eventually(lambda: not parts_of(data))
-    assert not credentials.exists()
-
-    again = start()
-    assert again.wait_ready() != url
-    assert tomllib.loads(credentials.read_text())["token"] == token
-    os.kill(again.process.pid, signal.SIGKILL)
     assert eventually(lambda: not parts_of(data)), "kill -9 left processes behind"
 
 
@@ -147,8 +139,9 @@ def test_a_box_in_the_background_runs_until_it_is_drained_or_taken_down(
     code, said = start("--wait").finish()
     assert code == 0, said
     assert f"gradbox down --data {data}" in said
-    holder = holder_of(data)
-    assert holder is not None
+    assert holder_of(data) is not None
+    credentials = data / "client.toml"
+    token = tomllib.loads(credentials.read_text())["token"]
     assert main(["pause", "--reason", "new driver"]) == 0
     with GradClient() as client:
         slow = Gradient(
@@ -162,12 +155,16 @@ def test_a_box_in_the_background_runs_until_it_is_drained_or_taken_down(
     assert eventually(lambda: holder_of(data) is None)
     assert not parts_of(data)
 
-    code, said = start("--wait").finish()
-    assert code == 0, said
+    again = start()
+    again.wait_ready()
+    assert tomllib.loads(credentials.read_text())["token"] == token
     with GradClient() as client:
         assert client.job(job.id).state == "done"
         run_one_job(data)
     assert main(["down"]) == 0
+    code, said = again.finish()
+    assert code == 0, said
+    assert not credentials.exists()
     assert not parts_of(data)
     assert main(["down"]) == 3
 
@@ -179,7 +176,7 @@ def test_without_the_workers_packages_it_says_what_to_install(tmp_path: Path) ->
         f"from gradbox.cli import main; sys.exit(main(['up', '--data', {data!r}]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 2
     assert "torch is not installed: pip install 'gradbox[worker]'" in done.stderr
@@ -191,7 +188,7 @@ def test_a_signal_before_the_box_is_ready_stops_what_was_started(
 ) -> None:
     up = start()
     assert eventually(lambda: bool(parts_of(tmp_path / "data", "-m gradbox_worker ")))
-    code, said = up.stop(signal.SIGTERM)
+    code, said = up.stop(signal.SIGINT)
     assert code == 0, said
     assert not parts_of(tmp_path / "data")
 

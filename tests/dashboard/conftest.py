@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.boxes import TestBox, running_box
 from tests.dashboard.staged import Staged, busy_day, staged
@@ -24,6 +24,9 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 # A token that is refused is meant to be: the browser notes the answer's status by itself.
 EXPECTED = "the server responded with a status of 401"
 DESK, PHONE = (1280, 860), (390, 844)
+# How long a page may take to show something, on whatever machine.
+WITHIN_MS = 60_000
+expect.set_options(timeout=WITHIN_MS)
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +68,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
     def open_one(url: str, *, size: tuple[int, int] = DESK, **given: Any) -> Visit:
         viewport: Any = {"width": size[0], "height": size[1]}
         context = browser.new_context(viewport=viewport, reduced_motion="reduce", **given)
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(WITHIN_MS)
         contexts.append(context)
         visit = Visit(context.new_page(), url)
         visit.page.on("pageerror", lambda error: visit.wrong.append(str(error)))

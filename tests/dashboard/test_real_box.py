@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from playwright.sync_api import expect
 
 from gradbox import Builtin, Gradient
-from tests.boxes import TestBox
+from gradbox.cli import main
+from tests.boxes import TestBox, new_token
 from tests.dashboard.conftest import Open
 
 NUM_SHARDS = 60
@@ -103,14 +102,10 @@ def test_the_boxs_owner_sees_others_jobs_and_a_user_does_not(open_page: Open, bo
 
 
 def test_a_revoked_token_ends_the_session(open_page: Open, box: TestBox) -> None:
-    command = [sys.executable, "-m", "gradbox", "tokens"]
-    where = ["--data", str(box.data)]
-    made = subprocess.run(
-        [*command, "create", "shortly", *where], capture_output=True, text=True, check=True
-    )
-    page = open_page(box.url).log_in(made.stdout.strip())
-    subprocess.run([*command, "revoke", "shortly", *where], capture_output=True, check=True)
-    expect(page.get_by_label("Token")).to_be_visible(timeout=15_000)
+    assert box.data is not None
+    page = open_page(box.url).log_in(new_token(box.data, "shortly"))
+    assert main(["tokens", "revoke", "shortly", "--data", str(box.data)]) == 0
+    expect(page.get_by_label("Token")).to_be_visible()
     expect(page.get_by_text("Your session is over")).to_be_visible()
 
 

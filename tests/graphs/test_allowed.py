@@ -103,4 +103,4 @@ def test_checking_a_graph_loads_no_torch() -> None:
         "import sys, gradbox.graphs.allow_list, gradbox.graphs.schema, gradbox.graphs.check, "
         "gradbox.builtin_losses.signatures; sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=500).returncode == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from gradbox.interpreting.build import build
 from gradbox.interpreting.memory_meter import metered
 from tests.graphs.test_refused import FORMS, MODEL_ERRORS
 
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+ANY = settings(deadline=None, suppress_health_check=list(HealthCheck))
 NAMES = st.sampled_from(["z", "x", "y", "output", "weight", "", "__class__", "é", "a" * 201])
 TAGS = st.sampled_from(
     ["node", "tuple", "slice", "dict", "dtype", "float", "complex", "ellipsis", "device", "x"]
@@ -54,45 +55,51 @@ KEYWORDS = st.dictionaries(
 )
 
 
-@QUICK
-@given(st.lists(NODES, max_size=5), st.booleans())
-def test_any_json_is_refused_or_a_graph(nodes: list[Any], ended: bool) -> None:
-    last = {"op": "output", "name": "last", "target": "output", "args": [{"node": "z"}]}
-    text = json.dumps({"nodes": [*nodes, last] if ended else nodes})
-    try:
-        graph = Graph.model_validate_json(text)
-    except ValidationError:
-        return
-    try:
-        check_graph(graph, {"weight"}, positional=1, arguments=["y"])
-    except GraphRefused:
-        return
-    assert graph.nodes[-1].op == "output"
+@pytest.mark.parametrize("num_inputs", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_any_json_is_refused_or_a_graph(num_inputs: int) -> None:
+    @settings(ANY, max_examples=num_inputs)
+    @given(st.lists(NODES, max_size=5), st.booleans())
+    def holds(nodes: list[Any], ended: bool) -> None:
+        last = {"op": "output", "name": "last", "target": "output", "args": [{"node": "z"}]}
+        text = json.dumps({"nodes": [*nodes, last] if ended else nodes})
+        try:
+            graph = Graph.model_validate_json(text)
+        except ValidationError:
+            return
+        try:
+            check_graph(graph, {"weight"}, positional=1, arguments=["y"])
+        except GraphRefused:
+            return
+        assert graph.nodes[-1].op == "output"
+
+    holds()
 
 
-@QUICK
-@given(st.sampled_from(sorted(allow_list.FUNCTIONS)), st.lists(FORMS, max_size=2), KEYWORDS)
-def test_any_call_with_keywords_is_refused_or_computes(
-    target: str, args: list[Any], kwargs: dict[str, Any]
-) -> None:
-    read = {"op": "get_attr", "name": "x1", "target": "weight"}
-    called = {
-        "op": "call_function",
-        "name": "x2",
-        "target": target,
-        "args": [{"node": "z"}, *args],
-        "kwargs": kwargs,
-    }
-    nodes = [
-        {"op": "placeholder", "name": "z", "target": "z"},
-        read,
-        called,
-        {"op": "output", "name": "out", "target": "out", "args": [{"node": "x2"}]},
-    ]
-    weight = torch.ones(2, 2)
-    try:
-        function = build(Graph(nodes=nodes), {"weight": weight}, device="cpu")  # type: ignore[arg-type]
-        metered(function, budget_bytes=2**24)(torch.ones(2, 2))
-    except (GraphRefused, ValidationError, *MODEL_ERRORS):
-        pass
-    assert torch.equal(weight, torch.ones(2, 2))
+@pytest.mark.parametrize("num_inputs", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_any_call_with_keywords_is_refused_or_computes(num_inputs: int) -> None:
+    @settings(ANY, max_examples=num_inputs)
+    @given(st.sampled_from(sorted(allow_list.FUNCTIONS)), st.lists(FORMS, max_size=2), KEYWORDS)
+    def holds(target: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+        read = {"op": "get_attr", "name": "x1", "target": "weight"}
+        called = {
+            "op": "call_function",
+            "name": "x2",
+            "target": target,
+            "args": [{"node": "z"}, *args],
+            "kwargs": kwargs,
+        }
+        nodes = [
+            {"op": "placeholder", "name": "z", "target": "z"},
+            read,
+            called,
+            {"op": "output", "name": "out", "target": "out", "args": [{"node": "x2"}]},
+        ]
+        weight = torch.ones(2, 2)
+        try:
+            function = build(Graph(nodes=nodes), {"weight": weight}, device="cpu")  # type: ignore[arg-type]
+            metered(function, budget_bytes=2**24)(torch.ones(2, 2))
+        except (GraphRefused, ValidationError, *MODEL_ERRORS):
+            pass
+        assert torch.equal(weight, torch.ones(2, 2))
+
+    holds()

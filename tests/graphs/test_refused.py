@@ -298,22 +298,29 @@ MODEL_ERRORS = (
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(CALLS, min_size=1, max_size=5))
-def test_whatever_comes_is_refused_or_computes(calls: list[Any]) -> None:
-    nodes = [
-        call(target, *([NODE_Z] if on_z else []), *args, name=f"x{index}", op=op)
-        for index, ((op, target), args, on_z) in enumerate(calls, start=1)
-    ]
-    graph = graph_of(*nodes)
-    try:
-        function = build(graph, {}, device="cpu")
-    except GraphRefused:
-        return
-    z = torch.ones(2, 2)
-    try:
-        metered(function, budget_bytes=2**26)(z)
-    except (GraphRefused, *MODEL_ERRORS):
-        pass
-    assert torch.equal(z, torch.ones(2, 2))
-    assert torch.is_grad_enabled()
+ANY = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("num_inputs", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_whatever_comes_is_refused_or_computes(num_inputs: int) -> None:
+    @settings(ANY, max_examples=num_inputs)
+    @given(st.lists(CALLS, min_size=1, max_size=5))
+    def holds(calls: list[Any]) -> None:
+        nodes = [
+            call(target, *([NODE_Z] if on_z else []), *args, name=f"x{index}", op=op)
+            for index, ((op, target), args, on_z) in enumerate(calls, start=1)
+        ]
+        graph = graph_of(*nodes)
+        try:
+            function = build(graph, {}, device="cpu")
+        except GraphRefused:
+            return
+        z = torch.ones(2, 2)
+        try:
+            metered(function, budget_bytes=2**26)(z)
+        except (GraphRefused, *MODEL_ERRORS):
+            pass
+        assert torch.equal(z, torch.ones(2, 2))
+        assert torch.is_grad_enabled()
+
+    holds()

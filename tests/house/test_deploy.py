@@ -66,7 +66,7 @@ def test_the_slurm_script_runs_a_program_against_its_box(tmp_path: Path) -> None
         "HOME": str(tmp_path),
     }
     done = subprocess.run(
-        ["bash", str(SLURM), str(program)], env=here, capture_output=True, text=True, timeout=120
+        ["bash", str(SLURM), str(program)], env=here, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 7, done.stderr
     assert not list(tmp_path.glob("gradbox-*"))

@@ -52,7 +52,7 @@ class Stream:
         self.wait(lambda: len(self.events) > 0)
 
     def _read(self) -> None:
-        with self._client.stream("GET", "/v1/box/events", timeout=30) as answer:
+        with self._client.stream("GET", "/v1/box/events", timeout=60) as answer:
             kind = ""
             for line in answer.iter_lines():
                 if line.startswith("event: "):
@@ -61,8 +61,8 @@ class Stream:
                     self.events.append((kind, line.removeprefix("data: ")))
         self.ended.set()
 
-    def wait(self, condition: Any, *, within_s: float = 5.0) -> None:
-        deadline = time.monotonic() + within_s
+    def wait(self, condition: Any) -> None:
+        deadline = time.monotonic() + 60.0
         while not condition():
             assert time.monotonic() < deadline, self.events[-3:]
             time.sleep(0.01)
@@ -156,7 +156,7 @@ def test_a_stream_ends_when_its_token_is_revoked(box: Box, monkeypatch: pytest.M
     monkeypatch.setattr("gradbox_service.dashboard.board.REREAD_S", 0.2)
     stream = Stream(box.client_of("bob"))
     box.backing.tokens.revoke("bob")
-    assert stream.ended.wait(5)
+    assert stream.ended.wait(60)
 
 
 def test_streams_tell_others_no_names(box: Box) -> None:
@@ -182,7 +182,7 @@ def test_many_jobs_come_in_small_changes(box: Box) -> None:
         told = [change.num_queued for change in stream.changes if change.num_queued]
         return len(shown) >= MAX_WAITING and told[-1:] == [300]
 
-    stream.wait(all_shown, within_s=15)
+    stream.wait(all_shown)
     begin(box.backing.records, ids[0])
     stream.wait(lambda: any(change.num_running == 1 for change in stream.changes))
     sizes = [len(text.encode()) for kind, text in stream.events if kind == "change"]

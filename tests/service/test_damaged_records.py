@@ -63,6 +63,7 @@ def test_a_damaged_record_is_set_aside_and_its_job_failed(
     assert repr(damaged)[2:20] in caplog.text
     assert records.get("job1") == record
     assert records.active() == []
+    assert records.num_active("ann") == 0
     assert [event.final for event in records.events("job1")] == [False, True]
 
 
@@ -133,8 +134,6 @@ def test_a_turn_that_is_none_of_ours_is_passed_over(
 ) -> None:
     connection.rpush("rq:queue:gradbox", "strange")
     assert backing.turns.waiting() == []
-    connection.zadd("rq:wip:gradbox", {"strange:1": time.time() + 60})
-    assert backing.turns.started() == frozenset()
 
 
 def test_a_damaged_token_hides_no_other(redis_box: Box, connection: redis.Redis) -> None:
@@ -143,6 +142,9 @@ def test_a_damaged_token_hides_no_other(redis_box: Box, connection: redis.Redis)
     assert [info.name for info in tokens.list()] == ["ann"]
     assert redis_box.client.get("/v1/jobs").status_code == 200
     assert tokens.revoke("ann") == 1
+
+
+FAILED = ("the dispatcher failed", "the event reader failed")
 
 
 def test_threads_go_on_after_any_exception(
@@ -158,13 +160,15 @@ def test_threads_go_on_after_any_exception(
     with monkeypatch.context() as patched:
         patched.setattr(records, "active", fails)
         patched.setattr(records, "changes", fails)
-        time.sleep(0.5)
+        give_up = time.monotonic() + 60.0
+        while not all(any(part in told.message for told in caplog.records) for part in FAILED):
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
     assert redis_box.client.get("/livez").status_code == 200
     submit(redis_box.client)
-    give_up = time.monotonic() + 10.0
+    give_up = time.monotonic() + 60.0
     while not redis_box.backing.turns.waiting():
         assert time.monotonic() < give_up
         time.sleep(0.01)
     told = [entry for entry in caplog.records if entry.levelno == logging.ERROR]
-    assert any("the dispatcher failed" in entry.message for entry in told)
-    assert any("the event reader failed" in entry.message for entry in told)
+    assert all(any(part in entry.message for entry in told) for part in FAILED)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 
+import pytest
 import redis
 
 from gradbox.protocol import JobState
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord, MemoryTurns, Records
-from gradbox_service.queue.dispatch import TICK_S, Dispatcher
+from gradbox_service.queue import dispatch
+from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.queue.leadership import RedisLeadership
 from gradbox_service.queue.shares import Shares
 from gradbox_service.queue.waiting import Waiting
@@ -41,6 +44,13 @@ def take_turns(box: Backing) -> None:
             pass
     else:
         box.turns._queue.empty()  # type: ignore[attr-defined]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 30.0
+    while not holds():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
 
 
 def ordered(*records: JobRecord, held: dict[str, float] | None = None) -> list[str]:
@@ -192,29 +202,30 @@ def test_of_several_processes_one_feeds(backing: Backing, connection: redis.Redi
 
 def test_the_lock_passes_on_when_its_holder_is_gone(connection: redis.Redis) -> None:
     first, second = RedisLeadership(connection), RedisLeadership(connection)
-    assert first.hold(ttl_s=0.2)
-    assert first.hold(ttl_s=0.2)
-    assert not second.hold(ttl_s=0.2)
-    time.sleep(0.3)
-    assert second.hold(ttl_s=10.0)
-    assert not first.hold(ttl_s=10.0)
+    assert first.hold(ttl_s=600.0)
+    assert not second.hold(ttl_s=600.0)
+    assert first.hold(ttl_s=0.05)
+    time.sleep(0.1)
+    assert second.hold(ttl_s=600.0)
+    assert not first.hold(ttl_s=600.0)
     first.release()
-    assert not first.hold(ttl_s=10.0)
+    assert not first.hold(ttl_s=600.0)
     second.release()
-    assert first.hold(ttl_s=10.0)
+    assert first.hold(ttl_s=600.0)
 
 
-def test_the_running_dispatcher_feeds_within_a_moment(backing: Backing) -> None:
+def test_the_running_dispatcher_feeds_on_a_change(
+    backing: Backing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "TICK_S", 60.0)  # longer than the test waits
     dispatcher = dispatcher_of(backing)
     dispatcher.start()
     try:
-        time.sleep(0.05)
+        wait_until(lambda: dispatcher.leads)
         queue(backing.records, "a")
-        begun = time.monotonic()
-        while not waiting(backing) and time.monotonic() - begun < 5.0:
-            time.sleep(0.005)
-        assert time.monotonic() - begun < TICK_S
+        wait_until(lambda: waiting(backing) == ["a"])
     finally:
         dispatcher.close()
+        queue(backing.records, "b")  # a change, which wakes it
         dispatcher.join()
     assert not dispatcher.alive

@@ -64,7 +64,6 @@ def test_events_arrive_while_the_job_runs(box: Box) -> None:
     worker.join()
     progress = [at for at, line in seen if line == "event: progress"]
     assert len(progress) == 2
-    assert all(arrived - sent < 1.0 for sent, arrived in zip(told, progress, strict=True))
     assert progress[1] > told[1]
 
 
@@ -123,5 +122,5 @@ def test_many_listeners_take_few_connections(box: Box, connection: redis.Redis) 
             box.backing.records.update(job_id, partial(JobRecord.request_cancel, now_s=1.0))
         found = [stream.result() for stream in streams]
     assert all(events[-1][2]["state"] == "cancelled" for events in found)
-    # Reads are short and go through a pool of threads, none of which is held by a listener.
-    assert during - before < 45
+    # Reads are short and go through a pool of 40 threads, none of which is held by a listener.
+    assert during - before < len(streams)

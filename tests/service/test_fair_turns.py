@@ -13,7 +13,7 @@ import redis
 
 from gradbox.protocol import DeviceMemory, JobState, ResultView
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, Place, WorkerPresence, redis_changes
+from gradbox_service.jobs import JobRecord, Place, Turn, WorkerPresence, redis_changes
 from gradbox_service.queue.dispatch import MAX_PASSED_BY, Dispatcher
 from gradbox_service.queue.shares import MAX_LEAD_S, Shares
 from gradbox_service.settings import Settings
@@ -81,6 +81,42 @@ def test_five_users_of_jobs_of_any_length_get_the_same(redis_settings: Settings)
         assert num_posted < 2000
     jain = sum(used_s.values()) ** 2 / (len(used_s) * sum(s * s for s in used_s.values()))
     assert jain >= 0.95, used_s
+
+
+def test_who_comes_while_a_turn_waits_for_a_busy_worker_goes_before_it(backing: Backing) -> None:
+    clock = FakeTime()
+    announce(backing)
+    dispatcher = dispatcher_of(backing, clock=clock)
+
+    def post(job_id: str, owner: str) -> None:
+        clock.now_s += 1.0
+        record = a_record(job_id, owner=owner, created_s=clock())
+        backing.records.create(record, spec=a_spec())
+        dispatcher.tick()
+
+    post("ann-1", "ann")
+    run_next(backing, dispatcher, clock, 100.0)
+    announce(backing, state="busy")
+    post("ann-2", "ann")
+    assert waiting(backing) == ["ann-2"]
+    post("bob-1", "bob")
+    assert waiting(backing) == ["bob-1"]
+    post("ann-3", "ann")
+    post("bob-2", "bob")
+    assert waiting(backing) == ["bob-1"]
+    take_turns(backing)
+    begin(backing.records, "bob-1")
+    dispatcher.tick()
+    assert waiting(backing) == ["ann-2"]  # bob holds what his job may take, and ann is older
+
+
+def test_a_turn_that_a_worker_has_taken_is_not_withdrawn(backing: Backing) -> None:
+    turn = Turn("a", 1)
+    backing.turns.feed(turn)
+    backing.turns.feed(Turn("b", 1))
+    assert backing.turns.withdraw(turn)
+    assert waiting(backing) == ["b"]
+    assert not backing.turns.withdraw(turn)
 
 
 def test_use_before_a_restart_counts(backing: Backing) -> None:

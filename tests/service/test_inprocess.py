@@ -114,7 +114,7 @@ def test_requests_run_side_by_side(client: httpx.Client) -> None:
             done.set()
 
         threading.Thread(target=other, daemon=True).start()
-        assert done.wait(5.0)
+        assert done.wait(60.0)
 
 
 def test_what_the_app_raises_is_raised_here(client: httpx.Client) -> None:
@@ -133,7 +133,12 @@ def test_the_lifespan_begins_and_ends(app: App) -> None:
 
 
 def test_an_app_that_does_not_start_is_said() -> None:
-    before = threading.active_count()
+    before = event_loops()
     with pytest.raises(RuntimeError, match="no disk"):
         InProcessTransport(App(broken_start=True))
-    assert threading.active_count() == before
+    assert event_loops() <= before
+
+
+def event_loops() -> set[threading.Thread]:
+    """Return the threads of transports; other tests' may be among them."""
+    return {thread for thread in threading.enumerate() if thread.name == "gradbox-inprocess"}

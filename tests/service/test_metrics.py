@@ -38,7 +38,7 @@ def samples(client: httpx.Client) -> Samples:
 
 def until(client: httpx.Client, name: str, value: float, **labels: str) -> Samples:
     """Scrape until a sample has a value; the dispatcher reads changes a moment later."""
-    give_up = time.monotonic() + 10.0
+    give_up = time.monotonic() + 60.0
     while True:
         found = samples(client)
         if found.get((name, tuple(sorted(labels.items())))) == value:

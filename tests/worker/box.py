@@ -108,7 +108,7 @@ class Box:
         job_id: str,
         until: Callable[[JobRecord], bool] = lambda record: record.state.final,
         *,
-        timeout_s: float = 30.0,
+        timeout_s: float = 120.0,
     ) -> JobRecord:
         deadline = time.monotonic() + timeout_s
         while not until(record := self.record(job_id)):
@@ -164,7 +164,7 @@ class WorkerProcess:
         (spare,) = [child for child in children if is_spare(int(child))]
         return int(spare)
 
-    def wait_until_ready(self, *, timeout_s: float = 40.0) -> None:
+    def wait_until_ready(self, *, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             states = {w.name: w.state for w in self._box.backing.fleet.workers()}
@@ -176,7 +176,7 @@ class WorkerProcess:
 
     def stop(self, how: int = signal.SIGTERM) -> int:
         self.process.send_signal(how)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=120)
 
 
 def is_device(pid: int) -> bool:
@@ -244,7 +244,7 @@ def running_worker(box: Box, *options: str, name: str = "w1") -> Iterator[Worker
         if worker.process.poll() is None:
             worker.process.terminate()
             try:
-                worker.process.wait(20)
+                worker.process.wait(60)
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()

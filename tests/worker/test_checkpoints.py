@@ -184,11 +184,11 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_job(
     file = checkpoint(tmp_path)
     file.write(state(done=1))
 
-    def full(descriptor: int) -> None:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, "replace", full)
         file.write(state(done=2))
     found = checkpoint(tmp_path, attempt=2).read()
     assert found is not None

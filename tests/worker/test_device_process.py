@@ -76,7 +76,7 @@ def test_a_death_is_noticed_while_the_models_own_child_lives_on(
     outcome = device.run(work(box, device), Watching())
     (box.folder / "order").unlink()
     assert outcome == Died("it was killed by SIGKILL, perhaps by the kernel for lack of memory")
-    assert time.monotonic() - began < 15  # the child lives for 20 s
+    assert time.monotonic() - began < 50  # the child lives for 60 s
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def hub_answers() -> Any:
         env=os.environ | {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"},
         stdout=subprocess.PIPE,
         check=True,
-        timeout=60,
+        timeout=500,
     )
     server.shutdown()
     return json.loads(done.stdout.splitlines()[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -39,6 +40,7 @@ def tokens(num_shards: int, *, seed: int) -> list[dict[str, Tensor]]:
     return shards
 
 
+@pytest.mark.slow  # `gradbox demo` and README's block prove the same on whole boxes
 def test_minilm_with_dropout_agrees_with_the_naive_backward(tmp_path: Path) -> None:
     towers = {"queries": tokens(2, seed=1), "passages": tokens(3, seed=2)[1:]}
     with running_box(tmp_path) as box:

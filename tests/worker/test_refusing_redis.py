@@ -21,6 +21,13 @@ from tests.worker.box import (
 )
 
 LEASE_S = 2.0
+REFUSED = "Redis refuses for now, waiting"
+
+
+@pytest.fixture(scope="module")
+def worker(box: Box) -> Iterator[WorkerProcess]:
+    with running_worker(box, "--lease-s", str(LEASE_S)) as worker:
+        yield worker
 
 
 @pytest.fixture(scope="module")
@@ -42,36 +49,44 @@ def refusing(redis_url: str) -> Iterator[None]:
         connection.close()
 
 
-def test_a_job_that_runs_and_ends_while_redis_refuses_loses_no_attempt(box: Box) -> None:
+def wait_until_refused(worker: WorkerProcess) -> None:
+    """Wait until the worker has said once more that Redis refuses."""
+    before, give_up = worker.log.read_text().count(REFUSED), time.monotonic() + 120
+    while worker.log.read_text().count(REFUSED) == before:
+        assert worker.process.poll() is None, worker.log.read_text()
+        assert time.monotonic() < give_up, worker.log.read_text()
+        time.sleep(0.05)
+
+
+def test_a_job_that_runs_and_ends_while_redis_refuses_loses_no_attempt(
+    box: Box, worker: WorkerProcess
+) -> None:
     box.order("dawdle")
-    with running_worker(box, "--lease-s", str(LEASE_S)) as worker:
-        job = box.submit(box.spec(shards_of(8)))
-        box.wait(job, running)
-        device = worker.child_pid
-        with refusing(box.redis_url):
-            (box.folder / "order").unlink()
-            time.sleep(3 * LEASE_S)
-            assert box.record(job).state is JobState.RUNNING
-        record = box.wait(job)
-        assert (record.state, record.attempt, record.losses) == (JobState.DONE, 1, 0)
-        assert (worker.process.poll(), worker.child_pid) == (None, device)
+    job = box.submit(box.spec(shards_of(8)))
+    box.wait(job, running)
+    device = worker.child_pid
+    with refusing(box.redis_url):
+        (box.folder / "order").unlink()
+        time.sleep(2 * LEASE_S)
+        assert box.record(job).state is JobState.RUNNING
+    record = box.wait(job)
+    assert (record.state, record.attempt, record.losses) == (JobState.DONE, 1, 0)
+    assert (worker.process.poll(), worker.child_pid) == (None, device)
 
 
-def test_an_idle_worker_waits_and_takes_the_next_job(box: Box) -> None:
-    with running_worker(box) as worker:
-        with refusing(box.redis_url):
-            time.sleep(12)  # RQ beats and looks for a turn every 5 s
-            assert worker.process.poll() is None, worker.log.read_text()
-        worker.wait_until_ready()  # its entry ran out meanwhile
-        record = box.wait(box.submit(box.spec(shards_of(1))))
-        assert (record.state, record.attempt) == (JobState.DONE, 1)
+def test_an_idle_worker_waits_and_takes_the_next_job(box: Box, worker: WorkerProcess) -> None:
+    worker.wait_until_ready()
+    with refusing(box.redis_url):
+        wait_until_refused(worker)
+    worker.wait_until_ready()
+    record = box.wait(box.submit(box.spec(shards_of(1))))
+    assert (record.state, record.attempt) == (JobState.DONE, 1)
 
 
 def test_a_worker_starts_as_soon_as_redis_takes_its_name(box: Box) -> None:
     with refusing(box.redis_url):
         worker = WorkerProcess(box, name="late")
-        time.sleep(6)
-        assert worker.process.poll() is None, worker.log.read_text()
+        wait_until_refused(worker)
     try:
         worker.wait_until_ready()
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,10 @@ def test_models_that_are_known_are_not_built_again(tmp_path: Path) -> None:
         later.get("raises")
 
 
-def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+def test_a_file_that_has_changed_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # whose cache misses such a change
     code = "import torch\ndef f():\n    return torch.nn.Linear(2, {})\n"
     file = tmp_path / "models.toml"
     file.write_text('[models.m]\nbuilder = "python"\nsource = "f.py:f"\n')

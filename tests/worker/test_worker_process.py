@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -125,6 +124,7 @@ def test_a_model_that_wants_to_exit_fails_its_job_only(
     assert worker.child_pid == child
 
 
+@pytest.mark.slow  # tests/worker/test_turn.py has the rule; this is the signals that feed it
 def test_a_device_killed_at_the_same_shard_again_and_again_is_no_fault_of_the_job(
     box: Box, worker: WorkerProcess
 ) -> None:
@@ -143,14 +143,11 @@ def test_a_cancelled_job_stops_within_a_shard_and_the_model_stays(
 ) -> None:
     child = worker.child_pid
     loads = worker.log.read_text().count("loaded m (")
-    box.order("sleep")
-    job = box.submit(box.spec(shards_of(1) * 500))
+    box.order("dawdle")
+    job = box.submit(box.spec(shards_of(1) * 500))  # of 0.3 s, longer than anything here waits
     box.wait(job, running)
     box.cancel(job)
-    cancelled_at = time.monotonic()
-    record = box.wait(job)
-    assert record.state is JobState.CANCELLED
-    assert time.monotonic() - cancelled_at < 10  # all shards would take 25 s
+    assert box.wait(job).state is JobState.CANCELLED
     assert next_job_is_done(box)
     assert worker.child_pid == child
     assert worker.log.read_text().count("loaded m (") == loads

@@ -51,6 +51,26 @@ def tied(scale: float = 2.0) -> nn.Module:
     return Tied(scale)
 
 
+class Large(Affine):
+    """Has weights that it does not use, and takes memory while it runs."""
+
+    def __init__(self, weights_mib: int, scratch_mib: int) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.linear.weight.fill_(0.5)
+            self.linear.bias.fill_(0.25)
+        self.unused = nn.Parameter(torch.zeros(weights_mib, 2**18))
+        self.scratch_mib = scratch_mib
+
+    def forward(self, x: Tensor) -> Tensor:
+        scratch = torch.ones(self.scratch_mib, 2**18, device=x.device)
+        return super().forward(x) * scratch[-1, -1]
+
+
+def large(weights_mib: int, scratch_mib: int) -> nn.Module:
+    return Large(weights_mib, scratch_mib)
+
+
 class Heads(nn.Module):
     """What shapes the forward stands in an attribute only."""
 

@@ -5,7 +5,8 @@
     out of memory, in the error or in its causes  OutOfMemory
     a GradboxError, likewise                      itself
     an EngineError                                the class that ENGINE_ERRORS pairs with it
-    ModelsFileError                               UnknownModel
+    WeightsDoNotFit                               OutOfMemory
+    ModelsFileError otherwise                     UnknownModel
     anything else, KeyboardInterrupt and all      JobFailed
 
 Tracebacks go to the worker's log and never over the wire.
@@ -14,6 +15,7 @@ Tracebacks go to the worker's log and never over the wire.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -26,7 +28,7 @@ from gradbox.errors import GradboxError
 from gradbox.protocol import Problem
 from gradbox_engine import errors as engine_errors
 from gradbox_engine.per_sample import SelfCheckFailed
-from gradbox_worker.errors import ModelsFileError
+from gradbox_worker.errors import ModelsFileError, WeightsDoNotFit
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,10 @@ OUT_OF_MEMORY_TEXTS: Final = (
     "MPS backend out of memory",
     "std::bad_alloc",
 )
+
+# How CUDA's allocator and the CPU's say what they could not allocate.
+WANTED: Final = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
+UNITS: Final = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 ENGINE_ERRORS: Final[tuple[tuple[type[engine_errors.EngineError], type[GradboxError]], ...]] = (
     (engine_errors.ReplayMismatch, errors.ReplayMismatch),
@@ -97,6 +103,8 @@ def translated(error: BaseException, *, doing: str) -> GradboxError:
     for link in chain:
         if isinstance(link, GradboxError):
             return link
+        if isinstance(link, WeightsDoNotFit):
+            return errors.OutOfMemory(str(link))
         if isinstance(link, ModelsFileError):
             return errors.UnknownModel(str(link))
     for raised, ours in ENGINE_ERRORS:
@@ -120,6 +128,19 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether memory ran out, by the error or one of its causes."""
     return any(_says_out_of_memory(link) for link in _chain(error))
+
+
+def wanted_bytes(error: BaseException) -> int:
+    """Return the size of the allocation that failed, by the error or one of its causes.
+
+    Returns:
+        0 where none says it.
+    """
+    for link in _chain(error):
+        found = WANTED.search(str(link))
+        if found is not None:
+            return int(float(found[1]) * UNITS[found[2]])
+    return 0
 
 
 def _says_out_of_memory(error: BaseException) -> bool:

@@ -22,6 +22,7 @@ class Work:
     queued_s: float  # how long the job waited, for its receipt
     earlier_result: Path | None = None  # of the job it goes on from
     disk_reserve_bytes: int | None = None  # see `gradbox_service.store.Room`
+    timed: bool = False  # whether the supervision hears of its phases
 
     @property
     def checkpoints(self) -> Path:
@@ -82,6 +83,9 @@ class Supervision(Protocol):
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Hear how far the job is: `done` of `total` shards of `phase`."""
+
+    def phase_ended(self, phase: str, *, began_s: float, ended_s: float) -> None:
+        """Hear of a phase of a job that is `timed`, in seconds since 1970."""
 
     def poll(self) -> StopOrder | None:
         """Look after the job's lease and say whether it is to stop; called every 0.2 s or so."""

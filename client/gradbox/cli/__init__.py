@@ -9,6 +9,7 @@ command returns its exit code, or raises the error that says it. To read in this
     lazy            the group that loads a command when it is called
     exits           how a command ends: exit codes, and what is printed with each
     output          what the commands print
+    completion      what the shell completes by asking the box
     jobs, result, login, version    one module a command
 
 Exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 the service cannot be reached, 130 Ctrl-C.

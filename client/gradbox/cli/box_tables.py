@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from gradbox.cli.job_ids import SHOWN_LENGTH
+from gradbox.cli.output import SHOWN_LENGTH
 from gradbox.cli.times import duration
 from gradbox.http.connection import Connection, parsed
 from gradbox.protocol import BoxJob, BoxView, DeviceView, JobState, OperationMode, OperationView

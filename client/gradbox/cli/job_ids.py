@@ -6,19 +6,14 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from gradbox.cli.completion import LOOKED_THROUGH, complete_job
 from gradbox.client import GradClient
-from gradbox.errors import GradboxError, InvalidRequest, JobNotFound, OwnerOnly
-from gradbox.http.connection import Retry
+from gradbox.errors import InvalidRequest, JobNotFound, OwnerOnly
 from gradbox.job import Job
 from gradbox.protocol import JobView
 
 ID_LENGTH: Final = 32
-# As much of an id as tables on a terminal show.
-SHOWN_LENGTH: Final = 12
-LOOKED_THROUGH: Final = 500
 SHOWN_MATCHES: Final = 5
-# Completion must be over before the user wonders.
-COMPLETION_TIMEOUT_S: Final = 1.0
 
 
 def find_job(client: GradClient, text: str) -> Job:
@@ -47,17 +42,6 @@ def find_job(client: GradClient, text: str) -> Job:
         f"expected the id of a job, or its beginning, got {text!r}: no job of yours has it; "
         f"`gradbox jobs list` shows yours"
     )
-
-
-def complete_job(ctx: typer.Context, args: list[str], incomplete: str) -> list[tuple[str, str]]:
-    """Return the ids that begin so, each with what tells the job from others."""
-    try:
-        with GradClient(timeout_s=COMPLETION_TIMEOUT_S, retry=Retry(patience_s=0)) as client:
-            views = [job.view for job in client.jobs(limit=LOOKED_THROUGH)]
-    except GradboxError:
-        return []
-    shown = [(view.id[:SHOWN_LENGTH], view) for view in views if view.id.startswith(incomplete)]
-    return [(id, " ".join((v.state, v.model, v.name)).strip()) for id, v in shown]
 
 
 def _ambiguous(text: str, views: list[JobView]) -> str:

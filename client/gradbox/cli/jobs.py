@@ -8,12 +8,13 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gradbox.cli.job_ids import SHOWN_LENGTH, JobId, JobIds, find_job
-from gradbox.cli.output import AsJson, coloured, complain, say, say_json, say_table
+from gradbox.cli.job_ids import JobId, JobIds, find_job
+from gradbox.cli.output import SHOWN_LENGTH, AsJson, coloured, complain, say, say_json, say_table
 from gradbox.cli.times import ago, duration, local
 from gradbox.client import GradClient
 from gradbox.job import Job
 from gradbox.printable import printable
+from gradbox.progress import ProgressBar, begins_in, place
 from gradbox.protocol import JobState, JobView
 
 TITLES: Final = ("ID", "STATE", "MODEL", "AGE", "PROGRESS", "NAME")
@@ -73,8 +74,6 @@ def watch_job(id: JobId, *, json: AsJson = False) -> int:
 
 def follow(job: Job, *, json: bool = False) -> int:
     """Show a job's events until it is over, say how it ended, and return the exit code for that."""
-    from gradbox.progress import ProgressBar
-
     say_hold(job.view)
     with ProgressBar(job.id[:SHOWN_LENGTH], shown=False if json else None) as bar:
         for event in job.events():
@@ -83,7 +82,7 @@ def follow(job: Job, *, json: bool = False) -> int:
                 data: Any = event.job or event.progress
                 say_json({"event": event.kind, "data": data.model_dump(mode="json")})
             elif event.job is not None and not sys.stderr.isatty():
-                say(event.job.state.value)
+                say(_state(event.job))
     return say_how_it_ended(job.view)
 
 
@@ -149,10 +148,16 @@ def how_far(view: JobView) -> str:
         soon = "" if left is None else f", {duration(left)} left"
         return f"{view.progress.phase} {view.progress.done}/{view.progress.total}{soon}"
     if view.queue_position is not None:
-        return f"position {view.queue_position}"
+        soon = begins_in(view)
+        return f"position {view.queue_position}" + (f", {soon}" if soon else "")
     if view.state is JobState.DONE and view.started_s is not None and view.finished_s is not None:
         return f"took {duration(view.finished_s - view.started_s)}"
     return ""
+
+
+def _state(view: JobView) -> str:
+    """Return a job's state, and of one that waits its place."""
+    return ", ".join(filter(None, (view.state.value, place(view), begins_in(view))))
 
 
 def _described(view: JobView) -> dict[str, object]:
@@ -167,6 +172,7 @@ def _described(view: JobView) -> dict[str, object]:
         "model": view.model,
         **{name: f"{local(at)} ({ago(at)})" for name, at in times.items() if at is not None},
         "waits": "" if view.hold is None else f"the box is {view.hold}",
+        "waits for": view.waits_for(),
         "progress": "" if view.error is not None else how_far(view),
         "worker": view.worker,
         "attempts": view.attempts,

@@ -20,6 +20,9 @@ from gradbox.printable import printable
 if TYPE_CHECKING:
     from rich.table import Table
 
+# As much of a job's id as tables on a terminal show.
+SHOWN_LENGTH: Final = 12
+
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 # How rich draws a cell that holds one of these words.

@@ -143,12 +143,15 @@ class Connection:
         body: Body | None = None,
         headers: Mapping[str, str] | None = None,
         accept: Container[int] = (),
+        wait_s: int = 0,
     ) -> httpx.Response:
         """Send a request until it is answered, and return the answer with its body.
 
         Args:
             body: gives the body's pieces; called each time the request is sent.
             accept: error statuses to return instead of raising.
+            wait_s: how long the box may take to answer, beside what any answer takes; it is told
+                so (`Prefer: wait`, RFC 7240).
 
         Raises:
             GradboxError: what the box answered, as the class that the problem names.
@@ -156,9 +159,14 @@ class Connection:
             ProtocolError: what answered is no gradbox service.
         """
         backoff = self.backoff()
+        if wait_s:
+            headers = {**(headers or {}), "Prefer": f"wait={wait_s}"}
+        timeout_s = self._timeout_s + wait_s
         while True:
             try:
-                with self.stream(method, path, body=body, headers=headers, accept=accept) as answer:
+                with self.stream(
+                    method, path, body=body, headers=headers, accept=accept, timeout_s=timeout_s
+                ) as answer:
                     answer.read()
                     return answer
             except TransientFault as fault:
@@ -181,7 +189,9 @@ class Connection:
             TransientFault: also from within the context, when the connection breaks there.
             GradboxError, ProtocolError: as for `request`.
         """
-        timeout = httpx.Timeout(timeout_s or self._timeout_s, connect=CONNECT_TIMEOUT_S)
+        # Whoever waits for an answer no longer than this waits no longer for a connection.
+        connect_s = min(CONNECT_TIMEOUT_S, self._timeout_s)
+        timeout = httpx.Timeout(timeout_s or self._timeout_s, connect=connect_s)
         try:
             # httpx sends any buffer; its annotations say bytes.
             content = cast("Iterable[bytes] | None", body and body())

@@ -60,11 +60,22 @@ def download(
         found = hashed.hexdigest()
     if found != expected.sha256:
         part.unlink()
-        raise ProtocolError(
-            f"expected the result to have SHA-256 {expected.sha256}, got {found}; fetch it again, "
-            f"and if that fails too, ask the box's owner to check its disk"
-        )
+        raise _wrong_digest(found, expected)
     os.replace(part, into)
+
+
+def write_verified(path: Path, content: memoryview, *, expected: ResultView) -> None:
+    """Write a whole file that has come already, if its digest is right.
+
+    Raises:
+        ProtocolError: it is not.
+    """
+    found = hashlib.sha256(content).hexdigest()
+    if found != expected.sha256:
+        raise _wrong_digest(found, expected)
+    part = part_of(path, expected)
+    part.write_bytes(content)
+    os.replace(part, path)
 
 
 def part_of(into: Path, expected: ResultView) -> Path:
@@ -153,6 +164,13 @@ def _append(
             f"expected {expected.size_bytes} bytes from {connection.url}{url_path}, "
             f"got {file.size_bytes} before the connection ended"
         )
+
+
+def _wrong_digest(found: str, expected: ResultView) -> ProtocolError:
+    return ProtocolError(
+        f"expected the result to have SHA-256 {expected.sha256}, got {found}; fetch it again, "
+        f"and if that fails too, ask the box's owner to check its disk"
+    )
 
 
 def _check_range(answer: httpx.Response, have: int) -> None:

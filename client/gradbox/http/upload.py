@@ -9,10 +9,13 @@ from typing import Final
 
 from gradbox.http.connection import Connection
 from gradbox.http.download import OnBytes
+from gradbox.spans import CLIENT
 from gradbox.tensors.blob import Blob
 
 # Enough to hide the way to the box and back; more would share the same uplink.
 UPLOADS_AT_ONCE: Final = 4
+# A blob of this size is sent without asking: asking takes as long as the bytes.
+UNASKED_BYTES: Final = 4 * 2**20
 # Between two calls of `on_bytes`.
 BETWEEN_S: Final = 0.2
 
@@ -29,6 +32,16 @@ class Uploader:
         # What this client has seen on the box: not asked for again when it submits in a loop.
         self._present: set[str] = set()
         self._under_way: dict[str, Future[None]] = {}
+
+    def missing(self, blobs: Iterable[Blob]) -> list[Blob]:
+        """Return the blobs that this client has not seen on the box."""
+        with self._lock:
+            return [blob for blob in blobs if blob.digest not in self._present]
+
+    def note(self, blobs: Iterable[Blob]) -> None:
+        """Remember that these blobs are on the box: it has taken a job that names them."""
+        with self._lock:
+            self._present.update(blob.digest for blob in blobs)
 
     def forget(self) -> None:
         """Ask again for every blob: some were removed from the box."""
@@ -54,7 +67,12 @@ class Uploader:
             GradboxError: as for `Connection.request`.
         """
         wanted = {blob.digest: blob for blob in blobs}
-        stop = stop or threading.Event()
+        with CLIENT.span("upload"):
+            self._upload(wanted, on_bytes, stop or threading.Event())
+
+    def _upload(
+        self, wanted: dict[str, Blob], on_bytes: OnBytes | None, stop: threading.Event
+    ) -> None:
         while not stop.is_set():
             with self._lock:
                 missing = [d for d in wanted if d not in self._present]
@@ -110,12 +128,14 @@ class Uploader:
         if stopped():
             raise CancelledError
         path = f"/v1/blobs/{blob.digest}"
-        if self._connection.request("HEAD", path, accept=(404,)).status_code == 404:
+        unasked = blob.size_bytes <= UNASKED_BYTES
+        if unasked or self._connection.request("HEAD", path, accept=(404,)).status_code == 404:
             headers = {
                 "Content-Length": str(blob.size_bytes),
                 "Content-Type": "application/octet-stream",
+                "If-None-Match": "*",
             }
-            self._connection.request("PUT", path, body=chunks, headers=headers)
+            self._connection.request("PUT", path, body=chunks, headers=headers, accept=(412,))
         sent[blob.digest] = blob.size_bytes
         with self._lock:
             self._present.add(blob.digest)

@@ -2,9 +2,10 @@
 
 Read `spec` first: a job as it is posted. `spec_fields` are the fields that all specs are made of,
 `per_sample` the two specs that have a row for every sample, `views` what the service answers about
-jobs and models, `losses` about the built-in losses, `box` about the whole box, `operation` whether
-that hands out jobs, `example` is a model's example job, `problem` how errors travel, `receipt` what
-a result file says of its own making. docs/wire.md states the same in prose.
+jobs and models, `job_and_result` a job and its small result in one body, `losses` about the
+built-in losses, `box` about the whole box, `operation` whether that hands out jobs, `example` is a
+model's example job, `problem` how errors travel, `receipt` what a result file says of its own
+making. docs/wire.md states the same in prose.
 """
 
 from gradbox.protocol.box import (
@@ -20,6 +21,7 @@ from gradbox.protocol.box import (
     UsageView,
 )
 from gradbox.protocol.example import ExampleInput, ExampleView
+from gradbox.protocol.job_and_result import JOB_AND_RESULT, joined, parted
 from gradbox.protocol.losses import LossList, LossOption, LossTensor, LossView
 from gradbox.protocol.operation import OperationMode, OperationOrder, OperationView
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
@@ -64,6 +66,7 @@ from gradbox.protocol.views import (
 )
 
 __all__ = [
+    "JOB_AND_RESULT",
     "JOB_SPEC",
     "PROTOCOL",
     "BoxChange",
@@ -117,7 +120,9 @@ __all__ = [
     "TensorRef",
     "TracedFunction",
     "UsageView",
+    "joined",
     "parse_posted",
     "parse_spec",
+    "parted",
     "spec_digest",
 ]

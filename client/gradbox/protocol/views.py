@@ -56,6 +56,7 @@ class JobView(View):
     which owners run or come before it (the owners with most of them), and `seconds_left` guesses
     how long it will wait. They are there within a second of asking for the first time.
     `hold` says why no waiting job is handed to a worker: the box's owner paused or drains it.
+    `traceparent` is the parent of the job's spans, see `gradbox.spans`.
     """
 
     id: JobId
@@ -78,6 +79,11 @@ class JobView(View):
     worker: str | None = None
     error: Problem | None = None
     result: ResultView | None = None
+    traceparent: str | None = None
+
+    def waits_for(self) -> str:
+        """Say how many jobs of whom run or come before this one: "2 of ann, 1 of bob"."""
+        return ", ".join(f"{n} of {owner}" for owner, n in (self.waiting_for or {}).items())
 
     def _repr_html_(self) -> str:
         left = self.progress.seconds_left if self.progress else None
@@ -87,6 +93,8 @@ class JobView(View):
             ("model", self.model),
             ("owner", self.owner),
             ("position", self.queue_position),
+            ("waits for", self.waits_for() or None),
+            ("begins in", None if self.seconds_left is None else f"{self.seconds_left:.0f} s"),
             ("submitted", _local_time(self.created_s)),
             ("waited", _seconds(self.created_s, self.started_s)),
             ("ran", _seconds(self.started_s, self.finished_s)),

@@ -26,7 +26,7 @@ from gradbox.results.grad_accumulation import add_gradients
 from gradbox.results.result import GradResult
 
 if TYPE_CHECKING:
-    from gradbox.job import Job
+    pass
 
 Mode = Literal["eval", "train"]
 
@@ -39,8 +39,8 @@ class Client(Protocol):
 
     url: str
 
-    def submit(self, computation: Computation) -> Job:
-        """Upload what the box does not have and post the job."""
+    def run(self, computation: Computation, *, progress: bool | None) -> GradResult:
+        """Submit a job, wait for it and return its result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class RemoteModel:
 
     def run_job(self, computation: Forward | Gradient) -> GradResult:
         """Run a job."""
-        return self._client.submit(computation).result(progress=self._progress)
+        return self._client.run(computation, progress=self._progress)
 
     def add_grads(self, grads: Mapping[str, Tensor]) -> None:
         """Add to the gradients."""

@@ -7,7 +7,7 @@ worker's to judge. Nothing here knows HTTP.
 
 To read in this order:
 
-    posting                        the way of a body to a queued job
+    posting, sent_blobs            the way of a body to a queued job, and of the blobs in it
     limits                         what one user may ask for
     admit                          the checks of all computations, and each one's own
     model, tensors, references     what a spec names, found on this box

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping
 
 from gradbox.errors import BoxDraining
 from gradbox.protocol import (
@@ -17,6 +18,7 @@ from gradbox_service.admission.admit import admit
 from gradbox_service.admission.against import check_against
 from gradbox_service.admission.forward_job import ForwardJob, forward_job
 from gradbox_service.admission.limits import check_limits, check_queue, check_values
+from gradbox_service.admission.sent_blobs import take_blobs
 from gradbox_service.admission.shares import check_memory, check_quota
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
@@ -28,8 +30,10 @@ from gradbox_service.tokens import TokenInfo
 def post(
     body: bytes,
     *,
+    blobs: Mapping[str, bytes] | None = None,
     caller: TokenInfo,
     idempotency_key: str | None,
+    traceparent: str | None = None,
     box: Backing,
     settings: Settings,
 ) -> JobRecord:
@@ -38,9 +42,14 @@ def post(
     A repeated post is answered before the box is looked at, so that it gives the same job even if
     the model or a blob has gone since. Only cotangents need the job that they continue.
 
+    Args:
+        blobs: those that came with the job, by the digests that they are said to have.
+        traceparent: the parent of the job's spans.
+
     Raises:
         InvalidJob: the body is no job, or the box cannot run it (see `admit`).
         OwnerOnly: see `check_limits`.
+        BlobRejected: see `take_blobs`.
         IdempotencyConflict: the key came before with another job.
         QueueFull: as many of the caller's jobs wait as may.
         BoxDraining: the box takes no new jobs.
@@ -73,11 +82,13 @@ def post(
         owners=box.owners,
     )
     check_queue(caller.name, records=box.records, settings=settings)
-    blobs = OwnBlobs(caller.name, blobs=box.blobs, owners=box.owners)
-    model = admit(spec, fleet=box.fleet, blobs=blobs)
+    sent = blobs or {}
+    take_blobs(sent, owner=caller.name, box=box, settings=settings)
+    own = OwnBlobs(caller.name, blobs=box.blobs, owners=box.owners, sent=sent)
+    model = admit(spec, fleet=box.fleet, blobs=own)
     check_against(spec, model=model, owner=caller.name, box=box)
     if forward is not None and isinstance(posted, CotangentGradientSpec):
-        forward.check(posted.loss, blobs=blobs)
+        forward.check(posted.loss, blobs=own)
     record = JobRecord(
         id=uuid.uuid4().hex,
         owner=caller.name,
@@ -90,6 +101,7 @@ def post(
         priority=spec.priority,
         timeout_s=spec.timeout_s,
         max_attempts=settings.max_attempts,
+        traceparent=traceparent,
     )
     return box.records.create(record, spec=spec, idempotency_key=idempotency_key)
 

@@ -7,7 +7,8 @@ To read in this order:
     app                  the app put together: state, middleware, routes
     request_ids, rates   middleware: an id for each request; requests a second for each token
     auth                 whose token or session, whose job
-    bodies               posted jobs, read whole
+    bodies, multipart    posted jobs, read whole, and the blobs that come with them
+    waiting              answers that wait for a job's end, and hold its small result
     routes/              one module a noun
     event_hub            one reader of events for all listeners
     problems             every error as problem+json

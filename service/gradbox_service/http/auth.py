@@ -21,7 +21,7 @@ from gradbox_service.tokens import TokenInfo
 _bearer = HTTPBearer(auto_error=False, description="A token made by `gradbox tokens create NAME`")
 
 
-def backing_of(request: Request) -> Backing:
+async def backing_of(request: Request) -> Backing:  # a plain function would be given a thread
     """Return what the app stands on."""
     return cast(Backing, request.app.state.backing)
 

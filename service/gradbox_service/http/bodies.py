@@ -33,21 +33,31 @@ class Bodies:
         self._limit_bytes = limit_bytes
         self._one_at_a_time = CapacityLimiter(1)
 
-    async def handle(self, request: Request, function: Callable[[bytes], Made]) -> Made:
+    async def handle(
+        self,
+        request: Request,
+        function: Callable[[bytes], Made],
+        *,
+        limit_bytes: int | None = None,
+    ) -> Made:
         """Read the request's body and return what `function` makes of it, in a thread.
+
+        Args:
+            limit_bytes: what it may have at most, if not as many as a job alone.
 
         Raises:
             BlobTooLarge: it has more bytes, or says that it will.
             StorageFull: there was no room to gather it.
         """
-        if announced_bytes(request) > self._limit_bytes:
-            raise self._too_large()
+        limit_bytes = self._limit_bytes if limit_bytes is None else limit_bytes
+        if announced_bytes(request) > limit_bytes:
+            raise _too_large(limit_bytes)
         with SpooledTemporaryFile(max_size=LARGE_BYTES, dir=str(self._folder)) as gathered:
             size_bytes = 0
             async for chunk in request.stream():
                 size_bytes += len(chunk)
-                if size_bytes > self._limit_bytes:
-                    raise self._too_large()
+                if size_bytes > limit_bytes:
+                    raise _too_large(limit_bytes)
                 try:
                     gathered.write(chunk)
                 except OSError as error:
@@ -62,11 +72,12 @@ class Bodies:
             limiter = self._one_at_a_time if size_bytes > LARGE_BYTES else None
             return await anyio.to_thread.run_sync(run, limiter=limiter)
 
-    def _too_large(self) -> BlobTooLarge:
-        return BlobTooLarge(
-            f"a posted job has at most {self._limit_bytes} bytes here: put tensors into blobs, and "
-            "more samples into each shard"
-        )
+
+def _too_large(limit_bytes: int) -> BlobTooLarge:
+    return BlobTooLarge(
+        f"a posted job, with the blobs in its body, has at most {limit_bytes} bytes here: upload "
+        "blobs with PUT /v1/blobs/{sha256}, and put more samples into each shard"
+    )
 
 
 def announced_bytes(request: Request) -> int:

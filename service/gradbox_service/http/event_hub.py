@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import contextmanager
 
+import anyio
 import anyio.to_thread
 import redis
 
 from gradbox.protocol import JobState
-from gradbox_service.jobs import Change, Event, Records
+from gradbox_service.jobs import Change, Event, JobRecord, Records
 from gradbox_service.repeating_thread import RepeatingThread
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 WAIT_S = 0.25
 # A listener reads on its own after this long: what the doorbell lost while Redis was away.
 REREAD_S = 5.0
+
+# By the id of a job: those who wait for something new about it.
+Bells = dict[str, set[asyncio.Event]]
 
 
 class Hub(RepeatingThread):
@@ -43,7 +47,8 @@ class Hub(RepeatingThread):
         super().__init__("event reader", failed_pause_s=WAIT_S)
         self._records = records
         self._also_tell = also_tell
-        self._listeners: dict[str, set[asyncio.Event]] = {}
+        self._listeners: Bells = {}
+        self._waiting: Bells = {}  # for the end alone
         self._num_open: Counter[str] = Counter()  # by who listens
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cursor: str | None = None
@@ -56,7 +61,8 @@ class Hub(RepeatingThread):
     def close(self) -> None:
         """End every listener and the reader. May be called twice."""
         super().close()
-        self._wake(list(self._listeners))
+        for bells in (self._listeners, self._waiting):
+            _ring(bells, list(bells))
 
     def num_open(self, listener: str) -> int:
         """Return how many streams somebody has open."""
@@ -75,10 +81,7 @@ class Hub(RepeatingThread):
         self, job_id: str, *, after: str | None, listener: str = ""
     ) -> AsyncIterator[Event]:
         """Yield the job's events behind `after`; end after the final one, or on `close`."""
-        bell = asyncio.Event()
-        self._num_open[listener] += 1
-        self._listeners.setdefault(job_id, set()).add(bell)
-        try:
+        with self.counted(listener), _bell(self._listeners, job_id) as bell:
             while not self._stopping.is_set():
                 bell.clear()
                 ended, events = await anyio.to_thread.run_sync(self._news, job_id, after)
@@ -87,15 +90,33 @@ class Hub(RepeatingThread):
                     after = event.id
                 if ended or any(event.final for event in events):
                     return
-                try:
-                    await asyncio.wait_for(bell.wait(), REREAD_S)
-                except TimeoutError:
-                    continue
-        finally:
-            self._num_open[listener] -= 1
-            self._listeners[job_id].discard(bell)
-            if not self._listeners[job_id]:
-                del self._listeners[job_id]
+                await _rung(bell)
+
+    async def ended(self, record: JobRecord, *, within_s: float, listener: str = "") -> JobRecord:
+        """Return the job's record at its end; as it is once `within_s` is over, or on `close`.
+
+        The wait takes no thread, and counts as an open stream.
+        """
+        with (
+            self.counted(listener),
+            _bell(self._waiting, record.id) as bell,
+            anyio.move_on_after(within_s),
+        ):
+            while not self._stopping.is_set():
+                bell.clear()
+                record = await anyio.to_thread.run_sync(self._newest, record)
+                if record.state.final:
+                    break
+                await _rung(bell)
+        return record
+
+    def _newest(self, record: JobRecord) -> JobRecord:
+        """Return the record as it is now; as it was if it cannot be read."""
+        try:
+            return self._records.get(record.id) or record
+        except redis.RedisError as error:
+            log.warning("job %s cannot be read (%s); trying again", record.id, error)
+            return record
 
     def _news(self, job_id: str, after: str | None) -> tuple[bool, Collection[Event]]:
         """Return whether nothing will follow, and the events behind `after`."""
@@ -122,11 +143,32 @@ class Hub(RepeatingThread):
             self._loop.call_soon_threadsafe(self._spread, changes)
 
     def _spread(self, changes: Collection[Change]) -> None:
-        self._wake({change.job_id for change in changes})
+        _ring(self._listeners, {change.job_id for change in changes})
+        _ring(self._waiting, {change.job_id for change in changes if change.final})
         if self._also_tell is not None:
             self._also_tell(changes)
 
-    def _wake(self, job_ids: Collection[str]) -> None:
-        for job_id in job_ids:
-            for bell in self._listeners.get(job_id, ()):
-                bell.set()
+
+@contextmanager
+def _bell(bells: Bells, job_id: str) -> Iterator[asyncio.Event]:
+    """Give an event that is set when the job's bells are rung."""
+    bell = asyncio.Event()
+    bells.setdefault(job_id, set()).add(bell)
+    try:
+        yield bell
+    finally:
+        bells[job_id].discard(bell)
+        if not bells[job_id]:
+            del bells[job_id]
+
+
+def _ring(bells: Bells, job_ids: Collection[str]) -> None:
+    for job_id in job_ids:
+        for bell in bells.get(job_id, ()):
+            bell.set()
+
+
+async def _rung(bell: asyncio.Event) -> None:
+    """Wait for the bell, or for as long as it may have been missed."""
+    with anyio.move_on_after(REREAD_S):
+        await bell.wait()

@@ -11,18 +11,25 @@ from pydantic.json_schema import models_json_schema
 from gradbox.protocol import JOB_SPEC, CotangentGradientSpec, Problem, ProgressView
 
 REFERENCE = "#/components/schemas/{model}"
+POSTED = {
+    "anyOf": [
+        {"$ref": "#/components/schemas/JobSpec"},
+        {"$ref": "#/components/schemas/CotangentGradientSpec"},
+    ]
+}
 JOB_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
         "content": {
-            "application/json": {
+            "application/json": {"schema": POSTED},
+            "multipart/form-data": {
                 "schema": {
-                    "anyOf": [
-                        {"$ref": "#/components/schemas/JobSpec"},
-                        {"$ref": "#/components/schemas/CotangentGradientSpec"},
-                    ]
+                    "type": "object",
+                    "required": ["job"],
+                    "properties": {"job": POSTED},
+                    "additionalProperties": {"type": "string", "format": "binary"},
                 }
-            }
+            },
         },
     }
 }

@@ -113,7 +113,12 @@ class MemoryRecords:
         return [record.id for record in self.active()]
 
     def update(
-        self, job_id: str, transition: Transition, *, lease_s: float | None = None
+        self,
+        job_id: str,
+        transition: Transition,
+        *,
+        lease_s: float | None = None,
+        seen: JobRecord | None = None,
     ) -> JobRecord | None:
         with self._changed:
             before = self._records.get(job_id)
@@ -216,7 +221,7 @@ class MemoryRecords:
             self.usage.add(charge)
         event = event_of(before, after)
         self._tell(after.id, event)
-        self._ring(Change(after.id, event.kind))
+        self._ring(Change(after.id, event.kind, final=event.final))
 
     def _tell(self, job_id: str, event: Event) -> None:
         self._ticks += 1

@@ -69,6 +69,8 @@ class JobRecord:
     result: ResultView | None = None
     # When the result's file was deleted.
     result_gone_s: float | None = None
+    # The parent of the job's spans, see `gradbox.spans`.
+    traceparent: str | None = None
     # Of this class; a record of a later one is not read.
     version: int = VERSION
 
@@ -207,6 +209,7 @@ class JobRecord:
             worker=self.worker,
             error=self.error,
             result=self.result,
+            traceparent=self.traceparent,
         )
 
     def to_json(self) -> bytes:

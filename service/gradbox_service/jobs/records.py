@@ -41,12 +41,15 @@ class Event:
 class Change:
     """Says that something about a job is new; what it is stands in the job's own stream.
 
+    `final` is set where the job has ended.
+
     Three are about no job: `worker`, that one announced something, `wake`, which ends every wait,
     and `missed`, that changes were trimmed before this reader came to them.
     """
 
     job_id: str
     kind: Literal["state", "progress", "position", "worker", "wake", "missed"]
+    final: bool = False
 
 
 class Mark(NamedTuple):
@@ -117,13 +120,19 @@ class Records(Protocol):
         """Return the ids of every queued and running job, oldest first."""
 
     def update(
-        self, job_id: str, transition: Transition, *, lease_s: float | None = None
+        self,
+        job_id: str,
+        transition: Transition,
+        *,
+        lease_s: float | None = None,
+        seen: JobRecord | None = None,
     ) -> JobRecord | None:
         """Apply `transition` to the newest record and append the event, as one transaction.
 
         Args:
             transition: may be called several times, so it must be pure.
             lease_s: also grant the resulting attempt a lease of this length; used with `begin`.
+            seen: the record as the caller saw it last; where it still is so, it is not read again.
 
         Returns:
             The new record; None if there is no such job or the transition does not apply.

@@ -1,6 +1,6 @@
 """How a change of a record is written to Redis: record, indices, sums, use, event and doorbell.
 
-Each function that takes a pipeline appends commands to it; its caller has put it into MULTI.
+Each function that takes a pipeline appends commands to it; its caller sends them as a transaction.
 `event_in` and `change_in` read the entries of the two streams back.
 """
 
@@ -39,31 +39,40 @@ MAX_CHANGES = 10_000
 def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     """Store a record in place of its predecessor, and tell those who watch the job."""
     pipe.set(job_key(after.id), after.to_json())
-    if after.state.final:
-        pipe.zrem(ACTIVE, after.id)
-        pipe.zadd(ENDED, {after.id: after.finished_s or after.created_s})
-    else:
-        pipe.zadd(ACTIVE, {after.id: after.created_s})
     if before is None or before.state is not after.state:
-        if before is not None:
-            pipe.zrem(state_key(before.owner, before.state), after.id)
-        pipe.zadd(state_key(after.owner, after.state), {after.id: after.created_s})
-        if after.state is not JobState.QUEUED:
-            pipe.hdel(PLACES, after.id)
+        _index(pipe, before, after)
     count_result(pipe, after.owner, after.result_bytes - (before.result_bytes if before else 0))
     charge = usage.charge_of(before, after, now_s=time.time())
     if charge is not None:
         usage.write(pipe, charge)
     event = event_of(before, after)
     tell(pipe, after.id, event)
-    ring(pipe, after.id, event.kind)
+    ring(pipe, after.id, event.kind, final=event.final)
+
+
+def _index(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
+    """Move a job whose state is new into the indices of that state."""
+    index = index_key(after.owner, after.state)
+    # Where a damaged record is replaced, nobody knows the former state; it was none of the final.
+    former = index_key(after.owner, JobState.QUEUED if before is None else before.state)
+    if index != former:
+        pipe.zrem(former, after.id)
+    if index != former or before is None:
+        pipe.zadd(index, {after.id: after.created_s})
+    if after.state.final:
+        pipe.zrem(ACTIVE, after.id)
+        pipe.zadd(ENDED, {after.id: after.finished_s or after.created_s})
+    elif before is None:
+        pipe.zadd(ACTIVE, {after.id: after.created_s})
+    if after.state is not JobState.QUEUED and (before is None or before.state is JobState.QUEUED):
+        pipe.hdel(PLACES, after.id)
 
 
 def erase(pipe: Pipeline, record: JobRecord) -> None:
     """Remove all that is stored of a job."""
     pipe.delete(job_key(record.id), spec_key(record.id), events_key(record.id))
     pipe.hdel(PLACES, record.id)
-    for index in (ACTIVE, ENDED, owner_key(record.owner), state_key(record.owner, record.state)):
+    for index in (ACTIVE, ENDED, owner_key(record.owner), index_key(record.owner, record.state)):
         pipe.zrem(index, record.id)
     count_result(pipe, record.owner, -record.result_bytes)
 
@@ -90,9 +99,10 @@ def tell(pipe: Pipeline, job_id: str, event: Event) -> None:
     pipe.xadd(events_key(job_id), fields, maxlen=MAX_EVENTS, approximate=True)
 
 
-def ring(pipe: Pipeline, job_id: str, kind: str) -> None:
-    """Say to all readers that the job has something new."""
-    pipe.xadd(CHANGES, {"job": job_id, "kind": kind}, maxlen=MAX_CHANGES, approximate=True)
+def ring(pipe: Pipeline, job_id: str, kind: str, *, final: bool = False) -> None:
+    """Say to all readers that the job has something new, or has ended."""
+    fields: dict[Any, Any] = {"job": job_id, "kind": kind, "final": int(final)}
+    pipe.xadd(CHANGES, fields, maxlen=MAX_CHANGES, approximate=True)
 
 
 def grant(pipe: Pipeline, job_id: str, *, attempt: int, lease_s: float) -> None:
@@ -113,7 +123,8 @@ def event_in(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Event | None:
 def change_in(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Change | None:
     """Return the change; None, with its bytes logged, for an entry that is none."""
     try:
-        return Change(fields[b"job"].decode(), cast(Any, fields[b"kind"].decode()))
+        kind = cast(Any, fields[b"kind"].decode())
+        return Change(fields[b"job"].decode(), kind, final=fields.get(b"final") == b"1")
     except (KeyError, ValueError):
         log.error("entry %r of the box's changes is left out: %r", entry_id, fields)
         return None
@@ -137,8 +148,12 @@ def events_key(job_id: str) -> str:
     return f"gradbox:events:{job_id}"
 
 
-def state_key(owner: str, state: JobState) -> str:
-    return f"gradbox:{state}:{owner}"
+def index_key(owner: str, state: JobState) -> str:
+    """Return the index of an owner's jobs in a state; those that wait and those that run share one.
+
+    A job changes between the two with every attempt, and few are in them.
+    """
+    return f"gradbox:{state if state.final else 'active'}:{owner}"
 
 
 def owner_key(owner: str) -> str:

@@ -6,7 +6,8 @@
     gradbox:lease:ID:ATTEMPT   exists while the attempt's worker beats
     gradbox:owners             set of the names of all who ever posted a job
     gradbox:owner:NAME         zset of job ids by creation
-    gradbox:STATE:NAME         the same of those in one state
+    gradbox:active:NAME        the same of those that wait or run
+    gradbox:STATE:NAME         the same of those in one final state
     gradbox:active             zset of the ids of queued and running jobs by creation
     gradbox:ended              zset of the ids of all others by the time of their end
     gradbox:result-bytes       hash: owner → bytes of their results on disk
@@ -15,11 +16,11 @@
     gradbox:set-aside          hash: job id → bytes that were no record (see `damaged`)
     gradbox:places             hash: job id → where it stands, for the first and the followed
     gradbox:followed           zset of the ids of followed jobs by when that ends
-    gradbox:posted:OWNER:HASH  hash (job, digest) of an idempotency key
+    gradbox:key:OWNER:HASH     the job and the spec's digest of an idempotency key
     gradbox:changes            stream of job ids, the doorbell for all readers
 
-A change reads under WATCH and writes under MULTI, so a record, its indices, its event and its
-lease change together or not at all.
+A change is one script, which runs where the record is still the one that was read: so a record, its
+indices, its event and its lease change together or not at all.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from gradbox_service.jobs.records import (
 )
 from gradbox_service.jobs.redis_changes import job_key, owner_key, spec_key
 from gradbox_service.jobs.redis_places import RedisPlaces
+from gradbox_service.jobs.redis_script import ConditionalCommands
 
 PAGE = 200
 NEWEST_FIRST: Any = {"desc": True, "byscore": True, "num": PAGE}
@@ -59,41 +61,38 @@ class RedisRecords(RedisPlaces):
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
+        self._commands = ConditionalCommands(connection)
 
     def create(
         self, record: JobRecord, *, spec: JobSpec, idempotency_key: str | None = None
     ) -> JobRecord:
         posted = _posted_key(record.owner, idempotency_key) if idempotency_key else None
-        # The job's own key is watched even though nobody else knows the id: redis-py sends a
-        # transaction that watches nothing again when its answer is lost, and by then a worker
+        # Also without a key: if the answer is lost the script is sent again, and by then a worker
         # may have begun the job.
-        watched = [job_key(record.id), *([posted] if posted else [])]
+        where: dict[str, bytes | str] = {posted or job_key(record.id): ""}
         while True:
-            with self._redis.pipeline() as pipe:
-                try:
-                    _watch(pipe, *watched)
-                    earlier = self._created(record, idempotency_key)
-                    if earlier:
-                        return earlier
-                    pipe.multi()
-                    if posted:
-                        pipe.hset(posted, mapping={"job": record.id, "digest": record.spec_digest})
-                        pipe.expire(posted, KEY_LIFETIME_S)
-                    pipe.set(spec_key(record.id), spec.model_dump_json())
-                    pipe.sadd(changes.OWNERS, record.owner)
-                    pipe.zadd(owner_key(record.owner), {record.id: record.created_s})
-                    changes.write(pipe, None, record)
-                    pipe.execute()
-                except redis.WatchError:
-                    continue
+            pipe = self._redis.pipeline()
+            if posted:
+                pipe.set(posted, f"{record.id} {record.spec_digest}", ex=KEY_LIFETIME_S)
+            pipe.set(spec_key(record.id), spec.model_dump_json())
+            pipe.sadd(changes.OWNERS, record.owner)
+            pipe.zadd(owner_key(record.owner), {record.id: record.created_s})
+            changes.write(pipe, None, record)
+            if self._commands.run(pipe, where=where):
                 return record
+            if posted:  # read first: its job may be forgotten meanwhile
+                where[posted] = cast("bytes | None", self._redis.get(posted)) or b""
+            earlier = self._created(record, idempotency_key)
+            if earlier:
+                return earlier
 
     def posted(self, owner: str, *, idempotency_key: str, spec_digest: str) -> JobRecord | None:
-        found = cast(dict[bytes, bytes], self._redis.hgetall(_posted_key(owner, idempotency_key)))
-        if not found:
+        found = cast("bytes | None", self._redis.get(_posted_key(owner, idempotency_key)))
+        if found is None:
             return None
-        check_same_spec(idempotency_key, stored=found[b"digest"].decode(), posted=spec_digest)
-        return self.get(found[b"job"].decode())
+        job_id, _, digest = found.decode().partition(" ")
+        check_same_spec(idempotency_key, stored=digest, posted=spec_digest)
+        return self.get(job_id)
 
     def get(self, job_id: str) -> JobRecord | None:
         return self._read(job_id, cast("bytes | None", self._redis.get(job_key(job_id))))
@@ -113,7 +112,7 @@ class RedisRecords(RedisPlaces):
         limit: int = 100,
         after: Mark | None = None,
     ) -> Sequence[JobRecord]:
-        key = owner_key(owner) if state is None else changes.state_key(owner, state)
+        key = owner_key(owner) if state is None else changes.index_key(owner, state)
         found: list[JobRecord] = []
         start = 0
         newest, last = cast(Any, ("+inf" if after is None else after.created_s, "-inf"))
@@ -136,10 +135,7 @@ class RedisRecords(RedisPlaces):
         return sorted(name.decode() for name in names)
 
     def num_active(self, owner: str) -> int:
-        with self._redis.pipeline(transaction=False) as pipe:
-            for state in (JobState.QUEUED, JobState.RUNNING):
-                pipe.zcard(changes.state_key(owner, state))
-            return sum(cast("list[int]", pipe.execute()))
+        return self._redis.zcard(changes.index_key(owner, JobState.QUEUED))
 
     def active(self) -> Sequence[JobRecord]:
         ids = cast("list[bytes]", self._redis.zrange(changes.ACTIVE, 0, -1))
@@ -151,28 +147,30 @@ class RedisRecords(RedisPlaces):
         return [job_id.decode() for job_id in ids]
 
     def update(
-        self, job_id: str, transition: Transition, *, lease_s: float | None = None
+        self,
+        job_id: str,
+        transition: Transition,
+        *,
+        lease_s: float | None = None,
+        seen: JobRecord | None = None,
     ) -> JobRecord | None:
-        key = job_key(job_id)
+        before, text = seen, b"" if seen is None else seen.to_json()
         while True:
-            with self._redis.pipeline() as pipe:
-                try:
-                    _watch(pipe, key)
-                    before = read_record(cast("bytes | None", pipe.get(key)))
-                    after = transition(before) if before else None
-                    if before is None or after is None:
-                        return None
-                    pipe.multi()
-                    changes.write(pipe, before, after)
-                    if lease_s is not None:
-                        changes.grant(pipe, job_id, attempt=after.attempt, lease_s=lease_s)
-                    pipe.execute()
-                except redis.WatchError:
-                    continue
-                except ValueError:
-                    self.get(job_id)  # which sets the damaged record aside
-                    continue
-                return after
+            fresh = before is None
+            if fresh:
+                found = cast("bytes | None", self._redis.get(job_key(job_id)))
+                before, text = self._read(job_id, found), found or b""
+            after = transition(before) if before else None
+            if after is None and fresh:
+                return None
+            if after is not None:
+                pipe = self._redis.pipeline()
+                changes.write(pipe, before, after)
+                if lease_s is not None:
+                    changes.grant(pipe, job_id, attempt=after.attempt, lease_s=lease_s)
+                if self._commands.run(pipe, where={job_key(job_id): text}):
+                    return after
+            before = None
 
     def beat(self, job_id: str, *, attempt: int, lease_s: float) -> JobRecord | None:
         with self._redis.pipeline() as pipe:
@@ -297,4 +295,4 @@ def _watch(pipe: Pipeline, *keys: str) -> None:
 
 
 def _posted_key(owner: str, idempotency_key: str) -> str:
-    return f"gradbox:posted:{owner}:{hashlib.sha256(idempotency_key.encode()).hexdigest()}"
+    return f"gradbox:key:{owner}:{hashlib.sha256(idempotency_key.encode()).hexdigest()}"

@@ -9,14 +9,12 @@ from __future__ import annotations
 import re
 import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import redis
 import rq
-from rq.registry import StartedJobRegistry
 
 TASK = "gradbox_worker.turns.turn.run_turn"
 # One queue for every worker. A worker on two queues would lose a job between them (rq/rq#1716).
@@ -24,8 +22,6 @@ QUEUE = "gradbox"
 SERIALIZER = "json"
 # The worker's parent keeps each job's own time limit; RQ is to have none.
 NO_TIMEOUT = -1
-# A turn that failed is of interest to nobody: the record says what happened.
-FAILED_TURN_TTL_S = 60
 
 
 class Turn(NamedTuple):
@@ -44,11 +40,11 @@ class Turns(Protocol):
     def take_back(self) -> None:
         """Remove the turns that nobody has taken yet."""
 
+    def withdraw(self, turn: Turn) -> bool:
+        """Remove one turn; False if somebody has taken it."""
+
     def waiting(self) -> Sequence[Turn]:
         """Return the turns that nobody has taken yet, next first."""
-
-    def started(self) -> frozenset[Turn]:
-        """Return the turns that a live worker has taken."""
 
 
 class RqTurns:
@@ -57,33 +53,38 @@ class RqTurns:
     def __init__(self, connection: redis.Redis, *, queue: str = QUEUE) -> None:
         self._redis = connection
         self._queue = rq.Queue(queue, connection=connection, serializer=SERIALIZER)
-        self._registry = StartedJobRegistry(queue=self._queue)
 
     def feed(self, turn: Turn) -> None:
         # The same turn may be fed twice. RQ must not take the second for the first, so each has an
         # id of its own.
-        self._queue.enqueue_call(
+        job = self._queue.create_job(
             TASK,
             args=[turn.job_id],
             job_id=f"{turn.job_id}-{turn.attempt}-{secrets.token_hex(4)}",
             timeout=NO_TIMEOUT,
             result_ttl=0,
-            failure_ttl=FAILED_TURN_TTL_S,
             description=f"attempt {turn.attempt} of job {turn.job_id}",
         )
+        # The id is pushed last: half of this is a turn that nobody takes.
+        with self._redis.pipeline(transaction=False) as pipe:
+            job.save(pipeline=pipe)
+            self._queue.push_job_id(job.id, pipeline=pipe)
+            pipe.execute()
 
     def take_back(self) -> None:
         self._queue.empty()  # type: ignore[no-untyped-call]  # RQ does not annotate it
 
+    def withdraw(self, turn: Turn) -> bool:
+        removed = 0
+        for rq_id in [rq_id for rq_id in self._queue.get_job_ids() if _turn(rq_id) == turn]:
+            # A worker takes a turn by one command, too: it is either in the list or taken.
+            if self._redis.lrem(self._queue.key, 0, rq_id):
+                self._redis.delete(rq.job.Job.key_for(rq_id))
+                removed += 1
+        return removed > 0
+
     def waiting(self) -> Sequence[Turn]:
         return [turn for turn in map(_turn, self._queue.get_job_ids()) if turn is not None]
-
-    def started(self) -> frozenset[Turn]:
-        # Scores are the ends of the executions' heartbeats; keys are RQ_ID:EXECUTION.
-        live = self._redis.zrangebyscore(self._registry.key, f"({time.time()}", "+inf")
-        keys = [key.decode() for key in cast("list[bytes]", live)]
-        turns = [_turn(key.partition(":")[0]) for key in keys]
-        return frozenset(turn for turn in turns if turn is not None)
 
 
 class MemoryTurns:
@@ -102,12 +103,15 @@ class MemoryTurns:
         with self._fed:
             self._waiting.clear()
 
+    def withdraw(self, turn: Turn) -> bool:
+        with self._fed:
+            before = len(self._waiting)
+            self._waiting = deque(waiting for waiting in self._waiting if waiting != turn)
+            return len(self._waiting) < before
+
     def waiting(self) -> Sequence[Turn]:
         with self._fed:
             return list(self._waiting)
-
-    def started(self) -> frozenset[Turn]:
-        return frozenset()
 
     def take(self, *, wait_s: float) -> Turn | None:
         """Take the next turn, or None if none came within `wait_s`."""

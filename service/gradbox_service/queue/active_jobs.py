@@ -47,6 +47,7 @@ class ActiveJobs:
         self.waiting = Waiting(self.shares.key)
         self.lag_s = 0.0  # between the last change and when it was read here
         self.version = 0  # counts what could move a job's place
+        self.box_changed = True  # a worker, or what the box's owner says; who reads it puts it back
         self._records = records
         self._usage = usage
         self._clock = clock
@@ -94,6 +95,7 @@ class ActiveJobs:
             return True
         if changes:
             self._note_lag(self._cursor)
+        self.box_changed |= any(change.kind in ("worker", "wake") for change in changes)
         self.read({change.job_id for change in changes if change.kind == "state"})
         if time.monotonic() - self._compared_at > COMPARE_S:
             self._compare()
@@ -121,6 +123,16 @@ class ActiveJobs:
             self._free(record)
             self.waiting.add(record)
 
+    def precedes(self, record: JobRecord, fed: JobRecord) -> bool:
+        """Tell whether a job that waits goes before one that a turn was fed for."""
+        use = self.shares.key(record.owner)
+        use_of_fed = self.shares.key(fed.owner) - self.shares.held(fed.id)
+        return (-record.priority, use, record.created_s) < (
+            -fed.priority,
+            use_of_fed,
+            fed.created_s,
+        )
+
     def ranked(self) -> Iterator[JobRecord]:
         """Yield the jobs that wait for a turn, in order; they must not change meanwhile."""
         weight = self.shares.weight(self._clock())
@@ -143,6 +155,7 @@ class ActiveJobs:
             self.waiting.move_all()
 
     def _load(self) -> None:
+        self.box_changed = True
         # The cursor first: a change while the rest is read is read again.
         self._cursor, _ = self._records.changes(None, wait_s=0.0)
         now_s = self._loaded_s = self._clock()

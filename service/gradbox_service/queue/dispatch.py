@@ -8,6 +8,7 @@ twice does no harm, because only one worker's `begin` applies.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -82,9 +83,15 @@ class Dispatcher(RepeatingThread):
         self._places = Places(records)
         # When the turn of each fed job was last seen, by the monotonic clock.
         self._seen: dict[Turn, float] = {}
+        # When the turn of each was fed that is in the list, by the clock that records tell.
+        self._fed_s: dict[Turn, float] = {}
         self._passed_by: dict[str, int] = {}
         self._held_at = -LEADER_TTL_S
         self._leases_read_at = -TICK_S
+        self._synced = False  # whether the changes were read right before
+        self._hands_out = True
+        self._workers: Sequence[WorkerPresence] = ()
+        self._box_read_at = -TICK_S
         # Until when leases may have run out because nobody could renew them, by the same clock.
         self._beats_late_until = 0.0
 
@@ -96,7 +103,10 @@ class Dispatcher(RepeatingThread):
         """
         if not self._lead():
             return
-        self.jobs.sync()
+        if not self._synced:
+            self.jobs.sync()
+            self._box_read_at = -TICK_S
+        self._synced = False
         if leases and time.monotonic() >= self._beats_late_until:
             self._leases_read_at = time.monotonic()
             self._put_back_lost()
@@ -115,11 +125,11 @@ class Dispatcher(RepeatingThread):
             self._wait()
         except redis.RedisError as error:
             self._beats_late_until = time.monotonic() + REFUSED_GRACE_S
-            self.jobs.forget()
+            self._forget()
             log.warning("Redis does not do its part (%s); trying again", error)
             self._stopping.wait(TICK_S)
         except Exception:
-            self.jobs.forget()  # what was half done is read again
+            self._forget()  # what was half done is read again
             raise
 
     def _run(self) -> None:
@@ -135,10 +145,14 @@ class Dispatcher(RepeatingThread):
             return True
         held = self._leadership.hold(ttl_s=LEADER_TTL_S)
         if not (self.leads and held):
-            self.jobs.forget()  # others may have changed what is in memory
+            self._forget()  # others may have changed what is in memory
             self._seen.clear()
         self.leads, self._held_at = held, now
         return held
+
+    def _forget(self) -> None:
+        self.jobs.forget()
+        self._synced = False
 
     def _wait(self) -> None:
         """Wait until a job's state changes, or for one tick."""
@@ -147,7 +161,11 @@ class Dispatcher(RepeatingThread):
             return
         deadline = time.monotonic() + TICK_S
         while (left := deadline - time.monotonic()) > 0:
-            if self._stopping.is_set() or self.jobs.sync(wait_s=left):
+            if self._stopping.is_set():
+                return
+            something_new = self.jobs.sync(wait_s=left)
+            self._synced = True
+            if something_new:
                 return
 
     def _put_back_lost(self) -> None:
@@ -166,15 +184,18 @@ class Dispatcher(RepeatingThread):
         self.jobs.read([record.id for record in lost])
 
     def _feed(self) -> None:
-        hands_out = self._operation.read().mode is OperationMode.RUNNING
-        if not hands_out:
+        if not self.jobs.waiting and not self.jobs.fed:
+            return
+        self._read_box()
+        if not self._hands_out:
             self._turns.take_back()
             self._seen.clear()
         in_list = self._note_turns()
-        workers = self._fleet.workers()
-        idle = [worker for worker in workers if worker.state == "idle"]
-        room = max(1, len(idle)) - len(in_list) if hands_out else 0
-        warm = _on_devices(idle or workers)
+        idle = [worker for worker in self._workers if worker.state == "idle"]
+        if not idle:
+            in_list = self._without_outranked(in_list)
+        room = max(1, len(idle)) - len(in_list) if self._hands_out else 0
+        warm = _on_devices(idle or self._workers)
         for _ in range(room):
             record = self._next(warm)
             if record is None:
@@ -184,16 +205,44 @@ class Dispatcher(RepeatingThread):
             self._seen[turn] = time.monotonic()
             self.jobs.feed(record)
             in_list.append(turn)
+            self._fed_s[turn] = self._clock()
+        self._fed_s = {turn: fed_s for turn, fed_s in self._fed_s.items() if turn in in_list}
         fed = sorted(self.jobs.fed, key=lambda r: _turn_of(r) in in_list)
-        self._places.tell(self.jobs, next_up=fed, num_workers=len(workers))
+        self._places.tell(self.jobs, next_up=fed, num_workers=len(self._workers))
+
+    def _read_box(self) -> None:
+        """Read whether jobs are handed out, and who lives; not with every job, unless told to."""
+        told, self.jobs.box_changed = self.jobs.box_changed, False
+        if told or time.monotonic() - self._box_read_at >= TICK_S:
+            self._box_read_at = time.monotonic()
+            self._hands_out = self._operation.read().mode is OperationMode.RUNNING
+            self._workers = self._fleet.workers()
+
+    def _without_outranked(self, in_list: list[Turn]) -> list[Turn]:
+        """Withdraw the last turn in the list if a job was posted since that goes before its job.
+
+        A turn waits in the list while all workers are busy, so that the next job begins at once;
+        who comes meanwhile and is to go first need not wait for that job as well.
+        """
+        first = next(self.jobs.ranked(), None)
+        if first is None or not in_list:
+            return in_list
+        last = in_list[-1]
+        fed = self.jobs.queued(last.job_id)
+        posted_since = first.created_s > self._fed_s.get(last, math.inf)
+        if fed is None or not posted_since or not self.jobs.precedes(first, fed):
+            return in_list
+        if not self._turns.withdraw(last):
+            return in_list
+        self._seen.pop(last, None)
+        self.jobs.take_back(last.job_id)
+        return in_list[:-1]
 
     def _note_turns(self) -> list[Turn]:
         """Return the turns in the list that count; take back the jobs whose turn was lost."""
         now = time.monotonic()
         in_list = [turn for turn in dict.fromkeys(self._turns.waiting()) if self._counts(turn)]
-        for turn in (*in_list, *self._turns.started()):
-            if self._counts(turn):
-                self._seen[turn] = now
+        self._seen |= dict.fromkeys(in_list, now)
         self._seen = {
             turn: seen
             for turn, seen in self._seen.items()

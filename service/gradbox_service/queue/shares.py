@@ -75,6 +75,10 @@ class Shares:
         else:
             del self._held_by[owner]
 
+    def held(self, job_id: str) -> float:
+        """Return the weighted seconds that a job holds."""
+        return self._held.get(job_id, ("", 0.0))[1]
+
     def arrive(self, owner: str, present: Iterable[str], *, now_s: float) -> None:
         """Bound the lead of an owner who had no job here over those who have."""
         uses = [self.key(other) for other in present if other != owner]

@@ -12,15 +12,25 @@ from gradbox_service.store.owners import BlobOwners
 class OwnBlobs:
     """The blobs whose bytes `owner` has sent."""
 
-    def __init__(self, owner: str, *, blobs: BlobStore, owners: BlobOwners) -> None:
+    def __init__(
+        self, owner: str, *, blobs: BlobStore, owners: BlobOwners, sent: Collection[str] = ()
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            sent: blobs that the owner is known to have sent: they came with this request.
+        """
         self._owner = owner
         self._blobs = blobs
         self._owners = owners
+        self._sent = frozenset(sent)
 
     def headers(self, digests: Collection[str]) -> dict[str, SafetensorsHeader]:
         """Return the headers of those blobs that are here."""
         headers = {}
-        for digest in sorted(self._owners.owned_among(self._owner, digests)):
+        asked = [digest for digest in digests if digest not in self._sent]
+        owned = self._owners.owned_among(self._owner, asked) | self._sent.intersection(digests)
+        for digest in sorted(owned):
             header = self._blobs.header(digest)
             if header is not None:
                 headers[digest] = header
@@ -28,5 +38,5 @@ class OwnBlobs:
 
     def size_bytes(self, digest: str) -> int | None:
         """Return the blob's size, or None if it is not here."""
-        owned = self._owners.owns(self._owner, digest)
+        owned = digest in self._sent or self._owners.owns(self._owner, digest)
         return self._blobs.size_bytes(digest) if owned else None

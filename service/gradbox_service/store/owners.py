@@ -21,6 +21,13 @@ BYTES = "gradbox:blob-bytes"
 FIRST = b"first"
 SIZE = b"size_bytes"
 OWNER = b"owner:"
+# KEYS: the blob, the sums; ARGV: the owner, the size, the owner's field. May be repeated.
+CLAIM = """
+if redis.call('HSETNX', KEYS[1], 'first', ARGV[1]) == 1 then
+    redis.call('HINCRBY', KEYS[2], ARGV[1], ARGV[2])
+end
+redis.call('HSET', KEYS[1], 'size_bytes', ARGV[2], ARGV[3], 1)
+"""
 # Digests asked about in one round trip.
 ASKED_AT_ONCE = 1000
 
@@ -58,22 +65,10 @@ class RedisBlobOwners:
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
+        self._claim = connection.register_script(CLAIM)
 
     def claim(self, owner: str, digest: str, size_bytes: int) -> None:
-        while True:
-            with self._redis.pipeline() as pipe:
-                try:
-                    cast(Any, pipe).watch(_key(digest))  # redis-py leaves this method untyped
-                    known = bool(pipe.exists(_key(digest)))
-                    pipe.multi()
-                    pipe.hset(_key(digest), _field(owner), 1)
-                    if not known:
-                        pipe.hset(_key(digest), mapping={FIRST: owner, SIZE: size_bytes})
-                        pipe.hincrby(BYTES, owner, size_bytes)
-                    pipe.execute()
-                except redis.WatchError:
-                    continue
-                return
+        self._claim(keys=[_key(digest), BYTES], args=[owner, size_bytes, _field(owner)])
 
     def owns(self, owner: str, digest: str) -> bool:
         return bool(self._redis.hexists(_key(digest), _field(owner)))
@@ -105,7 +100,7 @@ class RedisBlobOwners:
         while True:
             with self._redis.pipeline() as pipe:
                 try:
-                    cast(Any, pipe).watch(_key(digest))
+                    cast(Any, pipe).watch(_key(digest))  # redis-py leaves this method untyped
                     stored = cast(Any, pipe.hmget(_key(digest), [FIRST, SIZE]))
                     first, size_bytes = cast("list[bytes | None]", stored)
                     pipe.multi()

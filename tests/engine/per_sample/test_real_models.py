@@ -40,8 +40,14 @@ def _gpt2() -> tuple[nn.Module, dict[str, Tensor], str]:
     return GPT2LMHeadModel(config), {"input_ids": torch.randint(0, 50, (4, 9))}, "logits"
 
 
-@pytest.mark.parametrize("build", [_minilm, _vit, _gpt2])
-@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize(
+    ("build", "mode"),
+    [
+        pytest.param(_minilm, "eval", marks=pytest.mark.slow),
+        (_minilm, "train"),
+        *((build, mode) for build in (_vit, _gpt2) for mode in ("eval", "train")),
+    ],
+)
 def test_transformers_in_both_modes(build: Callable[[], Any], mode: Any) -> None:
     torch.manual_seed(0)
     model, inputs, output = build()

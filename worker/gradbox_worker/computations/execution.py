@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -26,7 +25,20 @@ from gradbox_worker.computations.job import Compute, LoadedJob
 from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.computations.memory import PeakMemory, default_result_memory_bytes
 from gradbox_worker.computations.memory_limit import MemoryLimit
-from gradbox_worker.exceptions_to_problems import Caught, caught, is_out_of_memory
+from gradbox_worker.computations.phases import (
+    MODEL_LOAD,
+    READ_INPUTS,
+    WRITE_RESULT,
+    PhaseClock,
+    PhaseEnded,
+)
+from gradbox_worker.computations.placement import memory_bytes
+from gradbox_worker.exceptions_to_problems import (
+    Caught,
+    caught,
+    is_out_of_memory,
+    wanted_bytes,
+)
 from gradbox_worker.files.blob_tensors import Blobs, BlobTensors
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients, widened_weights
@@ -58,6 +70,7 @@ def attempt(
     result_memory_bytes: int | None = None,
     limit: MemoryLimit | None = None,
     pace: Pace | None = None,
+    phase_ended: PhaseEnded | None = None,
 ) -> Finished | Stopped | Caught:
     """Run a job; whatever its model or its loss raises comes back as a problem."""
     answer: Finished | Stopped | Caught
@@ -72,6 +85,7 @@ def attempt(
                 result_memory_bytes=result_memory_bytes,
                 limit=limit,
                 pace=pace,
+                phase_ended=phase_ended,
             ),
             doing=f"job {work.job_id}",
             let_through=StopNow,
@@ -94,15 +108,21 @@ def execute(
     result_memory_bytes: int | None = None,
     limit: MemoryLimit | None = None,
     pace: Pace | None = None,
+    phase_ended: PhaseEnded | None = None,
 ) -> Finished:
     """Run a job and write its result file.
 
+    A job that runs out of memory is begun again without the graphs of other jobs, and then without
+    models that it does not need, the least recently used first: as many as hold what it could not
+    allocate. It fails once there are none that could make room for it.
+
     Args:
-        kept: graphs of earlier jobs; without them a job that runs out of memory is begun again.
+        kept: graphs of earlier jobs.
         result_memory_bytes: what may be in memory of a result on its way into its file; None is
             `default_result_memory_bytes`.
         limit: what the job may allocate; None is no limit.
         pace: when a long job's state is written.
+        phase_ended: told of every phase.
 
     Raises:
         GradboxError: the job's parts do not fit the model or each other.
@@ -110,19 +130,40 @@ def execute(
         StopNow: the observer said so; nothing is left behind and the models stay loaded.
     """
     kept.begin(work, loaded=registry.holds(work.model))
-    run = partial(_run, work, registry, blobs, kept, observer, result_memory_bytes, limit, pace)
+
+    def run() -> Finished:
+        with PhaseClock(observer, phase_ended) as phases:
+            return _run(work, registry, blobs, kept, phases, result_memory_bytes, limit, pace)
+
     crowded = kept.num_bytes > 0
-    try:
-        return run()
-    except Exception as error:
-        if not (crowded and is_out_of_memory(error)):
-            raise
-    # Outside the handler, for its traceback holds on to the failed attempt's tensors.
-    log.info("job %s runs out of memory beside the graphs of other jobs", work.job_id)
-    kept.drop()
-    if registry.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return run()
+    while True:
+        try:
+            return run()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            wanted = wanted_bytes(error)
+            if not (crowded or _models_are_in_the_way(work, registry, limit, wanted)):
+                raise
+        # Outside the handler, for its traceback holds on to the failed run's tensors.
+        if crowded:
+            crowded, others = False, "the graphs of other jobs"
+            kept.drop()
+            if registry.device.type == "cuda":
+                torch.cuda.empty_cache()
+        else:
+            dropped = registry.drop_idle(but=work.model, wanted_bytes=wanted)
+            others = f"models that it does not need: dropped {', '.join(dropped)}"
+        log.info("job %s is begun again: it ran out of memory beside %s", work.job_id, others)
+
+
+def _models_are_in_the_way(
+    work: Work, registry: Registry, limit: MemoryLimit | None, wanted: int
+) -> bool:
+    """Tell whether a job that ran out of memory may fit once other models are dropped."""
+    if not registry.num_idle(but=work.model) or wanted > memory_bytes(registry.device):
+        return False
+    return limit is None or limit.leaves_room_of_models()
 
 
 def _run(
@@ -130,14 +171,16 @@ def _run(
     registry: Registry,
     blobs: Blobs,
     kept: KeptGraphs,
-    observer: Observer,
+    phases: PhaseClock,
     result_memory_bytes: int | None,
     limit: MemoryLimit | None,
     pace: Pace | None,
 ) -> Finished:
     spec = work.spec
     began = time.perf_counter()
+    phases.enter(MODEL_LOAD)
     loaded = registry.get(work.model, work.model_version)
+    phases.enter(READ_INPUTS)
     room = Room(work.result_path.parent, work.disk_reserve_bytes)
     result_file = ResultOnDisk(work.result_path, room=room)
     held = nullcontext() if limit is None else limit.held()
@@ -157,7 +200,7 @@ def _run(
             weights=weights | widened,
             tensors=tensors,
             device=registry.device,
-            observer=observer,
+            observer=phases,
             result=result_file,
             rounding=rounding,
             result_memory_bytes=result_memory_bytes or default_result_memory_bytes(registry.device),
@@ -175,6 +218,7 @@ def _run(
         )
         load_s = time.perf_counter() - began
         computed = COMPUTATIONS[spec.computation](job, spec)
+        phases.enter(WRITE_RESULT)
         rounded = rounding.rounded(computed.tensors)
         facts = {**computed.facts, **rounding.facts(weights_widened=len(widened))}
         receipt = _receipt(job, facts, seconds=computed.seconds, peak=peak, load_s=load_s)

@@ -3,7 +3,7 @@
 A graph of a user's can be checked call by call before it runs, but not what its kernels allocate
 inside, nor its backward: `kthvalue` copies an expanded input, the gradient of `expand(n)[0]` has n
 entries. So everything that a job does, model, loss and backward, runs under a limit under which an
-allocation fails, as an error like any other: the job ends as OutOfMemory, and the models stay.
+allocation fails, as an error like any other: the job ends as OutOfMemory, and the process stays.
 
 On a host (Linux) it is RLIMIT_DATA, which counts the process's private writable memory (heap,
 anonymous mappings, files mapped privately) whether it was touched or not; read-only and shared
@@ -41,6 +41,19 @@ class MemoryLimit:
         """
         self._device = device
         self._job_bytes = job_bytes
+
+    def leaves_room_of_models(self) -> bool:
+        """Tell whether a job could take more if models left the device.
+
+        Not where `job_bytes` is its limit, for these are counted from what the process has.
+        """
+        if self._job_bytes is None:
+            return True
+        if self._device.type == "cuda":
+            taken = torch.cuda.memory_allocated(self._device)
+            return taken + self._job_bytes > memory_bytes(self._device)
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        return most != resource.RLIM_INFINITY and private_bytes() + self._job_bytes > most
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,11 +16,14 @@ READY = "gradbox ready at "
 
 
 @contextmanager
-def running_box(folder: Path, *, registered: str | None = None) -> Iterator[tuple[str, str]]:
+def running_box(
+    folder: Path, *, registered: str | None = None, arguments: Sequence[str] = ()
+) -> Iterator[tuple[str, str]]:
     """Run `gradbox up` in `folder` and give its URL and token; stop it whatever happens.
 
     Args:
         registered: the text of a models file, in place of the demo's.
+        arguments: of `gradbox up`, beside those that are needed.
     """
     models = folder / "models.toml"
     models.write_text(
@@ -29,6 +32,7 @@ def running_box(folder: Path, *, registered: str | None = None) -> Iterator[tupl
     )
     command = [sys.executable, "-m", "gradbox", "up", "--port", "0", "--workers", "1"]
     command += ["--device", "cpu", "--data", str(folder / "data"), "--models", str(models)]
+    command += ["--no-spare", *arguments]  # a spare's imports would slow what is shown
     # A group of its own: Ctrl-C comes here first, and the box is stopped in order.
     up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:

@@ -1,8 +1,8 @@
 """The messages between a worker and its device process: JSON over a pipe, one message a frame.
 
     worker → device   begin; then run, stop
-    device → worker   building*, then ready | unready; then, for each run, progress*, memory* and
-                      one of finished, failed, stopped
+    device → worker   building*, then ready | unready; then, for each run, progress*, phase*,
+                      memory* and one of finished, failed, stopped
 
 `multiprocessing.connection.Connection` frames the bytes; its `send` and `recv` would pickle and are
 never used.
@@ -47,6 +47,7 @@ class Run(Frame):
     earlier_result: Path | None = None
     queued_s: float
     disk_reserve_bytes: int | None = None
+    timed: bool = False
 
 
 class Stop(Frame):
@@ -92,6 +93,15 @@ class ProgressMade(Frame):
     total: int
 
 
+class PhaseTimed(Frame):
+    """A phase of a job that is `timed` has ended; in seconds since 1970."""
+
+    kind: Literal["phase"] = "phase"
+    phase: str
+    began_s: float
+    ended_s: float
+
+
 class MemoryMeasured(Frame):
     """What is in the device's memory, now and then while a job runs and at its end."""
 
@@ -123,6 +133,7 @@ FromDevice = (
     | DeviceReady
     | DeviceUnready
     | ProgressMade
+    | PhaseTimed
     | MemoryMeasured
     | RunFinished
     | RunFailed

@@ -26,6 +26,7 @@ from gradbox_worker.device.messages import (
     DeviceReady,
     DeviceUnready,
     MemoryMeasured,
+    PhaseTimed,
     ProgressMade,
     Run,
     RunFailed,
@@ -136,17 +137,7 @@ class DeviceProcess:
         self.ensure(while_waiting=supervision.poll)
         child = self._child
         assert child is not None  # since ensure
-        order = Run(
-            job_id=work.job_id,
-            attempt=work.attempt,
-            model=work.model,
-            model_version=work.model_version,
-            spec=work.spec,
-            result_path=work.result_path,
-            earlier_result=work.earlier_result,
-            queued_s=work.queued_s,
-            disk_reserve_bytes=work.disk_reserve_bytes,
-        )
+        order = Run(**vars(work))  # the message has the fields of the work
         try:
             child.send(order)
         except OSError:
@@ -252,6 +243,10 @@ class DeviceProcess:
                 case ProgressMade():
                     progress = answer
                     supervision.progress(answer.phase, answer.done, answer.total)
+                case PhaseTimed():
+                    supervision.phase_ended(
+                        answer.phase, began_s=answer.began_s, ended_s=answer.ended_s
+                    )
                 case MemoryMeasured():
                     self.memory = answer.memory
                 case RunFinished():

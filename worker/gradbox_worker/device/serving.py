@@ -21,6 +21,7 @@ from gradbox_worker.device.messages import (
     DeviceReady,
     DeviceUnready,
     MemoryMeasured,
+    PhaseTimed,
     ProgressMade,
     Run,
     RunFailed,
@@ -74,6 +75,7 @@ def serve(
             budget_bytes=budget,
             versions=begin.known,
             unusable=begin.unusable,
+            limit=MemoryLimit(device).held,
         )
         described = registry.describe(
             before=lambda name: send(connection, Building(model=name)),
@@ -113,6 +115,7 @@ def serve(
             result_memory_bytes=result_memory_bytes,
             limit=limit,
             pace=pace,
+            phase_ended=observer.phase_ended if work.timed else None,
         )
         gauge.end()
         match answer:
@@ -135,6 +138,7 @@ class _Gauge:
         self._before_bytes = 0
         self._sent_at = 0.0
         self._job_is_shown = False
+        self._sent_models = registry.sizes_bytes()  # with the message that the device is ready
 
     def begin(self) -> None:
         """A job begins; what memory holds now is not its own."""
@@ -146,14 +150,16 @@ class _Gauge:
             self._send(before_bytes=self._before_bytes)
 
     def end(self) -> None:
-        """The job has ended: measure without it, unless nobody heard of it."""
-        if self._job_is_shown or time.monotonic() - self._sent_at >= MEASURE_S:
+        """The job has ended: measure without it, unless nobody heard of it and no model moved."""
+        moved = self._registry.sizes_bytes() != self._sent_models
+        if moved or self._job_is_shown or time.monotonic() - self._sent_at >= MEASURE_S:
             self._send(before_bytes=None)
 
     def _send(self, *, before_bytes: int | None) -> None:
         self._sent_at, self._job_is_shown = time.monotonic(), before_bytes is not None
+        self._sent_models = self._registry.sizes_bytes()
         memory = measure_device(
-            self._registry.device, models=self._registry.sizes_bytes(), before_bytes=before_bytes
+            self._registry.device, models=self._sent_models, before_bytes=before_bytes
         )
         send(self._connection, MemoryMeasured(memory=memory))
 
@@ -181,6 +187,9 @@ class _Reporter:
         self._phase, self._reported_at = phase, now
         send(self._connection, ProgressMade(phase=phase, done=done, total=total))
 
+    def phase_ended(self, phase: str, *, began_s: float, ended_s: float) -> None:
+        send(self._connection, PhaseTimed(phase=phase, began_s=began_s, ended_s=ended_s))
+
 
 def _work(order: Run) -> Work:
     return Work(
@@ -193,4 +202,5 @@ def _work(order: Run) -> Work:
         earlier_result=order.earlier_result,
         queued_s=order.queued_s,
         disk_reserve_bytes=order.disk_reserve_bytes,
+        timed=order.timed,
     )

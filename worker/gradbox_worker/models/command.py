@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gradbox.cli.completion import complete_model
 from gradbox.cli.output import AsJson, complain, say, say_json, say_table
 
 if TYPE_CHECKING:
@@ -56,7 +57,10 @@ def list_models(
 
 
 def show_model(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="NAME or NAME@VERSION")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="NAME or NAME@VERSION", autocompletion=complete_model),
+    ],
     *,
     json: AsJson = False,
 ) -> int:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from gradbox.errors import GradboxError, UnusableModel
-from gradbox_worker.errors import ModelsFileError
-from gradbox_worker.exceptions_to_problems import Caught, caught, is_out_of_memory
+from gradbox.errors import GradboxError, OutOfMemory, UnusableModel
+from gradbox_worker.errors import ModelsFileError, WeightsDoNotFit
+from gradbox_worker.exceptions_to_problems import (
+    Caught,
+    caught,
+    is_out_of_memory,
+    wanted_bytes,
+)
 from gradbox_worker.models.models_file import ModelEntry
 
 T = TypeVar("T")
@@ -24,23 +28,33 @@ def building(entry: ModelEntry, build: Callable[[], T]) -> T:
     """Call what builds an entry's model.
 
     Raises:
+        WeightsDoNotFit: memory ran out.
         ModelsFileError: it cannot be built, whatever was raised; the message says what to do.
     """
+    wanted = 0
+
+    def explain(error: BaseException) -> GradboxError:
+        nonlocal wanted
+        wanted = wanted_bytes(error)
+        return _explained(entry, error)
+
     answer = caught(
         build,
         doing=f"building the model {entry.name!r}",
         let_through=ModelsFileError,
-        explain=partial(_explained, entry),
+        explain=explain,
     )
-    if isinstance(answer, Caught):
-        raise ModelsFileError(answer.problem.detail)
-    return answer
+    if not isinstance(answer, Caught):
+        return answer
+    if answer.problem.code == OutOfMemory.code:
+        raise WeightsDoNotFit(answer.problem.detail, wanted_bytes=wanted)
+    raise ModelsFileError(answer.problem.detail)
 
 
 def _explained(entry: ModelEntry, error: BaseException) -> GradboxError:
     said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
     if is_out_of_memory(error):
-        return UnusableModel(
+        return OutOfMemory(
             f"models.{entry.name}: expected its weights to fit into the device's memory, but they "
             f'do not ({said}); register it in half precision (kwargs = {{dtype = "bfloat16"}} for '
             f"builder hf), or on a larger device"

@@ -1,8 +1,9 @@
 """The models a device process holds: each is built once and stays on the device.
 
-The least recently used ones leave the device when the budget for weights is exceeded, and are
-built again when a job asks for them; the version is then checked against the first one's. So it is
-with models that an earlier process described: each is built when a job needs it.
+The least recently used ones leave the device when the budget for weights is exceeded, and when
+another model, or a job, runs out of memory. They are built again when a job asks for them; the
+version is then checked against the first one's. So it is with models that an earlier process
+described: each is built when a job needs it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from gradbox.errors import UnknownModel, UnusableModel
 from gradbox.protocol import ModelView
-from gradbox_worker.errors import ModelsFileError
+from gradbox_worker.errors import ModelsFileError, WeightsDoNotFit
 from gradbox_worker.models.builders import build_model, source_code_digest
 from gradbox_worker.models.describe import describe_model, size_bytes, unusable
 from gradbox_worker.models.failures import building
@@ -26,6 +30,8 @@ from gradbox_worker.models.models_file import ModelEntry
 from gradbox_worker.models.version import model_version
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Registry:
         budget_bytes: int | None = None,
         versions: Mapping[str, str] | None = None,
         unusable: Mapping[str, str] | None = None,
+        limit: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Hold no model yet.
 
@@ -60,6 +67,7 @@ class Registry:
                 unbuilt.
             budget_bytes: how many bytes of weights may stay on the device, or None for no limit.
                 A single model larger than that is loaded all the same.
+            limit: holds the process to the memory that it may take while a model is built.
         """
         self.device = device
         self._entries = dict(entries)
@@ -67,6 +75,7 @@ class Registry:
         self._loaded: OrderedDict[str, Loaded] = OrderedDict()  # the last one was used last
         self._versions = dict(versions or {})
         self._unusable = dict(unusable or {})
+        self._limit = limit
 
     def describe(self, *, before: Callable[[str], None] = lambda name: None) -> list[ModelView]:
         """Build every model that is not known yet, once, and describe it.
@@ -97,6 +106,33 @@ class Registry:
     def sizes_bytes(self) -> dict[str, int]:
         """Return how many bytes of weights each model has on the device, by name."""
         return {name: loaded.size_bytes for name, loaded in self._loaded.items()}
+
+    def num_idle(self, *, but: str) -> int:
+        """Return how many models are on the device that a job on the model `but` does not need."""
+        return len(self._loaded.keys() - {but})
+
+    def drop_idle(self, *, but: str, wanted_bytes: int) -> list[str]:
+        """Drop models that a job does not need, the least recently used first.
+
+        Args:
+            but: the model that the job needs.
+            wanted_bytes: of weights to be dropped; at least one model is, if there is one.
+
+        Returns:
+            The names of those that were dropped.
+        """
+        dropped: list[str] = []
+        dropped_bytes = 0
+        for name in [name for name in self._loaded if name != but]:
+            if dropped and dropped_bytes >= wanted_bytes:
+                break
+            dropped_bytes += self._loaded.pop(name).size_bytes
+            dropped.append(name)
+        if dropped:
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return dropped
 
     def get(self, name: str, version: str | None = None) -> Loaded:
         """Return a model, ready on the device.
@@ -155,12 +191,31 @@ class Registry:
             module = build_model(entry)
             return module, model_version(module, code=source_code_digest(entry))
 
-        return building(entry, build)
+        return self._with_room(entry, build)
+
+    def _with_room(self, entry: ModelEntry, build: Callable[[], T]) -> T:
+        """Call what builds or moves a model, dropping others for as long as it does not fit.
+
+        Raises:
+            WeightsDoNotFit: it does not fit where no other model is.
+            ModelsFileError: it cannot be built.
+        """
+        while True:
+            try:
+                with self._limit():
+                    return building(entry, build)
+            except WeightsDoNotFit as error:
+                if not self.num_idle(but=entry.name):
+                    raise
+                wanted_bytes = error.wanted_bytes
+            # Outside the handler, whose traceback holds what was built.
+            dropped = self.drop_idle(but=entry.name, wanted_bytes=wanted_bytes)
+            log.info("dropped %s, beside which %s does not fit", ", ".join(dropped), entry.name)
 
     def _placed(self, entry: ModelEntry, module: nn.Module, version: str) -> Loaded:
         num_bytes = size_bytes(module)
         self._make_room(num_bytes)
-        building(entry, lambda: module.to(self.device))
+        self._with_room(entry, partial(module.to, self.device))
         log.info("loaded %s (%d bytes) at version %s", entry.name, num_bytes, version)
         return Loaded(
             name=entry.name,
@@ -173,14 +228,7 @@ class Registry:
     def _make_room(self, wanted_bytes: int) -> None:
         if self._budget_bytes is None:
             return
-        held_bytes = sum(loaded.size_bytes for loaded in self._loaded.values())
-        num_loaded = len(self._loaded)
-        while self._loaded and held_bytes + wanted_bytes > self._budget_bytes:
-            name, dropped = self._loaded.popitem(last=False)
-            held_bytes -= dropped.size_bytes
-            log.info("dropped %s from %s to make room", name, self.device)
-            del dropped
-        if len(self._loaded) < num_loaded:
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+        over_bytes = sum(self.sizes_bytes().values()) + wanted_bytes - self._budget_bytes
+        if over_bytes > 0:
+            for name in self.drop_idle(but="", wanted_bytes=over_bytes):
+                log.info("dropped %s from %s to make room", name, self.device)

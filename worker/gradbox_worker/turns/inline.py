@@ -47,6 +47,7 @@ class InlineDevice:
             kept=self._kept,
             observer=_Relay(supervision),
             result_memory_bytes=self._result_memory_bytes,
+            phase_ended=supervision.phase_ended if work.timed else None,
         )
         return Failed(answer.problem) if isinstance(answer, Caught) else answer
 

@@ -2,7 +2,8 @@
 
 RQ's own `Worker` forks for every job, which no CUDA context survives, and its `SimpleWorker` runs
 the job in the worker itself, where a crash would take it along. This is a `SimpleWorker` whose
-task, `run_turn`, only watches the device process. RQ does the queue's bookkeeping; the job's
+task, `run_turn`, only watches the device process. RQ does the queue's bookkeeping, as far as
+`rq_bookkeeping` leaves it; the job's
 record, its lease and its time limit are ours, so RQ's own timeouts are switched off.
 
 This process never imports torch.
@@ -17,7 +18,6 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 import redis
-from rq import SimpleWorker
 from rq.exceptions import StopRequested
 from rq.job import Job
 from rq.queue import Queue
@@ -31,6 +31,7 @@ from gradbox_service.store import ResultStore
 from gradbox_worker.device import DeviceProcess
 from gradbox_worker.errors import DeviceNotStarted, ModelsFileError
 from gradbox_worker.turns.presence import Announcer
+from gradbox_worker.turns.rq_bookkeeping import BookkeepingWorker, TurnOfRq
 from gradbox_worker.turns.supervision import Patience
 from gradbox_worker.turns.turn import CURRENT, TurnRunner
 
@@ -44,6 +45,8 @@ DEQUEUE_S: Final = 1
 HEARTBEAT_TTL_S: Final = 20
 HEARTBEAT_S: Final = 5.0
 MAINTENANCE_S: Final = 5
+# Between two looks of a worker without a job at whether the models file is to be read again.
+RELOAD_LOOK_S: Final = 0.5
 # Between two looks at a Redis that refuses.
 REFUSED_PAUSE_S: Final = 1.0
 
@@ -55,7 +58,7 @@ class NoDeathPenalty(BaseDeathPenalty):
     def cancel_death_penalty(self) -> None: ...
 
 
-class GradboxWorker(SimpleWorker):
+class GradboxWorker(BookkeepingWorker):
     """One worker: one queue, one device process, one job at a time."""
 
     death_penalty_class = NoDeathPenalty
@@ -80,6 +83,7 @@ class GradboxWorker(SimpleWorker):
             [QUEUE],
             name=name,
             connection=connection,
+            job_class=TurnOfRq,
             serializer=SERIALIZER,
             worker_ttl=WORKER_TTL_S,
             maintenance_interval=MAINTENANCE_S,
@@ -101,6 +105,7 @@ class GradboxWorker(SimpleWorker):
         )
         self._turn: Job | None = None
         self._next_heartbeat = 0.0
+        self._reload_looked_s = 0.0
 
     @property
     def leaving(self) -> bool:
@@ -142,6 +147,7 @@ class GradboxWorker(SimpleWorker):
     def execute_job(self, job: Job, queue: Queue) -> None:
         """Run a turn. One whose bookkeeping Redis refuses is lost, and the dispatcher's to feed."""
         self._turn, self._next_heartbeat = job, 0.0
+        self._reload_if_asked()
         token = CURRENT.set(self._runner)
         try:
             super().execute_job(job, queue)
@@ -157,7 +163,8 @@ class GradboxWorker(SimpleWorker):
         self._until_taken(partial(super().heartbeat, *args, **kwargs))
         if self.get_state() == WorkerStatus.IDLE:
             self._have_device()
-            self._reload_if_asked()
+            if time.monotonic() - self._reload_looked_s >= RELOAD_LOOK_S:
+                self._reload_if_asked()
             self._announcer.announce("idle", memory=self._device.memory)
 
     def run_maintenance_tasks(self) -> None:
@@ -222,6 +229,7 @@ class GradboxWorker(SimpleWorker):
 
     def _reload_if_asked(self) -> None:
         """Read the models file again if that was asked for; if it cannot be, go on as before."""
+        self._reload_looked_s = time.monotonic()
         asked = self._until_taken(self._announcer.reload_asked)
         if asked is None:
             return

@@ -16,12 +16,14 @@ from typing import Final
 import redis
 
 from gradbox.protocol import ProgressView
+from gradbox.spans import Spans
 from gradbox_service.jobs import Records
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_worker.work import StopOrder
 
 log = logging.getLogger(__name__)
 
+WORKER: Final = Spans("gradbox-worker")
 # A replayed shard costs a forward and a backward, about three forwards.
 REPLAY_COST: Final = 3.0
 
@@ -41,7 +43,7 @@ class Patience:
 
     lease_s: float = 20.0  # the record says that the worker is lost after so long a silence
     beat_s: float = 0.5  # between two looks at the record
-    progress_s: float = 0.2  # between two progress events
+    progress_s: float = 0.2  # before the first progress event, and between two
     cancel_grace_s: float = 30.0  # for a cancelled job's shard to end before the process is killed
     timeout_grace_s: float = 5.0  # the same when the time limit has passed
 
@@ -59,10 +61,12 @@ class Watch:
         patience: Patience,
         leaving: Callable[[], bool],
         alive: Callable[[], None],
+        traceparent: str | None = None,
     ) -> None:
         """Start the attempt's clock.
 
         Args:
+            traceparent: the parent of the spans of its phases.
             leaving: tells whether the worker was asked to end.
             alive: called with every beat, for the worker's own heartbeats.
         """
@@ -73,9 +77,14 @@ class Watch:
         self._patience = patience
         self._leaving = leaving
         self._alive = alive
+        self._traceparent = traceparent
         self._deadline = time.monotonic() + timeout_s
-        self._next_beat = time.monotonic()
+        # The attempt has just begun, with a fresh lease and nothing asked of it.
+        self._next_beat = time.monotonic() + patience.beat_s
+        self._first_progress = time.monotonic() + patience.progress_s
         self._next_progress = 0.0
+        # What was heard before the first progress event was due; `poll` tells it.
+        self._untold: tuple[str, int, int] | None = None
         self._phase = ""
         self._phase_began = 0.0
         self._phase_began_at = 0
@@ -86,6 +95,10 @@ class Watch:
         if now >= self._next_beat:
             self._next_beat = now + self._patience.beat_s
             self._beat()
+        if self._untold is not None and now >= self._first_progress:
+            phase, done, total = self._untold
+            self._next_progress = now
+            self.progress(phase, done, total)
         if self.stop_reason is None and now >= self._deadline:
             self.stop_reason = StopReason.OUT_OF_TIME
         if self.stop_reason is None and self._leaving():
@@ -97,12 +110,19 @@ class Watch:
         return StopOrder(self._patience.cancel_grace_s)
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Note progress in the record, at most every `progress_s` within a phase."""
+        """Note progress in the record, at most every `progress_s` within a phase.
+
+        A job that ends before the first `progress_s` never has any.
+        """
         now = time.monotonic()
         if phase != self._phase:
             self._phase, self._phase_began, self._phase_began_at = phase, now, done
         elif now < self._next_progress:
             return
+        if now < self._first_progress:
+            self._untold = (phase, done, total)
+            return
+        self._untold = None
         self._next_progress = now + self._patience.progress_s
         view = ProgressView(
             phase=phase, done=done, total=total, seconds_left=self._seconds_left(now, done, total)
@@ -115,6 +135,10 @@ class Watch:
             if not store_refuses(error):
                 raise
             log.warning("job %s: its progress is not noted: %s", self._job_id, error)
+
+    def phase_ended(self, phase: str, *, began_s: float, ended_s: float) -> None:
+        """Record the phase as a span."""
+        WORKER.record(phase, parent=self._traceparent, began_s=began_s, ended_s=ended_s)
 
     def _beat(self) -> None:
         try:

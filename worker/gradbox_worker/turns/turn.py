@@ -42,7 +42,7 @@ from gradbox_service.jobs.fleet import may_be_run
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.store import ResultStore
 from gradbox_worker.errors import DeviceNotStarted
-from gradbox_worker.turns.supervision import Patience, StopReason, Watch
+from gradbox_worker.turns.supervision import WORKER, Patience, StopReason, Watch
 from gradbox_worker.work import Device, Died, Failed, Finished, Outcome, Work
 
 log = logging.getLogger(__name__)
@@ -81,28 +81,33 @@ class TurnRunner:
         Raises:
             DeviceNotStarted: the job is queued again, but the worker had better end.
         """
-        if self._is_for_others(job_id):
-            return "skipped"
-        record = self.records.update(
-            job_id,
-            lambda record: record.begin(worker=self.worker, now_s=time.time()),
-            lease_s=self.patience.lease_s,
-        )
+        record = self.records.update(job_id, self._begun, lease_s=self.patience.lease_s)
         if record is None:
-            log.info("job %s is not queued any more", job_id)
+            log.info("job %s is not queued any more, or not for this worker", job_id)
             return "skipped"
         log.info("job %s: attempt %d begins", job_id, record.attempt)
+        _record_wait(record)
+        with WORKER.span("turn", parent=record.traceparent, worker=self.worker) as span:
+            span.note(job=job_id, attempt=record.attempt)
+            state = self._run(record, traceparent=span.traceparent)
+            span.note(state=state)
+            if state == JobState.FAILED:
+                span.fail("the job failed")
+        return state
+
+    def _run(self, record: JobRecord, *, traceparent: str | None) -> str:
         watch = Watch(
             self.records,
-            job_id,
+            record.id,
             attempt=record.attempt,
             timeout_s=record.timeout_s,
             patience=self.patience,
             leaving=self.leaving,
             alive=self.alive,
+            traceparent=traceparent,
         )
         try:
-            outcome = self._compute(record, watch)
+            outcome = self._compute(record, watch, timed=traceparent is not None)
         except DeviceNotStarted:
             self._end(record, _release(record.attempt))
             raise
@@ -118,13 +123,17 @@ class TurnRunner:
                 log.warning("job %s was held when a worker of this name was killed", record.id)
                 self._end(record, _requeue(record.attempt, "the worker itself was killed"))
 
-    def _is_for_others(self, job_id: str) -> bool:
+    def _begun(self, record: JobRecord) -> JobRecord | None:
+        if self._is_for_others(record):
+            return None
+        return record.begin(worker=self.worker, now_s=time.time())
+
+    def _is_for_others(self, record: JobRecord) -> bool:
         """Tell whether this device lacks the job's model while another worker may have it.
 
         Where nobody has it, the job is begun all the same, to fail with what there is instead.
         """
-        record = self.records.get(job_id)
-        if record is None or self.fleet is None:
+        if self.fleet is None:
             return False
         wanted = (record.model, record.model_version)
         if wanted in [(model.name, model.version) for model in self.device.models]:
@@ -132,10 +141,10 @@ class TurnRunner:
         others = [worker for worker in self.fleet.workers() if worker.name != self.worker]
         if not may_be_run(*wanted, by=others):
             return False
-        log.info("job %s is left to a worker that has %s", job_id, record.model)
+        log.info("job %s is left to a worker that has %s", record.id, record.model)
         return True
 
-    def _compute(self, record: JobRecord, watch: Watch) -> Outcome:
+    def _compute(self, record: JobRecord, watch: Watch, *, timed: bool) -> Outcome:
         try:
             spec = self.records.spec(record.id)
         except GradboxError as error:  # another version of gradbox accepted it
@@ -156,6 +165,7 @@ class TurnRunner:
             earlier_result=self._earlier_result(spec),
             queued_s=max(0.0, (record.started_s or record.created_s) - record.created_s),
             disk_reserve_bytes=self.results.room.reserve_bytes,
+            timed=timed,
         )
         return self.device.run(work, watch)
 
@@ -196,7 +206,8 @@ class TurnRunner:
         """
         while True:
             try:
-                return self.records.update(held.id, transition) or self._done_before(held)
+                after = self.records.update(held.id, transition, seen=held)
+                return after or self._done_before(held)
             except redis.RedisError as error:
                 if not store_refuses(error) or self.leaving():
                     raise
@@ -217,6 +228,13 @@ class TurnRunner:
 
 # The runner that `run_turn` speaks to: RQ hands a task nothing but its arguments.
 CURRENT: contextvars.ContextVar[TurnRunner] = contextvars.ContextVar("gradbox turn runner")
+
+
+def _record_wait(record: JobRecord) -> None:
+    """Record how long a job waited. When a later attempt was queued, no record says."""
+    if record.attempt == 1 and record.started_s is not None:
+        began_s, ended_s = record.created_s, record.started_s
+        WORKER.record("queue wait", parent=record.traceparent, began_s=began_s, ended_s=ended_s)
 
 
 def _transition(

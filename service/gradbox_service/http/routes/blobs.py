@@ -48,7 +48,10 @@ def has_blob(digest: Digest, box: Box, caller: Caller) -> Response:
 @router.put(
     "/{digest}",
     status_code=201,
-    responses={200: {"description": "The caller had sent it before"}},
+    responses={
+        200: {"description": "The caller had sent it before"},
+        412: {"description": "Likewise, with `If-None-Match: *`"},
+    },
     openapi_extra=BLOB_BODY,
 )
 async def put_blob(
@@ -65,7 +68,8 @@ async def put_blob(
     if size_bytes is not None:
         async for _ in pieces:  # a client that is cut off while it sends may miss the answer
             pass
-        response.status_code = 200
+        not_again = request.headers.get("if-none-match", "").strip() == "*"
+        response.status_code = 412 if not_again else 200
         return BlobView(digest=digest, size_bytes=size_bytes)
     within_quota = partial(
         check_quota,

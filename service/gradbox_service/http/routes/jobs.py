@@ -9,42 +9,75 @@ from functools import partial
 from itertools import islice
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Request
+import anyio.to_thread
+from fastapi import APIRouter, Header, Query, Request, Response
 
 from gradbox.errors import InvalidRequest, OwnerOnly
 from gradbox.protocol import JobList, JobState, JobView, OperationMode
+from gradbox.spans import Spans, read_traceparent
 from gradbox_service.admission import post
 from gradbox_service.backing import Backing
 from gradbox_service.http.auth import Box, Caller, VisibleJob
 from gradbox_service.http.bodies import Bodies
+from gradbox_service.http.multipart import MAX_BODY_BYTES, Parts, is_form, read_parts
 from gradbox_service.http.openapi import JOB_BODY
+from gradbox_service.http.waiting import answer_with, waited_for
 from gradbox_service.jobs import JobRecord, Mark
+from gradbox_service.tokens import TokenInfo
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 IdempotencyKey = Annotated[
     str | None, Header(min_length=1, max_length=200, description="Makes posting repeatable")
 ]
+TraceParent = Annotated[
+    str | None,
+    Header(description="W3C Trace Context: the parent of the job's spans"),
+]
 MAX_LISTED = 500
+SPANS = Spans("gradbox-service")
 
 
-@router.post("", status_code=202, openapi_extra=JOB_BODY)
+@router.post(
+    "",
+    status_code=202,
+    response_model=JobView,
+    responses={200: {"model": JobView, "description": "The job has ended within the wait"}},
+    openapi_extra=JOB_BODY,
+)
 async def post_job(
-    request: Request, box: Box, caller: Caller, idempotency_key: IdempotencyKey = None
-) -> JobView:
-    """Accept a job. It then ends in exactly one of done, failed, cancelled."""
+    request: Request,
+    box: Box,
+    caller: Caller,
+    idempotency_key: IdempotencyKey = None,
+    traceparent: TraceParent = None,
+) -> Response:
+    """Accept a job, with its small blobs. It then ends in exactly one of done, failed, cancelled.
+
+    `Prefer: wait=N` waits for its end, which is then what the answer says, with status 200.
+    """
     bodies: Bodies = request.app.state.bodies
-    record = await bodies.handle(
-        request,
-        partial(
-            post,
-            caller=caller,
-            idempotency_key=idempotency_key,
-            box=box,
-            settings=request.app.state.settings,
-        ),
-    )
-    return _view(record, box)
+    content_type = request.headers.get("content-type", "")
+    form = is_form(content_type)
+    parent = read_traceparent(traceparent)
+    with SPANS.span("accept", parent=parent, owner=caller.name) as span:
+
+        def accept(body: bytes) -> JobRecord:
+            parts = read_parts(body, content_type=content_type) if form else Parts(body, {})
+            return post(
+                parts.job,
+                blobs=parts.blobs,
+                caller=caller,
+                idempotency_key=idempotency_key,
+                traceparent=parent or span.traceparent,
+                box=box,
+                settings=request.app.state.settings,
+            )
+
+        limit_bytes = MAX_BODY_BYTES if form else None
+        record = await bodies.handle(request, accept, limit_bytes=limit_bytes)
+        span.note(job=record.id, computation=record.computation, model=record.model)
+    return await _answer(record, request, box=box, caller=caller, posted=True)
 
 
 @router.get("")
@@ -81,10 +114,10 @@ def list_jobs(
     )
 
 
-@router.get("/{job_id}")
-def one_job(record: VisibleJob, box: Box) -> JobView:
-    """One job."""
-    return _view(record, box)
+@router.get("/{job_id}", response_model=JobView)
+async def one_job(request: Request, record: VisibleJob, box: Box, caller: Caller) -> Response:
+    """One job; `Prefer: wait=N` waits for its end."""
+    return await _answer(record, request, box=box, caller=caller)
 
 
 @router.delete("/{job_id}", status_code=202)
@@ -92,6 +125,17 @@ def cancel_job(record: VisibleJob, box: Box) -> JobView:
     """Cancel a job: at once if it waits, within a shard if it runs. One that has ended stays so."""
     box.records.update(record.id, partial(JobRecord.request_cancel, now_s=time.time()))
     return (box.records.get(record.id) or record).view()
+
+
+async def _answer(
+    record: JobRecord, request: Request, *, box: Backing, caller: TokenInfo, posted: bool = False
+) -> Response:
+    waited = await waited_for(record, request, listener=caller.name)
+
+    def answer() -> Response:
+        return answer_with(waited, _view(waited.record, box), request, box=box, posted=posted)
+
+    return await anyio.to_thread.run_sync(answer)
 
 
 def _view(record: JobRecord, box: Backing) -> JobView:
@@ -103,7 +147,7 @@ def _view(record: JobRecord, box: Backing) -> JobView:
 
 def _views(records: Sequence[JobRecord], box: Backing) -> list[JobView]:
     queued = [record.id for record in records if record.state is JobState.QUEUED]
-    places, hold = box.records.places(queued), _hold(box)
+    places, hold = box.records.places(queued), _hold(box) if queued else None
     return [_held(record.view(place=places.get(record.id)), hold) for record in records]
 
 

@@ -1,0 +1,58 @@
+"""What the shell completes by asking the box: ids of jobs and names of models.
+
+It waits a second at most, and where no box answers in that time it completes nothing and prints
+nothing: whoever pressed Tab is writing a command.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import typer
+
+from gradbox.cli.output import SHOWN_LENGTH
+from gradbox.client import GradClient
+from gradbox.errors import GradboxError
+from gradbox.http.connection import Retry
+from gradbox.printable import printable
+
+LOOKED_THROUGH: Final = 500
+TIMEOUT_S: Final = 1.0
+
+Completions = list[tuple[str, str]]
+
+
+def complete_job(ctx: typer.Context, args: list[str], incomplete: str) -> Completions:
+    """Return the ids that begin so, each with what tells the job from others."""
+    try:
+        with _client() as client:
+            views = [job.view for job in client.jobs(limit=LOOKED_THROUGH)]
+    except GradboxError:
+        return []
+    length = max(SHOWN_LENGTH, len(incomplete))
+    return [
+        (view.id[:length], printable(f"{view.state} {view.model} {view.name}".rstrip()))
+        for view in views
+        if view.id.startswith(incomplete)
+    ]
+
+
+def complete_model(ctx: typer.Context, args: list[str], incomplete: str) -> Completions:
+    """Return the names of models that begin so, each with its size or why it cannot be used."""
+    try:
+        with _client() as client:
+            views = client.models()
+    except GradboxError:
+        return []
+    return [
+        (
+            view.name,
+            printable(f"{view.num_parameters:,} parameters" if view.usable else view.reason),
+        )
+        for view in views
+        if view.name.startswith(incomplete)
+    ]
+
+
+def _client() -> GradClient:
+    return GradClient(timeout_s=TIMEOUT_S, retry=Retry(patience_s=0))

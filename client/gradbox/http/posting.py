@@ -1,0 +1,164 @@
+"""A job, the small blobs that it names, and its small result: each way in one body.
+
+request     multipart/form-data: the part `job`, and a part for each blob, named by its digest
+answer      the job; with `Prefer: wait` and where it has ended, its small result behind it
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import httpx
+
+from gradbox.errors import MissingBlobs, ProtocolError
+from gradbox.http.connection import Connection, parsed
+from gradbox.http.download import OnBytes
+from gradbox.http.upload import Uploader
+from gradbox.protocol import JOB_AND_RESULT, JobView, parted
+from gradbox.tensors.blob import Blob
+
+# What a box takes in one body, and what is kept free for the lines between the parts.
+TOGETHER_BYTES: Final = 2**20
+BESIDE_BYTES: Final = 256
+MAX_BLOBS: Final = 256
+ACCEPT: Final = f"{JOB_AND_RESULT}, application/json"
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What the box said of a job, and its result file where that came along."""
+
+    view: JobView
+    result: memoryview | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """A job and blobs as one body."""
+
+    job: bytes
+    blobs: Sequence[Blob]
+    boundary: str
+
+    @classmethod
+    def of(cls, job: bytes, blobs: Sequence[Blob]) -> Form:
+        """Return the form, with a boundary that no part holds: it has 128 random bits."""
+        return cls(job, blobs, boundary=secrets.token_hex(16))
+
+    @property
+    def content_type(self) -> str:
+        return f"multipart/form-data; boundary={self.boundary}"
+
+    def content(self) -> bytes:
+        return b"".join(self._pieces())
+
+    def _pieces(self) -> Iterator[bytes | memoryview]:
+        yield self._head("job", "application/json")
+        yield self.job
+        for blob in self.blobs:
+            yield b"\r\n" + self._head(blob.digest, "application/octet-stream")
+            yield from blob.chunks()
+        yield f"\r\n--{self.boundary}--\r\n".encode()
+
+    def _head(self, name: str, content_type: str) -> bytes:
+        lines = (
+            f"--{self.boundary}",
+            f'Content-Disposition: form-data; name="{name}"',
+            f"Content-Type: {content_type}",
+        )
+        return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+class Poster:
+    """Posts jobs to one box, and sends it what it lacks of their blobs. Any thread may call it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._uploader = Uploader(connection)
+
+    def send(
+        self,
+        job: bytes,
+        blobs: Sequence[Blob],
+        *,
+        headers: Mapping[str, str] | None = None,
+        on_bytes: OnBytes | None = None,
+        stop: threading.Event | None = None,
+        wait_s: int = 0,
+    ) -> Answered:
+        """Upload the large blobs that the box does not have, and post the job with the small ones.
+
+        Args:
+            headers: more of the posted job.
+            on_bytes: see `Uploader.upload`.
+            stop: once it is set, no more is uploaded, and nothing is posted.
+            wait_s: how long the box may wait for the job's end before it answers.
+
+        Raises:
+            concurrent.futures.CancelledError: `stop` was set.
+            GradboxError: as for `Connection.request`.
+        """
+        headers = {**(headers or {}), "Accept": ACCEPT, "Idempotency-Key": str(uuid.uuid4())}
+        upload = partial(self._uploader.upload, on_bytes=on_bytes, stop=stop)
+        small = small_ones(self._uploader.missing(blobs), job_bytes=len(job))
+        upload([blob for blob in blobs if blob not in small])
+        try:
+            answered = self._post(job, small, headers, wait_s=wait_s)
+        except MissingBlobs:
+            # The box's owner removed blobs since this client saw them there.
+            self._uploader.forget()
+            upload(blobs)
+            answered = self._post(job, (), headers, wait_s=wait_s)
+        self._uploader.note(small)
+        return answered
+
+    def _post(
+        self, job: bytes, blobs: Sequence[Blob], headers: Mapping[str, str], *, wait_s: int
+    ) -> Answered:
+        """Post a job with blobs; repeated until it is answered, it is one job all the same."""
+        form = Form.of(job, blobs)
+        content = form.content() if blobs else job
+        headers = {
+            **headers,
+            "Content-Length": str(len(content)),
+            "Content-Type": form.content_type if blobs else "application/json",
+        }
+        answer = self._connection.request(
+            "POST", "/v1/jobs", body=lambda: [content], headers=headers, wait_s=wait_s
+        )
+        return read_answer(answer)
+
+
+def small_ones(blobs: Iterable[Blob], *, job_bytes: int) -> list[Blob]:
+    """Return the blobs that fit into one body with the job, the smallest first."""
+    left = TOGETHER_BYTES - job_bytes - 2 * BESIDE_BYTES
+    chosen: list[Blob] = []
+    for blob in sorted(blobs, key=lambda blob: blob.size_bytes):
+        left -= blob.size_bytes + BESIDE_BYTES
+        if left < 0 or len(chosen) == MAX_BLOBS:
+            break
+        chosen.append(blob)
+    return chosen
+
+
+def read_answer(answer: httpx.Response) -> Answered:
+    """Read an answer about a job.
+
+    Raises:
+        ProtocolError: it has another form.
+    """
+    if answer.headers.get("content-type") != JOB_AND_RESULT:
+        return Answered(parsed(JobView, answer))
+    try:
+        return Answered(*parted(answer.content))
+    except ValueError as error:
+        raise ProtocolError(
+            f"expected a job and its result from {answer.request.url}, got {len(answer.content)} "
+            f"bytes of another form ({error}); is this client older or newer than the box?"
+        ) from None

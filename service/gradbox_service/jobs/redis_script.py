@@ -1,0 +1,50 @@
+"""Commands that Redis runs together, if some keys hold what the caller has read.
+
+It is what WATCH, MULTI and EXEC do, in one round trip: a change of a record is sent as one script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, cast
+
+import redis
+from redis.client import Pipeline
+
+# KEYS: keys of strings. ARGV: what each of them must hold, "" for one that must not be there; then
+# each command as the number of its words, and the words.
+SCRIPT: Final = """
+for i, key in ipairs(KEYS) do
+    if (redis.call('GET', key) or '') ~= ARGV[i] then return 0 end
+end
+local at = #KEYS + 1
+while at <= #ARGV do
+    local last = at + tonumber(ARGV[at])
+    redis.call(unpack(ARGV, at + 1, last))
+    at = last + 1
+end
+return 1
+"""
+
+
+class ConditionalCommands:
+    """Runs what a pipeline has gathered, or nothing of it."""
+
+    def __init__(self, connection: redis.Redis) -> None:
+        """Send nothing yet."""
+        self._script = connection.register_script(SCRIPT)
+
+    def run(self, pipe: Pipeline, *, where: Mapping[str, bytes | str]) -> bool:
+        """Run a pipeline's commands where keys hold these values; tell whether they do.
+
+        A script whose answer is lost may be sent again, and then finds its own changes: the
+        conditions must not hold after the commands.
+
+        Args:
+            where: key → the string that it must hold, "" if it must not be there.
+        """
+        words: list[object] = list(where.values())
+        for command, _ in pipe.command_stack:
+            words += [len(command), *command]
+        pipe.reset()
+        return bool(self._script(keys=list(where), args=cast("list[str]", words)))

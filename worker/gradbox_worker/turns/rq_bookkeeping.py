@@ -1,0 +1,96 @@
+"""RQ's worker with no more bookkeeping for a turn than somebody reads.
+
+A turn is a job of RQ whose record is ours, so RQ's own results, dependents, callbacks, timings and
+executions are of no use; left as they are, they are 75 commands a turn, most of them each a round
+trip. What is kept:
+
+    rq:queue:QUEUE          the turns that wait, and rq:job:ID what each of them runs
+    QUEUE:intermediate      a turn between dequeuing and begin, which RQ's maintenance takes back
+    rq:worker:NAME          the worker's state and heartbeat, as `rq info` shows them
+
+A turn that is begun is forgotten: from then on the job's record and its lease say who has it. What
+is here is lost without harm, like a turn itself; so pipelines are no transactions.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+from uuid import uuid4
+
+from redis.client import Pipeline
+from rq import SimpleWorker
+from rq.executions import Execution
+from rq.job import Job
+from rq.queue import Queue
+from rq.utils import now
+from rq.worker.base import WorkerStatus
+
+# A worker that is known for 80 s says so once in this time at most, and looks as often for what RQ
+# may have been told (`rq suspend`).
+BETWEEN_S: Final = 1.0
+
+
+class TurnOfRq(Job):
+    """RQ's side of a turn."""
+
+    def perform(self) -> Any:
+        """Run the task; RQ would first lift the expiry of what is forgotten here."""
+        return self._execute()
+
+
+class BookkeepingWorker(SimpleWorker):
+    """A worker of RQ for turns: jobs without results, dependents or callbacks."""
+
+    _told_state = ""
+    _heartbeat_s = -BETWEEN_S
+    _suspension_s = -BETWEEN_S
+
+    def set_state(self, state: str, pipeline: Pipeline | None = None) -> None:
+        """Note what the worker does, and tell it if that is new."""
+        self._state = state
+        if state != self._told_state:
+            super().set_state(state, pipeline=pipeline)
+            self._told_state = state
+
+    def heartbeat(self, timeout: int | None = None, pipeline: Pipeline | None = None) -> None:
+        """Say that the worker lives, if it has not said so within the second."""
+        if time.monotonic() - self._heartbeat_s >= BETWEEN_S:
+            super().heartbeat(timeout, pipeline)
+            self._heartbeat_s = time.monotonic()
+
+    def maintain_heartbeats(self, job: Job) -> None:
+        """Say so within a turn that takes a while, and that the worker is busy."""
+        self.set_state(WorkerStatus.BUSY)
+        self.heartbeat()
+
+    def check_for_suspension(self, burst: bool) -> None:
+        """Wait while workers are suspended, as looked up within the second."""
+        if time.monotonic() - self._suspension_s >= BETWEEN_S:
+            super().check_for_suspension(burst)
+            self._suspension_s = time.monotonic()
+
+    def prepare_execution(self, job: Job) -> Execution:
+        """Forget the turn: it is this worker's."""
+        with self.connection.pipeline(transaction=False) as pipe:
+            pipe.lrem(self.queues[0].intermediate_queue_key, 1, job.id)
+            pipe.delete(job.key)
+            pipe.execute()
+        self._state = WorkerStatus.BUSY  # told by the first heartbeat of a turn that has one
+        return Execution(uuid4().hex, job.id, self.connection, worker_name=self.name)
+
+    def prepare_job_execution(self, job: Job, remove_from_intermediate_queue: bool = False) -> None:
+        """Do nothing more."""
+
+    def handle_execution_ended(self, job: Job, queue: Queue, heartbeat_ttl: int) -> None:
+        """Note the end here alone."""
+        job.ended_at = now()
+
+    def handle_job_success(self, job: Job, queue: Queue, started_job_registry: Any) -> None:
+        """Do nothing: the job's record says how it ended."""
+
+    def handle_job_failure(
+        self, job: Job, queue: Queue, started_job_registry: Any = None, exc_string: str = ""
+    ) -> None:
+        """Forget a turn that was not begun; the dispatcher feeds another."""
+        self.connection.delete(job.key)
