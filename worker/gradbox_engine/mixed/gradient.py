@@ -53,7 +53,7 @@ from gradbox_engine.model.prepared import prepared
 from gradbox_engine.model.wrt import Selection
 from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.cotangents import trainable
-from gradbox_engine.replay.phase_clock import PhaseClock
+from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.requests import (
     CallKeywords,
     CallOptions,
@@ -117,7 +117,7 @@ def mixed_gradient(
         checkpoint = JobCheckpoint(checkpoints, ready, sums)
         resumed = checkpoint.resumed()
         went = TangentPass(**resumed.second.facts) if resumed.second else TangentPass()
-        clock = PhaseClock(ready.device)
+        clock = PhaseTimer(ready.device)
         with clock.timed("forward"):
             first = first_pass(equipment, resumed.records, after_shard=checkpoint.after_first_call)
         with clock.timed("cotangents"):

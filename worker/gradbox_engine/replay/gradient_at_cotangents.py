@@ -37,7 +37,7 @@ from gradbox_engine.replay.fp16_scaling import scaled_replay
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.input_gradients import InputGrads, collect
 from gradbox_engine.replay.kept_graphs import KeptPass
-from gradbox_engine.replay.phase_clock import PhaseClock
+from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.replay.retention import GraphBudget, graph_budget
 from gradbox_engine.replay.shard_record import ShardRecord, free_graphs
 from gradbox_engine.replay.z import NumRows, ShardRows, unordered
@@ -104,7 +104,7 @@ def gradient_at_cotangents(
     selection = select(model, wrt)
     sums = GradientSums(selection.parameters)
     with prepared(model, groups, selection, told) as ready:
-        clock = PhaseClock(ready.device)
+        clock = PhaseTimer(ready.device)
         parts = _parts(groups, cotangents, first.rows)
         given = {position: part for position, part in parts.items() if part}
         if not given:
