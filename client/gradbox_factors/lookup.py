@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradbox_factors.hashing import Sketch
-from gradbox_factors.term import Term, wide
+from gradbox_factors.term import Term, summed_outputs, wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class Lookup(Term):
         return (self.left * tangent[self.ids]).flatten(2).sum(2).T
 
     def vjp(self, cotangent: Tensor) -> Tensor:
-        left = torch.einsum("by,ybtd->btd", cotangent, self.left)
+        left = summed_outputs(self.left, cotangent)
         return left.new_zeros(self.shape).index_add_(0, self.ids.flatten(), left.flatten(0, 1))
 
     def sketch(self, sketch: Sketch) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradbox_factors.hashing import Sketch
-from gradbox_factors.term import Term, nearly_cancelled, wide
+from gradbox_factors.term import Term, nearly_cancelled, summed_outputs, wide
 
 _PAIR_BYTES = 64 * 2**20
 
@@ -199,7 +199,7 @@ class Outer(Term):
         return (self.left * image).flatten(2).sum(2).T
 
     def vjp(self, cotangent: Tensor) -> Tensor:
-        left = torch.einsum("by,ybto->bto", cotangent, self.left)
+        left = summed_outputs(self.left, cotangent)
         product = left.flatten(0, 1).T @ self.right.flatten(0, 1)
         return (product.T if self.transposed else product).reshape(self.shape)
 

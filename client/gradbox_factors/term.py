@@ -180,7 +180,7 @@ class Term(ABC):
         parts = [
             flat @ self.rows(start, stop).flatten(2).flatten(0, 1) for start, stop in self.slabs()
         ]
-        return torch.cat(parts).view(self.shape)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.shape)
 
     def sketch(self, sketch: Sketch) -> Tensor:
         """Return the projection of J to `sketch.dim` numbers, shape (B, Y, dim)."""
@@ -191,6 +191,13 @@ class Term(ABC):
             slab = self.rows(start, stop).flatten(2)
             total.index_add_(2, bucket.flatten(), slab * sign.flatten().to(slab.dtype))
         return total
+
+
+def summed_outputs(left: Tensor, cotangent: Tensor) -> Tensor:
+    """Return Σ_y u[b, y] left[y, b, t, o], shape (B, T, O)."""
+    Y, B, T, rows = left.shape
+    by_sample = left.transpose(0, 1).reshape(B, Y, T * rows)
+    return torch.bmm(cotangent.unsqueeze(1), by_sample).view(B, T, rows)
 
 
 def identity(factor: Tensor) -> Identity:

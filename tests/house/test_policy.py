@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import subprocess
 import sys
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 
@@ -29,6 +30,15 @@ SHORT = {
     "worker/gradbox_worker/computations/factors.py": "what jobs, tests and benchmarks write alike",
     "service/gradbox_service/admission/forward.py": "the one check of a computation's own module",
     "service/gradbox_service/store/layout.py": "the folders that service and workers share",
+}
+# Classes of one name, each for the reason beside it: elsewhere one name means one thing.
+ONE_NAME = {
+    "Batch": "of jobs, and of a remote model's calls: neither is imported beside the other",
+    "LossNotFinite": "what the engine raises, and what its user catches",
+    "LossNotScalar": "what the engine raises, and what its user catches",
+    "ModelCallFailed": "what the engine raises, and what its user catches",
+    "ReplayMismatch": "what the engine raises, and what its user catches",
+    "Penalty": "with a function to be traced, and with the one that is built of its graph",
 }
 # What a package's file and `python -m` say in a few lines.
 ALWAYS_SHORT = ("__init__.py", "__main__.py")
@@ -90,6 +100,16 @@ def test_a_file_holds_one_idea(path: Path) -> None:
     num_lines = len(path.read_text().splitlines())
     assert num_lines <= LONGEST_FILE or name in LONG
     assert num_lines >= SHORTEST_FILE or name in SHORT or path.name in ALWAYS_SHORT
+
+
+def test_no_two_classes_share_a_name() -> None:
+    defined = [
+        node.name
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert {name for name, times in Counter(defined).items() if times > 1} == ONE_NAME.keys()
 
 
 @pytest.mark.parametrize("folder", ROOMS, ids=lambda folder: str(folder.relative_to(ROOT)))

@@ -171,7 +171,7 @@ class Kind:
 
 
 def of_replay(spec: Callable[[Box], JobSpec]) -> Kind:
-    return Kind(spec, NUM_SHARDS, lambda facts: int(facts["replay"]["done"]))
+    return Kind(spec, NUM_SHARDS, lambda facts: int(facts["second"]["done"]))
 
 
 def of_rows(spec: Callable[..., JobSpec], **how: Any) -> Kind:
@@ -185,7 +185,7 @@ KINDS: Mapping[str, Kind] = {
     "factors": of_rows(jacobian, form="factored"),
     "dense jacobian": of_rows(jacobian, form="dense"),
     "gram": of_rows(rows, reduce="gram"),
-    "mixed gradient": Kind(mixed, NUM_SHARDS, lambda facts: int(facts["tangents"]["num_done"])),
+    "mixed gradient": Kind(mixed, NUM_SHARDS, lambda facts: int(facts["second"]["num_done"])),
 }
 
 

@@ -54,3 +54,19 @@ def test_large_seeds_are_taken_whole():
         first = _draw()
     with shard_stream(2**31 - 1, 0, 0):
         assert _draw() != first
+
+
+@pytest.mark.parametrize("num_drawn", [0, 1, 2])
+def test_numpy_s_state_is_put_back_to_the_last_entry(num_drawn):
+    """After one normal number NumPy keeps another, which no seed makes."""
+    np.random.seed(5)
+    np.random.standard_normal(num_drawn)
+    before = np.random.get_state(legacy=False)
+    with shard_stream(3, 1, 7):
+        in_stream = np.random.standard_normal(3)
+    after = np.random.get_state(legacy=False)
+    with shard_stream(3, 1, 7):
+        assert np.array_equal(np.random.standard_normal(3), in_stream)
+    assert (before["has_gauss"], before["gauss"]) == (after["has_gauss"], after["gauss"])
+    assert before["state"]["pos"] == after["state"]["pos"]
+    assert np.array_equal(before["state"]["key"], after["state"]["key"])

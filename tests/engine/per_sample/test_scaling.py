@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
-from gradbox_engine.per_sample.sample_scales import Scaled
+from gradbox_engine.per_sample.sample_loss import Scaled
 from tests.engine.per_sample import naive
 
 TOLERANCE = 5e-3

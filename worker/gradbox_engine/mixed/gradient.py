@@ -36,18 +36,24 @@ from typing import Unpack
 
 from torch import Tensor, nn
 
-from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
+from gradbox_engine.checkpoint import Checkpoints
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.mixed.checkpoint import MixedCheckpoint
 from gradbox_engine.mixed.inner import Inner
 from gradbox_engine.mixed.jacobian_products import ShardJacobians
-from gradbox_engine.mixed.phases import Equipment, differentiate_outer, first_pass, tangent_pass
+from gradbox_engine.mixed.phases import (
+    Equipment,
+    TangentPass,
+    differentiate_outer,
+    first_pass,
+    tangent_pass,
+)
 from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.model.kernels import differentiable_kernels
 from gradbox_engine.model.prepared import prepared
 from gradbox_engine.model.wrt import Selection
+from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.cotangents import trainable
-from gradbox_engine.replay.phase_clock import PhaseClock
+from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.requests import (
     CallKeywords,
     CallOptions,
@@ -107,16 +113,15 @@ def mixed_gradient(
             inner=Inner(inner, device=ready.device, seed=told.seed, widened=told.widened),
             observer=observer or Silent(),
         )
-        checkpoint = MixedCheckpoint(checkpoints or NoCheckpoints(), equipment)
-        clock = PhaseClock(ready.device)
+        sums = LeafSums(leaves)
+        checkpoint = JobCheckpoint(checkpoints, ready, sums)
+        resumed = checkpoint.resumed()
+        went = TangentPass(**resumed.second.facts) if resumed.second else TangentPass()
+        clock = PhaseTimer(ready.device)
         with clock.timed("forward"):
-            first = first_pass(
-                equipment, checkpoint.records(), after_shard=checkpoint.after_first_call
-            )
+            first = first_pass(equipment, resumed.records, after_shard=checkpoint.after_first_call)
         with clock.timed("cotangents"):
             differentiated = differentiate_outer(equipment, outer, first)
-        sums = LeafSums(leaves)
-        went = checkpoint.went(sums)
         if not went.num_done:
             sums.add(differentiated.direct)
         with clock.timed("replay"):
@@ -126,7 +131,7 @@ def mixed_gradient(
                 differentiated.directions,
                 sums,
                 went=went,
-                after_shard=partial(checkpoint.after_tangent, first, sums, went),
+                after_shard=partial(checkpoint.after_second_call, first),
             )
     return MixedResult(
         value=differentiated.value,

@@ -12,7 +12,7 @@ backward marked `once_differentiable`: its mark in the graph is looked for.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,22 +43,20 @@ class Linearised:
 
 
 class ShardJacobians:
-    """Products with the Jacobians of shards, each by calls of the model under its own stream.
-
-    `argument` is the shards' argument that is z; until it is known, None.
-    """
+    """Products with the Jacobians of shards, each by calls of the model under its own stream."""
 
     def __init__(self, ready: Prepared, *, argument: str | None, scaled: bool) -> None:
         """Choose z.
 
         Args:
-            argument: the shards' argument that is z; None takes the first floating-point one.
+            argument: the shards' argument that is z; None takes the first shard's first
+                floating-point one.
             scaled: whether what is multiplied with J is first brought to a largest entry of 1,
                 so that it passes through float16.
         """
         self._calls = ready.calls
         self._feed = ready.feed
-        self.argument = argument
+        self._argument = argument or next(_real(ready.calls.groups[0].shards[0]), None)
         self._scaled = scaled
 
     def transposed(
@@ -153,20 +151,22 @@ class ShardJacobians:
         return dict(zip(probes, found, strict=True))
 
     def _take(self, position: Position) -> tuple[dict[str, Any], str, Tensor]:
-        arguments = self._feed.take(position)
-        real = [n for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point()]
-        if self.argument is None:
-            self.argument = next(iter(real), None)
-        if self.argument not in real:
+        arguments, name = self._feed.take(position), self._argument
+        real = list(_real(arguments))
+        if name not in real:
             raise BadInputs(
                 f"{self._calls.where(position)}: expected a floating-point argument for z, one of "
-                f"{real}, got z={self.argument!r} of {sorted(arguments)}; an integer argument has "
-                f"no derivative"
+                f"{real}, got z={name!r} of {sorted(arguments)}; an integer argument has no "
+                f"derivative"
             )
-        return arguments, self.argument, arguments[self.argument]
+        return arguments, name, arguments[name]
 
     def _scale(self, tensors: list[Tensor]) -> float:
         return fp16_scale(tensors, largest=1.0) if self._scaled else 1.0
+
+
+def _real(arguments: Mapping[str, Any]) -> Iterator[str]:
+    return (n for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point())
 
 
 def missing_rule(error: ModelCallFailed) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.errors import BadInputs, ModelCallFailed
 from gradbox_engine.mixed.inner import Contraction, Inner, norm
 from gradbox_engine.mixed.jacobian_products import Linearised, ShardJacobians, missing_rule
@@ -18,14 +19,17 @@ from gradbox_engine.model.outputs import BARE, Outputs
 from gradbox_engine.model.precision import replay_tolerance
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.shard_feed import Position
-from gradbox_engine.model.snapshots import Snapshot
 from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.cotangents import differentiate, nonzero
+from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.replay.z import ShardRows, concatenated
 from gradbox_engine.requests import SOLE_GROUP, Objective, Observer
 
 SKETCH_ENTRIES = 4096
 """How many entries of v are kept of each shard and output, at equal distances, to compare with."""
+
+DFDZ = "dfdz"
+"""What dfdz_i is called in a shard's record, beside the entries of v."""
 
 DISAGREES = "forward mode that disagrees with reverse mode"
 
@@ -38,17 +42,6 @@ class Equipment:
     jacobians: ShardJacobians
     inner: Inner
     observer: Observer
-
-
-@dataclass
-class MixedShard:
-    """What the first pass leaves of a shard."""
-
-    position: Position
-    before: Snapshot  # the buffers at its beginning
-    after: Snapshot  # and at its end
-    sketch: Outputs  # some entries of v
-    dfdz: Tensor  # of the shape of z
 
 
 @dataclass(frozen=True)
@@ -70,13 +63,17 @@ class TangentPass:
     fallbacks: dict[str, int] = field(default_factory=dict)
     difference: float = 0.0
 
+    def state(self) -> Checkpoint:
+        """Return all of it, for another process."""
+        return Checkpoint({}, asdict(self))
+
 
 def first_pass(
     equipment: Equipment,
-    done: Sequence[MixedShard],
+    done: Sequence[ShardRecord],
     *,
-    after_shard: Callable[[Sequence[MixedShard]], None],
-) -> list[MixedShard]:
+    after_shard: Callable[[Sequence[ShardRecord]], None],
+) -> list[ShardRecord]:
     """Take v, a and dfdz of every shard, in order, each through its own graph.
 
     Args:
@@ -95,7 +92,8 @@ def first_pass(
         cotangents = partial(equipment.inner.cotangents, position)
         outputs, dfdz = equipment.jacobians.transposed(position, cotangents)
         after = buffers.advance(before)
-        records.append(MixedShard(position, before, after, _sketch(outputs), dfdz))
+        kept = {**_sketch(outputs), DFDZ: dfdz}
+        records.append(ShardRecord(position, kept, penalties=[], before=before, after=after))
         _check_alike(equipment, records[0], records[-1])
         before = after
         after_shard(records)
@@ -107,16 +105,16 @@ def first_pass(
 def differentiate_outer(
     equipment: Equipment,
     outer: Objective,
-    records: Sequence[MixedShard],
+    records: Sequence[ShardRecord],
 ) -> OuterDifferentiated:
     """Evaluate t at dfdz and differentiate it there."""
     equipment.observer.step("cotangents", 0, 1)
     ready = equipment.ready
     group = replace(ready.calls.groups[0], name=SOLE_GROUP)
-    whole, num_rows = concatenated([group], {r.position: {BARE: r.dfdz} for r in records})
+    whole, num_rows = concatenated([group], {r.position: {BARE: r.outputs[DFDZ]} for r in records})
     rows = ShardRows([group], num_rows)
     for record, part in zip(records, rows.parts(whole).values(), strict=True):
-        record.dfdz = part[BARE]  # a view of the whole, which is thus held once
+        record.outputs[DFDZ] = part[BARE]  # a view of the whole, which is thus held once
     found = differentiate(
         outer,
         whole,
@@ -140,12 +138,12 @@ def differentiate_outer(
 
 def tangent_pass(
     equipment: Equipment,
-    records: Sequence[MixedShard],
+    records: Sequence[ShardRecord],
     directions: Mapping[Position, Tensor],
     sums: LeafSums,
     *,
     went: TangentPass,
-    after_shard: Callable[[ReplayComparison], None],
+    after_shard: Callable[[TangentPass, ReplayComparison], None],
 ) -> None:
     """Add ∂⟨a_i(y, v_i), J_i u_i⟩/∂y for every shard that u is not zero for.
 
@@ -157,7 +155,9 @@ def tangent_pass(
         ReplayMismatch: a shard's v differs from that of the first pass.
     """
     active = [record for record in records if record.position in directions]
-    scales = [norm([record.dfdz]) * norm([directions[record.position]]) for record in active]
+    scales = [
+        norm([record.outputs[DFDZ]]) * norm([directions[record.position]]) for record in active
+    ]
     largest = torch.stack(scales).amax() if scales else torch.zeros(())
     tangents = _Tangents(equipment, went, largest)
     for record, following in pairwise([*active[went.num_done :], None]):
@@ -166,7 +166,7 @@ def tangent_pass(
         contraction = tangents.take(record, directions[record.position])
         sums.add(contraction.gradients())
         went.num_done += 1
-        after_shard(tangents.comparison)
+        after_shard(went, tangents.comparison)
         equipment.ready.feed.prefetch(None if following is None else following.position)
     went.difference = tangents.comparison.finish()
     equipment.observer.step("replay", len(active), len(active))
@@ -189,7 +189,7 @@ class _Tangents:
         )
         self._equipment = equipment
 
-    def take(self, record: MixedShard, u: Tensor) -> Contraction:
+    def take(self, record: ShardRecord, u: Tensor) -> Contraction:
         """Return J u of a shard, contracted with a.
 
         Raises:
@@ -210,7 +210,7 @@ class _Tangents:
         went.fallbacks[went.obstacle] = went.fallbacks.get(went.obstacle, 0) + 1
         return self._by_double_backward(record, u)
 
-    def _by_forward_mode(self, record: MixedShard, u: Tensor) -> Contraction | None:
+    def _by_forward_mode(self, record: ShardRecord, u: Tensor) -> Contraction | None:
         self._equipment.ready.buffers.restore(record.before)
         linearised = self._equipment.jacobians.forward_mode(record.position, u)
         contraction = self._contract(record, linearised)
@@ -219,27 +219,29 @@ class _Tangents:
         self._compare(record, linearised)
         return contraction
 
-    def _by_double_backward(self, record: MixedShard, u: Tensor) -> Contraction:
+    def _by_double_backward(self, record: ShardRecord, u: Tensor) -> Contraction:
         self._equipment.ready.buffers.restore(record.before)
         linearised = self._equipment.jacobians.double_transposed(record.position, u)
         self._compare(record, linearised)
         return self._contract(record, linearised)
 
-    def _contract(self, record: MixedShard, linearised: Linearised) -> Contraction:
+    def _contract(self, record: ShardRecord, linearised: Linearised) -> Contraction:
         return self._equipment.inner.contract(
             record.position, linearised.outputs, linearised.tangents
         )
 
-    def _compare(self, record: MixedShard, linearised: Linearised) -> None:
+    def _compare(self, record: ShardRecord, linearised: Linearised) -> None:
         where = self._equipment.ready.calls.where(record.position)
-        self.comparison.compare(where, _sketch(linearised.outputs), record.sketch)
+        entries = {name: x for name, x in record.outputs.items() if name != DFDZ}
+        self.comparison.compare(where, _sketch(linearised.outputs), entries)
 
-    def _agrees(self, record: MixedShard, u: Tensor, contraction: Contraction) -> bool:
+    def _agrees(self, record: ShardRecord, u: Tensor, contraction: Contraction) -> bool:
         """Return whether ⟨a, J u⟩ = ⟨dfdz, u⟩ within rounding; waits for the device."""
-        expected = (record.dfdz.to(u.dtype) * u).sum()
+        dfdz = record.outputs[DFDZ]
+        expected = (dfdz.to(u.dtype) * u).sum()
         error = (contraction.product.detach() - expected).abs()
         scale = torch.maximum(contraction.scale, self._largest)
-        tolerance = replay_tolerance(self._equipment.ready.options.precision, record.dfdz.dtype)
+        tolerance = replay_tolerance(self._equipment.ready.options.precision, dfdz.dtype)
         return bool(error <= tolerance * scale)
 
 
@@ -248,15 +250,15 @@ def _sketch(outputs: Outputs) -> Outputs:
     sketched = {}
     for name, value in outputs.items():
         flat = value.detach().flatten()
-        sketched[name] = flat[:: max(1, flat.numel() // SKETCH_ENTRIES)].clone()
+        sketched[f"v/{name}"] = flat[:: max(1, flat.numel() // SKETCH_ENTRIES)].clone()
     return sketched
 
 
-def _check_alike(equipment: Equipment, first: MixedShard, record: MixedShard) -> None:
-    if first.dfdz.shape[1:] != record.dfdz.shape[1:] or first.dfdz.dtype != record.dfdz.dtype:
+def _check_alike(equipment: Equipment, first: ShardRecord, record: ShardRecord) -> None:
+    one, other = first.outputs[DFDZ], record.outputs[DFDZ]
+    if one.shape[1:] != other.shape[1:] or one.dtype != other.dtype:
         raise BadInputs(
             f"{equipment.ready.calls.where(record.position)}: expected the z of all shards to have "
-            f"one dtype and to differ in dim 0 alone, got {record.dfdz.dtype} "
-            f"{tuple(record.dfdz.shape)} after {first.dfdz.dtype} {tuple(first.dfdz.shape)}; pad "
-            f"them to one shape"
+            f"one dtype and to differ in dim 0 alone, got {other.dtype} {tuple(other.shape)} after "
+            f"{one.dtype} {tuple(one.shape)}; pad them to one shape"
         )

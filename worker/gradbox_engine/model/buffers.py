@@ -70,12 +70,15 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
-        """Give every buffer the value it had when `snapshot` was taken."""
+        """Give every buffer the value it had when `snapshot` was taken, and no graph."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         values, live = snapshot.values, self._live()
         if not values and not live:
             return
+        for buffer in live.values():
+            if buffer is not None and buffer.requires_grad:
+                buffer.detach_()
         for module, name in [slot for slot in live if slot not in values]:
             delattr(self._modules[module], name)
         for (module, name), value in values.items():
@@ -96,12 +99,6 @@ class Buffers:
         if targets:
             torch._foreach_copy_(targets, sources)
         self._restore_versions(snapshot)
-
-    def detach(self) -> None:
-        """Take the graphs off the live buffers."""
-        for buffer in self._live().values():
-            if buffer is not None and buffer.requires_grad:
-                buffer.detach_()
 
     def _restore_versions(self, snapshot: Snapshot) -> None:
         """Let graphs that saved a registered tensor find the version that they saved.

@@ -66,7 +66,7 @@ class ModelCalls:
         self.groups = groups
         self._model = model
         self._options = options
-        self._entries = [_entry_point(model, group) for group in groups]
+        self._entries = [entry_point(model, g.method, f"group {g.name!r}") for g in groups]
         self._device = device
         self._differentiated = differentiated
         self._taps = Taps(model, options.penalties)
@@ -137,14 +137,16 @@ class ModelCalls:
         return {name: arguments[name].requires_grad_() for name in names}
 
 
-def _entry_point(model: nn.Module, group: Group) -> Callable[..., Any]:
-    if group.method == "forward":
+def entry_point(model: nn.Module, method: str, where: str) -> Callable[..., Any]:
+    """Return what is called: a method of the model by name, the model itself for `forward`.
+
+    Raises:
+        BadInputs: there is none of that name.
+    """
+    if method == "forward":
         return model
-    method = getattr(model, group.method, None)
-    if not callable(method):
-        raise BadInputs(
-            f"group {group.name!r}: expected a method of {type(model).__name__}, got "
-            f"{group.method!r}"
-        )
-    called: Callable[..., Any] = method
+    found = getattr(model, method, None)
+    if not callable(found):
+        raise BadInputs(f"{where}: expected a method of {type(model).__name__}, got {method!r}")
+    called: Callable[..., Any] = found
     return called

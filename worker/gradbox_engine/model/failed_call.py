@@ -6,15 +6,17 @@ arguments where that is what is wrong. It holds no other values and no paths.
 
 from __future__ import annotations
 
+import inspect
 import linecache
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from types import FrameType, TracebackType
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
-
-from gradbox_engine.model.failure_hints import hint
 
 # Packages whose lines say nothing of the model.
 _INFRASTRUCTURE: Final = frozenset({"torch", "gradbox", "gradbox_engine", "gradbox_worker"})
@@ -95,3 +97,157 @@ def _form(value: Any) -> str:
         return "{" + ", ".join(f"{name}: {_form(item)}" for name, item in value.items()) + "}"
     plain = isinstance(value, bool | int | float | str | None)
     return repr(value)[:50] if plain else type(value).__name__
+
+
+@dataclass(frozen=True)
+class FailedCall:
+    """A call that raised, and its message's match with a pattern of `_HINTS`."""
+
+    found: re.Match[str]
+    model: nn.Module | None
+    module: nn.Module | None
+    arguments: Mapping[str, Any]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {n: value for n, value in self.arguments.items() if isinstance(value, Tensor)}
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the model's first floating-point parameter."""
+        parameters = () if self.model is None else self.model.parameters()
+        return next((p.dtype for p in parameters if p.is_floating_point()), None)
+
+
+def hint(
+    error: Exception,
+    *,
+    model: nn.Module | None,
+    module: nn.Module | None,
+    arguments: Mapping[str, Any],
+) -> str | None:
+    """Return a sentence on what may help, or None if the error is not a known one."""
+    message = f"{type(error).__name__}: {error}"
+    for pattern, advise in _HINTS:
+        found = pattern.search(message)
+        if found is not None:
+            return advise(FailedCall(found, model, module, arguments))
+    return None
+
+
+def _dtype(call: FailedCall) -> str:
+    other = {
+        name: str(tensor.dtype)
+        for name, tensor in call.tensors.items()
+        if tensor.is_floating_point() and call.dtype not in (None, tensor.dtype)
+    }
+    if not other:
+        return "two tensors have different dtypes: convert one of them with .to(other.dtype)"
+    wanted = str(call.dtype).removeprefix("torch.")
+    named = ", ".join(f"{name} is {dtype.removeprefix('torch.')}" for name, dtype in other.items())
+    return (
+        f"the model is {wanted} and {named}: convert the inputs with .to(torch.{wanted}), or "
+        f"compute in float64 with precision='fp64'"
+    )
+
+
+def _index(call: FailedCall) -> str:
+    rows = getattr(call.module, "num_embeddings", None)
+    ranges = {
+        name: (int(tensor.min()), int(tensor.max()))
+        for name, tensor in call.tensors.items()
+        if tensor.numel()
+        and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+    }
+    named = ", ".join(f"{name} holds {low} to {high}" for name, (low, high) in ranges.items())
+    if rows is not None:
+        return (
+            f"the embedding has rows 0 to {rows - 1}, and {named or 'an index is none of them'}: "
+            f"ids out of the vocabulary, of another tokenizer, or a sequence longer than there "
+            f"are positions"
+        )
+    return f"an index is out of range{f': {named}' if named else ''}"
+
+
+def _index_on_gpu(call: FailedCall) -> str:
+    # Nothing is read of the arguments: the device refuses all further work.
+    return (
+        "most often an index is out of range: ids out of the vocabulary, or a sequence longer than "
+        "there are positions; the same job on a CPU says which"
+    )
+
+
+def _device(call: FailedCall) -> str:
+    return (
+        "the model makes a tensor on a device of its own choice: in its forward use "
+        "device=x.device, and register constants with register_buffer"
+    )
+
+
+def _missing(call: FailedCall) -> str:
+    return f"{_takes(call)}; the shards give {_names(call)}: name them {{argument: tensor}}"
+
+
+def _takes(call: FailedCall) -> str:
+    if call.module is None:
+        return "an argument does not fit"
+    try:
+        parameters = [*inspect.signature(type(call.module).forward).parameters.values()]
+    except (TypeError, ValueError):  # not a Python function
+        return f"an argument of {type(call.module).__name__} does not fit"
+    taken = ", ".join(str(parameter) for parameter in parameters[1:])
+    return f"{type(call.module).__name__}.forward takes ({taken})"
+
+
+def _names(call: FailedCall) -> str:
+    return ", ".join(call.arguments) or "none"
+
+
+def _product(call: FailedCall) -> str:
+    wanted = getattr(call.module, "in_features", None)
+    if wanted is not None:
+        return (
+            f"this layer takes {wanted} features in the last dimension, and gets "
+            f"{call.found['width']}"
+        )
+    return (
+        f"the last dimension of the left ({call.found['width']}) and the first of the right "
+        f"({call.found['rows']}) must be equal in a matrix product"
+    )
+
+
+def _channels(call: FailedCall) -> str:
+    return (
+        f"a convolution takes (samples, {call.found['wanted']} channels, …), and gets "
+        f"{call.found['got']} channels: is dim 1 the channels, or is it another model's input?"
+    )
+
+
+def _broadcast(call: FailedCall) -> str:
+    return (
+        f"sizes {call.found['left']} and {call.found['right']} cannot be combined entry by entry: "
+        f"they must be equal, or one of them 1"
+    )
+
+
+_HINTS: Final[tuple[tuple[re.Pattern[str], Callable[[FailedCall], str]], ...]] = (
+    (re.compile(r"device-side assert"), _index_on_gpu),
+    (re.compile(r"same device|not on the expected device|different from other tensors"), _device),
+    (
+        re.compile(
+            r"expected scalar type|same dtype|should be the same|expected .* dtype|mixed dtype"
+        ),
+        _dtype,
+    ),
+    (re.compile(r"index out of range|out of bounds|indices should be"), _index),
+    (re.compile(r"TypeError: .*(missing|unexpected keyword|positional argument)"), _missing),
+    (re.compile(r"cannot be multiplied \(\d+x(?P<width>\d+) and (?P<rows>\d+)x\d+\)"), _product),
+    (
+        re.compile(r"to have (?P<wanted>\d+) channels, but got (?P<got>\d+) channels"),
+        _channels,
+    ),
+    (
+        re.compile(r"size of tensor a \((?P<left>\d+)\) must match .* b \((?P<right>\d+)\)"),
+        _broadcast,
+    ),
+)

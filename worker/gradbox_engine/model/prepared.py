@@ -44,9 +44,10 @@ def configured(
     Args:
         parameters: those that are differentiated; no other requires grad.
     """
+    differentiated = {id(parameter) for parameter in parameters.values()}
     with (
         torch.inference_mode(False),
-        restored(model),
+        restored(model) as registered,
         generators_restored(),
         arithmetic(options.precision),
     ):
@@ -55,11 +56,9 @@ def configured(
             widen(model)
         model.train(options.mode == "train")
         avoid_cudnn_recurrence(model)
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+        for parameter in registered:
+            parameter.requires_grad_(id(parameter) in differentiated)
             parameter.grad = None
-        for differentiated in parameters.values():
-            differentiated.requires_grad_()
         yield
 
 

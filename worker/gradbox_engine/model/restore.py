@@ -25,18 +25,20 @@ CONTAINERS = (dict, list, set)
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Put the model back on the way out, whatever happened inside.
+def restored(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Put the model back on the way out, whatever happened inside; gives its parameters.
 
     A device that refuses all work takes the model with it; then the error that says why goes on.
     """
     modules = [_ModuleState(module) for module in model.modules()]
+    parameters = _registered(modules, "_parameters")
+    buffers = _registered(modules, "_buffers")
     plain = (tensor for state in modules for tensor in state.plain_tensors)
-    states = [_TensorState(parameter) for parameter in model.parameters()]
-    states += [_TensorState(tensor, with_value=True) for tensor in (*model.buffers(), *plain)]
+    states = [_TensorState(parameter) for parameter in parameters]
+    states += [_TensorState(tensor, with_value=True) for tensor in (*buffers, *plain)]
     failed = True
     try:
-        yield
+        yield parameters
         failed = False
     finally:
         try:
@@ -50,6 +52,12 @@ def restored(model: nn.Module) -> Iterator[None]:
             module_state.restore()
 
 
+def _registered(modules: list[_ModuleState], table: str) -> list[Tensor]:
+    """Return the tensors that modules register in a table, each once."""
+    found = (tensor for state in modules for tensor in getattr(state.module, table).values())
+    return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
+
+
 class _ModuleState:
     """A submodule's attributes, and the entries of those that are dicts, lists or sets.
 
@@ -57,10 +65,10 @@ class _ModuleState:
     are tensors of its own that are registered nowhere.
     """
 
-    __slots__ = ("_attributes", "_entries", "_module", "plain_tensors")
+    __slots__ = ("_attributes", "_entries", "module", "plain_tensors")
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self._attributes = vars(module).copy()
         self._entries: list[tuple[Any, Any]] = []
         self.plain_tensors: list[Tensor] = []
@@ -72,9 +80,10 @@ class _ModuleState:
 
     def restore(self) -> None:
         for container, entries in self._entries:
-            _refill(container, entries)
-        vars(self._module).clear()
-        vars(self._module).update(self._attributes)
+            if container or entries:
+                _refill(container, entries)
+        vars(self.module).clear()
+        vars(self.module).update(self._attributes)
 
 
 def _refill(container: Any, entries: Any) -> None:

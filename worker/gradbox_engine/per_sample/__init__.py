@@ -9,7 +9,7 @@ from gradbox_engine.errors import (
 )
 from gradbox_engine.per_sample.api import jacobian, per_sample_gradient
 from gradbox_engine.per_sample.pieces import Sink
-from gradbox_engine.per_sample.request import OtherShards, SampleObserver, SampleResult
+from gradbox_engine.per_sample.request import OtherShards, SampleResult
 
 __all__ = [
     "BadReduction",
@@ -17,7 +17,6 @@ __all__ = [
     "CoupledSamples",
     "NoBatchAxis",
     "OtherShards",
-    "SampleObserver",
     "SampleResult",
     "SelfCheckFailed",
     "Sink",

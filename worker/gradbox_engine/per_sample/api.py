@@ -18,19 +18,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
-from gradbox_engine.per_sample.job import Job, Shard
+from gradbox_engine.checkpoint import Checkpoints
+from gradbox_engine.per_sample.job import PerSampleJob
 from gradbox_engine.per_sample.pieces import Sink
-from gradbox_engine.per_sample.planning.model import CallableModel
+from gradbox_engine.per_sample.planning.model import callable_model
 from gradbox_engine.per_sample.request import (
     Form,
     GradientReduction,
     JacobianReduction,
     OtherShards,
     Request,
-    SampleObserver,
     SampleResult,
 )
+from gradbox_engine.requests import Observer, Shard
 from gradbox_factors import Factored, Kind
 
 BUDGET_BYTES = 2**30
@@ -50,7 +50,7 @@ def per_sample_gradient(
     seed: int = 0,
     projection_seed: int = 0,
     against: Factored | OtherShards | None = None,
-    observer: SampleObserver | None = None,
+    observer: Observer | None = None,
     checkpoints: Checkpoints | None = None,
     budget_bytes: int = BUDGET_BYTES,
     sink: Sink | None = None,
@@ -71,7 +71,7 @@ def per_sample_gradient(
         budget_bytes: memory for pieces of a dense result on their way to `sink`.
         sink: takes a dense result in pieces; without it arrays are returned.
         setting: mode, wrt, precision, output, readout, weights, method, unchecked, streams: see
-            `CallableModel`.
+            `callable_model`.
 
     Raises:
         BadReduction: the arguments do not fit together.
@@ -80,16 +80,8 @@ def per_sample_gradient(
     """
     request = Request(reduce, form, clip, dim, projection_seed, against=against, kind=kind)
     request.check(GradientReduction)
-    with CallableModel(model, seed=seed, others=_num_others(against), **setting) as ready:
-        job = Job(
-            ready,
-            request,
-            inputs,
-            observer=observer,
-            checkpoints=checkpoints or NoCheckpoints(),
-            budget_bytes=budget_bytes,
-            sink=sink,
-        )
+    with callable_model(model, seed=seed, others=_num_others(against), **setting) as ready:
+        job = PerSampleJob(ready, request, inputs, observer, checkpoints, budget_bytes, sink)
         return job.gradients(loss, loss_inputs or {})
 
 
@@ -105,7 +97,7 @@ def jacobian(
     seed: int = 0,
     projection_seed: int = 0,
     against: Factored | OtherShards | None = None,
-    observer: SampleObserver | None = None,
+    observer: Observer | None = None,
     checkpoints: Checkpoints | None = None,
     budget_bytes: int = BUDGET_BYTES,
     sink: Sink | None = None,
@@ -125,16 +117,8 @@ def jacobian(
     """
     request = Request(reduce, form, None, dim, projection_seed, vectors, against, kind)
     request.check(JacobianReduction)
-    with CallableModel(model, seed=seed, others=_num_others(against), **setting) as ready:
-        job = Job(
-            ready,
-            request,
-            inputs,
-            observer=observer,
-            checkpoints=checkpoints or NoCheckpoints(),
-            budget_bytes=budget_bytes,
-            sink=sink,
-        )
+    with callable_model(model, seed=seed, others=_num_others(against), **setting) as ready:
+        job = PerSampleJob(ready, request, inputs, observer, checkpoints, budget_bytes, sink)
         return job.jacobians()
 
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from gradbox_engine.errors import NoBatchAxis, SelfCheckFailed
 from gradbox_engine.model.kernels import checkpoints_inlined
 from gradbox_engine.per_sample.derived_parameters import parameter_terms
 from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.planning.plan import Plan
-from gradbox_engine.per_sample.recording.function_calls import Key
-from gradbox_engine.per_sample.recording.step_recorder import StepRecorder
+from gradbox_engine.per_sample.recording.function_calls import Key, StepRecorder
 from gradbox_factors import Block, Lookup, Outer, Positions, Term, Total, Zero
 
 Terms = dict[str, Term]
@@ -128,14 +128,14 @@ class RecordedGraph:
         }
 
     def _backward(
-        self, edges: Sequence[Any], outputs: range, *, keep: bool
+        self, edges: Sequence[GradientEdge], outputs: range, *, keep: bool
     ) -> Sequence[Tensor | None]:
         """Return the gradients at the edges, (Y, ...) each."""
         value = self.value
         if len(outputs) == 1:
             column = value if self.outputs == 1 else value[:, outputs.start]
-            found = torch.autograd.grad(column.sum(), edges, retain_graph=keep, allow_unused=True)
-            return [None if g is None else g.unsqueeze(0) for g in found]
+            single = torch.autograd.grad(column.sum(), edges, retain_graph=keep, allow_unused=True)
+            return [None if g is None else g.unsqueeze(0) for g in single]
         cotangents = _identity(self.outputs, outputs, self.samples, value.dtype, value.device)
         untried = self._plan.batched_backward is None
         if self._plan.batched_backward is not False:

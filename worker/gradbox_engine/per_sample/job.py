@@ -13,10 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradbox_engine.checkpoint import Checkpoint, Checkpoints
+from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
 from gradbox_engine.errors import BadInputs, BadReduction
-from gradbox_engine.per_sample.cross_gram import CrossGram, CrossGramOfShards, check_names
-from gradbox_engine.per_sample.kept_factors import Gram, KeepFactors, SmallerForm
+from gradbox_engine.per_sample.kept_factors import (
+    CrossGram,
+    CrossGramOfShards,
+    Gram,
+    KeepFactors,
+    SmallerForm,
+    check_names,
+)
 from gradbox_engine.per_sample.pieces import Sink
 from gradbox_engine.per_sample.planned_model import PlannedModel
 from gradbox_engine.per_sample.planning.model import CallableModel
@@ -29,27 +35,22 @@ from gradbox_engine.per_sample.reductions import (
     ToArrays,
     ToSink,
 )
-from gradbox_engine.per_sample.request import (
-    OtherShards,
-    Request,
-    SampleObserver,
-    SampleResult,
-)
+from gradbox_engine.per_sample.request import OtherShards, Request, SampleResult
 from gradbox_engine.per_sample.result_facts import ResultFacts
 from gradbox_engine.per_sample.sample_loss import (
     OneAfterTheOther,
     SampleLoss,
+    Scaled,
     check_given_apart,
+    pulled_back,
     rows_of,
 )
-from gradbox_engine.per_sample.sample_scales import Scaled, pulled_back
 from gradbox_engine.per_sample.shard_run import ShardRun
+from gradbox_engine.requests import Observer, Shard, Silent
 from gradbox_factors import Factored, projection_of
 
-Shard = Mapping[str, Any]
 
-
-class Job:
+class PerSampleJob:
     """One computation over shards."""
 
     def __init__(
@@ -57,9 +58,8 @@ class Job:
         model: CallableModel,
         request: Request,
         inputs: Sequence[Shard],
-        *,
-        observer: SampleObserver | None,
-        checkpoints: Checkpoints,
+        observer: Observer | None,
+        checkpoints: Checkpoints | None,
         budget_bytes: int,
         sink: Sink | None,
     ) -> None:
@@ -72,7 +72,8 @@ class Job:
         self._model, self._planned = model, PlannedModel(model)
         self._request, self._inputs = request, inputs
         self._others = request.against if isinstance(request.against, OtherShards) else None
-        self._observer, self._checkpoints = observer, checkpoints
+        self._observer = observer or Silent()
+        self._checkpoints = checkpoints or NoCheckpoints()
         self._budget_bytes, self._sink = budget_bytes, sink
         self._counts = [
             self._planned.count(self._arguments(index), index)
@@ -233,8 +234,7 @@ class Job:
         return self._model.arguments(self._inputs[own])
 
     def _tell(self, done: int) -> None:
-        if self._observer is not None:
-            self._observer.step("samples", done, sum(self._counts))
+        self._observer.step("samples", done, sum(self._counts))
 
     def _collector(self) -> Collector:
         request = self._request

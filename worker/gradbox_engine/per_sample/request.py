@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
-from typing import Any, Literal, Protocol, get_args
+from math import inf
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -16,12 +16,13 @@ GradientReduction = Literal["none", "norm", "gram", "clipped_sum", "projection"]
 JacobianReduction = Literal["none", "norm", "gram", "gram_trace", "vjp", "jvp", "projection"]
 Form = Literal["dense", "factored", "auto"]
 
-
-class SampleObserver(Protocol):
-    """Told how many samples are done; may raise to stop the computation."""
-
-    def step(self, phase: str, done: int, total: int) -> None:
-        """Called before each shard with the samples done so far, and once more at the end."""
+ARGUMENTS = {
+    "clip": (("clipped_sum",), "a positive number"),
+    "dim": (("projection",), "a whole number from 1"),
+    "vectors": (("vjp", "jvp"), "some"),
+    "against": (("gram", "gram_trace", "vjp"), "rows, or none"),
+}
+"""The reductions that an argument belongs to, and what it is with these."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,6 @@ class Request:
                 f"form={self.form!r} keeps factors, which reduce={self.reduce!r} does not return: "
                 "leave form away, or reduce the factored result"
             )
-        self._check_argument(
-            "clip", "clipped_sum", self.clip, self._is_positive(self.clip), "a positive number"
-        )
-        whole = isinstance(self.dim, int) and not isinstance(self.dim, bool) and self.dim >= 1
-        self._check_argument("dim", "projection", self.dim, whole, "a whole number from 1")
         if self.kind not in get_args(Kind) or (
             self.kind != "sketch" and self.reduce != "projection"
         ):
@@ -76,34 +72,28 @@ class Request:
                 f"kind: expected one of {list(get_args(Kind))} with reduce='projection', got "
                 f"{self.kind!r} with reduce={self.reduce!r}"
             )
-        given = self.vectors is not None
-        if given != (self.reduce in ("vjp", "jvp")):
-            raise BadReduction(
-                f"vectors: expected {'some' if not given else 'none'} with reduce={self.reduce!r}, "
-                f"got {'some' if given else 'none'}"
-            )
+        fits = {
+            "clip": 0 < _number(self.clip, int | float) < inf,
+            "dim": _number(self.dim, int) >= 1,
+            "vectors": self.vectors is not None,
+            "against": True,
+        }
+        for name, (reductions, expected) in ARGUMENTS.items():
+            value = getattr(self, name)
+            if self.reduce in reductions and not fits[name]:
+                raise BadReduction(
+                    f"{name}: expected {expected} with reduce={self.reduce!r}, got {value!r}"
+                )
+            if self.reduce not in reductions and value is not None:
+                raise BadReduction(
+                    f"{name}: expected none with reduce={self.reduce!r}, got "
+                    f"{type(value).__name__}; it belongs to {', '.join(map(repr, reductions))}"
+                )
 
-        if self.against is not None and self.reduce not in ("gram", "gram_trace", "vjp"):
-            raise BadReduction(
-                f"against: expected none with reduce={self.reduce!r}, got rows; they belong to "
-                f"'gram', 'gram_trace' and 'vjp'"
-            )
 
-    def _check_argument(
-        self, name: str, reduce: str, value: Any, fits: bool, expected: str
-    ) -> None:
-        if self.reduce == reduce and not fits:
-            raise BadReduction(f"{name}: expected {expected} with reduce={reduce!r}, got {value!r}")
-        if self.reduce != reduce and value is not None:
-            raise BadReduction(
-                f"{name}: expected none with reduce={self.reduce!r}, got {value!r}; it belongs to "
-                f"reduce={reduce!r}"
-            )
-
-    @staticmethod
-    def _is_positive(value: Any) -> bool:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and isfinite(value) and value > 0
+def _number(value: Any, kind: Any) -> float:
+    """Return a number of some kind, -1 for anything else."""
+    return value if isinstance(value, kind) and not isinstance(value, bool) else -1
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,32 @@
 """What is differentiated per sample: the loss's entries, or the entries of z.
 
+float16 ends at 6e-8, so the rows of a small loss would be rough, and then zero. There sample b's
+loss is multiplied by the power of two s_b that brings ‖∂ℓ_b/∂z‖ to about 16; samples are
+independent, so row b is s_b times too large, and is divided in the parameters' dtype. The norm and
+not the largest entry, for a layer may add the gradients of very many outputs. A shard in which a
+sample's gradient overflows runs again, with a smaller scale for that sample. Cost: the loss's own
+backward pass once more, and two passes over the factors.
+
 Shapes: B samples over all shards, b of one, Y outputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradbox_engine.errors import BadReduction, BadSampleLoss
+from gradbox_engine.per_sample.backward import RecordedGraph
+from gradbox_factors import Block, Convolution, Lookup, Outer, Positions, Term, Total
+from gradbox_factors.term import Identity, identity
+
+_NORM_EXPONENT = 4.0
+_LARGEST_EXPONENT = 100.0
+_STEP, _MOST_STEPS = 6.0, 5
 
 
 def rows_of(z: Tensor, index: int) -> Tensor:
@@ -84,3 +98,104 @@ class SampleLoss:
                 "sum or average over samples"
             )
         return losses[:, None]
+
+
+class Scaled:
+    """A loss (z, shard) → (b, 1), scaled for every sample; divides terms by the scales."""
+
+    def __init__(self, loss: Callable[[Tensor, int], Tensor]) -> None:
+        self._loss = loss
+        self._scales = self._losses = self._lowered = torch.empty(0)
+        self._index = -1
+
+    def __call__(self, z: Tensor, index: int) -> Tensor:
+        z = z.float()
+        losses = self._loss(z, index)
+        if not torch.is_grad_enabled():
+            # Losses of another z are compared with those of the graph, so have the same scales.
+            return losses * self._scales[:, None] if index == self._index else losses
+        slope = None
+        if losses.requires_grad and z.requires_grad:
+            (slope,) = torch.autograd.grad(losses.sum(), z, retain_graph=True, allow_unused=True)
+        if index != self._index:
+            self._index, self._lowered = index, z.new_zeros(len(z))
+        scales = _scales(slope, len(z)).to(z.device)
+        self._scales, self._losses = scales * (-_STEP * self._lowered).exp2(), losses.detach()[:, 0]
+        return losses * self._scales[:, None]
+
+    @property
+    def losses(self) -> Tensor:
+        """The losses of the last shard without scales, (b,)."""
+        return self._losses
+
+    def overflown(self, terms: Mapping[str, Term]) -> bool:
+        """Lower the scales of samples whose terms overflowed; say whether to run them again."""
+        finite = torch.ones_like(self._lowered, dtype=torch.bool)
+        for term in terms.values():
+            for factor, dim in _output_gradients(term):
+                finite &= factor.isfinite().movedim(dim, 0).flatten(1).all(1)
+        lower = ~finite & (self._lowered < _MOST_STEPS) & self._losses.isfinite()
+        self._lowered = self._lowered + lower
+        return bool(lower.any())
+
+    def unscaled(self, terms: Mapping[str, Term]) -> dict[str, Term]:
+        """Return the last shard's terms without the scales; terms that share a factor still do."""
+        scaled: dict[Identity, Tensor] = {}
+        return {name: _weighted(term, 1 / self._scales, scaled) for name, term in terms.items()}
+
+
+def pulled_back(
+    graph: RecordedGraph, cotangents: Tensor, *, rounding: torch.dtype
+) -> dict[str, Tensor]:
+    """Return Jᵀ u by parameter, u of shape (b, Y); under float16 u is multiplied by one scale."""
+    if rounding != torch.float16:
+        return graph.pulled_back(cotangents.to(graph.value))
+    wide = cotangents.to(graph.value.device, torch.float32)
+    scale = _scales(wide, 1).to(wide.device)
+    found = graph.pulled_back((wide * scale).to(graph.value))
+    return {name: gradient / scale for name, gradient in found.items()}
+
+
+def _scales(slope: Tensor | None, samples: int) -> Tensor:
+    """Return the power of two for each sample, 1 where its slope is zero or not finite."""
+    if slope is None:
+        return torch.ones(samples)
+    flat = slope.reshape(samples, -1)
+    largest = flat.abs().amax(1)
+    # Squares of what is divided by the largest do not underflow.
+    norm = largest * torch.linalg.vector_norm(flat / largest[:, None], dim=1)
+    exponents = _NORM_EXPONENT - norm.log2().round()
+    exponents = exponents.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+    fits = (largest > 0) & norm.isfinite()
+    return torch.where(fits, exponents, 0.0).exp2()
+
+
+def _weighted(term: Term, weights: Tensor, scaled: dict[Identity, Tensor]) -> Term:
+    """Return the term with every sample's row times its weight, `weights` of shape (b,)."""
+    if isinstance(term, Total):
+        return Total(tuple(_weighted(part, weights, scaled) for part in term.terms))
+    if isinstance(term, Block):
+        return replace(term, array=_scaled_along(term.array, weights, 0))
+    if isinstance(term, Outer | Lookup | Positions | Convolution):
+        key = identity(term.left)
+        if key not in scaled:
+            scaled[key] = _scaled_along(term.left, weights, 1)
+        return replace(term, left=scaled[key])
+    return term
+
+
+def _output_gradients(term: Term) -> list[tuple[Tensor, int]]:
+    """Return the factors made of output gradients, each with its dim of samples."""
+    if isinstance(term, Total):
+        return [found for part in term.terms for found in _output_gradients(part)]
+    if isinstance(term, Block):
+        return [(term.array, 0)]
+    if isinstance(term, Outer | Lookup | Positions | Convolution):
+        return [(term.left, 1)]
+    return []
+
+
+def _scaled_along(x: Tensor, weights: Tensor, dim: int) -> Tensor:
+    sizes: list[Any] = [1] * x.dim()
+    sizes[dim] = -1
+    return x * weights.to(x.dtype).view(sizes)

@@ -49,6 +49,7 @@ from gradbox_engine.per_sample.planning.verify import (
 )
 
 Gradients = Mapping[str, Tensor | None]
+Parameters = dict[str, Tensor]
 
 
 class ShardRun:
@@ -93,7 +94,10 @@ class ShardRun:
         if not whole and not of_row:
             return self.graph.terms(outputs, keep_graph=not last)
         slopes = self._slopes()
-        expected = self._reference(whole, slopes, outputs) if whole else None
+        expected = None
+        if whole:
+            value_BY = self.graph.value[:, outputs.start : outputs.stop]
+            expected = reference(slopes, value_BY, whole, seed=self._seed)
         row = draw_row(self.graph.z, slopes, outputs, seed=self._seed) if of_row else None
         alone = last and self._callable_alone
         gradients = None if row is None or alone else self._gradients(of_row, row)
@@ -110,19 +114,20 @@ class ShardRun:
                 return self._terms_again(outputs, last=last)
         return terms
 
-    def _to_compare(self) -> tuple[list[str], list[str]]:
+    def _to_compare(self) -> tuple[Parameters, Parameters]:
         """Return the parameters whose rows are compared in whole, and those of the drawn row.
 
         Parameters of a loop have their rows from autograd.
         """
         plan = self.plan
-        names = [name for name in self._parameters if name not in plan.loops]
         if "self" in self._model.model.unchecked:
-            return [], []
+            return {}, {}
+        ruled = {name: p for name, p in self._parameters.items() if name not in plan.loops}
         if plan.reorders or self.graph.calls not in plan.confirmed_calls:
-            return names, []
-        row = [] if self._used.compared else [n for n in names if n not in plan.unconfirmed]
-        return [name for name in names if name in plan.unconfirmed], row
+            return ruled, {}
+        new = {name: parameter for name, parameter in ruled.items() if name in plan.unconfirmed}
+        drawn = {} if self._used.compared else ruled
+        return new, {name: p for name, p in drawn.items() if name not in new}
 
     def _slopes(self) -> Tensor | None:
         """Return ∂ℓ_b/∂z_b, None for z's entries; the first time, see that they are of b alone."""
@@ -133,11 +138,6 @@ class ShardRun:
         if slopes is not None and self._coupling_refused and not self._used.compared:
             check_slopes(z, value, slopes, seed=self._seed)
         return slopes
-
-    def _reference(self, names: list[str], slopes: Tensor | None, outputs: range) -> Reference:
-        value_BY = self.graph.value[:, outputs.start : outputs.stop]
-        parameters = {name: self._parameters[name] for name in names}
-        return reference(slopes, value_BY, parameters, seed=self._seed)
 
     def _compared(self, terms: Terms, expected: Reference, outputs: range) -> Terms:
         """Return the terms if they are autograd's, else those of a new plan or of a loop."""
@@ -162,13 +162,12 @@ class ShardRun:
         """
         return self.plan.alone and self._coupling_refused and self.graph.samples > 2
 
-    def _gradients(self, names: list[str], row: DrawnRow) -> Gradients:
+    def _gradients(self, parameters: Parameters, row: DrawnRow) -> Gradients:
         """Return the drawn row by autograd, in the shard's graph."""
         z = self.graph.z.narrow(0, row.sample, 1)
-        parameters = {name: self._parameters[name] for name in names}
         return gradients_at(z, row.cotangent, parameters, keep_graph=True)
 
-    def _gradients_alone(self, names: list[str], row: DrawnRow) -> Gradients | None:
+    def _gradients_alone(self, parameters: Parameters, row: DrawnRow) -> Gradients | None:
         """Return the drawn row by autograd on a call of the sample alone, None if z is another."""
         z = self._model.called_alone(self.plan, self._arguments, self._index, row.sample)
         if z is None or z.shape != row.z.shape:
@@ -176,7 +175,6 @@ class ShardRun:
             return None
         if not same_output(z, row.z, rounding=self.plan.rounding):
             return None
-        parameters = {name: self._parameters[name] for name in names}
         return gradients_at(z, row.cotangent, parameters, keep_graph=False)
 
     def _row_holds(self, row: DrawnRow, gradients: Gradients | None, terms: Terms) -> bool:

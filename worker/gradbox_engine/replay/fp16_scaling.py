@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.precision import fp16_scale
 from gradbox_engine.model.prepared import Prepared
@@ -33,13 +34,15 @@ def scaled_replay(
     sums: GradientSums,
     *,
     observer: Observer,
-    resumed: ReplayProgress | None,
+    resumed: Checkpoint | None,
     after_shard: AfterShard,
 ) -> ReplayProgress:
     """Replay, see `replay`; in fp16 at a scale, and again at smaller ones if that is needed.
 
-    Where it goes on from a checkpoint, `sums` have the scale that its sums were made at.
+    Args:
+        resumed: how far an earlier process came, at whose scale the sums are.
     """
+    progress = None if resumed is None else ReplayProgress.of(resumed)
     once = partial(
         replay,
         prepared,
@@ -50,11 +53,11 @@ def scaled_replay(
         after_shard=after_shard,
     )
     if prepared.options.precision != "fp16":
-        return once(resumed=resumed)
+        return once(resumed=progress)
     if resumed is None:
         entries = (tensor for part in cotangents.values() for tensor in part.values())
         sums.scale = fp16_scale(entries, largest=LARGEST)
-    return repeated_until_finite(once, sums, resumed)
+    return repeated_until_finite(once, sums, progress)
 
 
 def repeated_until_finite(

@@ -37,7 +37,7 @@ from gradbox_engine.replay.fp16_scaling import scaled_replay
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.input_gradients import InputGrads, collect
 from gradbox_engine.replay.kept_graphs import KeptPass
-from gradbox_engine.replay.phase_clock import PhaseClock
+from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.replay.retention import GraphBudget, graph_budget
 from gradbox_engine.replay.shard_record import ShardRecord, free_graphs
 from gradbox_engine.replay.z import NumRows, ShardRows, unordered
@@ -104,7 +104,7 @@ def gradient_at_cotangents(
     selection = select(model, wrt)
     sums = GradientSums(selection.parameters)
     with prepared(model, groups, selection, told) as ready:
-        clock = PhaseClock(ready.device)
+        clock = PhaseTimer(ready.device)
         parts = _parts(groups, cotangents, first.rows)
         given = {position: part for position, part in parts.items() if part}
         if not given:
@@ -113,7 +113,7 @@ def gradient_at_cotangents(
         checkpoint = JobCheckpoint(checkpoints, ready, sums)
         resumed = checkpoint.resumed()
         with clock.timed("replay"):
-            if resumed.replay is not None:
+            if resumed.second is not None:
                 records = resumed.records
             elif isinstance(first, KeptPass):
                 parameters = frozenset(selection.parameters)
@@ -130,8 +130,8 @@ def gradient_at_cotangents(
                 needed,
                 sums,
                 observer=observer,
-                resumed=resumed.replay,
-                after_shard=partial(checkpoint.after_replay, records),
+                resumed=resumed.second,
+                after_shard=partial(checkpoint.after_second_call, records),
             )
         grads = sums.named()
         input_grads, unreached_inputs = collect(

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.model.precision import accumulation_dtype
 
 
@@ -62,13 +63,13 @@ class GradientSums:
         """Forget all sums."""
         self._sums.clear()
 
-    def reached(self) -> dict[str, Tensor]:
-        """Return the sums of the parameters that a backward pass has reached."""
-        return dict(self._sums)
+    def state(self) -> Checkpoint:
+        """Return the sums so far, for another process."""
+        return Checkpoint(self._sums, {"scale": self.scale})
 
-    def resume(self, sums: Mapping[str, Tensor], *, scale: float) -> None:
-        """Go on from what `reached` returned in another process."""
-        self._sums, self.scale = dict(sums), scale
+    def resume(self, found: Checkpoint) -> None:
+        """Go on from a `state` of another process."""
+        self._sums, self.scale = dict(found.tensors), found.facts["scale"]
 
     def finite(self) -> bool:
         """Return whether every entry of every sum is finite; waits for the device."""

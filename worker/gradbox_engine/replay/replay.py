@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.errors import ReplayMismatch
 from gradbox_engine.model.blame import blaming
 from gradbox_engine.model.calls import ShardGraph
@@ -57,6 +58,32 @@ class ReplayProgress:
     def num_replayed(self) -> int:
         """Shards that went through the model once more."""
         return self.num_done - self.num_retained
+
+    def state(self) -> Checkpoint:
+        """Return all of it, for another process."""
+        named = [
+            (f"{position.group}/{position.shard}/{name}", gradient)
+            for position, gradients in self.input_grads.items()
+            for name, gradient in gradients.items()
+        ]
+        facts = {
+            "done": self.num_done,
+            "retained": self.num_retained,
+            "difference": self.difference,
+            "without_gradient": [key for key, gradient in named if gradient is None],
+        }
+        return Checkpoint({key: g for key, g in named if g is not None}, facts)
+
+    @classmethod
+    def of(cls, state: Checkpoint) -> ReplayProgress:
+        """Go on from a `state` of another process."""
+        facts = state.facts
+        progress = cls(facts["done"], facts["retained"], facts["difference"])
+        for key in (*facts["without_gradient"], *state.tensors):
+            group, shard, name = key.split("/", 2)
+            named = progress.input_grads.setdefault(Position(int(group), int(shard)), {})
+            named[name] = state.tensors.get(key)
+        return progress
 
 
 def replay(

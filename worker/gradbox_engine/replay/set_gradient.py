@@ -29,7 +29,7 @@ from gradbox_engine.replay.first_pass import FirstPass, first_pass
 from gradbox_engine.replay.fp16_scaling import scaled_replay
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.input_gradients import collect
-from gradbox_engine.replay.phase_clock import PhaseClock
+from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.replay.replay import ReplayProgress
 from gradbox_engine.replay.retention import graph_budget
 from gradbox_engine.replay.shard_record import ShardRecord, free_graphs, retried_without_kept_graphs
@@ -83,7 +83,7 @@ def set_gradient(
     observer = observer or Silent()
     selection = _selected(model, wrt, objective)
     with prepared(model, groups, selection, told) as ready:
-        clock = PhaseClock(ready.device)
+        clock = PhaseTimer(ready.device)
         sums = GradientSums(selection.parameters)
         checkpoint = JobCheckpoint(checkpoints, ready, sums)
         resumed = checkpoint.resumed()
@@ -110,8 +110,8 @@ def set_gradient(
                 cotangents,
                 sums,
                 observer=observer,
-                resumed=resumed.replay,
-                after_shard=partial(checkpoint.after_replay, records),
+                resumed=resumed.second,
+                after_shard=partial(checkpoint.after_second_call, records),
             )
         return _result(ready, first, loss, sums, replayed, clock, returns)
 
@@ -161,7 +161,7 @@ def _result(
     loss: LossDerivatives,
     sums: GradientSums,
     replayed: ReplayProgress,
-    clock: PhaseClock,
+    clock: PhaseTimer,
     returns: Collection[Returned],
 ) -> SetGradient:
     groups = ready.calls.groups

@@ -26,7 +26,7 @@ from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.first_pass import FirstPass, first_pass
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.kept_graphs import KeptPass
-from gradbox_engine.replay.phase_clock import PhaseClock
+from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.replay.retention import NONE_OLDER, OlderGraphs, graph_budget
 from gradbox_engine.replay.z import concatenated, ordered
 from gradbox_engine.requests import (
@@ -87,7 +87,7 @@ def set_outputs(
     registered = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     told = CallOptions(**options).without_penalties("set_outputs")
     with prepared(model, groups, selection, told) as ready:
-        clock = PhaseClock(ready.device)
+        clock = PhaseTimer(ready.device)
         overlay_bytes = _bytes_beside(registered, model)
         sums = GradientSums(selection.parameters)
         checkpoint = JobCheckpoint(checkpoints, ready, sums)
@@ -117,7 +117,7 @@ def _answer(
     first: FirstPass,
     parameters: frozenset[str],
     overlay_bytes: int,
-    clock: PhaseClock,
+    clock: PhaseTimer,
 ) -> SetOutputs:
     groups = ready.calls.groups
     whole, num_rows = concatenated(groups, {r.position: r.outputs for r in first.records})

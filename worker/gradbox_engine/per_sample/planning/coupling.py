@@ -16,9 +16,13 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.errors import CoupledSamples
-from gradbox_engine.per_sample.planning.axis_search import changed_dim, find, samples_that_differ
 from gradbox_engine.per_sample.planning.plan import ProbeUses
-from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
+from gradbox_engine.per_sample.recording.batch_axis import (
+    BatchAxis,
+    changed_dim,
+    find,
+    samples_that_differ,
+)
 
 
 class Mixing(NamedTuple):

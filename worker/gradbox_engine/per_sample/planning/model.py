@@ -5,8 +5,8 @@ Setting up and putting back cost the same for one shard as for a thousand, so bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradbox_engine.errors import BadInputs, NoBatchAxis
 from gradbox_engine.model.buffers import Buffers
+from gradbox_engine.model.calls import entry_point
 from gradbox_engine.model.outputs import BARE, as_outputs, choose
 from gradbox_engine.model.precision import AUTOCAST, accumulation_dtype, autocast
 from gradbox_engine.model.prepared import configured, model_device
@@ -38,84 +39,70 @@ CALL_ERRORS = (
 """What a model may raise at a number of samples, or at numbers, that it is not made for."""
 
 
-class CallableModel:
-    """One model in one mode, with requires_grad set on the wanted parameters alone.
+@contextmanager
+def callable_model(
+    model: nn.Module,
+    *,
+    seed: int = 0,
+    mode: Mode = "eval",
+    wrt: Sequence[str] | None = None,
+    precision: Precision = "fp32",
+    output: str | int | None = None,
+    readout: Callable[[Any, dict[str, Any]], Any] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+    method: str = "forward",
+    unchecked: Sequence[str] = (),
+    streams: Sequence[tuple[int, int]] | None = None,
+    others: int = 0,
+) -> Iterator[CallableModel]:
+    """Set a model up, with requires_grad on the wanted parameters alone, and put it back.
 
-    Entering it sets the model up, leaving it puts the model back.
+    Args:
+        unchecked: checks to leave out: "coupling" (no sample sees another) and "self" (the rows
+            are compared with autograd's gradient).
+        streams: the numbers (k, i) that each shard's random stream is derived from; by default
+            those of group 0, and 1 for other shards.
+        others: how many of the first shards are other ones, see `OtherShards`.
+
+    Raises:
+        BadInputs: `unchecked` names something else, or the model has no such method.
     """
+    if not CHECKS.issuperset(unchecked):
+        raise BadInputs(f"unchecked: expected some of {sorted(CHECKS)}, got {sorted(unchecked)}")
+    options = CallOptions(
+        seed=seed, mode=mode, precision=precision, output=output, readout=readout, weights=weights
+    )
+    parameters: dict[str, Tensor] = dict(select(model, wrt).parameters)
+    _refuse_complex(parameters)
+    device = model_device(model)
+    with configured(model, parameters, options):
+        yield CallableModel(
+            model, parameters, options, device, method, frozenset(unchecked), streams, others
+        )
+
+
+class CallableModel:
+    """One model that is set up, and its buffers as the job found them."""
 
     def __init__(
         self,
         model: nn.Module,
-        *,
-        seed: int = 0,
-        mode: Mode = "eval",
-        wrt: Sequence[str] | None = None,
-        precision: Precision = "fp32",
-        output: str | int | None = None,
-        readout: Callable[[Any, dict[str, Any]], Any] | None = None,
-        weights: Mapping[str, Tensor] | None = None,
-        method: str = "forward",
-        unchecked: Sequence[str] = (),
-        streams: Sequence[tuple[int, int]] | None = None,
-        others: int = 0,
+        parameters: dict[str, Tensor],
+        options: CallOptions,
+        device: torch.device,
+        method: str,
+        unchecked: frozenset[str],
+        streams: Sequence[tuple[int, int]] | None,
+        others: int,
     ) -> None:
-        """Take the model.
-
-        Args:
-            unchecked: checks to leave out: "coupling" (no sample sees another) and "self" (the
-                rows are compared with autograd's gradient).
-            streams: the numbers (k, i) that each shard's random stream is derived from; by default
-                those of group 0, and 1 for other shards.
-            others: how many of the first shards are other ones, see `OtherShards`.
-
-        Raises:
-            BadInputs: `unchecked` names something else, or the model has no such method.
-        """
-        if not CHECKS.issuperset(unchecked):
-            raise BadInputs(
-                f"unchecked: expected some of {sorted(CHECKS)}, got {sorted(unchecked)}"
-            )
-        self.model = model
-        self.unchecked = frozenset(unchecked)
-        self.options = CallOptions(
-            seed=seed,
-            mode=mode,
-            precision=precision,
-            output=output,
-            readout=readout,
-            weights=weights,
-        )
-        self.parameters: dict[str, Tensor] = {}
-        self.rounding = AUTOCAST.get(precision, torch.float64)  # the narrowest dtype of a product
-        self._wrt, self._method = wrt, method
+        self.model, self.parameters = model, parameters
+        self.options, self.device, self.unchecked = options, device, unchecked
         self._streams, self.num_others = streams, others
-        self.device = model_device(model)
-        self._exits = ExitStack()
-
-    def __enter__(self) -> CallableModel:
-        self.parameters = dict(select(self.model, self._wrt).parameters)
-        _refuse_complex(self.parameters)
-        with ExitStack() as exits:
-            exits.enter_context(configured(self.model, self.parameters, self.options))
-            self._buffers = Buffers(self.model)
-            self._entry = self._entry_point()
-            self._exits = exits.pop_all()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._exits.__exit__(*raised)
-
-    def _entry_point(self) -> Callable[..., Any]:
-        if self._method == "forward":
-            return self.model
-        entry = getattr(self.model, self._method, None)
-        if not callable(entry):
-            raise BadInputs(
-                f"method: expected a method of {type(self.model).__name__}, got {self._method!r}"
-            )
-        called: Callable[..., Any] = entry
-        return called
+        # The narrowest dtype of a product.
+        self.rounding = AUTOCAST.get(options.precision, torch.float64)
+        self._buffers = Buffers(model)
+        self._method = method
+        self._entry = entry_point(model, method, "method")
 
     def arguments(self, shard: Mapping[str, Any]) -> dict[str, Any]:
         """Return a shard's arguments on the model's device, in the job's precision."""
@@ -167,7 +154,6 @@ class CallableModel:
     def restore_buffers(self) -> None:
         """Give every buffer the value it had when the job began, and no graph."""
         self._buffers.restore(self._buffers.first)
-        self._buffers.detach()
 
     def zeros(self) -> frozenset[str]:
         """Return the names of the parameters and buffers that are all zero."""

@@ -20,9 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from gradbox_engine.errors import CoupledSamples
-from gradbox_engine.per_sample.planning import axis_search
-from gradbox_engine.per_sample.planning.axis_search import changed_dim
-from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
+from gradbox_engine.per_sample.recording.batch_axis import BatchAxis, changed_dim, find
 from gradbox_engine.per_sample.recording.function_calls import Key, Use, same_calls
 from gradbox_engine.per_sample.recording.pointwise import EXPANDING, broadcast_size
 from gradbox_engine.per_sample.recording.steps import (
@@ -135,9 +133,7 @@ class _ProbedUse:
     def axis(self, tensors: Callable[[Use], Sequence[Tensor]], index: int) -> BatchAxis | None:
         """Return which dim of one of the use's tensors holds the samples."""
         found = [tensors(run)[index] for run in (self.first, self.second, self.third)]
-        return axis_search.find(
-            found[0], found[1], found[2], self.probes.samples, self.probes.changed
-        )
+        return find(found[0], found[1], found[2], self.probes.samples, self.probes.changed)
 
     def step(self) -> Step:
         """Choose the route."""

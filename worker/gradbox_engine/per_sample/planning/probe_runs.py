@@ -17,7 +17,6 @@ from torch import Tensor
 from gradbox_engine.errors import NoBatchAxis
 from gradbox_engine.model.kernels import checkpoints_inlined
 from gradbox_engine.model.shard_rng import generator_fingerprint
-from gradbox_engine.per_sample.planning.axis_search import EXTRA
 from gradbox_engine.per_sample.planning.coupling import (
     mixing_layers,
     others_differ,
@@ -25,7 +24,7 @@ from gradbox_engine.per_sample.planning.coupling import (
 )
 from gradbox_engine.per_sample.planning.model import CALL_ERRORS, CallableModel, copied
 from gradbox_engine.per_sample.planning.plan import Plan, ProbeUses, make_plan
-from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
+from gradbox_engine.per_sample.recording.batch_axis import EXTRA, BatchAxis
 from gradbox_engine.per_sample.recording.function_calls import Use, UseLog
 from gradbox_engine.per_sample.recording.index_selections import Selection, may_reorder
 

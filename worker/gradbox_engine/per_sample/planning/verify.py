@@ -27,7 +27,6 @@ Shapes: B samples, Y outputs.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import hypot, isfinite, sqrt
@@ -38,8 +37,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradbox_engine.errors import CoupledSamples
-from gradbox_engine.per_sample.planning.axis_search import samples_that_differ
-from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
+from gradbox_engine.model.shard_rng import stream_seed
+from gradbox_engine.per_sample.recording.batch_axis import BatchAxis, samples_that_differ
 from gradbox_factors import Term
 from gradbox_factors.term import wide
 
@@ -136,11 +135,7 @@ def reference(
     weights_BY = _weights(value_BY, seed)
     if slopes is not None:
         weights_BY = _over_slopes(weights_BY, slopes)
-    total = (value_BY * weights_BY).sum()
-    gradients = torch.autograd.grad(
-        total, list(parameters.values()), retain_graph=True, allow_unused=True
-    )
-    return Reference(weights_BY, dict(zip(parameters, gradients, strict=True)))
+    return Reference(weights_BY, gradients_at(value_BY, weights_BY, parameters, keep_graph=True))
 
 
 def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> DrawnRow | None:
@@ -149,9 +144,9 @@ def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> 
     Args:
         slopes: ∂v_b/∂z_b; None where the rows are of z's entries.
     """
-    z, drawn = z.detach(), random.Random(seed)
+    z, drawn = z.detach(), stream_seed(seed, 0, 0)
     if slopes is None:
-        sample = drawn.randrange(len(z))
+        sample = drawn % len(z)
         weights = torch.linspace(0.5, 1.5, len(outputs), dtype=z.dtype, device=z.device)[None]
         size = z[0].numel()
         cotangent = F.pad(weights, (outputs.start, size - outputs.stop)).view_as(z[:1])
@@ -159,17 +154,17 @@ def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> 
     candidates = slopes.reshape(len(z), -1).any(1).nonzero()[:, 0].tolist()
     if not candidates:
         return None
-    sample = drawn.choice(candidates)
+    sample = candidates[drawn % len(candidates)]
     row = slice(sample, sample + 1)
     return DrawnRow(sample, z.new_ones(1, 1), z[row], slopes[row])
 
 
 def gradients_at(
-    z: Tensor, cotangent: Tensor, parameters: Mapping[str, Tensor], *, keep_graph: bool
+    tensor: Tensor, cotangent: Tensor, parameters: Mapping[str, Tensor], *, keep_graph: bool
 ) -> dict[str, Tensor | None]:
     """Return autograd's gradient by parameter, None where no path leads to one."""
     gradients = torch.autograd.grad(
-        z, list(parameters.values()), cotangent, retain_graph=keep_graph, allow_unused=True
+        tensor, list(parameters.values()), cotangent, retain_graph=keep_graph, allow_unused=True
     )
     return dict(zip(parameters, gradients, strict=True))
 
@@ -188,28 +183,27 @@ def compare(expected: Reference, terms: Mapping[str, Term], *, rounding: torch.d
     Args:
         rounding: the narrowest dtype in which the model multiplies.
     """
-    sizes = {
-        name: 0.0 if gradient is None else _norm(gradient)
-        for name, gradient in expected.gradients.items()
-    }
-    dtypes = {terms[name].dtype for name in sizes}
+    dtypes = {terms[name].dtype for name in expected.gradients}
+    weights = {dtype: expected.weights.to(dtype) for dtype in dtypes}
+    sizes, differences = {}, {}
+    for name, gradient in expected.gradients.items():  # each once, while it is in the cache
+        sizes[name] = size = 0.0 if gradient is None else _norm(gradient)
+        if isfinite(size):
+            found = terms[name].vjp(weights[terms[name].dtype])
+            found = found if gradient is None else found.sub_(gradient)
+            differences[name] = _norm(found, beside=size)
     # A gradient that is zero but for rounding (a key's bias before softmax) has no own scale.
     least = _rounding(dtypes | {rounding}) * _total(sizes.values())
     wrong, confirmed = set(), set()
-    for name, gradient in expected.gradients.items():
-        size = sizes[name]
-        if not isfinite(size):
-            continue
-        term = terms[name]
+    for name, difference in differences.items():
+        size, term = sizes[name], terms[name]
         near = max(TOLERANCE[term.dtype], TOLERANCE[rounding])
-        found = term.vjp(expected.weights.to(term.dtype))
-        difference = _norm(found if gradient is None else found.sub_(gradient))
         if not (
             difference <= near * size + least
             or difference <= near * (size + _row_norm(term, expected.weights)) + least
         ):
             wrong.add(name)
-        elif size > 0 or gradient is None:
+        elif size > 0 or expected.gradients[name] is None:
             confirmed.add(name)
     return Comparison(frozenset(wrong), frozenset(confirmed))
 
@@ -263,14 +257,18 @@ def _row_norm(term: Term, weights_BY: Tensor) -> float:
     return float(row.sqrt()) * abs(float(weights_BY[middle, 0]))
 
 
-def _norm(x: Tensor) -> float:
-    """Return ‖x‖; where float32 loses it to overflow or underflow, from float64."""
+def _norm(x: Tensor, *, beside: float = 0.0) -> float:
+    """Return ‖x‖; where float32 loses it to overflow or underflow, in float64.
+
+    Args:
+        beside: what it is compared with, next to which an underflow may not matter.
+    """
     x = wide(x.to_dense()).reshape(-1)
     # BLAS reads memory once, at several times the speed of `vector_norm`, but counts in 32 bits.
     norm = sqrt(torch.dot(x, x)) if x.numel() < 2**31 else float(torch.linalg.vector_norm(x))
-    if _SMALLEST < norm < 1 / _SMALLEST or x.device.type == "mps":
+    if (max(norm, beside) > _SMALLEST and norm < 1 / _SMALLEST) or x.device.type == "mps":
         return norm
-    return float(torch.linalg.vector_norm(x.double()))
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def _total(norms: Iterable[float]) -> float:

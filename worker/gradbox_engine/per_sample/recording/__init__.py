@@ -1,6 +1,6 @@
 """Recording: which function calls use a parameter, and the gradients wanted at their outputs.
 
-Read `function_calls` (the function mode, and the log of a probe run), `steps` (how a planned use
-runs), `step_recorder` (the run by a plan); `decompositions`, `pointwise` and `index_selections` say
-what is known of single functions, `batch_axis` which dim of a tensor holds the samples.
+Read `function_calls` (the function mode, the log of a probe run, the run by a plan), `steps` (how a
+planned use runs); `decompositions`, `pointwise` and `index_selections` say what is known of single
+functions, `batch_axis` which dim of a tensor holds the samples.
 """

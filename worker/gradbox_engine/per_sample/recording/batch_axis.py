@@ -1,4 +1,11 @@
-"""Which dim of a tensor holds the samples.
+"""Which dim of a tensor holds the samples: found from two runs, not from a shape that may coincide.
+
+A tensor of a run on B samples and the same tensor of a run on B + `EXTRA` samples differ in at most
+one dim: that dim holds the samples, alone (B against B + EXTRA) or merged with others (m·B against
+m·(B + EXTRA)). For a merged dim the order is settled by a third run in which one sample differs.
+Where that leaves several (none differs in a mask that is repeated for every sample), samples are
+taken to be as far out as they may; the rows of a new plan, which are compared with autograd's, show
+if they are not.
 
 Shapes: B samples.
 """
@@ -7,7 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+EXTRA = 3
 
 
 @dataclass(frozen=True)
@@ -52,3 +62,78 @@ class BatchAxis:
         if not self.merged:
             return led.movedim(0, dim)
         return led.movedim(0, dim + 1).flatten(dim, dim + 2)
+
+
+def changed_dim(first: torch.Size, second: torch.Size) -> int | None:
+    """Return the one dim in which two shapes differ, None where they are equal, -1 otherwise."""
+    if len(first) != len(second):
+        return -1
+    dims = [dim for dim, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
+    if not dims:
+        return None
+    return dims[0] if len(dims) == 1 else -1
+
+
+def find(
+    first: Tensor, second: Tensor, third: Tensor, samples: int, changed: int
+) -> BatchAxis | None:
+    """Return which dim of a tensor holds the samples, None if that cannot be told.
+
+    Args:
+        first: the tensor in a run on `samples` samples.
+        second: the same in a run on `samples + EXTRA`.
+        third: the same as `second`, with sample number `changed` replaced.
+    """
+    dim = changed_dim(first.shape, second.shape)
+    if dim is None or dim < 0:
+        return None
+    size, larger = first.shape[dim], second.shape[dim]
+    copies, rest = divmod(size, samples)
+    if rest or larger != copies * (samples + EXTRA):
+        return None
+    if copies == 1:
+        return BatchAxis(dim)
+    return _order(second, third, BatchAxis(dim, copies, 1), samples + EXTRA, changed)
+
+
+def _order(
+    second: Tensor, third: Tensor, guess: BatchAxis, samples: int, changed: int
+) -> BatchAxis | None:
+    """Settle how a merged dim is laid out: every position that differs must be sample `changed`."""
+    if second.shape != third.shape:
+        return None
+    differs = (second != third).movedim(guess.dim, 0)
+    differs = differs.reshape(len(differs), -1).any(1)
+    copies = guess.before
+    fits = [
+        before
+        for before in range(1, copies + 1)
+        if copies % before == 0 and _only(differs.view(before, samples, copies // before), changed)
+    ]
+    return BatchAxis(guess.dim, fits[0], copies // fits[0]) if fits else None
+
+
+def _only(differs: Tensor, changed: int) -> bool:
+    others = differs.clone()
+    others[:, changed] = False
+    return not bool(others.any())
+
+
+def samples_that_differ(second: Tensor, third: Tensor, axis: BatchAxis) -> Tensor:
+    """Return for every sample whether its part of the tensor differs beyond rounding, (B,) bool.
+
+    Each entry has a scale of its own, the largest finite number that a sample has there: with one
+    scale, logits masked with -1e9 would hide all other differences. Both tensors are from calls of
+    one shape, whose roundings agree unless kernels add in no fixed order or data choose a kernel.
+    """
+    first_B, second_B = (
+        axis.lead(x).reshape(second.shape[axis.dim] // (axis.before * axis.after), -1)
+        for x in (second, third)
+    )
+    if not first_B.is_floating_point():
+        return (first_B != second_B).any(1)
+    limits = torch.finfo(first_B.dtype)
+    scale = first_B.abs().nan_to_num(0.0, 0.0).amax(0).clamp_min(limits.tiny)
+    roundings = 1e3 if limits.eps < 1e-4 else 2  # a thousand 16-bit roundings would hide all
+    differ = (first_B - second_B).abs() > roundings * limits.eps * scale
+    return (differ | (first_B.isnan() != second_B.isnan())).any(1)

@@ -4,16 +4,22 @@ A module may be called twice, hold its weight elsewhere, or call a function dire
 is the function call that a parameter enters. A tensor made of parameters alone ("derived": a
 transposed or sliced weight, a weight-normalised one, position embeddings of shape (1, T, D)) is
 tracked as a parameter of its own, whose gradient is pulled back at the end.
+
+`UseLog` lists the uses of a probe run. `StepRecorder` runs each use as planned, and records the
+output edges of those calls. Gradients are taken with respect to these edges, not to the parameters:
+no summed weight gradient is computed, and a later change in place of an output keeps the edge
+valid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
@@ -23,9 +29,12 @@ from gradbox_engine.per_sample.recording.index_selections import (
     Selection,
     selection,
 )
+from gradbox_factors import Term
 
 Key = str | tuple[int, int]
 """A parameter's name, or (number of the use that made a derived tensor, position in its output)."""
+
+Terms = Iterator[tuple[Key, Term]]
 
 _SEQUENCES = frozenset({list, tuple})
 
@@ -187,3 +196,62 @@ def same_calls(runs: Sequence[Sequence[Use]]) -> bool:
     """Return whether all runs called the same functions in the same order."""
     functions = [[use.function for use in run] for run in runs]
     return all(called == functions[0] for called in functions)
+
+
+@dataclass(frozen=True)
+class RecordedEdge:
+    """An output whose gradient is wanted: `terms` turns it, g (Y, ...), into (key, term) pairs."""
+
+    edge: GradientEdge
+    terms: Callable[[Tensor], Terms]
+    input_unchanged: Callable[[], bool]
+
+
+class StepRecorder(FunctionCalls):
+    """Runs each use by its step of the plan.
+
+    A call that is not as planned sets `deviated`; from then on functions run as they are, and the
+    graph is of no use.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], steps: Sequence[Any], *, samples: int
+    ) -> None:
+        super().__init__(parameters)
+        self.samples = samples  # a use that sees another number is not as planned
+        self.deviated = False
+        self.edges: list[RecordedEdge] = []
+        self.derived: dict[Key, Tensor] = {}
+        self._steps = steps
+        self._next = 0
+
+    def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.deviated or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        step = self._steps[self._next] if self._next < len(self._steps) else None
+        if step is None or step.function != func:
+            out = func(*args, **kwargs)
+            self.deviated = requires_grad(out)  # without, the probe runs list no use either
+            return out
+        self._next += 1
+        return step.run(self, args, kwargs)
+
+    def deviate(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call that is not as planned."""
+        self.deviated = True
+        return func(*args, **kwargs)
+
+    def finish(self) -> None:
+        """Note a deviation if steps are left."""
+        self.deviated = self.deviated or self._next != len(self._steps)
+
+    def record(
+        self,
+        tensor: Tensor,
+        terms: Callable[[Tensor], Terms],
+        input_unchanged: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Record that the gradient at `tensor`'s edge is wanted."""
+        self.edges.append(RecordedEdge(get_gradient_edge(tensor), terms, input_unchanged))

@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis
-from gradbox_engine.per_sample.recording.function_calls import Key, tensors_of
+from gradbox_engine.per_sample.recording.function_calls import Key, StepRecorder, Terms, tensors_of
 from gradbox_engine.per_sample.recording.pointwise import broadcast_size
-from gradbox_engine.per_sample.recording.step_recorder import StepRecorder, Terms
 from gradbox_engine.per_sample.rules.rule import Layer, Rule, Target
 from gradbox_factors import Block
 

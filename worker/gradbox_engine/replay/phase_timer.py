@@ -11,7 +11,7 @@ import torch
 from gradbox_engine.requests import Phase
 
 
-class PhaseClock:
+class PhaseTimer:
     """Seconds by phase; on CUDA a phase ends when its kernels do."""
 
     def __init__(self, device: torch.device) -> None:
