@@ -135,8 +135,6 @@ def _cotangents(
     joined = partial(concatenated, groups, {r.position: r.outputs for r in records})
     whole, num_rows = retried_without_kept_graphs(joined, records, undo=lambda: None)
     rows = ShardRows(groups, num_rows)
-    for record, part in zip(records, rows.parts(whole).values(), strict=True):
-        record.outputs = part  # views of Z, which is thus held once
     penalty = _total([value for record in records for value in record.penalties])
     differentiated = partial(
         differentiate,

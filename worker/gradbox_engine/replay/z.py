@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from gradbox_engine.errors import BadOutput
@@ -54,7 +53,8 @@ def concatenated(
     """Return Z of each group in the order of the shards, and each shard's number of rows.
 
     Args:
-        outputs: z of every shard.
+        outputs: z of every shard. Views of Z take its place one after the other, so that all of
+            them and Z are never in memory together.
 
     Raises:
         BadOutput: shards of one group differ in names, dtypes or trailing dimensions.
@@ -67,9 +67,22 @@ def concatenated(
         for shard, z in enumerate(shards):
             _check_alike(group.name, shard, z, shards[0])
         whole[group.name] = {
-            name: torch.cat([_as_rows(z[name]) for z in shards]) for name in shards[0]
+            name: _moved_into_one(shards, name, num_rows[group.name]) for name in list(shards[0])
         }
     return whole, num_rows
+
+
+def _moved_into_one(shards: Sequence[Outputs], name: str, num_rows: Sequence[int | None]) -> Tensor:
+    rows = [1 if number is None else number for number in num_rows]
+    first = shards[0][name]
+    whole = first.new_empty((sum(rows), *first.shape[1:]))
+    del first
+    start = 0
+    for z, number, length in zip(shards, num_rows, rows, strict=True):
+        view = whole[start] if number is None else whole[start : start + length]
+        z[name] = view.copy_(z[name])
+        start += length
+    return whole
 
 
 def ordered(whole: Outputs, group: Group) -> Outputs:
@@ -86,10 +99,6 @@ def unordered(whole: Outputs, group: Group) -> Outputs:
         return whole
     inverse_N = permutation(group.order, _length(whole), group=group.name).argsort()
     return {name: z.index_select(0, inverse_N.to(z.device)) for name, z in whole.items()}
-
-
-def _as_rows(z: Tensor) -> Tensor:
-    return z.unsqueeze(0) if z.ndim == 0 else z
 
 
 def _length(whole: Outputs) -> int:
