@@ -98,7 +98,7 @@ def _spread(z: Tensor) -> Tensor:
         {"streams": "sample"},
         {"wrt": ["7.*", "inputs.0"]},
     ],
-    ids=str,
+    ids=lambda terms: ", ".join(terms) or "plain",
 )
 def test_the_host_does_not_wait_inside_the_loops(terms: dict[str, Any]) -> None:
     model, shards = _network(), _images(6)
