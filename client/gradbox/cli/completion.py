@@ -6,15 +6,16 @@ nothing: whoever pressed Tab is writing a command.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
 from gradbox.cli.output import SHOWN_LENGTH
-from gradbox.client import GradClient
 from gradbox.errors import GradboxError
-from gradbox.http.connection import Retry
 from gradbox.printable import printable
+
+if TYPE_CHECKING:
+    from gradbox.client import GradClient
 
 LOOKED_THROUGH: Final = 500
 TIMEOUT_S: Final = 1.0
@@ -55,4 +56,8 @@ def complete_model(ctx: typer.Context, args: list[str], incomplete: str) -> Comp
 
 
 def _client() -> GradClient:
+    # Only now: what defines the commands must import quickly, and without NumPy.
+    from gradbox.client import GradClient
+    from gradbox.http.connection import Retry
+
     return GradClient(timeout_s=TIMEOUT_S, retry=Retry(patience_s=0))
