@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gradbox_factors.block import Positions
+from gradbox_factors.block import Block, Positions
 from gradbox_factors.dense_projection import Kind, projected, projection_of
 from gradbox_factors.gram import gram_bound, gram_of_pieces, gram_of_rows
 from gradbox_factors.outer import Outer
@@ -30,6 +30,16 @@ class Factored:
     """
 
     pieces: Sequence[Mapping[str, Term]]
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, Tensor], *, one_output: bool) -> Factored:
+        """Return dense rows as terms.
+
+        Args:
+            arrays: name → (B, Y, *shape); (B, *shape) where there is `one_output`.
+        """
+        rows = {name: x.unsqueeze(1) if one_output else x for name, x in arrays.items()}
+        return cls([{name: Block(name, tuple(x.shape[2:]), x) for name, x in rows.items()}])
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -113,8 +113,8 @@ class HashedFile:
 
     def empty(self) -> None:
         """Begin anew."""
-        self._hash()
         self._wait()
+        self._unhashed, self._num_unhashed_bytes = [], 0
         self._file.seek(0)
         self._file.truncate()
         self._digest = hashlib.sha256()

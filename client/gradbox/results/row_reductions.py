@@ -248,14 +248,10 @@ class RowReductions:
                 samples=self.manifest.samples,
                 outputs=self.manifest.outputs,
             )
-        from gradbox_factors import Block, Factored
+        from gradbox_factors import Factored
 
-        piece = {}
-        for name, lazy in self.grads.items():
-            array = lazy[()]
-            array = array.unsqueeze(1) if self._squeezed else array
-            piece[name] = Block(name, tuple(array.shape[2:]), array)
-        return Factored([piece])
+        arrays = {name: lazy[()] for name, lazy in self.grads.items()}
+        return Factored.of_arrays(arrays, one_output=self._squeezed)
 
     def _factor(self, name: str) -> Any:
         return self._file.tensor(name)[()]

@@ -14,7 +14,7 @@ from gradbox.protocol import Receipt
 from gradbox.results.factor_metadata import FACTORS, read_factors
 from gradbox.results.result_files import LocalFile
 from gradbox.results.row_reductions import GRADIENT
-from gradbox_factors import Block, Factored, packed
+from gradbox_factors import Factored, packed
 from gradbox_worker.computations.job import LoadedJob
 
 
@@ -35,12 +35,8 @@ def stored_rows(job: LoadedJob, *, of: str) -> Factored:
     file = LocalFile(path)
     receipt = Receipt.model_validate_json(file.metadata["gradbox"])
     if FACTORS not in file.metadata:
-        piece = {}
-        for name in receipt.names:
-            array = file.tensor(f"grads/{name}").to(job.device)
-            array = array.unsqueeze(1) if receipt.computation == GRADIENT else array
-            piece[name] = Block(name, tuple(array.shape[2:]), array)
-        return Factored([piece])
+        arrays = {name: file.tensor(f"grads/{name}").to(job.device) for name in receipt.names}
+        return Factored.of_arrays(arrays, one_output=receipt.computation == GRADIENT)
     return read_factors(
         file.metadata[FACTORS],
         lambda name: file.tensor(name).to(job.device),
