@@ -1,0 +1,52 @@
+"""What Ray is told by its environment, which it reads when it is imported.
+
+Ray listens on loopback alone where it takes itself to be on a platform without clusters; one
+variable has it think so. Every process of a cluster needs its token. Nothing is reported to Ray's
+makers.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+
+from gradbox_worker.cluster.address_file import ClusterAddress
+
+
+def stay_here(token: str) -> None:
+    """Have Ray listen on loopback alone, and ask for this token."""
+    _before_ray_is_imported()
+    os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_TOKEN=token)
+    _guarded()
+
+
+def reach(address: ClusterAddress) -> None:
+    """Have Ray reach a cluster that a head has."""
+    _before_ray_is_imported()
+    if _is_loopback(address.address):
+        stay_here(address.token)
+    _guarded()
+
+
+def across_machines() -> None:
+    """Have Ray join a cluster with the token that is in the environment, or in ~/.ray."""
+    _before_ray_is_imported()
+    _guarded()
+
+
+def _guarded() -> None:
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.rpartition(":")[0].strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _before_ray_is_imported() -> None:
+    if "ray" in sys.modules:
+        raise RuntimeError("expected to be called before Ray is imported, which reads it then")

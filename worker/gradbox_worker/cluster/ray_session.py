@@ -1,0 +1,85 @@
+"""Ray started on this machine, or joined; see `ray_environment` for what comes first."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+
+from gradbox_worker.errors import DeviceNotStarted
+
+QUIET: Final[dict[str, Any]] = {"log_to_driver": False, "configure_logging": False}
+
+
+def start_here(*, namespace: str, folder: Path, num_cpus: int, num_gpus: int) -> str:
+    """Start Ray on this machine; it ends with this process.
+
+    Args:
+        folder: for its files.
+
+    Returns:
+        Its address.
+    """
+    context = ray.init(
+        address="local",
+        namespace=namespace,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        _temp_dir=str(folder),
+        **QUIET,
+    )
+    return str(context.address_info["gcs_address"])
+
+
+def join(address: str, *, namespace: str) -> str:
+    """Join a cluster of which this machine is a node.
+
+    Returns:
+        Its address.
+
+    Raises:
+        DeviceNotStarted: there is none, this machine is no node of it, or the token is another.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        context = ray.init(address=address, namespace=namespace, **QUIET)
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+        raise DeviceNotStarted(
+            f"expected a Ray cluster at {address} that this machine is a node of, got: {error}; "
+            f"run `ray start` here first, with the token of the cluster (docs/cluster.md)"
+        ) from error
+    finally:
+        for number, handler in handlers.items():  # Ray sets its own
+            signal.signal(number, handler)
+    return str(context.address_info["gcs_address"])
+
+
+def new_folder(data: Path) -> Path:
+    """Return an empty folder for Ray's files, always the same for one data folder.
+
+    Its path is short, since sockets lie in it, whose paths have at most 107 characters. What a Ray
+    that was killed left there is removed.
+
+    Raises:
+        DeviceNotStarted: it belongs to somebody else.
+    """
+    digest = hashlib.sha256(str(data.resolve()).encode()).hexdigest()[:12]
+    folder = Path(tempfile.gettempdir()) / f"gradbox-ray-{digest}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            raise PermissionError("it belongs to another user")
+        for entry in folder.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    except OSError as error:
+        raise DeviceNotStarted(
+            f"expected a folder of our own at {folder} for Ray's files, got: {error}; remove it"
+        ) from error
+    return folder
