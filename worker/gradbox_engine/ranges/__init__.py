@@ -1,7 +1,52 @@
 """One set-loss job over several devices: each runs a contiguous range of the shards.
 
-    Z = cat(Z₁ … Z_k),   dL/dθ = Σᵣ Σ_{i in range r} z̄ᵢᵀ ∂f(xᵢ; θ)/∂θ
+    Z = cat(Z₁ … Z_k),   dL/dθ = Σᵣ Σ_{i in r} z̄ᵢᵀ ∂f(xᵢ; θ)/∂θ
 
-Read `protocol` for what passes between the coordinator and a device, `set_gradient` for the
-coordinator, and `held_job` for a device: replay/ does the work in both.
+Read `split_set_gradient` first, the coordinator's side on one page, with `protocol`, what passes
+between it and the devices. Then `held_job`, a device's side; replay/ does the work in both. State
+that shards change is in `norm_statistics` and `independence`, a device that dies in `split_job`.
+`in_process` runs ranges one after the other on one device, and so says what others must return.
 """
+
+from gradbox_engine.ranges.cut import cut, shard_costs
+from gradbox_engine.ranges.held_job import HeldJob, held_job
+from gradbox_engine.ranges.in_process import OneDevice, set_gradient_in_ranges
+from gradbox_engine.ranges.protocol import (
+    Devices,
+    GradientForm,
+    NamedSums,
+    NormStatistics,
+    NormUpdate,
+    Range,
+    RangeCotangents,
+    RangeDevice,
+    RangeGradient,
+    RangeOutputs,
+    Sums,
+)
+from gradbox_engine.ranges.reduction import added
+from gradbox_engine.ranges.split_set_gradient import RangeRun, SplitGradient, split_set_gradient
+
+__all__ = [
+    "Devices",
+    "GradientForm",
+    "HeldJob",
+    "NamedSums",
+    "NormStatistics",
+    "NormUpdate",
+    "OneDevice",
+    "Range",
+    "RangeCotangents",
+    "RangeDevice",
+    "RangeGradient",
+    "RangeOutputs",
+    "RangeRun",
+    "SplitGradient",
+    "Sums",
+    "added",
+    "cut",
+    "held_job",
+    "set_gradient_in_ranges",
+    "shard_costs",
+    "split_set_gradient",
+]

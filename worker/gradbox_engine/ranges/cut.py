@@ -45,8 +45,7 @@ def cut(costs: Sequence[float], num_ranges: int) -> tuple[Range, ...]:
         ends.append(min(max(end, ends[-1] + 1), len(costs) - left))
     ends.append(len(costs))
     return tuple(
-        Range(index, num_ranges, start, stop)
-        for index, (start, stop) in enumerate(pairwise(ends))
+        Range(index, num_ranges, start, stop) for index, (start, stop) in enumerate(pairwise(ends))
     )
 
 

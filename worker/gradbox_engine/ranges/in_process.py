@@ -13,7 +13,6 @@ from typing import Any, TypeVar, Unpack
 from torch import nn
 
 from gradbox_engine.model.prepared import model_device
-from gradbox_engine.ranges.coordinator import SplitGradient, split_set_gradient
 from gradbox_engine.ranges.held_job import HeldJob, held_job
 from gradbox_engine.ranges.protocol import (
     NamedSums,
@@ -25,6 +24,7 @@ from gradbox_engine.ranges.protocol import (
     Sums,
 )
 from gradbox_engine.ranges.reduction import added
+from gradbox_engine.ranges.split_set_gradient import SplitGradient, split_set_gradient
 from gradbox_engine.replay.set_gradient import GRADS_ALONE
 from gradbox_engine.requests import CallKeywords, Group, Objective, Observer, Retain, Returned
 

@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradbox_engine.errors import CoupledShards
 from gradbox_engine.model.snapshots import Live, Slot, Snapshot
 from gradbox_engine.model.tensor_equality import form, same_values
-from gradbox_engine.ranges.protocol import NormStatistics, NormUpdate
+from gradbox_engine.ranges.protocol import NormStatistics, NormUpdate, RangeOutputs
 from gradbox_engine.replay.shard_record import ShardRecord
 
 MEAN, VAR, COUNT = "running_mean", "running_var", "num_batches_tracked"
@@ -116,16 +116,17 @@ def composed(
     return starts, state
 
 
-def named(norms: Mapping[str, NormStatistics]) -> dict[str, Tensor]:
-    """Return statistics as buffers, by full name."""
-    return {
+def buffers_after(gathered: Sequence[RangeOutputs]) -> dict[str, Tensor]:
+    """Return all buffers after all ranges, by full name.
+
+    Args:
+        gathered: the outputs of all ranges; the first has buffers.
+    """
+    _, norms = composed([outputs.norms for outputs in gathered])
+    return (gathered[0].buffers or {}) | {
         _join(name, buffer): value
         for name, norm in norms.items()
-        for buffer, value in (
-            (MEAN, norm.mean),
-            (VAR, norm.var),
-            (COUNT, torch.tensor(norm.num_batches)),
-        )
+        for buffer, value in _tensors(norm).items()
     }
 
 
@@ -133,11 +134,14 @@ def with_statistics(snapshot: Snapshot, norms: Mapping[str, NormStatistics]) -> 
     """Return a snapshot with other running statistics."""
     values = snapshot.values
     for name, norm in norms.items():
-        new = {MEAN: norm.mean, VAR: norm.var, COUNT: torch.tensor(norm.num_batches)}
-        for buffer, value in new.items():
+        for buffer, value in _tensors(norm).items():
             old = values[name, buffer]
             values[name, buffer] = value if old is None else value.to(old)
     return Snapshot(values, versions={})
+
+
+def _tensors(norm: NormStatistics) -> dict[str, Tensor]:
+    return {MEAN: norm.mean, VAR: norm.var, COUNT: torch.tensor(norm.num_batches)}
 
 
 def _composed(

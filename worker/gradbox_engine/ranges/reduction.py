@@ -14,10 +14,12 @@ to what: neighbours are, level by level.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from gradbox_engine.ranges.protocol import NamedSums
+import torch
+
+from gradbox_engine.ranges.protocol import GradientForm, NamedSums
 
 T = TypeVar("T")
 
@@ -37,3 +39,11 @@ def split_in_tree(nodes: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
     """Return the two halves that are added last: the first has as many as a power of two."""
     middle = 1 << (len(nodes) - 1).bit_length() - 1
     return nodes[:middle], nodes[middle:]
+
+
+def completed(sums: NamedSums, parameters: Mapping[str, GradientForm]) -> NamedSums:
+    """Return sums in the parameters' order, with zeros for those that no range has reached."""
+    return {
+        name: sums[name] if name in sums else torch.zeros(form.shape, dtype=form.dtype)
+        for name, form in parameters.items()
+    }

@@ -1,0 +1,182 @@
+"""The ranges of a job on their way through both phases, each on the device that it was given.
+
+A range whose device is lost runs again on another one. If its outputs had been used, those of the
+second time are compared with them, like a replay with its first pass. Sums that are lost while they
+are added up are computed again from the ranges that are in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gradbox_engine.errors import DeviceLost
+from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.shard_feed import Position, all_positions
+from gradbox_engine.ranges.courses import Course, run_together
+from gradbox_engine.ranges.protocol import (
+    Devices,
+    NamedSums,
+    Range,
+    RangeCotangents,
+    RangeDevice,
+    RangeGradient,
+    RangeOutputs,
+    Sums,
+)
+from gradbox_engine.ranges.reduction import split_in_tree
+from gradbox_engine.replay.comparison import ReplayComparison
+from gradbox_engine.replay.z import ShardRows
+from gradbox_engine.requests import Group, Observer, Phase, Precision
+
+MOST_LOST = 3
+"""Devices that one range may lose: what ended these would end the next one, too."""
+
+
+class Node(NamedTuple):
+    """A sum in the tree, and the ranges that are in it."""
+
+    parts: Sequence[Range]
+    sums: Sums
+
+
+class SplitJob:
+    """Both phases of a job's ranges, on devices that may be lost."""
+
+    def __init__(
+        self,
+        devices: Devices,
+        parts: Sequence[Range],
+        groups: Sequence[Group],
+        *,
+        precision: Precision,
+        observer: Observer,
+    ) -> None:
+        self.parts = parts
+        self.num_lost = [0] * len(parts)
+        self.rerun_difference = [0.0] * len(parts)
+        self._devices = devices
+        self._groups = groups
+        self._positions = all_positions(groups)
+        self._precision = precision
+        self._observer = observer
+        self._device: dict[int, RangeDevice] = {}
+        self._outputs: list[RangeOutputs] = []
+        self._cotangents: Sequence[RangeCotangents] = ()
+        self._gradients: dict[int, RangeGradient] = {}
+
+    def forward(self) -> list[RangeOutputs]:
+        """Run the first pass of all ranges.
+
+        Raises:
+            DeviceLost: no device is left, or one range has lost too many.
+            EngineError: see `HeldJob.forward`.
+        """
+        courses = [self._forward(part) for part in self.parts]
+        self._outputs = run_together(courses, tick=lambda ended: self._tell("forward", ended))
+        return self._outputs
+
+    def replay(self, cotangents: Sequence[RangeCotangents]) -> list[RangeGradient]:
+        """Run the replay of all ranges, on the devices that ran their first pass.
+
+        Raises:
+            DeviceLost: no device is left, or one range has lost too many.
+            ReplayMismatch: a range that ran twice did not give the same outputs.
+            EngineError: see `HeldJob.replay`.
+        """
+        self._cotangents = cotangents
+        courses = [self._replay(part) for part in self.parts]
+        return run_together(courses, tick=lambda ended: self._tell("replay", ended))
+
+    def total(self) -> NamedSums:
+        """Add up the sums of all ranges, in the tree of `reduction`.
+
+        Raises: as `replay`.
+        """
+        nodes = [Node([part], self._gradients[part.index].sums) for part in self.parts]
+        while len(nodes) > 1:
+            pairs = list(zip(nodes[::2], nodes[1::2], strict=False))
+            added = run_together([self._added(left, right) for left, right in pairs])
+            nodes = [*added, *nodes[2 * len(pairs) :]]
+        return run_together([self._fetched(nodes[0])])[0]
+
+    def _forward(self, part: Range) -> Course[RangeOutputs]:
+        while True:
+            device = self._devices.take(part)
+            try:
+                outputs: RangeOutputs = yield device.forward(part)
+            except DeviceLost as error:
+                self._count_loss(part, error)
+            else:
+                self._device[part.index] = device
+                return outputs
+
+    def _forward_again(self, part: Range) -> Course[None]:
+        """Put a range through another device, and compare with what the first one gave."""
+        again = yield from self._forward(part)
+        largest = self.rerun_difference[part.index]
+        comparison = ReplayComparison(self._precision, largest=largest)
+        first = self._by_shard(part, self._outputs[part.index])
+        for position, outputs in self._by_shard(part, again).items():
+            where = f"group {self._groups[position.group].name!r}, shard {position.shard}"
+            comparison.compare(f"{where}, on another device", outputs, first[position])
+        self.rerun_difference[part.index] = comparison.finish()
+
+    def _by_shard(self, part: Range, outputs: RangeOutputs) -> dict[Position, Outputs]:
+        positions = self._positions[part.start : part.stop]
+        return ShardRows(self._groups, outputs.rows, positions=positions).parts(outputs.outputs)
+
+    def _replay(self, part: Range) -> Course[RangeGradient]:
+        while True:
+            try:
+                gradient: RangeGradient = yield self._device[part.index].replay(
+                    part, self._cotangents[part.index]
+                )
+            except DeviceLost as error:
+                self._count_loss(part, error)
+                yield from self._forward_again(part)
+            else:
+                self._gradients[part.index] = gradient
+                return gradient
+
+    def _added(self, left: Node, right: Node) -> Course[Node]:
+        """Add the sums of neighbours; where one is lost, compute both again."""
+        parts = [*left.parts, *right.parts]
+        try:
+            total: Sums = yield self._devices.added(left.sums, right.sums)
+        except DeviceLost as error:
+            return (yield from self._computed_again(parts, error))
+        return Node(parts, total)
+
+    def _fetched(self, node: Node) -> Course[NamedSums]:
+        while True:
+            try:
+                named: NamedSums = yield self._devices.fetched(node.sums)
+            except DeviceLost as error:
+                node = yield from self._computed_again(node.parts, error)
+            else:
+                return named
+
+    def _computed_again(self, parts: Sequence[Range], error: DeviceLost) -> Course[Node]:
+        """Run both phases of ranges whose sum is lost, and add up in the same tree."""
+        if len(parts) == 1:
+            self._count_loss(parts[0], error)
+            yield from self._forward_again(parts[0])
+            gradient = yield from self._replay(parts[0])
+            return Node(parts, gradient.sums)
+        halves = split_in_tree(parts)
+        left = yield from self._computed_again(halves[0], error)
+        right = yield from self._computed_again(halves[1], error)
+        return (yield from self._added(left, right))
+
+    def _count_loss(self, part: Range, error: DeviceLost) -> None:
+        self.num_lost[part.index] += 1
+        if self.num_lost[part.index] >= MOST_LOST:
+            raise DeviceLost(
+                f"shards {part.start} to {part.stop - 1}: expected one of {MOST_LOST} devices to "
+                f"live through them, but all were lost, the last one so: {error}"
+            ) from error
+
+    def _tell(self, phase: Phase, ended: Sequence[int]) -> None:
+        done = sum(self.parts[number].num_shards for number in ended)
+        self._observer.step(phase, done, len(self._positions))
