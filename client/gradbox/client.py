@@ -223,6 +223,7 @@ class GradClient:
         transfer: Literal["exact", "bf16", "fp16"] = "exact",
         priority: int = 0,
         timeout_s: float = 3600.0,
+        devices: int | Literal["auto"] = 1,
         name: str = "",
         progress: bool | None = False,
     ) -> RemoteModel:
@@ -255,6 +256,7 @@ class GradClient:
             transfer=transfer,
             priority=priority,
             timeout_s=timeout_s,
+            devices=devices,
             name=name,
         )
         view = self.model_info(model)

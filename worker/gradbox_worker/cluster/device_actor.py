@@ -1,12 +1,11 @@
 """A device as an actor: the warm device of `device.warm_device`, and ranges of wide jobs.
 
 Calls that compute run one after the other in one thread, for what a job holds between two calls
-belongs to its thread. `news`, `stop` and the like run beside them, in a group of their own.
+belongs to its thread. `news` and the stops run beside them, in a group of their own.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import warnings
@@ -14,12 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import ray
 
 from gradbox.printable import log_to_stderr
-from gradbox_worker.cluster.array_buffers import as_buffers, as_tensors
+from gradbox_engine.ranges.protocol import Range, RangeCotangents
+from gradbox_worker.cluster.array_buffers import READ_ONLY, as_buffers, as_tensors
 from gradbox_worker.cluster.held_range import HeldRange, RangeJob
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.device.child import DeviceSettings
@@ -28,16 +28,22 @@ from gradbox_worker.device.messages import TO_DEVICE, FromDevice, Run, RunFailed
 from gradbox_worker.device.warm_device import WarmDevice
 from gradbox_worker.exceptions_to_problems import refuses_work
 
-log = logging.getLogger(__name__)
-
+P = ParamSpec("P")
 T = TypeVar("T")
 
 CONTROL: Final = "control"
-LEAVE_S: Final = 5.0
+# For its last answer to be sent, before a process whose device is spoilt ends.
+LEAVE_S: Final = 2.0
+
+
+def beside_computing(method: Callable[P, T]) -> Callable[P, T]:
+    """Have a method run beside those that compute."""
+    marked: Callable[P, T] = ray.method(concurrency_group=CONTROL)(method)
+    return marked
 
 
 class JobStopped(Exception):
-    """The job was told to stop; `StopNow` as it crosses processes."""
+    """The job was told to stop: `StopNow` as it crosses processes."""
 
 
 class DeviceActor:
@@ -48,14 +54,17 @@ class DeviceActor:
 
         Args:
             settings: those of a device process.
-            mark: a file in the box's data folder, and what stands in it; whoever reads it sees
+            mark: a file in the box's data folder, and what stands in it; who reads that there sees
                 the data folder.
         """
         log_to_stderr("device[%(process)d] ")
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        warnings.filterwarnings("ignore", message=READ_ONLY)
         self._news: deque[FromDevice] = deque()
         self._stopped: tuple[str, int] | None = None
+        self._abandoned = False
+        self._leaving = False
         self._held: HeldRange | None = None
+        self._open_for: tuple[str, int] | None = None
         self._mark = mark
         self._device = WarmDevice(settings, tell=self._news.append)
         import_for_jobs()
@@ -79,43 +88,92 @@ class DeviceActor:
             self._leave_soon()
         return [*self.news(), answer.model_dump_json()]
 
-    def open(self, job: RangeJob) -> None:
-        """Make ready for ranges of a job."""
-        self._held = None
+    def open(self, job: RangeJob) -> int:
+        """Make ready for ranges of a job; returns how many of its weights were widened."""
+        self._close()
+        self._open_for = (job.job_id, job.attempt)
         stop_requested = self._stop_of(job.job_id, job.attempt)
         observer = self._device.watched(stop_requested=stop_requested)
         self._held = self._guarded(partial(HeldRange, self._device, job, observer=observer))
+        return self._held.weights_widened
 
-    def forward(self, part: Any, shards: Any) -> Any:
-        """Run the first pass of a range; returns `RangeOutputs` with buffers for tensors."""
-        held = self._holding()
-        return as_buffers(self._guarded(lambda: held.forward(part, shards)))
+    def forward(self, part: Range, blocks: Any, opened: int) -> Any:
+        """Run the first pass of a range; returns `RangeOutputs` of buffers.
 
-    def replay(self, part: Any, cotangents: Any) -> Any:
-        """Replay a range; returns its `RangeGradient`, whose sums are a reference to buffers."""
-        held = self._holding()
-        return self._guarded(lambda: held.replay(part, as_tensors(cotangents)))
+        Args:
+            opened: what `open` returned: where that failed, this call ends in the same way.
+        """
+        return as_buffers(self._guarded(partial(self._holding().forward, part, blocks)))
 
-    def added(self, left: Any, right: Any) -> Any:
-        """Return two sums added, as buffers."""
-        held = self._holding()
-        return self._guarded(lambda: held.added(left, right))
+    def replay(self, part: Range, cotangents: RangeCotangents) -> Any:
+        """Replay a range, whose sums stay here; returns its `RangeGradient` of buffers."""
+        given = as_tensors(cotangents)
+        return as_buffers(self._guarded(partial(self._holding().replay, part, given)))
+
+    def take_sums(self, index: int) -> Any:
+        """Give the sums of a range away, as buffers."""
+        return self._holding().take_sums(index)
+
+    def add(self, index: int, other: Any) -> int:
+        """Add sums that another device gave away to those of a range; returns their bytes."""
+        return self._guarded(partial(self._holding().add, index, other))
 
     def empty(self) -> None:
-        """Drop what a job holds here, and kept graphs that have waited long enough."""
-        self._held = None
+        """Drop what a job holds here, and graphs that have waited long enough for one."""
+        if self._leaving:
+            os._exit(0)  # with no tensor freed, see `Caught`
+        self._close()
+        self._abandoned = False
+        self._news.clear()
         if self._device.idle_left_s() == 0:
             self._device.drop_kept_graphs()
 
-    @ray.method(concurrency_group=CONTROL)
+    @beside_computing
     def news(self) -> list[str]:
         """Return what was told since the last call."""
         return [self._news.popleft().model_dump_json() for _ in range(len(self._news))]
 
-    @ray.method(concurrency_group=CONTROL)
+    @beside_computing
+    def holds(self, job_id: str, attempt: int) -> bool:
+        """Tell whether an attempt is open here, for ranges."""
+        return self._open_for == (job_id, attempt)
+
+    @beside_computing
     def stop(self, job_id: str, attempt: int) -> None:
         """Have an attempt stop before its next shard."""
         self._stopped = (job_id, attempt)
 
+    @beside_computing
+    def stop_all(self) -> None:
+        """Have whatever runs stop before its next shard, up to the next `empty`."""
+        self._abandoned = True
+
     def _stop_of(self, job_id: str, attempt: int) -> Callable[[], bool]:
-        return lambda: self._stopped == (job_id, attempt)
+        return lambda: self._abandoned or self._stopped == (job_id, attempt)
+
+    def _holding(self) -> HeldRange:
+        if self._held is None:
+            raise JobStopped("the device was made empty meanwhile")
+        return self._held
+
+    def _close(self) -> None:
+        held, self._held, self._open_for = self._held, None, None
+        if held is not None:
+            held.close()
+
+    def _guarded(self, call: Callable[[], T]) -> T:
+        """Call what computes for a job; what it raises goes to the coordinator."""
+        try:
+            return call()
+        except StopNow:
+            raise JobStopped("told to stop") from None
+        except BaseException:
+            if refuses_work(self._device.registry.device):
+                self._leave_soon()
+            raise
+
+    def _leave_soon(self) -> None:
+        self._leaving = True
+        leaving = threading.Timer(LEAVE_S, os._exit, args=(0,))
+        leaving.daemon = True
+        leaving.start()

@@ -24,8 +24,8 @@ class Wish:
         lease: its id.
         model: what it will run.
         at_most: how many devices it can use.
-        with_files: whether its first device must see the box's data folder, as one must that runs
-            a whole job.
+        with_files: whether its first device must see the box's data folder, where any does, as
+            one must that runs a whole job.
     """
 
     lease: str
@@ -70,6 +70,10 @@ class Leases:
         """Tell whether there is such a device."""
         return device in self._devices
 
+    def sees_files(self, device: str) -> bool:
+        """Tell whether a device sees the box's data folder."""
+        return self._devices[device].sees_files
+
     def ask(self, wish: Wish) -> None:
         """Wait for a device."""
         self._waiting.append(wish)
@@ -111,8 +115,10 @@ class Leases:
         return chosen
 
     def _best(self, wish: Wish) -> list[str]:
-        warm_first = sorted(self._idle, key=lambda name: wish.model not in self._devices[name].models)
-        if wish.with_files:
+        warm_first = sorted(
+            self._idle, key=lambda name: wish.model not in self._devices[name].models
+        )
+        if wish.with_files and any(device.sees_files for device in self._devices.values()):
             first = next((n for n in warm_first if self._devices[n].sees_files), None)
             if first is None:
                 return []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,8 +21,9 @@ from gradbox_worker.cluster.leases import Leases, Wish
 
 log = logging.getLogger(__name__)
 
+POOL: Final = "pool"
 # After its coordinator's death a device may take so long to come to its next shard.
-ABANDON_S: Final = 10.0
+ABANDON_S: Final = 30.0
 PAUSE_S: Final = 0.25
 
 
@@ -32,6 +33,7 @@ class Lent:
 
     name: str
     actor: Any  # a handle of a `DeviceActor`
+    sees_files: bool
 
 
 class Pool:
@@ -42,6 +44,7 @@ class Pool:
         self._leases = Leases()
         self._actors: dict[str, Any] = {}
         self._granted: dict[str, asyncio.Future[list[Lent]]] = {}
+        self._taking_back: set[str] = set()
         self._coordinators: dict[str, int] = {}  # by lease: a file descriptor of the process
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -75,29 +78,29 @@ class Pool:
         self._leases.ask(wish)
         self._grant()
         try:
-            return await granted
+            lent: list[Lent] = await granted
+            return lent
         finally:
             self._granted.pop(wish.lease, None)
 
     async def more(self, wish: Wish) -> list[Lent]:
         """Return what a lease gets beyond what it has: idle devices, perhaps none."""
-        return [Lent(name, self._actors[name]) for name in self._leases.take_idle(wish)]
+        return self._lent(self._leases.take_idle(wish))
 
-    async def free(self, name: str) -> None:
-        """Take back a device that has ended its part and holds nothing of it."""
-        self._leases.free(name)
-        self._grant()
-
-    async def lost(self, name: str) -> None:
-        """Take back a device that died; it is lent again once it answers."""
-        self._begin(self._revived(name))
+    async def give_back(self, name: str) -> None:
+        """Take back a device that has ended its part, or has died."""
+        self._begin(self._taken_back(name))
 
     async def end(self, lease: str) -> None:
         """End a lease: its devices are stopped and made empty, and then lent again."""
         self._unwatch(lease)
         self._leases.withdraw(lease)
         for name in self._leases.of(lease):
-            self._begin(self._emptied(name))
+            self._begin(self._taken_back(name))
+
+    def _free(self, name: str) -> None:
+        self._leases.free(name)
+        self._grant()
 
     def _grant(self) -> None:
         for wish, names in list(self._leases.granted()):
@@ -106,7 +109,10 @@ class Pool:
                 for name in names:
                     self._leases.free(name)
                 continue
-            granted.set_result([Lent(name, self._actors[name]) for name in names])
+            granted.set_result(self._lent(names))
+
+    def _lent(self, names: Sequence[str]) -> list[Lent]:
+        return [Lent(name, self._actors[name], self._leases.sees_files(name)) for name in names]
 
     def _watch(self, lease: str, pid: int) -> None:
         """End the lease when the coordinator dies."""
@@ -129,36 +135,29 @@ class Pool:
             asyncio.get_running_loop().remove_reader(descriptor)
             os.close(descriptor)
 
-    async def _emptied(self, name: str) -> None:
-        """Have a device drop what it holds; one that does not come to it is killed."""
-        actor = self._actors.get(name)
-        if actor is None:
+    async def _taken_back(self, name: str) -> None:
+        """Have a device drop what it holds, and lend it again; one that died, once it is back."""
+        if name in self._taking_back:
             return
+        self._taking_back.add(name)
         try:
-            actor.stop_all.remote()
-            await asyncio.wait_for(_answer(actor.empty.remote), ABANDON_S)
-        except TimeoutError:
-            log.warning("device %s does not stop: killing it", name)
-            ray.kill(actor, no_restart=False)
-            await self._revived(name)
-        except RayActorError:
-            await self._revived(name)
-        else:
-            await self.free(name)
-
-    async def _revived(self, name: str) -> None:
-        """Wait until a device answers again, and lend it."""
-        while (actor := self._actors.get(name)) is not None:
-            try:
-                await _answer(actor.empty.remote)
-            except ActorDiedError as error:
-                log.warning("device %s is gone for good: %s", name, error)
-                await self.remove(name)
-            except RayActorError:
-                await asyncio.sleep(PAUSE_S)
-            else:
-                await self.free(name)
-                return
+            while (actor := self._actors.get(name)) is not None:
+                try:
+                    await actor.stop_all.remote()  # up to the next `empty`
+                    await asyncio.wait_for(_empty(actor), ABANDON_S)
+                    self._leases.free(name)
+                    self._grant()
+                    return
+                except TimeoutError:
+                    log.warning("device %s does not stop: killing it", name)
+                    ray.kill(actor, no_restart=False)
+                except ActorDiedError as error:
+                    log.warning("device %s is gone for good: %s", name, error)
+                    await self.remove(name)
+                except RayActorError:
+                    await asyncio.sleep(PAUSE_S)  # it is starting again
+        finally:
+            self._taking_back.discard(name)
 
     def _begin(self, coroutine: Any) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
@@ -166,5 +165,5 @@ class Pool:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _answer(method: Callable[[], Any]) -> Any:
-    return await method()
+async def _empty(actor: Any) -> None:
+    await actor.empty.remote()

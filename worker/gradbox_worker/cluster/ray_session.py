@@ -8,16 +8,14 @@ import shutil
 import signal
 import tempfile
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import ray
 
 from gradbox_worker.errors import DeviceNotStarted
 
-QUIET: Final[dict[str, Any]] = {"log_to_driver": False, "configure_logging": False}
 
-
-def start_here(*, namespace: str, folder: Path, num_cpus: int, num_gpus: int) -> str:
+def start_here(*, namespace: str, folder: Path, num_cpus: int) -> str:
     """Start Ray on this machine; it ends with this process.
 
     Args:
@@ -26,16 +24,13 @@ def start_here(*, namespace: str, folder: Path, num_cpus: int, num_gpus: int) ->
     Returns:
         Its address.
     """
-    context = ray.init(
+    return _initialised(
         address="local",
         namespace=namespace,
         num_cpus=num_cpus,
-        num_gpus=num_gpus,
         include_dashboard=False,
         _temp_dir=str(folder),
-        **QUIET,
     )
-    return str(context.address_info["gcs_address"])
 
 
 def join(address: str, *, namespace: str) -> str:
@@ -47,18 +42,29 @@ def join(address: str, *, namespace: str) -> str:
     Raises:
         DeviceNotStarted: there is none, this machine is no node of it, or the token is another.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        context = ray.init(address=address, namespace=namespace, **QUIET)
+        return _initialised(address=address, namespace=namespace)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         raise DeviceNotStarted(
             f"expected a Ray cluster at {address} that this machine is a node of, got: {error}; "
             f"run `ray start` here first, with the token of the cluster (docs/cluster.md)"
         ) from error
+
+
+def _initialised(**given: Any) -> str:
+    """Initialise Ray, whose handlers of signals are not wanted; returns the cluster's address."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        context = ray.init(log_to_driver=False, configure_logging=False, **given)
     finally:
-        for number, handler in handlers.items():  # Ray sets its own
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     return str(context.address_info["gcs_address"])
+
+
+def leave() -> None:
+    """End what was started here, or leave what was joined; the actors of this process end."""
+    ray.shutdown()
 
 
 def new_folder(data: Path) -> Path:

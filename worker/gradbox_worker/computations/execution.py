@@ -198,7 +198,7 @@ def _run(
         job = LoadedJob(
             work=work,
             loaded=loaded,
-            groups=input_groups(spec, loaded, tensors),
+            groups=input_groups(spec, loaded.methods, tensors),
             readout=readout,
             weights=weights | widened,
             tensors=tensors,
@@ -224,39 +224,68 @@ def _run(
         phases.enter(WRITE_RESULT)
         rounded = rounding.rounded(computed.tensors)
         facts = {**computed.facts, **rounding.facts(weights_widened=len(widened))}
-        receipt = _receipt(job, facts, seconds=computed.seconds, peak=peak, load_s=load_s)
-        metadata = {
-            "format": "pt",
-            "gradbox": receipt.model_dump_json(),
-            **computed.metadata,
-            **rounding.metadata(),
-        }
+        receipt = receipt_of(
+            work,
+            facts,
+            model=loaded.name,
+            model_version=loaded.version,
+            device=_device_name(registry.device),
+            seconds=computed.seconds,
+            peak=peak,
+            load_s=load_s,
+            resumed=job.checkpoints.resumed,
+        )
+        metadata = metadata_of(receipt, computed.metadata, rounding)
         result = result_file.commit(rounded, metadata=metadata)
     kept.keep(work, computed.kept)
     return Finished(receipt=receipt, result=result)
 
 
-def _receipt(
-    job: LoadedJob,
+def metadata_of(
+    receipt: Receipt, metadata: Mapping[str, str], rounding: RoundedGradients
+) -> dict[str, str]:
+    """Return the metadata of a job's result file."""
+    return {
+        "format": "pt",
+        "gradbox": receipt.model_dump_json(),
+        **metadata,
+        **rounding.metadata(),
+    }
+
+
+def receipt_of(
+    work: Work,
     facts: Mapping[str, Any],
     *,
+    model: str,
+    model_version: str,
+    device: str,
     seconds: Mapping[Phase, float],
     peak: PeakMemory,
     load_s: float,
+    resumed: int = 0,
 ) -> Receipt:
-    work, spec = job.work, job.work.spec
+    """Return a job's receipt.
+
+    Args:
+        facts: what a computation says of itself: fields of `Receipt`.
+        device: what the job ran on, as the receipt calls it.
+        load_s: how long model and inputs took.
+        resumed: how many attempts went on from a checkpoint.
+    """
+    spec = work.spec
     peak_bytes, before_bytes = peak.measure()
     return Receipt(
         protocol=PROTOCOL,
         job=work.job_id,
         spec_digest=spec_digest(spec),
         computation=spec.computation,
-        model=job.loaded.name,
-        model_version=job.loaded.version,
+        model=model,
+        model_version=model_version,
         seed=spec.seed,
         mode=spec.mode,
         precision=spec.precision,
-        device=_device_name(job.device),
+        device=device,
         torch=torch.__version__,
         gradbox=importlib.metadata.version("gradbox"),
         shards={group.name: len(group.shards) for group in spec.inputs},
@@ -264,7 +293,8 @@ def _receipt(
         peak_memory_bytes=peak_bytes,
         memory_before_bytes=before_bytes,
         attempts=work.attempt,
-        resumed=job.checkpoints.resumed,
+        resumed=resumed,
+        not_split=work.not_split or None,
         **facts,
     )
 

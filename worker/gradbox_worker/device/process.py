@@ -31,6 +31,7 @@ from gradbox_worker.device.messages import (
     Run,
     RunFailed,
     RunFinished,
+    RunLost,
     RunStopped,
     Stop,
 )
@@ -257,6 +258,8 @@ class DeviceProcess:
                     return Failed(answer.problem)
                 case RunStopped():
                     return Stopped()
+                case RunLost():
+                    return _died(Exit(answer.reason, fault=answer.fault), progress)
                 case _:
                     ended = child.end()
                     self._end_child()
