@@ -15,6 +15,7 @@ from gradbox_engine.errors import DeviceLost
 from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.shard_feed import Position, all_positions
 from gradbox_engine.ranges import norm_statistics
+from gradbox_engine.ranges.calls import Losses
 from gradbox_engine.ranges.courses import Course, run_together
 from gradbox_engine.ranges.protocol import (
     Devices,
@@ -31,9 +32,6 @@ from gradbox_engine.ranges.reduction import split_in_tree
 from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.z import ShardRows
 from gradbox_engine.requests import Group, Observer, Phase, Precision
-
-MOST_LOST = 3
-"""Devices that one range may lose: what ended these would end the next one, too."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class SplitJob:
         observer: Observer,
     ) -> None:
         self._parts = parts
-        self._num_lost = [0] * len(parts)
+        self._losses = Losses()
         self._rerun_difference = [0.0] * len(parts)
         self._devices = devices
         self._groups = groups
@@ -136,7 +134,7 @@ class SplitJob:
                 stop=part.stop,
                 forward_s=self._outputs[part.index].seconds if self._outputs else 0.0,
                 replay_s=found.seconds if (found := self._gradients.get(part.index)) else 0.0,
-                devices_lost=self._num_lost[part.index],
+                devices_lost=self._losses.of(part),
                 rerun_difference=self._rerun_difference[part.index],
             )
             for part in self._parts
@@ -148,7 +146,7 @@ class SplitJob:
             try:
                 outputs: RangeOutputs = yield device.forward(part)
             except DeviceLost as error:
-                self._count_loss(part, error)
+                self._losses.count(part, error)
             else:
                 self._device[part.index] = device
                 return outputs
@@ -158,7 +156,7 @@ class SplitJob:
             try:
                 yield self._device[part.index].check(part, norms)
             except DeviceLost as error:
-                self._count_loss(part, error)
+                self._losses.count(part, error)
                 yield from self._begin_again(part)
             else:
                 return
@@ -190,7 +188,7 @@ class SplitJob:
                     part, self._cotangents[part.index]
                 )
             except DeviceLost as error:
-                self._count_loss(part, error)
+                self._losses.count(part, error)
                 yield from self._begin_again(part)
             else:
                 self._gradients[part.index] = gradient
@@ -217,7 +215,7 @@ class SplitJob:
     def _computed_again(self, parts: Sequence[Range], error: DeviceLost) -> Course[Node]:
         """Run both phases of ranges whose sum is lost, and add up in the same tree."""
         if len(parts) == 1:
-            self._count_loss(parts[0], error)
+            self._losses.count(parts[0], error)
             yield from self._begin_again(parts[0])
             gradient = yield from self._replay(parts[0])
             return Node(parts, gradient.sums)
@@ -225,14 +223,6 @@ class SplitJob:
         left = yield from self._computed_again(halves[0], error)
         right = yield from self._computed_again(halves[1], error)
         return (yield from self._added(left, right))
-
-    def _count_loss(self, part: Range, error: DeviceLost) -> None:
-        self._num_lost[part.index] += 1
-        if self._num_lost[part.index] >= MOST_LOST:
-            raise DeviceLost(
-                f"shards {part.start} to {part.stop - 1}: expected one of {MOST_LOST} devices to "
-                f"live through them, but all were lost, the last one so: {error}"
-            ) from error
 
     def _tell(self, phase: Phase, ended: Sequence[int]) -> None:
         done = sum(self._parts[number].num_shards for number in ended)
