@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradbox_engine import DeviceLost, Group, Objective, SetGradient
+from gradbox_engine import DeviceLost, Group, SetGradient
 from gradbox_engine.model.shard_feed import all_positions
 from gradbox_engine.ranges import (
     HeldJob,
+    NormStatistics,
     Range,
     RangeCotangents,
     RangeGradient,
@@ -67,7 +68,8 @@ def on_devices(
     """
     groups, objective, told = question(case)
     told |= terms
-    with held_by(case, groups, objective, num_ranges + num_spare, told) as jobs:
+    names = tuple(objective.parameters)
+    with held_by(case, groups, names, num_ranges + num_spare, told) as jobs:
         devices = Devices(jobs, dies=dies)
         told = {key: value for key, value in told.items() if key not in ("wrt", "retain")}
         parts = even(groups, num_ranges)
@@ -76,7 +78,11 @@ def on_devices(
 
 @contextmanager
 def held_by(
-    case: Case, groups: Sequence[Group], objective: Objective, number: int, told: dict[str, Any]
+    case: Case,
+    groups: Sequence[Group],
+    loss_parameters: Collection[str],
+    number: int,
+    told: dict[str, Any],
 ) -> Iterator[list[HeldJob]]:
     """Hold a case's job on several models of the same weights."""
     with ExitStack() as stack:
@@ -85,7 +91,7 @@ def held_by(
                 held_job(
                     case.model().to(DEVICE),
                     groups,
-                    loss_parameters=tuple(objective.parameters),
+                    loss_parameters=loss_parameters,
                     **told,
                 )
             )
@@ -97,8 +103,9 @@ def held_by(
 class Devices:
     """Several held jobs in one process.
 
-    `dies` names which call each device does not live through, by its number: "forward", "replay",
-    "added", "fetched"; then all that it held is gone. Sums stay with the device that made them.
+    `dies` names which call each device does not live through, by its number: "forward", "check",
+    "replay", "added", "fetched"; then all that it held is gone. Sums stay with the device that made
+    them.
     """
 
     jobs: list[HeldJob]
@@ -147,6 +154,9 @@ class Device:
 
     def forward(self, part: Range) -> Future[RangeOutputs]:
         return self.devices.call("forward", self.number, self.job.forward, part)
+
+    def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[None]:
+        return self.devices.call("check", self.number, self.job.check, part, norms)
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> Future[RangeGradient]:
         def held() -> RangeGradient:

@@ -13,6 +13,7 @@ from gradbox_engine.ranges.held_job import HeldJob, held_job
 from gradbox_engine.ranges.in_process import OneDevice, set_gradient_in_ranges
 from gradbox_engine.ranges.protocol import (
     Devices,
+    EarlierOutputs,
     GradientForm,
     NamedSums,
     NormStatistics,
@@ -25,10 +26,18 @@ from gradbox_engine.ranges.protocol import (
     Sums,
 )
 from gradbox_engine.ranges.reduction import added
-from gradbox_engine.ranges.split_set_gradient import RangeRun, SplitGradient, split_set_gradient
+from gradbox_engine.ranges.split_halves import (
+    SplitCotangentGradient,
+    SplitOutputs,
+    split_gradient_at_cotangents,
+    split_set_outputs,
+)
+from gradbox_engine.ranges.split_job import RangeRun
+from gradbox_engine.ranges.split_set_gradient import SplitGradient, split_set_gradient
 
 __all__ = [
     "Devices",
+    "EarlierOutputs",
     "GradientForm",
     "HeldJob",
     "NamedSums",
@@ -41,12 +50,16 @@ __all__ = [
     "RangeGradient",
     "RangeOutputs",
     "RangeRun",
+    "SplitCotangentGradient",
     "SplitGradient",
+    "SplitOutputs",
     "Sums",
     "added",
     "cut",
     "held_job",
     "set_gradient_in_ranges",
     "shard_costs",
+    "split_gradient_at_cotangents",
     "split_set_gradient",
+    "split_set_outputs",
 ]

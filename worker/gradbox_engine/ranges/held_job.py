@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.model.prepared import Prepared, prepared
-from gradbox_engine.model.shard_feed import all_positions
+from gradbox_engine.model.shard_feed import Position, all_positions
 from gradbox_engine.model.wrt import Selection, select
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.independence import check_independence
 from gradbox_engine.ranges.protocol import (
+    EarlierOutputs,
     GradientForm,
+    NormStatistics,
     Range,
     RangeCotangents,
     RangeGradient,
@@ -144,11 +146,8 @@ class HeldJob:
             rows={group: tuple(numbers) for group, numbers in num_rows.items()},
             penalties=torch.stack(penalties) if penalties else torch.zeros(0, dtype=torch.float64),
             norms=norms,
-            parameters={
-                name: GradientForm(tuple(p.shape), accumulation_dtype(p.dtype))
-                for name, p in self._selection.parameters.items()
-            },
-            inputs={group: tuple(names) for group, names in ready.inputs.items()},
+            parameters=frozenset(self._selection.parameters),
+            stateful=not first.after.equals(ready.buffers.first),
             seconds=clock.seconds["forward"],
             buffers=_on_host(ready.buffers.named(first.after)) if with_buffers else None,
         )
@@ -164,17 +163,20 @@ class HeldJob:
             EngineError: a call failed.
             torch.OutOfMemoryError: one shard's graph does not fit.
         """
-        held, clock = self._held[part.index], PhaseTimer(self._ready.device)
-        sums = GradientSums(self._selection.parameters)
+        clock, sums = PhaseTimer(self._ready.device), GradientSums(self._selection.parameters)
         with clock.timed("replay"):
-            self._check_independence(part, held, cotangents)
+            held = self._begin_replay(part, cotangents)
             replayed = self._freeing_graphs(
                 partial(self._replay, part, held, cotangents, sums), undo=sums.clear
             )
-        del self._held[part.index]
+        self._held.pop(part.index, None)
         return RangeGradient(
             sums=sums.reached(),
-            reached=frozenset(sums.reached()),
+            parameters={
+                name: GradientForm(tuple(p.shape), accumulation_dtype(p.dtype))
+                for name, p in self._selection.parameters.items()
+            },
+            inputs={group: tuple(names) for group, names in self._ready.inputs.items()},
             input_grads={
                 position: {n: None if g is None else g.cpu() for n, g in named.items()}
                 for position, named in replayed.input_grads.items()
@@ -194,27 +196,42 @@ class HeldJob:
             observer=self._observer,
         )
 
-    def _check_independence(
-        self, part: Range, held: HeldRange, cotangents: RangeCotangents
-    ) -> None:
-        """Check the range's first shard, unless its replay does."""
+    def check(self, part: Range, norms: Mapping[str, NormStatistics]) -> None:
+        """Put the range's first shard through the model once more; the range is given up.
+
+        Raises:
+            CoupledShards: the range's shards depend on the shards before them.
+            EngineError: a call failed.
+        """
+        self._check_independence(part, self._held[part.index], norms)
+        del self._held[part.index]
+
+    def _begin_replay(self, part: Range, cotangents: RangeCotangents) -> HeldRange:
+        """Return the range's records; those of an earlier job if there are its outputs."""
+        if cotangents.earlier is not None:
+            positions = self._positions[part.start : part.stop]
+            return _held_range(self._ready, positions, cotangents.earlier)
+        held = self._held[part.index]
         first = held.records[0]
+        # A replay compares the shard as well, but under the buffers of its own range.
         replayed = first.graph is None and first.position in cotangents.needed
-        if part.index == 0 or (replayed and not cotangents.norms):
-            return
-        updates = norm_statistics.updates(self._model, [first])
-        self._freeing_graphs(
-            partial(check_independence, self._ready, first, cotangents.norms, updates)
-        )
+        if cotangents.norms or not replayed:
+            self._check_independence(part, held, cotangents.norms)
+        return held
+
+    def _check_independence(
+        self, part: Range, held: HeldRange, norms: Mapping[str, NormStatistics]
+    ) -> None:
+        if part.index > 0:
+            first = held.records[0]
+            updates = norm_statistics.updates(self._model, [first])
+            self._freeing_graphs(partial(check_independence, self._ready, first, norms, updates))
 
     def _replay(
         self, part: Range, held: HeldRange, cotangents: RangeCotangents, sums: GradientSums
     ) -> ReplayProgress:
         device = self._ready.device
-        whole = {
-            group: {name: tensor.to(device) for name, tensor in named.items()}
-            for group, named in cotangents.cotangents.items()
-        }
+        whole = {group: _to(named, device) for group, named in cotangents.cotangents.items()}
         positions = self._positions[part.start : part.stop]
         parts = ShardRows(self._ready.calls.groups, held.num_rows, positions=positions).parts(whole)
         needed = {position: parts[position] for position in cotangents.needed}
@@ -237,5 +254,22 @@ class HeldJob:
         return retried_without_kept_graphs(step, records, undo=undo)
 
 
+def _held_range(
+    ready: Prepared, positions: Sequence[Position], earlier: EarlierOutputs
+) -> HeldRange:
+    """Return records of shards that an earlier job put through, and that changed no buffer."""
+    rows = ShardRows(ready.calls.groups, earlier.rows, positions=positions)
+    state = ready.buffers.first
+    records = [
+        ShardRecord(position, _to(part, ready.device), penalties=[], before=state, after=state)
+        for position, part in rows.parts(earlier.outputs).items()
+    ]
+    return HeldRange(records, earlier.rows)
+
+
+def _to(named: Mapping[str, Tensor], device: torch.device) -> Outputs:
+    return {name: tensor.to(device) for name, tensor in named.items()}
+
+
 def _on_host(named: Mapping[str, Tensor]) -> Outputs:
-    return {name: tensor.cpu() for name, tensor in named.items()}
+    return _to(named, torch.device("cpu"))

@@ -16,6 +16,7 @@ from gradbox_engine.model.prepared import model_device
 from gradbox_engine.ranges.held_job import HeldJob, held_job
 from gradbox_engine.ranges.protocol import (
     NamedSums,
+    NormStatistics,
     Range,
     RangeCotangents,
     RangeDevice,
@@ -48,6 +49,10 @@ class OneDevice:
     def replay(self, part: Range, cotangents: RangeCotangents) -> Future[RangeGradient]:
         """See `HeldJob.replay`."""
         return done(self._job.replay, part, cotangents)
+
+    def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[None]:
+        """See `HeldJob.check`."""
+        return done(self._job.check, part, norms)
 
     def added(self, left: Sums, right: Sums) -> Future[Sums]:
         """See `reduction.added`."""

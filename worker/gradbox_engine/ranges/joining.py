@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from gradbox_engine.model.outputs import Outputs
-from gradbox_engine.model.shard_feed import all_positions
+from gradbox_engine.model.shard_feed import Position, all_positions
 from gradbox_engine.ranges import norm_statistics
-from gradbox_engine.ranges.protocol import Range, RangeCotangents, RangeOutputs
-from gradbox_engine.replay.cotangents import nonzero
-from gradbox_engine.replay.z import NumRows, ShardRows, check_alike
+from gradbox_engine.ranges.protocol import NormUpdate, Range, RangeCotangents, RangeOutputs
+from gradbox_engine.replay.z import NumRows, check_alike
 from gradbox_engine.requests import Group
 
 Whole = Mapping[str, Mapping[str, Tensor | None]]
 """Tensors shaped like Z in the order of the shards, by group and name."""
+
+RangeRows = Mapping[str, tuple[int | None, ...]]
+"""Each shard's number of rows in Z, by group, of one range."""
 
 
 def joined(
@@ -44,44 +46,61 @@ def joined(
 def range_cotangents(
     groups: Sequence[Group],
     parts: Sequence[Range],
-    gathered: Sequence[RangeOutputs],
+    rows: Sequence[RangeRows],
     cotangents: Whole,
+    needed: Container[Position],
     *,
-    penalised: bool,
+    norms: Sequence[Mapping[str, NormUpdate]],
 ) -> list[RangeCotangents]:
     """Return what each range needs for its replay.
 
     Args:
-        penalised: whether shards have penalties, so that all of them need a backward pass.
+        rows: of each range.
+        cotangents: in the order of the shards.
+        needed: shards that need a backward pass.
+        norms: each range's updates of running statistics.
     """
-    by_shard = ShardRows(groups, _num_rows(groups, gathered)).parts(cotangents)
-    needed = by_shard if penalised else nonzero(by_shard)
-    starts, _ = norm_statistics.composed([outputs.norms for outputs in gathered])
+    starts, _ = norm_statistics.composed(norms)
     positions = all_positions(groups)
     return [
         RangeCotangents(
             cotangents=given,
             needed=tuple(p for p in positions[part.start : part.stop] if p in needed),
-            norms=norms,
+            norms=start,
         )
-        for part, given, norms in zip(parts, _by_range(gathered, cotangents), starts, strict=True)
+        for part, given, start in zip(parts, by_range(rows, cotangents), starts, strict=True)
     ]
 
 
-def _num_rows(groups: Sequence[Group], gathered: Sequence[RangeOutputs]) -> NumRows:
+def joined_rows(groups: Sequence[Group], rows: Sequence[RangeRows]) -> NumRows:
+    """Return each shard's number of rows in Z."""
     return {
-        group.name: [n for outputs in gathered for n in outputs.rows.get(group.name, ())]
+        group.name: [n for of_range in rows for n in of_range.get(group.name, ())]
         for group in groups
     }
 
 
-def _by_range(gathered: Sequence[RangeOutputs], whole: Whole) -> list[dict[str, Outputs]]:
+def rows_by_range(
+    groups: Sequence[Group], parts: Sequence[Range], num_rows: NumRows
+) -> list[dict[str, tuple[int | None, ...]]]:
+    """Return each range's part of the shards' numbers of rows; `joined_rows` backwards."""
+    positions = all_positions(groups)
+    found: list[dict[str, list[int | None]]] = [{} for _ in parts]
+    for part, rows in zip(parts, found, strict=True):
+        for group, shard in positions[part.start : part.stop]:
+            name = groups[group].name
+            rows.setdefault(name, []).append(num_rows[name][shard])
+    return [{name: tuple(numbers) for name, numbers in rows.items()} for rows in found]
+
+
+def by_range(rows: Sequence[RangeRows], whole: Whole) -> list[dict[str, Outputs]]:
+    """Return each range's rows of tensors shaped like Z, on the host."""
     begin = dict.fromkeys(whole, 0)
     found: list[dict[str, Outputs]] = []
-    for outputs in gathered:
+    for of_range in rows:
         part: dict[str, Outputs] = {}
-        for group, rows in outputs.rows.items():
-            end = begin[group] + sum(1 if number is None else number for number in rows)
+        for group in (name for name in of_range if name in whole):
+            end = begin[group] + sum(1 if n is None else n for n in of_range[group])
             part[group] = {
                 name: tensor[begin[group] : end].cpu()
                 for name, tensor in whole[group].items()

@@ -24,6 +24,8 @@ from torch import Tensor
 from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.shard_feed import Position
 
+HOST = torch.device("cpu")
+
 Sums = object
 """Sums of gradients, wherever they are: only who implements `Devices` looks inside."""
 
@@ -90,11 +92,19 @@ class RangeOutputs:
     rows: dict[str, tuple[int | None, ...]]  # by group: rows of each shard, None where z is 0-dim
     penalties: Tensor  # float64, the penalties' values in the order of the calls
     norms: dict[str, NormUpdate]  # by module name, of those whose statistics the range changed
-    parameters: dict[str, GradientForm]  # what is differentiated, in the parameters' order
-    inputs: dict[str, tuple[str, ...]]  # by group: arguments whose gradients are wanted
+    parameters: frozenset[str]  # names of those that are differentiated
+    stateful: bool  # whether the range changed any buffer
     seconds: float
     buffers: dict[str, Tensor] | None = None
     """All buffers after range 0, of that range alone, where they are asked for."""
+
+
+@dataclass(frozen=True)
+class EarlierOutputs:
+    """A range's rows of Z that an earlier job returned, whose shards changed no buffer."""
+
+    outputs: dict[str, Outputs]
+    rows: dict[str, tuple[int | None, ...]]
 
 
 @dataclass(frozen=True)
@@ -103,12 +113,14 @@ class RangeCotangents:
 
     `cotangents` are rows of dL/dZ, by group and name as in `RangeOutputs.outputs`; a name that the
     loss does not reach is missing. `norms` is what one pass over all shards would have shown the
-    range's first shard; empty for range 0, and where no statistics change.
+    range's first shard; empty for range 0, and where no statistics change. `earlier` stands in for
+    the range's first pass, where this job has none.
     """
 
     cotangents: dict[str, Outputs]
     needed: tuple[Position, ...]  # shards that need a backward pass
     norms: dict[str, NormStatistics] = field(default_factory=dict)
+    earlier: EarlierOutputs | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,8 @@ class RangeGradient:
     """
 
     sums: Sums
-    reached: frozenset[str]  # the parameters that have a sum
+    parameters: dict[str, GradientForm]  # what is differentiated, in the parameters' order
+    inputs: dict[str, tuple[str, ...]]  # by group: arguments whose gradients are wanted
     input_grads: dict[Position, dict[str, Tensor | None]]
     retained: int
     replayed: int
@@ -137,7 +150,16 @@ class RangeDevice(Protocol):
         """Put the range's shards through the model; their graphs wait for `replay`."""
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> Future[RangeGradient]:
-        """Carry the cotangents back; needs `forward` of the same range on this device before."""
+        """Carry the cotangents back.
+
+        Needs `forward` of the same range on this device before, unless there are `earlier` outputs.
+        """
+
+    def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[None]:
+        """Check the range's first shard, see `independence`, and give the range up.
+
+        For a job without a replay, which would do it; also after `forward` on this device.
+        """
 
 
 class Devices(Protocol):

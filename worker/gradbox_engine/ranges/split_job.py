@@ -8,15 +8,19 @@ are added up are computed again from the ranges that are in them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gradbox_engine.errors import DeviceLost
 from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.shard_feed import Position, all_positions
+from gradbox_engine.ranges import norm_statistics
+from gradbox_engine.ranges.calls import Losses
 from gradbox_engine.ranges.courses import Course, run_together
 from gradbox_engine.ranges.protocol import (
     Devices,
     NamedSums,
+    NormStatistics,
     Range,
     RangeCotangents,
     RangeDevice,
@@ -29,8 +33,17 @@ from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.z import ShardRows
 from gradbox_engine.requests import Group, Observer, Phase, Precision
 
-MOST_LOST = 3
-"""Devices that one range may lose: what ended these would end the next one, too."""
+
+@dataclass(frozen=True)
+class RangeRun:
+    """How one range went."""
+
+    start: int
+    stop: int
+    forward_s: float
+    replay_s: float
+    devices_lost: int
+    rerun_difference: float  # largest |z' − z| / max |z| of a shard between two devices
 
 
 class Node(NamedTuple):
@@ -52,9 +65,9 @@ class SplitJob:
         precision: Precision,
         observer: Observer,
     ) -> None:
-        self.parts = parts
-        self.num_lost = [0] * len(parts)
-        self.rerun_difference = [0.0] * len(parts)
+        self._parts = parts
+        self._losses = Losses()
+        self._rerun_difference = [0.0] * len(parts)
         self._devices = devices
         self._groups = groups
         self._positions = all_positions(groups)
@@ -72,12 +85,25 @@ class SplitJob:
             DeviceLost: no device is left, or one range has lost too many.
             EngineError: see `HeldJob.forward`.
         """
-        courses = [self._forward(part) for part in self.parts]
+        courses = [self._forward(part) for part in self._parts]
         self._outputs = run_together(courses, tick=lambda ended: self._tell("forward", ended))
         return self._outputs
 
+    def check(self) -> None:
+        """Check that no range depends on another; for a job that ends with its first pass.
+
+        Raises:
+            CoupledShards: one does.
+            DeviceLost: no device is left, or one range has lost too many.
+        """
+        starts, _ = norm_statistics.composed([outputs.norms for outputs in self._outputs])
+        courses = [
+            self._check(part, norms) for part, norms in zip(self._parts, starts, strict=True)
+        ]
+        run_together(courses[1:])
+
     def replay(self, cotangents: Sequence[RangeCotangents]) -> list[RangeGradient]:
-        """Run the replay of all ranges, on the devices that ran their first pass.
+        """Run the replay of all ranges, on the devices that ran their first pass if there was one.
 
         Raises:
             DeviceLost: no device is left, or one range has lost too many.
@@ -85,7 +111,7 @@ class SplitJob:
             EngineError: see `HeldJob.replay`.
         """
         self._cotangents = cotangents
-        courses = [self._replay(part) for part in self.parts]
+        courses = [self._replay(part) for part in self._parts]
         return run_together(courses, tick=lambda ended: self._tell("replay", ended))
 
     def total(self) -> NamedSums:
@@ -93,12 +119,26 @@ class SplitJob:
 
         Raises: as `replay`.
         """
-        nodes = [Node([part], self._gradients[part.index].sums) for part in self.parts]
+        nodes = [Node([part], self._gradients[part.index].sums) for part in self._parts]
         while len(nodes) > 1:
             pairs = list(zip(nodes[::2], nodes[1::2], strict=False))
             added = run_together([self._added(left, right) for left, right in pairs])
             nodes = [*added, *nodes[2 * len(pairs) :]]
         return run_together([self._fetched(nodes[0])])[0]
+
+    def runs(self) -> tuple[RangeRun, ...]:
+        """Return how each range went, so far."""
+        return tuple(
+            RangeRun(
+                start=part.start,
+                stop=part.stop,
+                forward_s=self._outputs[part.index].seconds if self._outputs else 0.0,
+                replay_s=found.seconds if (found := self._gradients.get(part.index)) else 0.0,
+                devices_lost=self._losses.of(part),
+                rerun_difference=self._rerun_difference[part.index],
+            )
+            for part in self._parts
+        )
 
     def _forward(self, part: Range) -> Course[RangeOutputs]:
         while True:
@@ -106,35 +146,50 @@ class SplitJob:
             try:
                 outputs: RangeOutputs = yield device.forward(part)
             except DeviceLost as error:
-                self._count_loss(part, error)
+                self._losses.count(part, error)
             else:
                 self._device[part.index] = device
                 return outputs
 
-    def _forward_again(self, part: Range) -> Course[None]:
-        """Put a range through another device, and compare with what the first one gave."""
+    def _check(self, part: Range, norms: dict[str, NormStatistics]) -> Course[None]:
+        while True:
+            try:
+                yield self._device[part.index].check(part, norms)
+            except DeviceLost as error:
+                self._losses.count(part, error)
+                yield from self._begin_again(part)
+            else:
+                return
+
+    def _begin_again(self, part: Range) -> Course[None]:
+        """Give a range to another device, and compare its first pass with the first one's."""
+        if not self._outputs:
+            self._device[part.index] = self._devices.take(part)
+            return
         again = yield from self._forward(part)
-        largest = self.rerun_difference[part.index]
+        largest = self._rerun_difference[part.index]
         comparison = ReplayComparison(self._precision, largest=largest)
         first = self._by_shard(part, self._outputs[part.index])
         for position, outputs in self._by_shard(part, again).items():
             where = f"group {self._groups[position.group].name!r}, shard {position.shard}"
             comparison.compare(f"{where}, on another device", outputs, first[position])
-        self.rerun_difference[part.index] = comparison.finish()
+        self._rerun_difference[part.index] = comparison.finish()
 
     def _by_shard(self, part: Range, outputs: RangeOutputs) -> dict[Position, Outputs]:
         positions = self._positions[part.start : part.stop]
         return ShardRows(self._groups, outputs.rows, positions=positions).parts(outputs.outputs)
 
     def _replay(self, part: Range) -> Course[RangeGradient]:
+        if part.index not in self._device:
+            self._device[part.index] = self._devices.take(part)
         while True:
             try:
                 gradient: RangeGradient = yield self._device[part.index].replay(
                     part, self._cotangents[part.index]
                 )
             except DeviceLost as error:
-                self._count_loss(part, error)
-                yield from self._forward_again(part)
+                self._losses.count(part, error)
+                yield from self._begin_again(part)
             else:
                 self._gradients[part.index] = gradient
                 return gradient
@@ -160,8 +215,8 @@ class SplitJob:
     def _computed_again(self, parts: Sequence[Range], error: DeviceLost) -> Course[Node]:
         """Run both phases of ranges whose sum is lost, and add up in the same tree."""
         if len(parts) == 1:
-            self._count_loss(parts[0], error)
-            yield from self._forward_again(parts[0])
+            self._losses.count(parts[0], error)
+            yield from self._begin_again(parts[0])
             gradient = yield from self._replay(parts[0])
             return Node(parts, gradient.sums)
         halves = split_in_tree(parts)
@@ -169,14 +224,6 @@ class SplitJob:
         right = yield from self._computed_again(halves[1], error)
         return (yield from self._added(left, right))
 
-    def _count_loss(self, part: Range, error: DeviceLost) -> None:
-        self.num_lost[part.index] += 1
-        if self.num_lost[part.index] >= MOST_LOST:
-            raise DeviceLost(
-                f"shards {part.start} to {part.stop - 1}: expected one of {MOST_LOST} devices to "
-                f"live through them, but all were lost, the last one so: {error}"
-            ) from error
-
     def _tell(self, phase: Phase, ended: Sequence[int]) -> None:
-        done = sum(self.parts[number].num_shards for number in ended)
+        done = sum(self._parts[number].num_shards for number in ended)
         self._observer.step(phase, done, len(self._positions))

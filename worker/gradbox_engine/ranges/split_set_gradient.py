@@ -26,14 +26,15 @@ import torch
 from gradbox_engine.model.precision import arithmetic
 from gradbox_engine.model.shard_rng import generators_restored
 from gradbox_engine.ranges import norm_statistics
-from gradbox_engine.ranges.joining import joined, range_cotangents
-from gradbox_engine.ranges.protocol import Devices, Range, RangeGradient, RangeOutputs
+from gradbox_engine.ranges.joining import joined, joined_rows, range_cotangents
+from gradbox_engine.ranges.protocol import HOST, Devices, Range, RangeOutputs
 from gradbox_engine.ranges.reduction import completed
-from gradbox_engine.ranges.split_job import SplitJob
-from gradbox_engine.replay.cotangents import LossDerivatives, differentiate
+from gradbox_engine.ranges.split_job import RangeRun, SplitJob
+from gradbox_engine.replay.cotangents import LossDerivatives, differentiate, nonzero
 from gradbox_engine.replay.input_gradients import collect
 from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.replay.set_gradient import GRADS_ALONE, refuse_shared_names
+from gradbox_engine.replay.z import ShardRows
 from gradbox_engine.requests import (
     CallKeywords,
     CallOptions,
@@ -44,20 +45,6 @@ from gradbox_engine.requests import (
     SetGradient,
     Silent,
 )
-
-HOST = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class RangeRun:
-    """How one range went."""
-
-    start: int
-    stop: int
-    forward_s: float
-    replay_s: float
-    devices_lost: int
-    rerun_difference: float  # largest |z' − z| / max |z| of a shard between two devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +90,24 @@ def split_set_gradient(
     with clock.timed("cotangents"):
         observer.step("cotangents", 0, 1)
         loss = _differentiated(gathered, groups, objective, told, device=device)
+        rows = [outputs.rows for outputs in gathered]
+        by_shard = ShardRows(groups, joined_rows(groups, rows)).parts(loss.cotangents)
         cotangents = range_cotangents(
-            groups, parts, gathered, loss.cotangents, penalised=bool(told.penalties)
+            groups,
+            parts,
+            rows,
+            loss.cotangents,
+            by_shard if told.penalties else nonzero(by_shard),
+            norms=[outputs.norms for outputs in gathered],
         )
         observer.step("cotangents", 1, 1)
     with clock.timed("replay"):
         gradients = job.replay(cotangents)
         sums = job.total()
-    parameters = gathered[0].parameters
+    parameters = gradients[0].parameters
     input_grads, unreached_inputs = collect(
         groups,
-        gathered[0].inputs,
+        gradients[0].inputs,
         {position: g for found in gradients for position, g in found.input_grads.items()},
         device=HOST,
     )
@@ -131,7 +125,7 @@ def split_set_gradient(
         outputs=loss.seen if "outputs" in returns else None,
         cotangents=loss.seen_cotangents if "cotangents" in returns else None,
         input_grads=input_grads or None,
-        ranges=_runs(job, gathered, gradients),
+        ranges=job.runs(),
     )
 
 
@@ -156,19 +150,3 @@ def _differentiated(
             widened=options.widened,
             penalty=float(penalties.sum()) if len(penalties) else 0.0,
         )
-
-
-def _runs(
-    job: SplitJob, gathered: Sequence[RangeOutputs], gradients: Sequence[RangeGradient]
-) -> tuple[RangeRun, ...]:
-    return tuple(
-        RangeRun(
-            start=part.start,
-            stop=part.stop,
-            forward_s=outputs.seconds,
-            replay_s=gradient.seconds,
-            devices_lost=job.num_lost[part.index],
-            rerun_difference=job.rerun_difference[part.index],
-        )
-        for part, outputs, gradient in zip(job.parts, gathered, gradients, strict=True)
-    )
