@@ -83,6 +83,7 @@ class DeviceActor:
         """Run a whole job; returns the messages that are left, the outcome last."""
         run = TO_DEVICE.validate_json(order)
         assert isinstance(run, Run)
+        self._close()
         answer = self._device.run(run, stop_requested=self._stop_of(run.job_id, run.attempt))
         if isinstance(answer, RunFailed) and answer.leaving:
             self._leave_soon()
@@ -109,6 +110,11 @@ class DeviceActor:
         """Replay a range, whose sums stay here; returns its `RangeGradient` of buffers."""
         given = as_tensors(cotangents)
         return as_buffers(self._guarded(partial(self._holding().replay, part, given)))
+
+    def check(self, part: Range, norms: Any) -> None:
+        """Check the first shard of a range, and give the range up."""
+        given = as_tensors(norms)
+        self._guarded(partial(self._holding().check, part, given))
 
     def take_sums(self, index: int) -> Any:
         """Give the sums of a range away, as buffers."""

@@ -11,18 +11,21 @@ import ray
 import torch
 from torch import Tensor
 
-from gradbox.protocol import GradientSpec, ShardRef, TensorRef
+from gradbox.protocol import ForwardSpec, GradientSpec, ShardRef, TensorRef
+from gradbox.protocol.spec import JOB_SPEC
 from gradbox_engine import Observer
 from gradbox_engine.model.shard_feed import Position
-from gradbox_engine.ranges.held_job import HeldJob, held_job
-from gradbox_engine.ranges.protocol import (
+from gradbox_engine.ranges import (
+    HeldJob,
     NamedSums,
+    NormStatistics,
     Range,
     RangeCotangents,
     RangeGradient,
     RangeOutputs,
+    added,
+    held_job,
 )
-from gradbox_engine.ranges.reduction import added
 from gradbox_engine.requests import Shard
 from gradbox_worker.cluster.array_buffers import TensorBuffer, as_buffers, as_tensors, num_bytes
 from gradbox_worker.computations.engine_inputs import (
@@ -69,7 +72,8 @@ class HeldRange:
         Raises:
             GradboxError, EngineError: as for the whole job.
         """
-        spec = GradientSpec.model_validate_json(job.spec)
+        spec = JOB_SPEC.validate_json(job.spec)
+        assert isinstance(spec, GradientSpec | ForwardSpec)
         loaded = device.registry.get(job.model, job.model_version)
         on_device = device.registry.device
         tensors = SentTensors(job, device=on_device)
@@ -81,6 +85,12 @@ class HeldRange:
         readout = None
         if spec.readout is not None:
             readout = build_function(spec.readout, tensors, device=on_device).function
+        gradient = isinstance(spec, GradientSpec)
+        penalties = (
+            model_penalties(spec, tensors, device=on_device)
+            if isinstance(spec, GradientSpec)
+            else []
+        )
         self._open = ExitStack()
         try:
             self._open.enter_context(device.limit.held())
@@ -88,10 +98,10 @@ class HeldRange:
                 held_job(
                     loaded.module,
                     input_groups(spec, loaded.methods, tensors),
-                    wrt=differentiated(spec),
+                    wrt=differentiated(spec) if isinstance(spec, GradientSpec) else spec.wrt,
                     loss_parameters=job.loss_parameters,
-                    retain=spec.retain,
-                    returns=tuple(spec.returns),
+                    retain=spec.retain if gradient else 0,
+                    returns=tuple(spec.returns) if gradient else ("buffers",),
                     observer=observer,
                     seed=spec.seed,
                     mode=spec.mode,
@@ -99,7 +109,7 @@ class HeldRange:
                     output=spec.output,
                     readout=readout,
                     weights=weights | widened,
-                    penalties=model_penalties(spec, tensors, device=on_device),
+                    penalties=penalties,
                     streams=spec.streams,
                 )
             )
@@ -122,6 +132,10 @@ class HeldRange:
         assert isinstance(found.sums, dict)
         self._sums[part.index] = found.sums
         return RangeGradient(**{**vars(found), "sums": part.index})
+
+    def check(self, part: Range, norms: Mapping[str, NormStatistics]) -> None:
+        """Check the range's first shard; see `HeldJob`."""
+        self._job.check(part, norms)
 
     def take_sums(self, index: int) -> dict[str, TensorBuffer]:
         """Give the sums of a range away."""

@@ -29,8 +29,9 @@ from ray.exceptions import (
 
 from gradbox_engine.errors import DeviceLost
 from gradbox_engine.model.shard_feed import Position
-from gradbox_engine.ranges.protocol import (
+from gradbox_engine.ranges import (
     NamedSums,
+    NormStatistics,
     Range,
     RangeCotangents,
     RangeGradient,
@@ -268,6 +269,11 @@ class RayRangeDevice:
         self._devices.moved["cotangents"] += num_bytes(buffers)
         answer = self.actor.replay.remote(part, buffers)
         return self._devices.future(answer, then, devices=(self,))
+
+    def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[None]:
+        """Check the range's first shard, and give the range up."""
+        answer = self.actor.check.remote(part, as_buffers(norms))
+        return self._devices.future(answer, lambda found: found, devices=(self,))
 
 
 def _failure(error: BaseException, devices: Sequence[RayRangeDevice]) -> BaseException:

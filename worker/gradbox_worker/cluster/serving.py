@@ -16,7 +16,7 @@ from gradbox_engine.errors import CoupledShards
 from gradbox_worker.cluster.joined import ClusterGone, JoinedCluster
 from gradbox_worker.cluster.leases import Wish
 from gradbox_worker.cluster.pool import Lent
-from gradbox_worker.cluster.whole_job import Outcome, run_whole
+from gradbox_worker.cluster.whole_job import Outcome, lives, run_whole
 from gradbox_worker.cluster.wide_job import WideJob, can_be_split
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.device.child import DeviceSettings
@@ -109,13 +109,22 @@ class Coordinator:
         at_most = ALL if devices == AUTO else devices
         wish = Wish(uuid.uuid4().hex, order.model, at_most=at_most, with_files=True)
         try:
-            lent = self._cluster.lease(wish, while_waiting=self._check)
+            return self._run_on(order, self._leased(wish), wish)
         except StopNow:
             return RunStopped()
-        try:
-            return self._run_on(order, lent, wish)
         finally:
             self._cluster.end(wish.lease)
+
+    def _leased(self, wish: Wish) -> list[Lent]:
+        """Return one device or more, of those that live: one may have died while it was idle."""
+        while True:
+            lent = self._cluster.lease(wish, while_waiting=self._check)
+            living = [device for device in lent if lives(device)]
+            for device in lent:
+                if device not in living:
+                    self._cluster.give_back(device.name)
+            if living:
+                return living
 
     def _run_on(self, order: Run, lent: list[Lent], wish: Wish) -> Outcome:
         if len(lent) > 1:
@@ -137,6 +146,7 @@ class Coordinator:
         """Run a job in ranges, unless its shards are coupled and "auto" leaves it to one device.
 
         Raises:
+            StopNow: the job was told to stop.
             ClusterGone: the head of the cluster ended.
         """
         job = WideJob(
@@ -155,8 +165,6 @@ class Coordinator:
                 doing=f"job {order.job_id}",
                 let_through=(StopNow, ClusterGone, *coupled),
             )
-        except StopNow:
-            return RunStopped()
         except CoupledShards as error:
             log.info("job %s runs on one device: %s", order.job_id, error)
             return error

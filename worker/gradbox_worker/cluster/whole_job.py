@@ -25,6 +25,15 @@ Outcome = RunFinished | RunFailed | RunStopped | RunLost
 DEVICE_ENDED: Final = "the process of its device in the cluster ended"
 
 
+def lives(lent: Lent) -> bool:
+    """Tell whether a device lives, and clear what it had to say of an earlier job."""
+    try:
+        ray.get(lent.actor.news.remote())
+    except RayActorError:
+        return False
+    return True
+
+
 def run_whole(
     order: Run,
     lent: Lent,

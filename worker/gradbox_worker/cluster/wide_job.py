@@ -1,7 +1,7 @@
-"""A `Gradient` over several devices: each runs a range of the shards, the coordinator the loss.
+"""A job over several devices: each runs a range of the shards.
 
-The coordinator reads the shards and sends each range to its device, gathers Z, evaluates the loss
-and sends dL/dZ back; it writes the result file and the receipt. See `gradbox_engine.ranges`.
+The coordinator reads the shards, sends each range to its device, does what concerns all of them
+(`wide_computations`), and writes the result file and the receipt.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
-from gradbox.errors import WorkerLost
-from gradbox.protocol import CotangentsLoss, GradientSpec, JobSpec, ModelView, RangeView
-from gradbox_engine.errors import DeviceLost
+from gradbox.protocol import ForwardSpec, GradientSpec, JobSpec, ModelView, RangeView
 from gradbox_engine.model.shard_feed import Position, all_positions
-from gradbox_engine.ranges import Range, SplitGradient, cut, split_set_gradient
+from gradbox_engine.ranges import Range, RangeRun, cut
 from gradbox_engine.requests import Group, Phase, Shard
 from gradbox_service.store import Room, blob_store
 from gradbox_worker.cluster.array_buffers import TensorBuffer
@@ -28,13 +26,8 @@ from gradbox_worker.cluster.joined import JoinedCluster
 from gradbox_worker.cluster.leases import Wish
 from gradbox_worker.cluster.pool import Lent
 from gradbox_worker.cluster.ray_devices import RayDevices
-from gradbox_worker.computations import gradient
-from gradbox_worker.computations.engine_inputs import (
-    Loss,
-    gradient_loss,
-    input_groups,
-    model_penalties,
-)
+from gradbox_worker.cluster.wide_computations import WideComputation, wide_computation
+from gradbox_worker.computations.engine_inputs import input_groups
 from gradbox_worker.computations.execution import StopNow, metadata_of, receipt_of
 from gradbox_worker.computations.memory import PeakMemory
 from gradbox_worker.computations.memory_limit import MemoryLimit
@@ -55,7 +48,7 @@ HOST: Final = torch.device("cpu")
 
 def can_be_split(spec: JobSpec) -> bool:
     """Tell whether a job has parts for several devices."""
-    if not isinstance(spec, GradientSpec) or isinstance(spec.loss, CotangentsLoss):
+    if not isinstance(spec, GradientSpec | ForwardSpec):
         return False
     return sum(len(group.shards) for group in spec.inputs) > 1
 
@@ -74,7 +67,7 @@ class WideJob:
         tell: Callable[[FromDevice], None],
         stop_requested: Callable[[], bool],
     ) -> None:
-        assert isinstance(work.spec, GradientSpec)
+        assert isinstance(work.spec, GradientSpec | ForwardSpec)
         self._work, self._spec = work, work.spec
         self._cluster, self._lent, self._wish = cluster, lent, wish
         self._settings = settings
@@ -101,20 +94,19 @@ class WideJob:
             peak = PeakMemory(HOST)
             view = self._cluster.views[work.model]
             groups = input_groups(spec, view.methods, tensors)
-            loss = gradient_loss(spec, tensors, device=HOST)
+            wide = wide_computation(work, tensors)
             forms = [[tensors.forms(ref) for ref in group.shards] for group in spec.inputs]
             parts = cut([_cost(form) for group in forms for form in group], len(self._lent))
             load_s = time.perf_counter() - began
-            self._devices = self._opened(self._range_job(view, loss, forms, tensors), groups)
+            self._devices = self._opened(self._range_job(view, wide, forms, tensors), groups)
             with closing(self._devices):
-                answer = self._computed(parts, groups, loss, tensors)
-            computed = gradient.computed(answer, spec, loss)
+                computed, ranges = wide.run(self._devices, parts, groups, self)
             rounded = rounding.rounded(computed.tensors)
             widened = self._devices.weights_widened()
             facts = {
                 **computed.facts,
                 **rounding.facts(weights_widened=widened),
-                "ranges": _ranges(answer, self._devices.ran),
+                "ranges": _ranges(ranges, self._devices.ran),
                 "bytes_moved": self._devices.moved,
             }
             receipt = receipt_of(
@@ -134,15 +126,16 @@ class WideJob:
     def _range_job(
         self,
         view: ModelView,
-        loss: Loss,
+        wide: WideComputation,
         forms: Sequence[Sequence[Mapping[str, TensorForm]]],
         tensors: BlobTensors,
     ) -> RangeJob:
         """Return what every device is told; where Z is ordered is the coordinator's business."""
         inputs = [group.model_copy(update={"order": None}) for group in self._spec.inputs]
         spec = self._spec.model_copy(update={"inputs": inputs})
-        functions = [spec.readout, *(penalty.loss for penalty in spec.penalties)]
-        functions += [penalty.per_sample_scale for penalty in spec.penalties]
+        penalties = spec.penalties if isinstance(spec, GradientSpec) else []
+        functions = [spec.readout, *(penalty.loss for penalty in penalties)]
+        functions += [penalty.per_sample_scale for penalty in penalties]
         refs = [*spec.weights.values()]
         refs += [ref for f in functions if f is not None for ref in f.tensors.values()]
         return RangeJob(
@@ -151,7 +144,7 @@ class WideJob:
             model=view.name,
             model_version=view.version,
             spec=spec.model_dump_json(),
-            loss_parameters=tuple(loss.objective.parameters),
+            loss_parameters=wide.loss_parameters,
             tensors={(ref.blob, ref.tensor): TensorBuffer.of(tensors.tensor(ref)) for ref in refs},
             forms=forms,
         )
@@ -174,33 +167,6 @@ class WideJob:
             read=read,
             while_waiting=self._check,
         )
-
-    def _computed(
-        self,
-        parts: Sequence[Range],
-        groups: Sequence[Group],
-        loss: Loss,
-        tensors: BlobTensors,
-    ) -> SplitGradient:
-        spec = self._spec
-        assert self._devices is not None
-        try:
-            return split_set_gradient(
-                self._devices,
-                parts,
-                groups,
-                loss.objective,
-                returns=tuple(spec.returns),
-                observer=self,
-                seed=spec.seed,
-                mode=spec.mode,
-                precision=spec.precision,
-                output=spec.output,
-                penalties=model_penalties(spec, tensors, device=HOST),
-                streams=spec.streams,
-            )
-        except DeviceLost as error:
-            raise WorkerLost(str(error)) from error
 
     def step(self, phase: Phase, done: int, total: int) -> None:
         """Hear of shards that are done, as the engine's observer; see `split_set_gradient`.
@@ -239,7 +205,7 @@ def _cost(form: Mapping[str, TensorForm]) -> float:
     return float(sum(tensor.num_bytes for tensor in form.values()))
 
 
-def _ranges(answer: SplitGradient, ran: Sequence[str]) -> list[RangeView]:
+def _ranges(runs: Sequence[RangeRun], ran: Sequence[str]) -> list[RangeView]:
     return [
         RangeView(
             start=run.start,
@@ -250,5 +216,5 @@ def _ranges(answer: SplitGradient, ran: Sequence[str]) -> list[RangeView]:
             devices_lost=run.devices_lost,
             rerun_difference=run.rerun_difference,
         )
-        for run, device in zip(answer.ranges, ran, strict=True)
+        for run, device in zip(runs, ran, strict=True)
     ]
