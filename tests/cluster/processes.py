@@ -47,6 +47,11 @@ def running(part: str, *, among: list[int]) -> list[int]:
     return sorted(pid for pid in among if part in now.get(pid, ""))
 
 
+def parent(pid: int) -> int:
+    """Return the process that started a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def kill(pid: int) -> None:
     """Kill a process at once."""
     os.kill(pid, signal.SIGKILL)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
 from gradbox import GradClient, Gradient, GradResult, Job
 from tests.cluster.conftest import ClusterBox
-from tests.cluster.processes import kill, running, wait_until
+from tests.cluster.processes import kill, parent, running, wait_until
 from tests.cluster.test_jobs import WAIT_S, shards, sum_of_squares
 from tests.oracle import TOLERANCE, difference
 
@@ -52,28 +48,22 @@ def when_in(phase: str, job: Job) -> None:
     raise AssertionError(f"the job ended before it was seen in its {phase}")
 
 
-def killed_in(phase: str, part: str, cluster: ClusterBox, submit: Callable[[], Job]) -> GradResult:
-    """Run a job, and kill a process of the box in a phase of it."""
-    job = submit()
+def killed_in(phase: str, part: str, cluster: ClusterBox, job: Job) -> GradResult:
+    """Kill a process of the box in a phase of a job, and return the job's result."""
     when_in(phase, job)
-    busy = [p for p in running(part, among=cluster.processes()) if part != COORDINATOR or _busy(p)]
-    kill(busy[0])
+    found = running(part, among=cluster.processes())
+    if part == COORDINATOR:
+        (worker,) = running(f"--name {job.refresh().worker}", among=cluster.processes())
+        found = [pid for pid in found if parent(pid) == worker]
+    kill(found[0])
     return job.result(WAIT_S)
-
-
-def _busy(pid: int) -> bool:
-    """Tell whether a coordinator has a lease: it alone has threads that wait for answers."""
-    return any(
-        Path(f"/proc/{pid}/task/{task}/comm").read_text().startswith("answers")
-        for task in os.listdir(f"/proc/{pid}/task")
-    )
 
 
 @pytest.mark.parametrize("phase", [pytest.param("forward", marks=pytest.mark.slow), "replay"])
 def test_a_device_that_dies_costs_its_range_alone(
     cluster: ClusterBox, client: GradClient, undisturbed: GradResult, phase: str
 ) -> None:
-    result = killed_in(phase, ACTOR, cluster, lambda: client.submit(long_job(devices=2)))
+    result = killed_in(phase, ACTOR, cluster, client.submit(long_job(devices=2)))
     assert all(torch.equal(result.grads[n], g) for n, g in undisturbed.grads.items())
     lost = [found.devices_lost for found in result.manifest.ranges or ()]
     assert sorted(lost) == [0, 1]
@@ -99,7 +89,7 @@ def test_a_whole_job_whose_device_dies_has_another_attempt(
 def test_a_job_whose_coordinator_dies_begins_again(
     cluster: ClusterBox, client: GradClient, undisturbed: GradResult, phase: str
 ) -> None:
-    result = killed_in(phase, COORDINATOR, cluster, lambda: client.submit(long_job(devices=2)))
+    result = killed_in(phase, COORDINATOR, cluster, client.submit(long_job(devices=2)))
     assert result.manifest.attempts == 2
     assert difference(result.grads, undisturbed.grads) <= TOLERANCE
 
@@ -109,6 +99,6 @@ def test_a_job_whose_coordinator_dies_begins_again(
 def test_a_job_goes_on_after_all_of_ray_died(
     cluster: ClusterBox, client: GradClient, undisturbed: GradResult, phase: str
 ) -> None:
-    result = killed_in(phase, RAYLET, cluster, lambda: client.submit(long_job(devices=2)))
+    result = killed_in(phase, RAYLET, cluster, client.submit(long_job(devices=2)))
     assert result.manifest.attempts == 2
     assert difference(result.grads, undisturbed.grads) <= TOLERANCE

@@ -68,18 +68,18 @@ def _run(options: argparse.Namespace, *, file: Path, stopping: threading.Event) 
     namespace = f"gradbox-{uuid.uuid4().hex[:12]}"
     devices = [part.strip() for part in options.device.split(",") if part.strip()]
     if token:
-        address = ray_session.start_here(
+        joined = ray_session.start_here(
             namespace=namespace,
             folder=ray_session.new_folder(options.data),
             num_cpus=head.cpus_here(),
         )
     else:
-        address = ray_session.join(options.address, namespace=namespace)
+        joined = ray_session.join(options.address, namespace=namespace)
     try:
         head.run(
             DeviceSettings(models_file=options.models, data=options.data),
             devices=devices,
-            address=address,
+            joined=joined,
             namespace=namespace,
             token=token,
             file=file,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -10,7 +14,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gradbox_worker.errors import DeviceNotStarted
 
+log = logging.getLogger(__name__)
+
 NAME: Final = "cluster.json"
+LOOK_S: Final = 0.2
 
 
 class ClusterAddress(BaseModel):
@@ -20,6 +27,7 @@ class ClusterAddress(BaseModel):
         address: of Ray's control service, HOST:PORT.
         namespace: in which the pool has its name; another one each time a head starts.
         token: of Ray's token authentication; "" where the environment has it.
+        raylet: the socket of Ray's own process on this machine, which answers while it lives.
         num_devices: how many devices there were when the head was ready.
     """
 
@@ -28,6 +36,7 @@ class ClusterAddress(BaseModel):
     address: str
     namespace: str
     token: str = ""
+    raylet: str
     num_devices: int
 
     def write(self, path: Path) -> None:
@@ -37,6 +46,29 @@ class ClusterAddress(BaseModel):
         with os.fdopen(descriptor, "w") as file:
             file.write(self.model_dump_json())
         beside.replace(path)
+
+    def answers(self) -> bool:
+        """Tell whether Ray lives on this machine."""
+        with socket.socket(socket.AF_UNIX) as asking:
+            try:
+                asking.connect(self.raylet)
+            except OSError:
+                return False
+        return True
+
+    @classmethod
+    def wait(cls, path: Path) -> ClusterAddress:
+        """Wait until a head has written it, and Ray lives; the caller ends with its worker."""
+        said = False
+        while True:
+            with suppress(DeviceNotStarted):
+                found = cls.read(path)
+                if found.answers():
+                    return found
+            if not said:
+                log.info("waiting for the head of a cluster to write %s", path)
+                said = True
+            time.sleep(LOOK_S)
 
     @classmethod
     def read(cls, path: Path) -> ClusterAddress:

@@ -25,6 +25,7 @@ from gradbox.protocol import ModelView
 from gradbox_worker.cluster.address_file import ClusterAddress
 from gradbox_worker.cluster.device_actor import CONTROL, DeviceActor
 from gradbox_worker.cluster.pool import POOL, Pool
+from gradbox_worker.cluster.ray_session import RayOnThisMachine
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.errors import DeviceNotStarted
 
@@ -181,7 +182,7 @@ def run(
     settings: DeviceSettings,
     *,
     devices: Sequence[str],
-    address: str,
+    joined: RayOnThisMachine,
     namespace: str,
     token: str,
     file: Path,
@@ -199,13 +200,20 @@ def run(
     found = head.start(stopping=stopping)
     if stopping.is_set():
         return
-    ClusterAddress(address=address, namespace=namespace, token=token, num_devices=found).write(file)
-    log.info("the cluster at %s has %d devices", address, found)
+    address = ClusterAddress(
+        address=joined.address,
+        namespace=namespace,
+        token=token,
+        raylet=joined.raylet,
+        num_devices=found,
+    )
+    address.write(file)
+    log.info("the cluster at %s has %d devices", joined.address, found)
     try:
         while not stopping.wait(LOOK_S):
+            if not address.answers() or head.ended():
+                raise DeviceNotStarted("Ray on this machine ended, or the pool of devices")
             head.look()
-            if head.ended():
-                raise DeviceNotStarted("the pool of the cluster's devices ended")
     finally:
         file.unlink(missing_ok=True)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
 from gradbox.protocol import ModelView
 from gradbox_worker.cluster.address_file import ClusterAddress
@@ -68,7 +68,7 @@ class JoinedCluster:
                 while_waiting()
                 self.check()
             granted: list[Lent] = ray.get(asked)
-        except RayActorError as error:
+        except RayError as error:
             raise ClusterGone(str(error)) from error
         except BaseException:
             self.end(wish.lease)
@@ -83,7 +83,7 @@ class JoinedCluster:
         """
         try:
             found: list[Lent] = ray.get(self._pool.more.remote(wish))
-        except RayActorError as error:
+        except RayError as error:
             raise ClusterGone(str(error)) from error
         return found
 
@@ -102,7 +102,7 @@ class JoinedCluster:
             ClusterGone: it ended, and perhaps another one has its place.
         """
         try:
-            same = ClusterAddress.read(self._path) == self._address
+            same = ClusterAddress.read(self._path) == self._address and self._address.answers()
         except DeviceNotStarted:
             same = False
         if not same:

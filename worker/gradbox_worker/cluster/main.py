@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from gradbox_worker.cluster.address_file import ClusterAddress
 from gradbox_worker.cluster.ray_environment import reach
 from gradbox_worker.device import main as device_main
-from gradbox_worker.device.messages import Begin, DeviceUnready, send
-from gradbox_worker.errors import DeviceNotStarted
+from gradbox_worker.device.messages import Begin
 
 if TYPE_CHECKING:
     from gradbox_worker.device import DeviceSettings
@@ -24,15 +23,8 @@ if TYPE_CHECKING:
 
 def serve(connection: Connection, orders: Inbox, *, begin: Begin, settings: DeviceSettings) -> None:
     """Coordinate jobs on the cluster; see `cluster.serving.serve`."""
-    from gradbox.errors import JobFailed
-    from gradbox.protocol import Problem
-
     assert settings.cluster is not None
-    try:
-        reach(ClusterAddress.read(settings.cluster))
-    except DeviceNotStarted as error:
-        send(connection, DeviceUnready(problem=Problem.of(JobFailed(str(error)))))
-        return
+    reach(ClusterAddress.wait(settings.cluster))
     from gradbox_worker.cluster.serving import serve as serve_joined
 
     serve_joined(connection, orders, begin=begin, settings=settings)

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,19 @@ import ray
 from gradbox_worker.errors import DeviceNotStarted
 
 
-def start_here(*, namespace: str, folder: Path, num_cpus: int) -> str:
+@dataclass(frozen=True)
+class RayOnThisMachine:
+    """Where Ray is reached: its control service, and the socket of its process here."""
+
+    address: str
+    raylet: str
+
+
+def start_here(*, namespace: str, folder: Path, num_cpus: int) -> RayOnThisMachine:
     """Start Ray on this machine; it ends with this process.
 
     Args:
         folder: for its files.
-
-    Returns:
-        Its address.
     """
     return _initialised(
         address="local",
@@ -33,11 +39,8 @@ def start_here(*, namespace: str, folder: Path, num_cpus: int) -> str:
     )
 
 
-def join(address: str, *, namespace: str) -> str:
+def join(address: str, *, namespace: str) -> RayOnThisMachine:
     """Join a cluster of which this machine is a node.
-
-    Returns:
-        Its address.
 
     Raises:
         DeviceNotStarted: there is none, this machine is no node of it, or the token is another.
@@ -51,15 +54,18 @@ def join(address: str, *, namespace: str) -> str:
         ) from error
 
 
-def _initialised(**given: Any) -> str:
-    """Initialise Ray, whose handlers of signals are not wanted; returns the cluster's address."""
+def _initialised(**given: Any) -> RayOnThisMachine:
+    """Initialise Ray, whose handlers of signals are not wanted."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         context = ray.init(log_to_driver=False, configure_logging=False, **given)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return str(context.address_info["gcs_address"])
+    return RayOnThisMachine(
+        address=str(context.address_info["gcs_address"]),
+        raylet=str(context.address_info["raylet_socket_name"]),
+    )
 
 
 def leave() -> None:

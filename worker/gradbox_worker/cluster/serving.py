@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Final
 
 from gradbox.errors import JobFailed
+from gradbox.protocol import Problem
 from gradbox_engine.errors import CoupledShards
 from gradbox_worker.cluster.joined import ClusterGone, JoinedCluster
 from gradbox_worker.cluster.leases import Wish
@@ -40,6 +41,10 @@ from gradbox_worker.work import Work
 log = logging.getLogger(__name__)
 
 AUTO: Final = "auto"
+NO_FILES: Final = (
+    "expected a device that sees the box's data folder, which a job of this computation needs, but "
+    "no machine of the cluster with a device has it; the box's owner mends that (docs/cluster.md)"
+)
 # What a lease asks for that takes all that is idle.
 ALL: Final = 2**31
 
@@ -81,12 +86,17 @@ def serve(
             tell(coordinator.run(order))
         except ClusterGone as error:
             log.warning("job %s: %s", order.job_id, error)
-            tell(RunLost(reason="the head of the cluster ended"))
+            begun = coordinator.begun
+            tell(RunLost(reason="the head of the cluster ended", leaving=True, begun=begun))
             os.kill(os.getpid(), signal.SIGKILL)  # Ray's shutdown would wait for the dead head
 
 
 class Coordinator:
-    """Has the devices of a cluster run one job."""
+    """Has the devices of a cluster run one job.
+
+    Attributes:
+        begun: whether a device was asked to run it.
+    """
 
     def __init__(
         self,
@@ -98,6 +108,7 @@ class Coordinator:
     ) -> None:
         self._cluster, self._settings = cluster, settings
         self._tell, self._stop_requested = tell, stop_requested
+        self.begun = False
 
     def run(self, order: Run) -> Outcome:
         """Run a job to its end.
@@ -109,7 +120,9 @@ class Coordinator:
         at_most = ALL if devices == AUTO else devices
         wish = Wish(uuid.uuid4().hex, order.model, at_most=at_most, with_files=True)
         try:
-            return self._run_on(order, self._leased(wish), wish)
+            lent = self._leased(wish)
+            self.begun = True
+            return self._run_on(order, lent, wish)
         except StopNow:
             return RunStopped()
         finally:
@@ -127,13 +140,15 @@ class Coordinator:
                 return living
 
     def _run_on(self, order: Run, lent: list[Lent], wish: Wish) -> Outcome:
-        if len(lent) > 1:
+        if len(lent) > 1 or (not lent[0].sees_files and can_be_split(order.spec)):
             found = self._run_wide(order, lent, wish)
             if not isinstance(found, CoupledShards):
                 return found
             order = order.model_copy(update={"not_split": str(found)})
             for device in lent[1:]:
                 self._cluster.give_back(device.name)
+        if not lent[0].sees_files:
+            return RunFailed(problem=Problem.of(JobFailed(NO_FILES)))
         return run_whole(
             order, lent[0], self._cluster, tell=self._tell, stop_requested=self._stop_requested
         )

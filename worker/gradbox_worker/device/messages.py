@@ -131,12 +131,16 @@ class RunStopped(Frame):
 class RunLost(Frame):
     """The attempt is lost: what it ran on ended, and not the process that says so.
 
-    `fault` says what the job's own code may have brought about, see `work.Died`.
+    `fault` says what the job's own code may have brought about, see `work.Died`. `leaving`: the
+    process ends after this, so that another one finds what has taken the place of what ended;
+    where the job had not begun, that one runs it.
     """
 
     kind: Literal["lost"] = "lost"
     reason: str
     fault: str | None = None
+    leaving: bool = False
+    begun: bool = True
 
 
 ToDevice = Begin | Run | Stop

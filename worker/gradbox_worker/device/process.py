@@ -135,20 +135,23 @@ class DeviceProcess:
         Raises:
             DeviceNotStarted: none runs, and none can be started.
         """
-        self.ensure(while_waiting=supervision.poll)
-        child = self._child
-        assert child is not None  # since ensure
-        order = Run(**vars(work))  # the message has the fields of the work
-        try:
-            child.send(order)
-        except OSError:
-            return Died(child.end().reason)
-        try:
-            return self._outcome(child, work, supervision)
-        except BaseException:
-            self.kill()  # or its answer to this job would be taken for one to the next
-            self._end_child()
-            raise
+        while True:
+            self.ensure(while_waiting=supervision.poll)
+            child = self._child
+            assert child is not None  # since ensure
+            order = Run(**vars(work))  # the message has the fields of the work
+            try:
+                child.send(order)
+            except OSError:
+                return Died(child.end().reason)
+            try:
+                outcome = self._outcome(child, work, supervision)
+            except BaseException:
+                self.kill()  # or its answer to this job would be taken for one to the next
+                self._end_child()
+                raise
+            if outcome is not None:
+                return outcome
 
     def kill(self) -> None:
         """End the process at once, with those it started; a job it runs ends as `Died`."""
@@ -224,7 +227,8 @@ class DeviceProcess:
         except OSError:
             log.info("the device process ended at once")  # as the wait for its answer will find
 
-    def _outcome(self, child: DeviceChild, work: Work, supervision: Supervision) -> Outcome:
+    def _outcome(self, child: DeviceChild, work: Work, supervision: Supervision) -> Outcome | None:
+        """Wait for a job's end; None if the process left before it began the job."""
         kill_at: float | None = None
         progress: ProgressMade | None = None
 
@@ -259,6 +263,10 @@ class DeviceProcess:
                 case RunStopped():
                     return Stopped()
                 case RunLost():
+                    if answer.leaving:
+                        self._end_child()
+                    if not answer.begun:
+                        return None
                     return _died(Exit(answer.reason, fault=answer.fault), progress)
                 case _:
                     ended = child.end()
