@@ -25,6 +25,7 @@ BENCHMARKS = (
     "mixed",
     "autograd",
     "per-sample",
+    "cluster",
     "cuda",
 )
 CUDA_PARTS = ("engine", "per-sample", "upload", "decoder", "mixed", "graphs", "service")
@@ -61,6 +62,8 @@ def main(arguments: list[str]) -> int:
         sections.append(_autograd(args))
     if args.benchmark in (None, "per-sample"):
         sections.append(_per_sample(args))
+    if args.benchmark == "cluster":  # takes both cores, and Ray
+        sections.append(_cluster(args))
     path = write_report(args.report or args.benchmark or "all", sections, folder=args.out)
     print(path.read_text())
     print(f"written to {path}")
@@ -186,6 +189,12 @@ def _autograd(args: argparse.Namespace) -> str:
     return autograd_section(measure_remote_autograd(plan))
 
 
+def _cluster(args: argparse.Namespace) -> str:
+    from benchmarks.cluster import ClusterPlan, cluster_section, measure_cluster
+
+    return cluster_section(measure_cluster(ClusterPlan(args.cluster_pairs, 8, args.rounds)))
+
+
 def _per_sample(args: argparse.Namespace) -> str:
     from benchmarks.per_sample_calls import calls_section, measure_calls
 
@@ -216,6 +225,9 @@ def _parser() -> argparse.ArgumentParser:
         "--day-seconds", type=float, default=120.0, help="for eight hours of ten people [120]"
     )
     parser.add_argument("--queued", type=int, default=20_000, help="jobs that wait [20000]")
+    parser.add_argument(
+        "--cluster-pairs", type=int, default=512, help="for the cluster: 60 s or more [512]"
+    )
     parser.add_argument(
         "--autograd-pairs", type=int, default=64, help="for remote autograd: 5 s or more [64]"
     )

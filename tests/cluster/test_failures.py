@@ -8,7 +8,7 @@ import torch
 from gradbox import GradClient, Gradient, GradResult, Job
 from tests.cluster.conftest import ClusterBox
 from tests.cluster.processes import kill, parent, running, wait_until
-from tests.cluster.test_jobs import WAIT_S, shards, sum_of_squares
+from tests.cluster.test_jobs import WAIT_S, shards, sum_of_squares, unhurried
 from tests.oracle import TOLERANCE, difference
 
 ACTOR = "ray::DeviceActor"
@@ -37,6 +37,17 @@ def long_job(**given: object) -> Gradient:
 @pytest.fixture(scope="module")
 def undisturbed(client: GradClient) -> GradResult:
     return client.submit(long_job(devices=2)).result(WAIT_S)
+
+
+def num_ranges(client: GradClient) -> int:
+    """Return on how many devices a job runs that would take all."""
+    receipt = client.submit(unhurried(6, devices="auto")).result(WAIT_S).manifest
+    return len(receipt.ranges or ())
+
+
+@pytest.fixture(autouse=True)
+def both_devices_are_idle(client: GradClient) -> None:
+    wait_until(lambda: num_ranges(client) == 2, what="both devices")
 
 
 def when_in(phase: str, job: Job) -> None:
@@ -74,7 +85,6 @@ def test_a_device_that_dies_costs_its_range_alone(
 def test_a_whole_job_whose_device_dies_has_another_attempt(
     cluster: ClusterBox, client: GradClient, undisturbed: GradResult
 ) -> None:
-    wait_until(lambda: len(running(ACTOR, among=cluster.processes())) == 2, what="two devices")
     job = client.submit(long_job(devices=1))
     when_in("forward", job)
     for pid in running(ACTOR, among=cluster.processes()):

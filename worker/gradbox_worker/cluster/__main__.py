@@ -19,7 +19,7 @@ from typing import Final
 
 from gradbox.printable import log_to_stderr
 from gradbox_worker.cluster.address_file import NAME
-from gradbox_worker.cluster.ray_environment import across_machines, stay_here
+from gradbox_worker.cluster.ray_environment import reach, start_here
 from gradbox_worker.device import DeviceSettings
 from gradbox_worker.device.descendants import MARK, Guardian, end_descendants
 from gradbox_worker.errors import WorkerError
@@ -48,20 +48,21 @@ def main(arguments: list[str]) -> int:
     try:
         _run(options, file=file, stopping=stopping)
     except WorkerError as error:
-        print(f"gradbox up --cluster: {error}", file=sys.stderr)
-        return 2
-    finally:
+        print(f"gradbox up --cluster: {error}", file=sys.stderr, flush=True)
         end_descendants(os.getpid(), mark)
         guardian.dismiss()
+        os._exit(2)  # Ray's own end would wait for what is dead
+    end_descendants(os.getpid(), mark)
+    guardian.dismiss()
     return 0
 
 
 def _run(options: argparse.Namespace, *, file: Path, stopping: threading.Event) -> None:
     token = secrets.token_hex(32) if options.address == LOCAL else ""
     if token:
-        stay_here(token)
+        start_here(token)
     else:
-        across_machines()
+        reach(options.address)
     # Only now: Ray reads its environment when it is imported.
     from gradbox_worker.cluster import head, ray_session
 
@@ -75,18 +76,16 @@ def _run(options: argparse.Namespace, *, file: Path, stopping: threading.Event) 
         )
     else:
         joined = ray_session.join(options.address, namespace=namespace)
-    try:
-        head.run(
-            DeviceSettings(models_file=options.models, data=options.data),
-            devices=devices,
-            joined=joined,
-            namespace=namespace,
-            token=token,
-            file=file,
-            stopping=stopping,
-        )
-    finally:
-        ray_session.leave()
+    head.run(
+        DeviceSettings(models_file=options.models, data=options.data),
+        devices=devices,
+        joined=joined,
+        namespace=namespace,
+        token=token,
+        file=file,
+        stopping=stopping,
+    )
+    ray_session.leave()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -102,7 +102,7 @@ class JoinedCluster:
             ClusterGone: it ended, and perhaps another one has its place.
         """
         try:
-            same = ClusterAddress.read(self._path) == self._address and self._address.answers()
+            same = ClusterAddress.read(self._path) == self._address
         except DeviceNotStarted:
             same = False
         if not same:

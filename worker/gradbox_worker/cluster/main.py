@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def serve(connection: Connection, orders: Inbox, *, begin: Begin, settings: DeviceSettings) -> None:
     """Coordinate jobs on the cluster; see `cluster.serving.serve`."""
     assert settings.cluster is not None
-    reach(ClusterAddress.wait(settings.cluster))
+    found = ClusterAddress.wait(settings.cluster)
+    reach(found.address, token=found.token)
     from gradbox_worker.cluster.serving import serve as serve_joined
 
     serve_joined(connection, orders, begin=begin, settings=settings)

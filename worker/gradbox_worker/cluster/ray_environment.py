@@ -11,28 +11,31 @@ import ipaddress
 import os
 import sys
 
-from gradbox_worker.cluster.address_file import ClusterAddress
 
-
-def stay_here(token: str) -> None:
-    """Have Ray listen on loopback alone, and ask for this token."""
+def start_here(token: str) -> None:
+    """Have the Ray that this process starts listen on loopback alone, and ask for this token."""
     _before_ray_is_imported()
-    os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_TOKEN=token)
+    _stay_here()
+    os.environ["RAY_AUTH_TOKEN"] = token
     _guarded()
 
 
-def reach(address: ClusterAddress) -> None:
-    """Have Ray reach a cluster that a head has."""
+def reach(address: str, *, token: str = "") -> None:
+    """Have Ray join a cluster.
+
+    Args:
+        token: "" where the environment, or ~/.ray, has it.
+    """
     _before_ray_is_imported()
-    if _is_loopback(address.address):
-        stay_here(address.token)
+    if _is_loopback(address):
+        _stay_here()
+    if token:
+        os.environ["RAY_AUTH_TOKEN"] = token
     _guarded()
 
 
-def across_machines() -> None:
-    """Have Ray join a cluster with the token that is in the environment, or in ~/.ray."""
-    _before_ray_is_imported()
-    _guarded()
+def _stay_here() -> None:
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
 def _guarded() -> None:
