@@ -15,6 +15,7 @@ from torch import nn
 from gradbox_engine.model.prepared import model_device
 from gradbox_engine.ranges.held_job import held_job
 from gradbox_engine.ranges.protocol import (
+    EarlierOutputs,
     NamedSums,
     NormStatistics,
     Range,
@@ -31,10 +32,13 @@ from gradbox_engine.requests import CallKeywords, Group, Objective, Observer, Re
 
 
 class Held(Protocol):
-    """A job that is held open on a device: `HeldJob`, or one of its kind."""
+    """A job that is held open on a device: `HeldJob`, or one of its kind; see `RangeDevice`."""
 
     def forward(self, part: Range) -> RangeOutputs:
         """Run the first phase of a range."""
+
+    def resume(self, part: Range, earlier: EarlierOutputs) -> None:
+        """Hold a range in place of that."""
 
     def check(self, part: Range, norms: dict[str, NormStatistics]) -> None:
         """Check a range that has no second phase."""
@@ -60,6 +64,10 @@ class OneDevice:
     def replay(self, part: Range, cotangents: RangeCotangents) -> Future[RangeGradient]:
         """See `HeldJob.replay`."""
         return done(self._job.replay, part, cotangents)
+
+    def resume(self, part: Range, earlier: EarlierOutputs) -> Future[None]:
+        """See `HeldJob.resume`."""
+        return done(self._job.resume, part, earlier)
 
     def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[None]:
         """See `HeldJob.check`."""

@@ -14,6 +14,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine.errors import BadInputs
 from gradbox_engine.mixed.gradient import NOTHING
 from gradbox_engine.mixed.inner import Inner
 from gradbox_engine.mixed.jacobian_products import ShardJacobians
@@ -33,6 +34,7 @@ from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.independence import check_independence
 from gradbox_engine.ranges.protocol import (
+    EarlierOutputs,
     GradientForm,
     NormStatistics,
     Range,
@@ -179,6 +181,14 @@ class HeldMixed:
             seconds=clock.seconds["replay"],
             fallbacks=went.fallbacks,
         )
+
+    def resume(self, part: Range, earlier: EarlierOutputs) -> None:
+        """A mixed gradient is in one job.
+
+        Raises:
+            BadInputs: always.
+        """
+        raise BadInputs("mixed gradient: expected its first pass in the same job, got outputs")
 
     def check(self, part: Range, norms: dict[str, NormStatistics]) -> None:
         """Put the range's first shard through the model once more; the range is given up.
