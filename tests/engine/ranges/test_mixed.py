@@ -79,6 +79,23 @@ def test_a_model_that_reads_what_shards_change_is_not_split():
         mixed_in_ranges(case, 2)
 
 
+class _ReadsStatistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.norm(x) * (1 + self.norm.running_mean)).tanh()[:, :3]
+
+
+def test_a_model_that_reads_running_statistics_is_not_split():
+    case = MIXED_CASES["mlp, cubic"]()
+    object.__setattr__(case, "model", _ReadsStatistics)
+    object.__setattr__(case, "shards", normal((3, 3, 2), 5))
+    with pytest.raises(CoupledShards, match=r"'norm\.running_mean'"):
+        mixed_in_ranges(case, 2)
+
+
 class _Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -139,12 +139,12 @@ class HeldJob:
             )
             whole, num_rows = retried_without_kept_graphs(joined, records, undo=lambda: None)
         self._held[part.index] = HeldRange(records, num_rows)
-        penalties = [value.double().cpu() for record in records for value in record.penalties]
+        penalties = [value.double() for record in records for value in record.penalties]
         with_buffers = self._with_buffers and part.index == 0
         return RangeOutputs(
             outputs={group: _on_host(named) for group, named in whole.items()},
             rows={group: tuple(numbers) for group, numbers in num_rows.items()},
-            penalties=torch.stack(penalties) if penalties else torch.zeros(0, dtype=torch.float64),
+            penalties=(torch.stack(penalties) if penalties else torch.zeros(0).double()).cpu(),
             norms=norms,
             parameters=frozenset(self._selection.parameters),
             stateful=not first.after.equals(ready.buffers.first),
