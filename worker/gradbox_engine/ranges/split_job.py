@@ -47,7 +47,7 @@ class RangeRun:
     rerun_difference: float  # largest |z' − z| / max |z| of a shard between two devices
 
 
-class Node(NamedTuple):
+class PartialSum(NamedTuple):
     """A sum in the tree, and the ranges that are in it."""
 
     parts: Sequence[Range]
@@ -130,7 +130,7 @@ class SplitJob:
 
         Raises: as `replay`.
         """
-        nodes = [Node([part], self._gradients[part.index].sums) for part in self._parts]
+        nodes = [PartialSum([part], self._gradients[part.index].sums) for part in self._parts]
         while len(nodes) > 1:
             pairs = list(zip(nodes[::2], nodes[1::2], strict=False))
             added = run_together([self._added(left, right) for left, right in pairs])
@@ -214,16 +214,16 @@ class SplitJob:
                 self._gradients[part.index] = gradient
                 return gradient
 
-    def _added(self, left: Node, right: Node) -> Course[Node]:
+    def _added(self, left: PartialSum, right: PartialSum) -> Course[PartialSum]:
         """Add the sums of neighbours; where one is lost, compute both again."""
         parts = [*left.parts, *right.parts]
         try:
             total: Sums = yield self._devices.added(left.sums, right.sums)
         except DeviceLost as error:
             return (yield from self._computed_again(parts, error))
-        return Node(parts, total)
+        return PartialSum(parts, total)
 
-    def _fetched(self, node: Node) -> Course[NamedSums]:
+    def _fetched(self, node: PartialSum) -> Course[NamedSums]:
         while True:
             try:
                 named: NamedSums = yield self._devices.fetched(node.sums)
@@ -232,13 +232,13 @@ class SplitJob:
             else:
                 return named
 
-    def _computed_again(self, parts: Sequence[Range], error: DeviceLost) -> Course[Node]:
+    def _computed_again(self, parts: Sequence[Range], error: DeviceLost) -> Course[PartialSum]:
         """Run both phases of ranges whose sum is lost, and add up in the same tree."""
         if len(parts) == 1:
             self._losses.count(parts[0], error)
             yield from self._begin_again(parts[0])
             gradient = yield from self._replay(parts[0])
-            return Node(parts, gradient.sums)
+            return PartialSum(parts, gradient.sums)
         halves = split_in_tree(parts)
         left = yield from self._computed_again(halves[0], error)
         right = yield from self._computed_again(halves[1], error)
