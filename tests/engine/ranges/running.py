@@ -14,6 +14,7 @@ from torch import nn
 from gradbox_engine import DeviceLost, Group, SetGradient
 from gradbox_engine.model.shard_feed import all_positions
 from gradbox_engine.ranges import (
+    EarlierOutputs,
     HeldJob,
     NormStatistics,
     Range,
@@ -154,6 +155,9 @@ class Device:
 
     def forward(self, part: Range) -> Future[RangeOutputs]:
         return self.devices.call("forward", self.number, self.job.forward, part)
+
+    def resume(self, part: Range, earlier: EarlierOutputs) -> Future[None]:
+        return self.devices.call("resume", self.number, self.job.resume, part, earlier)
 
     def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[None]:
         return self.devices.call("check", self.number, self.job.check, part, norms)

@@ -132,8 +132,17 @@ def test_outputs_with_a_lost_device(phase):
     assert [run.devices_lost for run in found.ranges] == [0, 1, 0]
 
 
-@pytest.mark.parametrize("phase", ["replay", "added", "fetched"])
-@pytest.mark.parametrize("name", ["mlp", "cnn in train"])
+@pytest.mark.parametrize(
+    ("name", "phase"),
+    [
+        ("mlp", "resume"),
+        ("mlp", "replay"),
+        ("mlp", "added"),
+        ("mlp", "fetched"),
+        ("cnn in train", "forward"),
+        ("cnn in train", "replay"),
+    ],
+)
 def test_gradients_with_a_lost_device(name, phase):
     half = first_half(CASES[name]())
     whole = gradient_of(CASES[name](), 3, half.cotangents(), half.found)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradbox_engine import BadInputs, BadOutput, Group, Objective, Penalty, set_gradient
 from gradbox_engine.ranges import Range, cut, held_job, set_gradient_in_ranges
@@ -121,6 +121,43 @@ def test_a_device_reads_only_the_shards_of_its_range():
         assert found.rows == expected.rows
         for group, named in expected.outputs.items():
             assert same_bits(found.outputs[group][""], named[""])
+
+
+def test_numbers_of_samples_are_known_without_the_others():
+    groups = [Group("z", [{"0": rows} for rows in torch.ones(9, 5).double().split([4, 2, 3])])]
+    part = even(groups, 3)[2]
+    told = {"mode": "train", "streams": "sample"}
+    model = case_models.inplace_mlp().to(DEVICE)
+    with held_job(model, groups, **told) as whole:
+        expected = whole.forward(part).outputs["z"][""]
+    with held_job(model, _with_the_shards_of(part, groups), **told) as job:
+        assert same_bits(job.forward(part).outputs["z"][""], expected)
+
+
+class _RunsOut(nn.Module):
+    """Finds no memory in its third call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3).double()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return self.linear(x).tanh()
+
+
+def test_graphs_of_one_range_give_way_to_the_next():
+    groups = [Group("z", [{"0": torch.full((2, 5), 0.1 * i).double()} for i in range(4)])]
+    parts, objective = even(groups, 2), Objective(spread)
+    model = _RunsOut().to(DEVICE)
+    found = set_gradient_in_ranges(model, parts, groups, objective, retain=10**9)
+    assert (found.retained, found.replayed) == (2, 2)
+    model.calls = 3
+    one = set_gradient(model, groups, objective)
+    assert difference(found.grads, one.grads) <= EXACT
 
 
 def _with_the_shards_of(part: Range, groups: Sequence[Group]) -> list[Group]:

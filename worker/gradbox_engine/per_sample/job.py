@@ -34,6 +34,7 @@ from gradbox_engine.per_sample.reductions import (
     Projected,
     ToArrays,
     ToSink,
+    tangents_of,
 )
 from gradbox_engine.per_sample.request import OtherShards, Request, SampleResult
 from gradbox_engine.per_sample.result_facts import ResultFacts
@@ -254,7 +255,7 @@ class PerSampleJob:
         if request.reduce == "clipped_sum":
             return ClippedSum(request.clip or 1.0)
         if request.reduce == "jvp":
-            return Directional(_tangents(request.vectors, self._model.parameters))
+            return Directional(tangents_of(request.vectors, self._model.parameters))
         if request.reduce in ("gram", "gram_trace"):
             trace = request.reduce == "gram_trace"
             if isinstance(request.against, Factored):
@@ -287,19 +288,3 @@ def _values(run: ShardRun, head: Callable[[Tensor, int], Tensor]) -> Tensor:
 
 def _at(head: Callable[[Tensor, int], Tensor], index: int) -> Callable[[Tensor], Tensor]:
     return lambda z: head(z, index)
-
-
-def _tangents(vectors: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if not isinstance(vectors, Mapping) or not vectors:
-        raise BadReduction(
-            f"vectors: expected a tangent by parameter name, got {type(vectors).__name__}"
-        )
-    tangents = {}
-    for name, tangent in vectors.items():
-        parameter = parameters.get(name)
-        if parameter is None or not isinstance(tangent, Tensor) or tangent.shape != parameter.shape:
-            expected = tuple(parameter.shape) if parameter is not None else "no such parameter"
-            got = tuple(tangent.shape) if isinstance(tangent, Tensor) else type(tangent).__name__
-            raise BadReduction(f"vectors[{name!r}]: expected {expected}, got {got}")
-        tangents[name] = tangent.to(parameter)
-    return tangents

@@ -1,4 +1,4 @@
-"""One set-loss job over several devices: each runs a contiguous range of the shards.
+"""One job over several devices: each runs a contiguous range of the shards.
 
     Z = cat(Z₁ … Z_k),   dL/dθ = Σᵣ Σ_{i in r} z̄ᵢᵀ ∂f(xᵢ; θ)/∂θ
 
@@ -6,6 +6,9 @@ Read `split_set_gradient` first, the coordinator's side on one page, with `proto
 between it and the devices. Then `held_job`, a device's side; replay/ does the work in both. State
 that shards change is in `norm_statistics` and `independence`, a device that dies in `split_job`.
 `in_process` runs ranges one after the other on one device, and so says what others must return.
+
+`split_halves` has the job whose loss runs elsewhere; mixed/ mixed second derivatives, by the same
+protocol; samples/ per-sample gradients and Jacobians, whose ranges need no phases.
 """
 
 from gradbox_engine.ranges.cut import cut, shard_costs

@@ -44,7 +44,7 @@ def run_together(
     while waiting:
         ended, _ = wait(waiting, timeout=TICK_S, return_when=FIRST_COMPLETED)
         tick(list(results))
-        for future in ended:
+        for future in [future for future in waiting if future in ended]:  # in one order
             number = waiting.pop(future)
             go_on(number, lambda n=number, f=future: _resume(courses[n], f))  # type: ignore[misc]
     return [results[number] for number in range(len(courses))]

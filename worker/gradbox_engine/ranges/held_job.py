@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.model.prepared import Prepared, prepared
-from gradbox_engine.model.shard_feed import Position, all_positions
+from gradbox_engine.model.shard_feed import all_positions
 from gradbox_engine.model.wrt import Selection, select
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.independence import check_independence
@@ -139,18 +139,30 @@ class HeldJob:
             )
             whole, num_rows = retried_without_kept_graphs(joined, records, undo=lambda: None)
         self._held[part.index] = HeldRange(records, num_rows)
-        penalties = [value.double().cpu() for record in records for value in record.penalties]
+        penalties = [value.double() for record in records for value in record.penalties]
         with_buffers = self._with_buffers and part.index == 0
         return RangeOutputs(
             outputs={group: _on_host(named) for group, named in whole.items()},
             rows={group: tuple(numbers) for group, numbers in num_rows.items()},
-            penalties=torch.stack(penalties) if penalties else torch.zeros(0, dtype=torch.float64),
+            penalties=(torch.stack(penalties) if penalties else torch.zeros(0).double()).cpu(),
             norms=norms,
             parameters=frozenset(self._selection.parameters),
             stateful=not first.after.equals(ready.buffers.first),
             seconds=clock.seconds["forward"],
             buffers=_on_host(ready.buffers.named(first.after)) if with_buffers else None,
         )
+
+    def resume(self, part: Range, earlier: EarlierOutputs) -> None:
+        """Hold a range whose shards changed no buffer in the job that put them through."""
+        positions, state = self._positions[part.start : part.stop], self._ready.buffers.first
+        rows = ShardRows(self._ready.calls.groups, earlier.rows, positions=positions)
+        records = [
+            ShardRecord(
+                position, _to(z, self._ready.device), penalties=[], before=state, after=state
+            )
+            for position, z in rows.parts(earlier.outputs).items()
+        ]
+        self._held[part.index] = HeldRange(records, earlier.rows)
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> RangeGradient:
         """Carry the cotangents back; the range is given up.
@@ -165,11 +177,16 @@ class HeldJob:
         """
         clock, sums = PhaseTimer(self._ready.device), GradientSums(self._selection.parameters)
         with clock.timed("replay"):
-            held = self._begin_replay(part, cotangents)
+            held = self._held[part.index]
+            # A replay compares the shard as well, but under the buffers of its own range.
+            first = held.records[0]
+            in_replay = first.graph is None and first.position in cotangents.needed
+            if cotangents.norms or not in_replay:
+                self._check_independence(part, held, cotangents.norms)
             replayed = self._freeing_graphs(
                 partial(self._replay, part, held, cotangents, sums), undo=sums.clear
             )
-        self._held.pop(part.index, None)
+        del self._held[part.index]
         return RangeGradient(
             sums=sums.reached(),
             parameters={
@@ -206,19 +223,6 @@ class HeldJob:
         self._check_independence(part, self._held[part.index], norms)
         del self._held[part.index]
 
-    def _begin_replay(self, part: Range, cotangents: RangeCotangents) -> HeldRange:
-        """Return the range's records; those of an earlier job if there are its outputs."""
-        if cotangents.earlier is not None:
-            positions = self._positions[part.start : part.stop]
-            return _held_range(self._ready, positions, cotangents.earlier)
-        held = self._held[part.index]
-        first = held.records[0]
-        # A replay compares the shard as well, but under the buffers of its own range.
-        replayed = first.graph is None and first.position in cotangents.needed
-        if cotangents.norms or not replayed:
-            self._check_independence(part, held, cotangents.norms)
-        return held
-
     def _check_independence(
         self, part: Range, held: HeldRange, norms: Mapping[str, NormStatistics]
     ) -> None:
@@ -252,19 +256,6 @@ class HeldJob:
         """Run a step; where memory runs out, repeat it without the graphs of all held ranges."""
         records = [record for held in self._held.values() for record in held.records]
         return retried_without_kept_graphs(step, records, undo=undo)
-
-
-def _held_range(
-    ready: Prepared, positions: Sequence[Position], earlier: EarlierOutputs
-) -> HeldRange:
-    """Return records of shards that an earlier job put through, and that changed no buffer."""
-    rows = ShardRows(ready.calls.groups, earlier.rows, positions=positions)
-    state = ready.buffers.first
-    records = [
-        ShardRecord(position, _to(part, ready.device), penalties=[], before=state, after=state)
-        for position, part in rows.parts(earlier.outputs).items()
-    ]
-    return HeldRange(records, earlier.rows)
 
 
 def _to(named: Mapping[str, Tensor], device: torch.device) -> Outputs:

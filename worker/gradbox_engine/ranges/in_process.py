@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar, Unpack
+from typing import Any, Protocol, Unpack
 
 from torch import nn
 
 from gradbox_engine.model.prepared import model_device
-from gradbox_engine.ranges.held_job import HeldJob, held_job
+from gradbox_engine.ranges.held_job import held_job
 from gradbox_engine.ranges.protocol import (
+    EarlierOutputs,
     NamedSums,
     NormStatistics,
     Range,
@@ -29,13 +30,27 @@ from gradbox_engine.ranges.split_set_gradient import SplitGradient, split_set_gr
 from gradbox_engine.replay.set_gradient import GRADS_ALONE
 from gradbox_engine.requests import CallKeywords, Group, Objective, Observer, Retain, Returned
 
-T = TypeVar("T")
+
+class Held(Protocol):
+    """A job that is held open on a device: `HeldJob`, or one of its kind; see `RangeDevice`."""
+
+    def forward(self, part: Range) -> RangeOutputs:
+        """Run the first phase of a range."""
+
+    def resume(self, part: Range, earlier: EarlierOutputs) -> None:
+        """Hold a range in place of that."""
+
+    def check(self, part: Range, norms: dict[str, NormStatistics]) -> None:
+        """Check a range that has no second phase."""
+
+    def replay(self, part: Range, cotangents: RangeCotangents) -> RangeGradient:
+        """Run the second phase of a range."""
 
 
 class OneDevice:
     """One held job that takes every range; what is asked for is done at once."""
 
-    def __init__(self, job: HeldJob) -> None:
+    def __init__(self, job: Held) -> None:
         self._job = job
 
     def take(self, part: Range) -> RangeDevice:
@@ -49,6 +64,10 @@ class OneDevice:
     def replay(self, part: Range, cotangents: RangeCotangents) -> Future[RangeGradient]:
         """See `HeldJob.replay`."""
         return done(self._job.replay, part, cotangents)
+
+    def resume(self, part: Range, earlier: EarlierOutputs) -> Future[None]:
+        """See `HeldJob.resume`."""
+        return done(self._job.resume, part, earlier)
 
     def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[None]:
         """See `HeldJob.check`."""

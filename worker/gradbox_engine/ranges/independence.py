@@ -13,12 +13,13 @@ Cost: one forward. Not noticed: a dependence that this one shard does not show.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from gradbox_engine.errors import CoupledShards
+from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.precision import replay_tolerance
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.ranges.norm_statistics import (
@@ -39,6 +40,9 @@ def check_independence(
     record: ShardRecord,
     norms: Mapping[str, NormStatistics],
     updates: Mapping[str, NormUpdate],
+    *,
+    expected: Outputs | None = None,
+    compared: Callable[[Outputs], Outputs] = lambda outputs: outputs,
 ) -> None:
     """Put one shard through the model under the statistics that one pass would have shown it.
 
@@ -46,6 +50,8 @@ def check_independence(
         record: the first of a range.
         norms: those statistics, where they are not the registered ones.
         updates: what the shard did to its batch norms in the first pass.
+        expected: what was kept of z; the record's outputs by default.
+        compared: makes the same of the z that it gives now.
 
     Raises:
         CoupledShards: it gives another z, or other statistics than its update foretells.
@@ -55,8 +61,9 @@ def check_independence(
     graph = ready.calls(record.position, ready.feed.take(record.position))
     where = ready.calls.where(record.position)
     suspected = f"{next(iter(norms))}.{MEAN}" if norms else ""
-    for name, z in record.outputs.items():
-        again = graph.outputs[name].detach() if name in graph.outputs else z.new_empty(0)
+    outputs = compared({name: z.detach() for name, z in graph.outputs.items()})
+    for name, z in (record.outputs if expected is None else expected).items():
+        again = outputs.get(name, z.new_empty(0))
         if _moved(ready, again, z):
             raise CoupledShards(
                 f"{where}: expected its output not to depend on the shards before it, but it is "
@@ -66,9 +73,10 @@ def check_independence(
             )
     made = ready.buffers.advance(start).values
     for name in updates.keys() & norms.keys():
-        expected, found = after(norms[name], updates[name]), statistics_of(made, name)
-        if _moved(ready, found.mean, expected.mean) or _moved(ready, found.var, expected.var):
-            buffer = f"{name}.{MEAN if _moved(ready, found.mean, expected.mean) else VAR}"
+        foretold, found = after(norms[name], updates[name]), statistics_of(made, name)
+        mean_moved = _moved(ready, found.mean, foretold.mean)
+        if mean_moved or _moved(ready, found.var, foretold.var):
+            buffer = f"{name}.{MEAN if mean_moved else VAR}"
             raise CoupledShards(
                 f"{where}: expected buffer {buffer!r} to follow batch norm's update rule, "
                 f"s ← (1 − momentum) s + momentum x, but it does not; {ONE_DEVICE}",

@@ -26,6 +26,10 @@ def joined(
 ) -> dict[str, Outputs]:
     """Return Z of each group, in the order of the shards.
 
+    Args:
+        gathered: views of Z take the place of its parts one after the other, so that Z and all of
+            them are never in the host's memory together.
+
     Raises:
         BadOutput: shards of one group differ in names, dtypes or trailing dimensions.
     """
@@ -38,7 +42,7 @@ def joined(
             check_alike(group.name, shard, part, named[0])
             shard += len(outputs.rows[group.name])
         whole[group.name] = {
-            name: _cat([part[name] for part in named]).to(device) for name in named[0]
+            name: _moved_into_one(named, name).to(device) for name in list(named[0])
         }
     return whole
 
@@ -111,5 +115,15 @@ def by_range(rows: Sequence[RangeRows], whole: Whole) -> list[dict[str, Outputs]
     return found
 
 
-def _cat(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+def _moved_into_one(parts: Sequence[Outputs], name: str) -> Tensor:
+    first = parts[0][name]
+    if len(parts) == 1:
+        return first
+    whole = first.new_empty((sum(len(part[name]) for part in parts), *first.shape[1:]))
+    del first
+    start = 0
+    for part in parts:
+        view = whole[start : start + len(part[name])]
+        part[name] = view.copy_(part[name])
+        start += len(view)
+    return whole

@@ -113,14 +113,12 @@ class RangeCotangents:
 
     `cotangents` are rows of dL/dZ, by group and name as in `RangeOutputs.outputs`; a name that the
     loss does not reach is missing. `norms` is what one pass over all shards would have shown the
-    range's first shard; empty for range 0, and where no statistics change. `earlier` stands in for
-    the range's first pass, where this job has none.
+    range's first shard; empty for range 0, and where no statistics change.
     """
 
     cotangents: dict[str, Outputs]
     needed: tuple[Position, ...]  # shards that need a backward pass
     norms: dict[str, NormStatistics] = field(default_factory=dict)
-    earlier: EarlierOutputs | None = None
 
 
 @dataclass(frozen=True)
@@ -149,11 +147,14 @@ class RangeDevice(Protocol):
     def forward(self, part: Range) -> Future[RangeOutputs]:
         """Put the range's shards through the model; their graphs wait for `replay`."""
 
-    def replay(self, part: Range, cotangents: RangeCotangents) -> Future[RangeGradient]:
-        """Carry the cotangents back.
+    def resume(self, part: Range, earlier: EarlierOutputs) -> Future[None]:
+        """Hold a range that an earlier job put through the model, in place of `forward`.
 
-        Needs `forward` of the same range on this device before, unless there are `earlier` outputs.
+        The device needs the range's shards for it as for `forward`.
         """
+
+    def replay(self, part: Range, cotangents: RangeCotangents) -> Future[RangeGradient]:
+        """Carry the cotangents back; `forward` or `resume` of the range came before, here."""
 
     def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[None]:
         """Check the range's first shard, see `independence`, and give the range up.

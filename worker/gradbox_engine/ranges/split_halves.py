@@ -14,7 +14,7 @@ most one forward more, see `independence`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gradbox_engine.model.outputs import Outputs, as_z
 from gradbox_engine.model.shard_feed import all_positions
@@ -121,8 +121,12 @@ def split_gradient_at_cotangents(
     rows = rows_by_range(groups, parts, first.rows)
     earlier = by_range(rows, in_shard_order(groups, first.outputs))
     with clock.timed("replay"):
-        gathered = job.forward() if first.stateful else []
-        _compare(groups, parts, gathered, earlier, precision=precision)
+        gathered: list[RangeOutputs] = []
+        if first.stateful:
+            gathered = job.forward()
+            _compare(groups, parts, gathered, earlier, precision=precision)
+        else:
+            job.resume([EarlierOutputs(z, n) for z, n in zip(earlier, rows, strict=True)])
         asked = range_cotangents(
             groups,
             parts,
@@ -131,11 +135,6 @@ def split_gradient_at_cotangents(
             needed,
             norms=[outputs.norms for outputs in gathered] or [{} for _ in parts],
         )
-        if not first.stateful:
-            asked = [
-                replace(given, earlier=EarlierOutputs(outputs, of_range))
-                for given, outputs, of_range in zip(asked, earlier, rows, strict=True)
-            ]
         gradients = job.replay(asked)
         sums = job.total()
     input_grads, unreached_inputs = collect(
@@ -171,7 +170,7 @@ def _compare(
         ReplayMismatch: a shard gives other outputs.
     """
     comparison, positions = ReplayComparison(precision), all_positions(groups)
-    for part, outputs, expected in zip(parts, gathered, earlier, strict=False):
+    for part, outputs, expected in zip(parts, gathered, earlier, strict=True):
         rows = ShardRows(groups, outputs.rows, positions=positions[part.start : part.stop])
         of_shard = rows.parts(expected)
         for position, again in rows.parts(outputs.outputs).items():

@@ -19,6 +19,7 @@ from gradbox_engine.ranges.calls import Losses
 from gradbox_engine.ranges.courses import Course, run_together
 from gradbox_engine.ranges.protocol import (
     Devices,
+    EarlierOutputs,
     NamedSums,
     NormStatistics,
     Range,
@@ -46,7 +47,7 @@ class RangeRun:
     rerun_difference: float  # largest |z' − z| / max |z| of a shard between two devices
 
 
-class Node(NamedTuple):
+class PartialSum(NamedTuple):
     """A sum in the tree, and the ranges that are in it."""
 
     parts: Sequence[Range]
@@ -75,6 +76,7 @@ class SplitJob:
         self._observer = observer
         self._device: dict[int, RangeDevice] = {}
         self._outputs: list[RangeOutputs] = []
+        self._earlier: Sequence[EarlierOutputs] = ()
         self._cotangents: Sequence[RangeCotangents] = ()
         self._gradients: dict[int, RangeGradient] = {}
 
@@ -88,6 +90,15 @@ class SplitJob:
         courses = [self._forward(part) for part in self._parts]
         self._outputs = run_together(courses, tick=lambda ended: self._tell("forward", ended))
         return self._outputs
+
+    def resume(self, earlier: Sequence[EarlierOutputs]) -> None:
+        """Take up all ranges from outputs of an earlier job, in place of `forward`.
+
+        Raises:
+            DeviceLost: no device is left, or one range has lost too many.
+        """
+        self._earlier = earlier
+        run_together([self._resume(part) for part in self._parts])
 
     def check(self) -> None:
         """Check that no range depends on another; for a job that ends with its first pass.
@@ -103,7 +114,7 @@ class SplitJob:
         run_together(courses[1:])
 
     def replay(self, cotangents: Sequence[RangeCotangents]) -> list[RangeGradient]:
-        """Run the replay of all ranges, on the devices that ran their first pass if there was one.
+        """Run the replay of all ranges, on the devices that hold them.
 
         Raises:
             DeviceLost: no device is left, or one range has lost too many.
@@ -119,7 +130,7 @@ class SplitJob:
 
         Raises: as `replay`.
         """
-        nodes = [Node([part], self._gradients[part.index].sums) for part in self._parts]
+        nodes = [PartialSum([part], self._gradients[part.index].sums) for part in self._parts]
         while len(nodes) > 1:
             pairs = list(zip(nodes[::2], nodes[1::2], strict=False))
             added = run_together([self._added(left, right) for left, right in pairs])
@@ -151,6 +162,17 @@ class SplitJob:
                 self._device[part.index] = device
                 return outputs
 
+    def _resume(self, part: Range) -> Course[None]:
+        while True:
+            device = self._devices.take(part)
+            try:
+                yield device.resume(part, self._earlier[part.index])
+            except DeviceLost as error:
+                self._losses.count(part, error)
+            else:
+                self._device[part.index] = device
+                return
+
     def _check(self, part: Range, norms: dict[str, NormStatistics]) -> Course[None]:
         while True:
             try:
@@ -163,8 +185,8 @@ class SplitJob:
 
     def _begin_again(self, part: Range) -> Course[None]:
         """Give a range to another device, and compare its first pass with the first one's."""
-        if not self._outputs:
-            self._device[part.index] = self._devices.take(part)
+        if self._earlier:
+            yield from self._resume(part)
             return
         again = yield from self._forward(part)
         largest = self._rerun_difference[part.index]
@@ -180,8 +202,6 @@ class SplitJob:
         return ShardRows(self._groups, outputs.rows, positions=positions).parts(outputs.outputs)
 
     def _replay(self, part: Range) -> Course[RangeGradient]:
-        if part.index not in self._device:
-            self._device[part.index] = self._devices.take(part)
         while True:
             try:
                 gradient: RangeGradient = yield self._device[part.index].replay(
@@ -194,16 +214,16 @@ class SplitJob:
                 self._gradients[part.index] = gradient
                 return gradient
 
-    def _added(self, left: Node, right: Node) -> Course[Node]:
+    def _added(self, left: PartialSum, right: PartialSum) -> Course[PartialSum]:
         """Add the sums of neighbours; where one is lost, compute both again."""
         parts = [*left.parts, *right.parts]
         try:
             total: Sums = yield self._devices.added(left.sums, right.sums)
         except DeviceLost as error:
             return (yield from self._computed_again(parts, error))
-        return Node(parts, total)
+        return PartialSum(parts, total)
 
-    def _fetched(self, node: Node) -> Course[NamedSums]:
+    def _fetched(self, node: PartialSum) -> Course[NamedSums]:
         while True:
             try:
                 named: NamedSums = yield self._devices.fetched(node.sums)
@@ -212,13 +232,13 @@ class SplitJob:
             else:
                 return named
 
-    def _computed_again(self, parts: Sequence[Range], error: DeviceLost) -> Course[Node]:
+    def _computed_again(self, parts: Sequence[Range], error: DeviceLost) -> Course[PartialSum]:
         """Run both phases of ranges whose sum is lost, and add up in the same tree."""
         if len(parts) == 1:
             self._losses.count(parts[0], error)
             yield from self._begin_again(parts[0])
             gradient = yield from self._replay(parts[0])
-            return Node(parts, gradient.sums)
+            return PartialSum(parts, gradient.sums)
         halves = split_in_tree(parts)
         left = yield from self._computed_again(halves[0], error)
         right = yield from self._computed_again(halves[1], error)
