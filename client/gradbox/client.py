@@ -246,7 +246,7 @@ class GradClient:
         """
         from gradbox.remote.model import JobOptions, RemoteModel
 
-        options = JobOptions(
+        told = JobOptions(
             seed=seed,
             output=output,
             readout=readout,
@@ -262,9 +262,7 @@ class GradClient:
         view = self.model_info(model)
         if not view.usable:
             raise UnusableModel(f"the model {view.name!r} cannot be used: {view.reason}")
-        return RemoteModel(
-            self, view, mode=mode, weights=weights, options=options, progress=progress
-        )
+        return RemoteModel(self, view, mode=mode, weights=weights, options=told, progress=progress)
 
     def _models(self, method: str, path: str) -> ModelList:
         return parsed(ModelList, self._connection.request(method, path))

@@ -184,10 +184,12 @@ def test_a_forward_job_is_split(client: GradClient) -> None:
         torch.testing.assert_close(two.buffers[name], buffer, rtol=1e-12, atol=0)
 
 
-def test_naive_code_runs_over_remote_calls_that_are_split(client: GradClient) -> None:
-    f = client.model("unhurried", mode="train", seed=5, devices="auto")
+@pytest.mark.parametrize("model", ["unhurried", "mlp"])  # with buffers that change, and without
+def test_naive_code_runs_over_remote_calls_that_are_split(client: GradClient, model: str) -> None:
+    f = client.model(model, mode="train", seed=5, devices="auto")
     sum_of_squares(torch.cat([f(x) for x in shards(4)])).backward()
-    expected = client.submit(unhurried(4)).result(WAIT_S)
+    job = Gradient(model=model, inputs=shards(4), loss=sum_of_squares, mode="train", seed=5)
+    expected = client.submit(job).result(WAIT_S)
     assert difference(f.grads, expected.grads) <= TOLERANCE
 
 

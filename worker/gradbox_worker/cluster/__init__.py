@@ -10,7 +10,7 @@ of the job's shards and puts the parts together.
     address_file      how coordinators reach the head's cluster
     leases, pool      which device runs for whom
     device_actor      a warm device (`device.warm_device`) as an actor
-    held_range        what an actor holds of a job between its first pass and its replay
+    open_job          what an actor holds of a job between its first pass and its replay
     array_buffers     tensors as NumPy buffers, on their way between processes
     main, serving     the coordinator: the entry point, and its loop
     joined            the cluster as a coordinator sees it

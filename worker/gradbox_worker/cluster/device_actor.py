@@ -20,7 +20,7 @@ import ray
 from gradbox.printable import log_to_stderr
 from gradbox_engine.ranges.protocol import Range, RangeCotangents
 from gradbox_worker.cluster.array_buffers import READ_ONLY, as_buffers, as_tensors
-from gradbox_worker.cluster.held_range import HeldRange, RangeJob
+from gradbox_worker.cluster.open_job import OpenJob, RangeJob
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.importing import import_for_jobs
@@ -63,7 +63,7 @@ class DeviceActor:
         self._stopped: tuple[str, int] | None = None
         self._abandoned = False
         self._leaving = False
-        self._held: HeldRange | None = None
+        self._held: OpenJob | None = None
         self._open_for: tuple[str, int] | None = None
         self._mark = mark
         self._device = WarmDevice(settings, tell=self._news.append)
@@ -95,7 +95,7 @@ class DeviceActor:
         self._open_for = (job.job_id, job.attempt)
         stop_requested = self._stop_of(job.job_id, job.attempt)
         observer = self._device.watched(stop_requested=stop_requested)
-        self._held = self._guarded(partial(HeldRange, self._device, job, observer=observer))
+        self._held = self._guarded(partial(OpenJob, self._device, job, observer=observer))
         return self._held.weights_widened
 
     def forward(self, part: Range, blocks: Any, opened: int) -> Any:
@@ -105,6 +105,11 @@ class DeviceActor:
             opened: what `open` returned: where that failed, this call ends in the same way.
         """
         return as_buffers(self._guarded(partial(self._holding().forward, part, blocks)))
+
+    def resume(self, part: Range, earlier: Any, blocks: Any, opened: int) -> None:
+        """Hold a range that an earlier job put through the model; `opened` as in `forward`."""
+        given = as_tensors(earlier)
+        self._guarded(partial(self._holding().resume, part, given, blocks))
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> Any:
         """Replay a range, whose sums stay here; returns its `RangeGradient` of buffers."""
@@ -157,7 +162,7 @@ class DeviceActor:
     def _stop_of(self, job_id: str, attempt: int) -> Callable[[], bool]:
         return lambda: self._abandoned or self._stopped == (job_id, attempt)
 
-    def _holding(self) -> HeldRange:
+    def _holding(self) -> OpenJob:
         if self._held is None:
             raise JobStopped("the device was made empty meanwhile")
         return self._held

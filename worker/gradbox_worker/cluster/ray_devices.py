@@ -30,6 +30,7 @@ from ray.exceptions import (
 from gradbox_engine.errors import DeviceLost
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.ranges import (
+    EarlierOutputs,
     NamedSums,
     NormStatistics,
     Range,
@@ -257,6 +258,15 @@ class RayRangeDevice:
         blocks = self._devices.blocks(part)
         answer = self.actor.forward.remote(part, blocks, self.opened)
         return self._devices.future(answer, then, devices=(self,))
+
+    def resume(self, part: Range, earlier: EarlierOutputs) -> Future[None]:
+        """Hold a range that an earlier job put through the model."""
+        self.held.add(part.index)
+        buffers = as_buffers(earlier)
+        self._devices.moved["outputs"] += num_bytes(buffers)
+        blocks = self._devices.blocks(part)
+        answer = self.actor.resume.remote(part, buffers, blocks, self.opened)
+        return self._devices.future(answer, lambda found: found, devices=(self,))
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> Future[RangeGradient]:
         """Replay a range; its sums stay there."""

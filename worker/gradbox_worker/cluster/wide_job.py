@@ -21,16 +21,17 @@ from gradbox_engine.ranges import Range, RangeRun, cut
 from gradbox_engine.requests import Group, Phase, Shard
 from gradbox_service.store import Room, blob_store
 from gradbox_worker.cluster.array_buffers import TensorBuffer
-from gradbox_worker.cluster.held_range import RangeJob
 from gradbox_worker.cluster.joined import JoinedCluster
 from gradbox_worker.cluster.leases import Wish
+from gradbox_worker.cluster.open_job import RangeJob
 from gradbox_worker.cluster.pool import Lent
 from gradbox_worker.cluster.ray_devices import RayDevices
 from gradbox_worker.cluster.wide_computations import WideComputation, wide_computation
 from gradbox_worker.computations.engine_inputs import input_groups
-from gradbox_worker.computations.execution import StopNow, metadata_of, receipt_of
+from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.computations.memory import PeakMemory
 from gradbox_worker.computations.memory_limit import MemoryLimit
+from gradbox_worker.computations.receipts import metadata_of, receipt_of
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.messages import (
     FROM_DEVICE,

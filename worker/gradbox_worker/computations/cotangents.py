@@ -17,7 +17,7 @@ from gradbox.errors import InvalidInputs
 from gradbox.protocol import CotangentsLoss, GradientSpec, Receipt
 from gradbox_engine import CotangentGradient, FirstOutputs, gradient_at_cotangents
 from gradbox_engine.model.outputs import BARE, Outputs
-from gradbox_worker.computations.engine_inputs import Tensors, differentiated
+from gradbox_worker.computations.engine_inputs import TensorSource, differentiated
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import input_gradients, section
 
@@ -51,7 +51,7 @@ def compute(job: LoadedJob, spec: GradientSpec, loss: CotangentsLoss) -> Compute
     return computed(answer, spec)
 
 
-def given_cotangents(loss: CotangentsLoss, tensors: Tensors) -> dict[str, Outputs]:
+def given_cotangents(loss: CotangentsLoss, tensors: TensorSource) -> dict[str, Outputs]:
     """Return ∂L/∂Z by group and name."""
     return _grouped({name: tensors.tensor(ref) for name, ref in loss.tensors.items()})
 

@@ -55,14 +55,14 @@ class Loss:
     buffers: Callable[[], Mapping[str, Tensor]] = dict
 
 
-class Tensors(Protocol):
+class TensorSource(Protocol):
     """Where the tensors that a spec names are: `BlobTensors`, or what was sent to this process."""
 
     def tensor(self, ref: TensorRef) -> Tensor: ...
     def shards(self, refs: Sequence[ShardRef]) -> Sequence[Mapping[str, Tensor]]: ...
 
 
-def input_groups(spec: SharedSpec, methods: Collection[str], tensors: Tensors) -> list[Group]:
+def input_groups(spec: SharedSpec, methods: Collection[str], tensors: TensorSource) -> list[Group]:
     """Return the groups, whose shards are read when the engine comes to them.
 
     Args:
@@ -90,7 +90,9 @@ def input_groups(spec: SharedSpec, methods: Collection[str], tensors: Tensors) -
     ]
 
 
-def model_penalties(spec: GradientSpec, tensors: Tensors, *, device: torch.device) -> list[Penalty]:
+def model_penalties(
+    spec: GradientSpec, tensors: TensorSource, *, device: torch.device
+) -> list[Penalty]:
     """Return the penalties with their functions built.
 
     Raises:
@@ -121,7 +123,7 @@ def differentiated(spec: GradientSpec) -> list[str] | None:
     return [*(spec.wrt or ["*"]), "inputs.*"]
 
 
-def gradient_loss(spec: GradientSpec, tensors: Tensors, *, device: torch.device) -> Loss:
+def gradient_loss(spec: GradientSpec, tensors: TensorSource, *, device: torch.device) -> Loss:
     """Return the loss with its inputs, and the leaves of both that want gradients.
 
     Raises:
@@ -153,7 +155,7 @@ def gradient_loss(spec: GradientSpec, tensors: Tensors, *, device: torch.device)
 
 
 def mixed_objectives(
-    spec: MixedGradientSpec, tensors: Tensors, *, device: torch.device
+    spec: MixedGradientSpec, tensors: TensorSource, *, device: torch.device
 ) -> tuple[Objective, Objective]:
     """Return `inner` and `outer`, which share the members of y that both read.
 
@@ -183,7 +185,7 @@ def mixed_objectives(
 
 
 def build_function(
-    traced: TracedFunction, tensors: Tensors, *, device: torch.device
+    traced: TracedFunction, tensors: TensorSource, *, device: torch.device
 ) -> BuiltFunction:
     """Build a traced function with the tensors it reads.
 
@@ -202,7 +204,7 @@ def build_function(
     )
 
 
-def _read(refs: Mapping[str, TensorRef], tensors: Tensors) -> dict[str, Tensor]:
+def _read(refs: Mapping[str, TensorRef], tensors: TensorSource) -> dict[str, Tensor]:
     read = {name: tensors.tensor(ref) for name, ref in refs.items()}
     for name, ref in refs.items():
         if ref.requires_grad and not read[name].is_floating_point():

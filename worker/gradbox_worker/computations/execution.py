@@ -10,13 +10,12 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from gradbox.protocol import PROTOCOL, Receipt, Seconds, spec_digest
+from gradbox.protocol import spec_digest
 from gradbox_engine import Observer
-from gradbox_engine.requests import Phase
 from gradbox_service.store import Room
 from gradbox_worker.computations import forward, gradient, mixed_gradient, per_sample
 from gradbox_worker.computations.checkpoints import CheckpointFile, Pace
@@ -33,6 +32,7 @@ from gradbox_worker.computations.phases import (
     PhaseEnded,
 )
 from gradbox_worker.computations.placement import memory_bytes
+from gradbox_worker.computations.receipts import device_name, kind_of, metadata_of, receipt_of
 from gradbox_worker.exceptions_to_problems import (
     Caught,
     caught,
@@ -229,7 +229,7 @@ def _run(
             facts,
             model=loaded.name,
             model_version=loaded.version,
-            device=_device_name(registry.device),
+            device=device_name(registry.device),
             seconds=computed.seconds,
             peak=peak,
             load_s=load_s,
@@ -241,64 +241,6 @@ def _run(
     return Finished(receipt=receipt, result=result)
 
 
-def metadata_of(
-    receipt: Receipt, metadata: Mapping[str, str], rounding: RoundedGradients
-) -> dict[str, str]:
-    """Return the metadata of a job's result file."""
-    return {
-        "format": "pt",
-        "gradbox": receipt.model_dump_json(),
-        **metadata,
-        **rounding.metadata(),
-    }
-
-
-def receipt_of(
-    work: Work,
-    facts: Mapping[str, Any],
-    *,
-    model: str,
-    model_version: str,
-    device: str,
-    seconds: Mapping[Phase, float],
-    peak: PeakMemory,
-    load_s: float,
-    resumed: int = 0,
-) -> Receipt:
-    """Return a job's receipt.
-
-    Args:
-        facts: what a computation says of itself: fields of `Receipt`.
-        device: what the job ran on, as the receipt calls it.
-        load_s: how long model and inputs took.
-        resumed: how many attempts went on from a checkpoint.
-    """
-    spec = work.spec
-    peak_bytes, before_bytes = peak.measure()
-    return Receipt(
-        protocol=PROTOCOL,
-        job=work.job_id,
-        spec_digest=spec_digest(spec),
-        computation=spec.computation,
-        model=model,
-        model_version=model_version,
-        seed=spec.seed,
-        mode=spec.mode,
-        precision=spec.precision,
-        device=device,
-        torch=torch.__version__,
-        gradbox=importlib.metadata.version("gradbox"),
-        shards={group.name: len(group.shards) for group in spec.inputs},
-        seconds=Seconds.model_validate({"queued": work.queued_s, "load": load_s, **seconds}),
-        peak_memory_bytes=peak_bytes,
-        memory_before_bytes=before_bytes,
-        attempts=work.attempt,
-        resumed=resumed,
-        not_split=work.not_split or None,
-        **facts,
-    )
-
-
 def _identity(work: Work, *, device: torch.device) -> dict[str, str]:
     """Return what must be equal for an attempt to go on from another one's state.
 
@@ -307,15 +249,7 @@ def _identity(work: Work, *, device: torch.device) -> dict[str, str]:
     return {
         "spec": spec_digest(work.spec),
         "model": work.model_version,
-        "device": _kind(device),
+        "device": kind_of(device),
         "torch": torch.__version__,
         "gradbox": importlib.metadata.version("gradbox"),
     }
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{device} ({_kind(device)})" if device.type == "cuda" else str(device)
-
-
-def _kind(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

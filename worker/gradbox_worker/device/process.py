@@ -121,10 +121,7 @@ class DeviceProcess:
         self.ensure(while_waiting=while_waiting)
 
     def have_spare(self) -> None:
-        """Start a spare process if there is to be one and none lives.
-
-        Done whenever a process is ready, and to be called now and then, for a spare may die too.
-        """
+        """Start a spare process if there is to be one and none lives; called now and then."""
         if self._settings.spare and (self._spare is None or self._spare.pid is None):
             self._end_spare()
             self._spare = DeviceChild(self._settings, log=self._log)
@@ -139,9 +136,8 @@ class DeviceProcess:
             self.ensure(while_waiting=supervision.poll)
             child = self._child
             assert child is not None  # since ensure
-            order = Run(**vars(work))  # the message has the fields of the work
             try:
-                child.send(order)
+                child.send(Run(**vars(work)))  # the message has the fields of the work
             except OSError:
                 return Died(child.end().reason)
             try:
@@ -265,9 +261,8 @@ class DeviceProcess:
                 case RunLost():
                     if answer.leaving:
                         self._end_child()
-                    if not answer.begun:
-                        return None
-                    return _died(Exit(answer.reason, fault=answer.fault), progress)
+                    ended = Exit(answer.reason, fault=answer.fault)
+                    return _died(ended, progress) if answer.begun else None
                 case _:
                     ended = child.end()
                     self._end_child()

@@ -16,6 +16,7 @@ from gradbox.protocol.spec import JOB_SPEC
 from gradbox_engine import Observer
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.ranges import (
+    EarlierOutputs,
     HeldJob,
     NamedSums,
     NormStatistics,
@@ -63,7 +64,7 @@ class RangeJob:
     forms: Sequence[Sequence[Mapping[str, TensorForm]]]
 
 
-class HeldRange:
+class OpenJob:
     """A job that is open on this device, from one call to the next."""
 
     def __init__(self, device: WarmDevice, job: RangeJob, *, observer: Observer) -> None:
@@ -125,6 +126,11 @@ class HeldRange:
         """Run the first pass of a range whose shards lie in these blocks; see `HeldJob`."""
         self._shards.receive(blocks)
         return self._job.forward(part)
+
+    def resume(self, part: Range, earlier: EarlierOutputs, blocks: Sequence[Any]) -> None:
+        """Hold a range whose outputs an earlier job returned; see `HeldJob`."""
+        self._shards.receive(blocks)
+        self._job.resume(part, earlier)
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> RangeGradient:
         """Replay a range; its sums stay here, and the answer has the range's index for them."""
