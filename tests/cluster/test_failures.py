@@ -82,6 +82,7 @@ def test_a_device_that_dies_costs_its_range_alone(
     assert max(found.rerun_difference for found in result.manifest.ranges or ()) == 0
 
 
+@pytest.mark.slow
 def test_a_whole_job_whose_device_dies_has_another_attempt(
     cluster: ClusterBox, client: GradClient, undisturbed: GradResult
 ) -> None:
