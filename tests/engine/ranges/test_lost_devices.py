@@ -31,6 +31,14 @@ def test_sums_that_are_lost_are_computed_again(phase, lost):
     assert [run.devices_lost for run in found.ranges] == lost
 
 
+@pytest.mark.parametrize("dies", [{0: "added"}, {2: "added"}, {0: "fetched"}])
+def test_sums_are_computed_again_in_the_same_tree(dies):
+    name = "mlp, shards of one"
+    found, devices = on_devices(CASES[name](), 5, num_spare=3, dies=dies)
+    assert same_result(found, in_ranges(CASES[name](), 5))
+    assert devices.dead == dies.keys()
+
+
 def test_several_devices_may_die_one_after_the_other():
     found, _ = on_devices(CASES[NAME](), 3, dies={0: "forward", 2: "replay"})
     assert same_result(found, in_ranges(CASES[NAME](), 3))
