@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -57,7 +59,6 @@ def test_a_range_that_ends_every_device_ends_the_job():
 
 
 def test_another_device_has_to_give_the_same_outputs():
-    case = CASES["mlp"]()
     built: list[torch.nn.Module] = []
 
     def model() -> torch.nn.Module:
@@ -68,6 +69,6 @@ def test_another_device_has_to_give_the_same_outputs():
         built.append(module)
         return module
 
-    object.__setattr__(case, "model", model)
+    case = replace(CASES["mlp"](), model=model)
     with pytest.raises(ReplayMismatch, match="on another device"):
         on_devices(case, 2, dies={1: "replay"})
