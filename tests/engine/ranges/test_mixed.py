@@ -50,7 +50,7 @@ def mixed_in_ranges(
         return split_mixed_gradient(devices, parts, group, outer, returns=returns, **told)
 
 
-@pytest.mark.parametrize("num_ranges", [1, 2, 3])
+@pytest.mark.parametrize("num_ranges", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_ranges_give_the_gradient_of_one_device(name, num_ranges):
     found, one = mixed_in_ranges(MIXED_CASES[name](), num_ranges), mixed_answer(MIXED_CASES[name]())
