@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -31,6 +33,14 @@ def test_sums_that_are_lost_are_computed_again(phase, lost):
     assert [run.devices_lost for run in found.ranges] == lost
 
 
+@pytest.mark.parametrize("dies", [{0: "added"}, {2: "added"}, {0: "fetched"}])
+def test_sums_are_computed_again_in_the_same_tree(dies):
+    name = "mlp, shards of one"
+    found, devices = on_devices(CASES[name](), 5, num_spare=3, dies=dies)
+    assert same_result(found, in_ranges(CASES[name](), 5))
+    assert devices.dead == dies.keys()
+
+
 def test_several_devices_may_die_one_after_the_other():
     found, _ = on_devices(CASES[NAME](), 3, dies={0: "forward", 2: "replay"})
     assert same_result(found, in_ranges(CASES[NAME](), 3))
@@ -49,7 +59,6 @@ def test_a_range_that_ends_every_device_ends_the_job():
 
 
 def test_another_device_has_to_give_the_same_outputs():
-    case = CASES["mlp"]()
     built: list[torch.nn.Module] = []
 
     def model() -> torch.nn.Module:
@@ -60,6 +69,6 @@ def test_another_device_has_to_give_the_same_outputs():
         built.append(module)
         return module
 
-    object.__setattr__(case, "model", model)
+    case = replace(CASES["mlp"](), model=model)
     with pytest.raises(ReplayMismatch, match="on another device"):
         on_devices(case, 2, dies={1: "replay"})

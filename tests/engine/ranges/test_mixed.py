@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def mixed_in_ranges(
         return split_mixed_gradient(devices, parts, group, outer, returns=returns, **told)
 
 
-@pytest.mark.parametrize("num_ranges", [1, 2, 3])
+@pytest.mark.parametrize("num_ranges", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_ranges_give_the_gradient_of_one_device(name, num_ranges):
     found, one = mixed_in_ranges(MIXED_CASES[name](), num_ranges), mixed_answer(MIXED_CASES[name]())
@@ -89,9 +90,7 @@ class _ReadsStatistics(nn.Module):
 
 
 def test_a_model_that_reads_running_statistics_is_not_split():
-    case = MIXED_CASES["mlp, cubic"]()
-    object.__setattr__(case, "model", _ReadsStatistics)
-    object.__setattr__(case, "shards", normal((3, 3, 2), 5))
+    case = replace(MIXED_CASES["mlp, cubic"](), model=_ReadsStatistics, shards=normal((3, 3, 2), 5))
     with pytest.raises(CoupledShards, match=r"'norm\.running_mean'"):
         mixed_in_ranges(case, 2)
 
@@ -108,7 +107,6 @@ class _Counts(nn.Module):
 
 
 def test_a_model_that_counts_its_calls_gives_no_gradient():
-    case = MIXED_CASES["mlp, cubic"]()
-    object.__setattr__(case, "model", _Counts)
+    case = replace(MIXED_CASES["mlp, cubic"](), model=_Counts)
     with pytest.raises((CoupledShards, ReplayMismatch)):
         mixed_in_ranges(case, 2)

@@ -132,7 +132,7 @@ def _check(found: SplitSamples, one: SampleResult, number: int) -> None:
         assert naive.difference(x, expected[name]) <= EXACT
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_are_those_of_one_device(name, number):
     terms = GRADIENTS[name]
@@ -140,7 +140,7 @@ def test_gradients_are_those_of_one_device(name, number):
     _check(_gradients_in_ranges(number, terms), one, number)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("name", JACOBIANS)
 def test_jacobians_are_those_of_one_device(name, number):
     terms = JACOBIANS[name]

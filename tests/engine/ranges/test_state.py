@@ -70,7 +70,7 @@ def _floats(buffers: dict[str, Tensor] | None) -> dict[str, Tensor]:
     return {name: buffer.double() for name, buffer in (buffers or {}).items()}
 
 
-@pytest.mark.parametrize("num_ranges", [2, 3, 7])
+@pytest.mark.parametrize("num_ranges", [2, 7])
 @pytest.mark.parametrize("name", NORMS)
 def test_running_statistics_are_those_of_one_pass(name, num_ranges):
     found = in_ranges(_case(NORMS[name]), num_ranges)
