@@ -86,6 +86,8 @@ def _run(options: argparse.Namespace, *, file: Path, stopping: threading.Event) 
         stopping=stopping,
     )
     ray_session.leave()
+    if token:
+        ray_session.remove_folder(options.data)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -82,8 +82,7 @@ def new_folder(data: Path) -> Path:
     Raises:
         DeviceNotStarted: it belongs to somebody else.
     """
-    digest = hashlib.sha256(str(data.resolve()).encode()).hexdigest()[:12]
-    folder = Path(tempfile.gettempdir()) / f"gradbox-ray-{digest}"
+    folder = _folder(data)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
@@ -95,3 +94,13 @@ def new_folder(data: Path) -> Path:
             f"expected a folder of our own at {folder} for Ray's files, got: {error}; remove it"
         ) from error
     return folder
+
+
+def remove_folder(data: Path) -> None:
+    """Remove what `new_folder` made, once Ray has ended."""
+    shutil.rmtree(_folder(data), ignore_errors=True)
+
+
+def _folder(data: Path) -> Path:
+    digest = hashlib.sha256(str(data.resolve()).encode()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"gradbox-ray-{digest}"
