@@ -151,6 +151,12 @@ def _mixed(args: argparse.Namespace) -> str:
     return mixed_section(measure_mixed(plan))
 
 
+def _cluster(args: argparse.Namespace) -> str:
+    from benchmarks.cluster import ClusterPlan, cluster_section, measure_cluster
+
+    return cluster_section(measure_cluster(ClusterPlan(args.cluster_pairs, 8, args.rounds)))
+
+
 def _autograd(args: argparse.Namespace) -> str:
     from benchmarks.remote_autograd import AutogradPlan, autograd_section, measure_remote_autograd
 
@@ -184,6 +190,7 @@ ALL: Final[Mapping[str, Callable[[argparse.Namespace], str]]] = {
     "day": _day,
     "mixed": _mixed,
     "autograd": _autograd,
+    "cluster": _cluster,
     "per-sample": _per_sample,
 }
 SHORT: Final = ("service", "small-jobs")
@@ -212,6 +219,9 @@ def _parser() -> argparse.ArgumentParser:
         "--day-seconds", type=float, default=120.0, help="for eight hours of ten people [120]"
     )
     parser.add_argument("--queued", type=int, default=20_000, help="jobs that wait [20000]")
+    parser.add_argument(
+        "--cluster-pairs", type=int, default=512, help="for the cluster: 60 s or more [512]"
+    )
     parser.add_argument(
         "--autograd-pairs", type=int, default=64, help="for remote autograd: 5 s or more [64]"
     )

@@ -223,6 +223,7 @@ class GradClient:
         transfer: Literal["exact", "bf16", "fp16"] = "exact",
         priority: int = 0,
         timeout_s: float = 3600.0,
+        devices: int | Literal["auto"] = 1,
         name: str = "",
         progress: bool | None = False,
     ) -> RemoteModel:
@@ -245,7 +246,7 @@ class GradClient:
         """
         from gradbox.remote.model import JobOptions, RemoteModel
 
-        options = JobOptions(
+        told = JobOptions(
             seed=seed,
             output=output,
             readout=readout,
@@ -255,14 +256,13 @@ class GradClient:
             transfer=transfer,
             priority=priority,
             timeout_s=timeout_s,
+            devices=devices,
             name=name,
         )
         view = self.model_info(model)
         if not view.usable:
             raise UnusableModel(f"the model {view.name!r} cannot be used: {view.reason}")
-        return RemoteModel(
-            self, view, mode=mode, weights=weights, options=options, progress=progress
-        )
+        return RemoteModel(self, view, mode=mode, weights=weights, options=told, progress=progress)
 
     def _models(self, method: str, path: str) -> ModelList:
         return parsed(ModelList, self._connection.request(method, path))

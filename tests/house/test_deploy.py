@@ -17,6 +17,7 @@ SYSTEMD = ROOT / "deploy" / "systemd"
 NGINX = ROOT / "deploy" / "proxies" / "nginx.conf"
 CADDY = ROOT / "deploy" / "proxies" / "Caddyfile"
 SLURM = ROOT / "deploy" / "slurm" / "gradbox.sbatch"
+SLURM_CLUSTER = ROOT / "deploy" / "slurm" / "gradbox-cluster.sbatch"
 PAGE = "docs/operating.md"
 
 
@@ -42,7 +43,7 @@ def test_systemd_reads_the_units(tmp_path: Path) -> None:
     assert (done.returncode, said) == (0, []), done.stderr
 
 
-@pytest.mark.parametrize("script", [SLURM], ids=lambda path: path.name)
+@pytest.mark.parametrize("script", [SLURM, SLURM_CLUSTER], ids=lambda path: path.name)
 def test_bash_reads_the_script(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 

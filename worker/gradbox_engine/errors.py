@@ -13,6 +13,8 @@
     ├── LossNotScalar (TypeError)       the loss is not one real number
     ├── LossNotFinite                   the loss is NaN or infinite
     ├── ReplayMismatch                  a replay did not reproduce the first pass
+    ├── CoupledShards                   a job over several ranges needs a buffer from shard to shard
+    ├── DeviceLost                      a device that ran a range of shards is gone
     │                                   of per-sample computations:
     ├── CoupledSamples                  one sample's output depends on another sample
     ├── NoBatchAxis                     the samples cannot be found in the inputs or the output
@@ -76,6 +78,21 @@ class LossNotFinite(EngineError):
 
 class ReplayMismatch(EngineError):
     """A replayed shard differs from its first pass by more than rounding."""
+
+
+class CoupledShards(EngineError):
+    """A shard may depend on the shards before it, by a buffer: they cannot run side by side.
+
+    The job runs on one device.
+    """
+
+    def __init__(self, message: str, *, buffer: str = "") -> None:
+        super().__init__(message)
+        self.buffer = buffer  # its full name
+
+
+class DeviceLost(EngineError):
+    """A device is gone, with the graphs and sums that it held; raised by who reaches devices."""
 
 
 class CoupledSamples(EngineError):

@@ -23,6 +23,7 @@ class Work:
     earlier_result: Path | None = None  # of the job it goes on from
     disk_reserve_bytes: int | None = None  # see `gradbox_service.store.Room`
     timed: bool = False  # whether the supervision hears of its phases
+    not_split: str = ""  # why a job that asked for several devices runs on one
 
     @property
     def checkpoints(self) -> Path:

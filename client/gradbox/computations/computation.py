@@ -49,6 +49,9 @@ class Computation(ABC):
         weights: a partial state dict laid over the registered weights for this job.
         priority: from -10 to 10; higher goes first.
         timeout_s: how long the job may run.
+        devices: how many devices of the box's cluster the job may run on at once: at most so many,
+            of those that are idle when it starts, or "auto" for all of them. It never waits for
+            more than one.
         precision: "fp32" computes in the weights' own dtype; "tf32", "bf16" and "fp16" in less
             where the model's arithmetic can, "fp64" in float64 throughout. Gradients are summed in
             float32 or wider.
@@ -72,6 +75,7 @@ class Computation(ABC):
     weights: Mapping[str, Tensor] | None = None
     priority: int = 0
     timeout_s: float = 3600.0
+    devices: int | Literal["auto"] = 1
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
     streams: Literal["shard", "sample"] = "shard"
     transfer: Transfer = "exact"
@@ -118,6 +122,7 @@ class Computation(ABC):
             "transfer": self.transfer,
             "priority": self.priority,
             "timeout_s": self.timeout_s,
+            "devices": self.devices,
             "precision": self.precision,
             "streams": self.streams,
             "name": self.name,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 BESIDE_COTANGENTS: Final = frozenset(
-    {"loss", "wrt", "returns", "transfer", "priority", "timeout_s", "name"}
+    {"loss", "wrt", "returns", "transfer", "priority", "timeout_s", "devices", "name"}
 )
 
 Loss: TypeAlias = "Callable[..., Any] | torch.nn.Module | Builtin | Cotangents"
@@ -45,8 +45,8 @@ class Gradient(Differentiated):
             is traced to a graph of allowed operations and returns a scalar; the value is exactly
             that.
             Beside `Cotangents` only wrt, returns ("grads", "input_grads"), transfer, priority,
-            timeout_s and name can be given: model, inputs and the rest are those of the forward
-            job.
+            timeout_s, devices and name can be given: model, inputs and the rest are those of the
+            forward job.
         loss_inputs: what else the loss reads: tensors, or plain numbers, strings and booleans.
             Where a tensor requires grad, its gradient comes back as `loss_inputs.NAME`; the
             parameters of a loss module come back as `loss.NAME`.
@@ -120,6 +120,7 @@ class Gradient(Differentiated):
             transfer=self.transfer,
             priority=self.priority,
             timeout_s=self.timeout_s,
+            devices=self.devices,
             name=self.name,
         )
         return Submission(spec=spec, blobs=uploads.blobs)

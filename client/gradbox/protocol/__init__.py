@@ -26,7 +26,7 @@ from gradbox.protocol.losses import LossList, LossOption, LossTensor, LossView
 from gradbox.protocol.operation import OperationMode, OperationOrder, OperationView
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec, SampleSpec
 from gradbox.protocol.problem import Problem
-from gradbox.protocol.receipt import Receipt, Seconds
+from gradbox.protocol.receipt import RangeView, Receipt, Seconds
 from gradbox.protocol.spec import (
     JOB_SPEC,
     CotangentGradientSpec,
@@ -110,6 +110,7 @@ __all__ = [
     "PerSampleGradientSpec",
     "Problem",
     "ProgressView",
+    "RangeView",
     "Receipt",
     "ResultView",
     "SampleSpec",

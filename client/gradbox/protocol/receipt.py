@@ -20,6 +20,24 @@ class Seconds(BaseModel):
     samples: float = 0.0
 
 
+class RangeView(BaseModel):
+    """Consecutive shards, from `start` up to but not including `stop`, that one device ran.
+
+    `devices_lost` counts devices that ended while they ran them; `rerun_difference` is then the
+    largest |z' − z| between two devices, relative to a shard's largest |z|.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    start: int
+    stop: int
+    device: str
+    forward_s: float
+    replay_s: float
+    devices_lost: int = 0
+    rerun_difference: float = 0.0
+
+
 class Receipt(BaseModel):
     """What a result says of its own making.
 
@@ -39,6 +57,9 @@ class Receipt(BaseModel):
     Of a job with `transfer`, `transfer_error` is the largest ‖rounded − g‖ / ‖g‖ of a gradient g,
     or of a sample's row of a parameter; `transfer_kept` names gradients that the format does not
     hold, which came as they were; `weights_widened` counts `weights` that came in the format.
+    Of a job that ran on several devices, `ranges` are the shards that each ran, and `bytes_moved`
+    what crossed between them and their coordinator, by kind; `not_split` says why a job that asked
+    for several ran on one.
     `peak_memory_bytes` is the process's peak on a CPU (model included), the allocator's on CUDA.
     """
 
@@ -80,6 +101,9 @@ class Receipt(BaseModel):
     weights_widened: int | None = None
     roads: dict[str, list[str]] | None = None
     loops: dict[str, str] | None = None
+    ranges: list[RangeView] | None = None
+    bytes_moved: dict[str, int] | None = None
+    not_split: str | None = None
     seconds: Seconds
     peak_memory_bytes: int
     memory_before_bytes: int
@@ -115,6 +139,12 @@ class Receipt(BaseModel):
             ("mode, seed", f"{self.mode}, {self.seed}"),
             ("precision", self.precision),
             ("device", self.device),
+            (
+                "ranges",
+                ", ".join(f"{r.start}–{r.stop - 1} on {r.device}" for r in self.ranges or ()),
+            ),
+            ("devices lost", sum(r.devices_lost for r in self.ranges or ()) or None),
+            ("not split", self.not_split),
             ("seconds", ", ".join(f"{name} {s:.3g}" for name, s in seconds.items() if s)),
             ("peak memory", html.size(self.peak_memory_bytes)),
             ("attempts", f"{self.attempts}, {self.resumed} resumed" if self.attempts > 1 else None),

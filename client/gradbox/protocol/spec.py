@@ -20,6 +20,7 @@ from gradbox.protocol.spec_fields import (
     NUMBER,
     PROTOCOL,
     CotangentsLoss,
+    Devices,
     DifferentiatedSpec,
     Identifier,
     InputGroup,
@@ -106,6 +107,7 @@ class CotangentGradientSpec(Wire):
     transfer: Transfer = "exact"
     priority: Priority = 0
     timeout_s: Timeout = 3600.0
+    devices: Devices = 1
     name: Name = ""
 
     @model_validator(mode="before")

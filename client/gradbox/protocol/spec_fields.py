@@ -17,6 +17,7 @@ PROTOCOL: Final = 1
 
 # A remote callable makes every call a group of its own.
 MAX_GROUPS: Final = 1000
+MAX_DEVICES: Final = 10_000
 
 
 def _no_other_than_a_number(value: Any) -> Any:
@@ -37,6 +38,7 @@ TensorName = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 Priority = Annotated[int, NUMBER, Field(ge=-10, le=10)]
 Timeout = Annotated[float, NUMBER, Field(gt=0, le=7 * 24 * 3600)]
 Name = Annotated[str, StringConstraints(max_length=200)]
+Devices = Literal["auto"] | Annotated[int, NUMBER, Field(ge=1, le=MAX_DEVICES)]
 Scalar = bool | int | float | str | None
 Transfer = Literal["exact", "bf16", "fp16"]
 
@@ -145,7 +147,8 @@ class SharedSpec(Wire):
     """What every computation is told.
 
     `transfer` is the format of the result's gradients, and one in which `weights` may come: the box
-    widens those to the dtype of the parameter.
+    widens those to the dtype of the parameter. `devices` is how many the job may run on at once:
+    at most so many, of those that are idle when it starts; "auto" is all of them.
     """
 
     protocol: Annotated[Literal[1], NUMBER] = PROTOCOL
@@ -161,6 +164,7 @@ class SharedSpec(Wire):
     transfer: Transfer = "exact"
     priority: Priority = 0
     timeout_s: Timeout = 3600.0
+    devices: Devices = 1
     name: Name = ""
 
 

@@ -144,7 +144,7 @@ class Batch:
             loss=Cotangents(tensors, of=self._job_id),
             wrt=self._wrt([key for key in self._inputs if key[0] in reached]),
             transfer=self._owner.transfer(),
-            **{field: options[field] for field in ("priority", "timeout_s", "name")},
+            **{field: options[field] for field in ("priority", "timeout_s", "devices", "name")},
         )
         try:
             result = self._owner.run_job(computation)

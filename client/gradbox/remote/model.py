@@ -56,6 +56,7 @@ class JobOptions:
     transfer: Transfer = "exact"
     priority: int = 0
     timeout_s: float = 3600.0
+    devices: int | Literal["auto"] = 1
     name: str = ""
 
 
@@ -177,6 +178,7 @@ class RemoteModel:
             "precision": options.precision,
             "priority": options.priority,
             "timeout_s": options.timeout_s,
+            "devices": options.devices,
             "name": options.name,
         }
 

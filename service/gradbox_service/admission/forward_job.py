@@ -26,7 +26,7 @@ WHERE: Final = "loss.forward"
 KIND: Final = "forward job"
 FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 # What a job says for itself, whatever job it continues.
-OWN: Final = frozenset({"protocol", "transfer", "priority", "timeout_s", "name"})
+OWN: Final = frozenset({"protocol", "transfer", "priority", "timeout_s", "devices", "name"})
 
 
 @dataclass(frozen=True)

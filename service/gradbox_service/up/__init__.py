@@ -8,6 +8,7 @@ To read in this order:
     credentials         the owner's token, and client.toml while the box is ready
     reached             how others reach it
     script              `--exec`: what runs while the box is up
+    cluster             `--cluster`: the head of a cluster of devices
     drain               when a box that drains has nothing left to do
     part, lifeline      one child process with its log; how it ends with its parent
     watchdog            which part hangs

@@ -14,15 +14,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from gradbox.errors import GradboxError
 from gradbox.protocol import OperationMode
 from gradbox_service.http.listening import bind, check_exposure, url_of
 from gradbox_service.settings import EMBEDDED, Settings, arguments_of
+from gradbox_service.up.cluster import Cluster, address_file, num_devices
 from gradbox_service.up.credentials import Credentials
 from gradbox_service.up.data_folder import lock_folder
 from gradbox_service.up.drain import Drain
 from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis
-from gradbox_service.up.part import Part, ended
+from gradbox_service.up.part import Part, PartFailed, ended
 from gradbox_service.up.reached import how_to_reach, left_out
 from gradbox_service.up.script import Script
 from gradbox_service.up.watchdog import REDIS, Watchdog, answers
@@ -32,31 +32,20 @@ LOOK_S: Final = 0.1
 # A worker stops within a shard; what takes longer is killed, and its job is queued again.
 WORKER_STOP_S: Final = 45.0
 SERVICE_STOP_S: Final = 15.0
+CLUSTER_STOP_S: Final = 30.0
+# What workers of a box with a cluster say that their device is.
+CLUSTER: Final = "cluster"
 # Between two starts of a Redis that does not start.
 REDIS_PAUSE_S: Final = 5.0
-
-
-class PartFailed(GradboxError):
-    """A part ended before jobs could run.
-
-    Attributes:
-        exit_code: what `gradbox up` ends with: 2 if the part said wrong usage, else 1.
-    """
-
-    code = "part-failed"
-    title = "A part of the box did not start"
-
-    def __init__(self, message: str, *, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 class Box:
     """One box.
 
     Args:
-        devices: the device of each worker.
+        devices: the device of each worker; none given with a cluster is a worker for each of its.
         spare: whether each worker keeps a second process for its device.
+        cluster: whose devices run the jobs; None: those of the workers.
         public_url: how others reach the box, where the owner knows better than the machine.
         script: what runs while the box is up; the box ends with it.
     """
@@ -68,6 +57,7 @@ class Box:
         models_file: Path,
         devices: Sequence[str],
         spare: bool = True,
+        cluster: Cluster | None = None,
         public_url: str | None = None,
         script: Script | None = None,
     ) -> None:
@@ -76,6 +66,7 @@ class Box:
         self._models_file = models_file
         self._devices = devices
         self._spare = spare
+        self._cluster = cluster
         self._public_url = public_url
         self._script = script
         self._stop = threading.Event()
@@ -119,15 +110,16 @@ class Box:
             operation = drain.forget()
             if operation.mode is OperationMode.PAUSED:
                 _say(f"the box is {operation}; `gradbox resume` lets jobs run")
+            heads = self._heads(stack)
             service = self._service(bound, self._redis.url)
             workers = self._workers(self._redis.url)
             _say(f"starting a service and {len(workers)} worker(s); logs in {service.log.parent}")
-            stack.callback(self._rotate_logs([service, *workers]))
+            stack.callback(self._rotate_logs([*heads, service, *workers]))
             stack.callback(self._stop_parts, [service], within_s=SERVICE_STOP_S)
             stack.callback(self._stop_parts, workers, within_s=WORKER_STOP_S)
             for part in (service, *workers):
                 part.start()
-            if self._until_ready(url, [service, *workers]):
+            if not self._stop.is_set() and self._until_ready(url, [*heads, service, *workers]):
                 stack.callback(credentials.withdraw)
                 credentials.publish(url, token)
                 self._say_ready(url, self._redis.url)
@@ -138,9 +130,22 @@ class Box:
                 watchdog = Watchdog(url, redis_url=self._redis.url, workers=names)
                 watchdog.start()
                 stack.callback(watchdog.close)
-                self._supervise([service, *workers], watchdog, drain)
+                self._supervise([*heads, service, *workers], watchdog, drain)
             _say("stopping")
             return 0 if self._script is None else self._script.stop()
+
+    def _heads(self, stack: ExitStack) -> list[Part]:
+        """Start the head of the cluster, if there is to be one, and wait for its devices."""
+        if self._cluster is None:
+            return []
+        head = self._cluster.part(data=self._data, models_file=self._models_file)
+        stack.callback(self._stop_parts, [head], within_s=CLUSTER_STOP_S)
+        _say(f"starting a cluster; its log is {head.log}")
+        head.start()
+        found = num_devices(head, data=self._data, stop=self._stop)
+        _say(f"the cluster has {found} device(s)")
+        self._devices = self._devices or [CLUSTER] * found
+        return [head]
 
     def _service(self, bound: socket.socket, redis_url: str) -> Part:
         settings = self._settings.model_copy(update={"data": self._data, "redis_url": redis_url})
@@ -161,6 +166,8 @@ class Box:
             arguments += ["--data", str(self._data), "--redis-url", redis_url]
             if self._settings.disk_reserve_bytes is not None:
                 arguments += ["--disk-reserve-bytes", str(self._settings.disk_reserve_bytes)]
+            if self._cluster is not None:
+                arguments += ["--cluster", str(address_file(self._data))]
             logs = self._data / "logs"
             arguments += ["--device-log", str(logs / f"{name}.device.log")]
             arguments += [] if self._spare else ["--no-spare"]
@@ -174,11 +181,7 @@ class Box:
             for part in parts:
                 code = part.exit_code()
                 if code is not None:
-                    raise PartFailed(
-                        f"{part.name} {ended(code)} before the box was ready. Its last lines "
-                        f"(all of them: {part.log}):\n{part.tail()}",
-                        exit_code=2 if code == 2 else 1,
-                    )
+                    raise PartFailed.of(part, f"{ended(code)} before the box was ready", code=code)
             if answers(f"{url}/readyz"):
                 return True
         return False

@@ -68,6 +68,14 @@ Wait = Annotated[
     bool,
     typer.Option("--wait", help="run it in the background, and return once jobs can run"),
 ]
+OnCluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="local|ADDRESS",
+        help="run jobs on a Ray cluster, where one may use many devices: one that is started on "
+        "this machine, or the one at HOST:PORT, of which this machine is a node",
+    ),
+]
 Exec = Annotated[
     str | None,
     typer.Option(
@@ -87,6 +95,7 @@ def run(
     workers: NumWorkers = None,
     device: Device = "auto",
     spare: Spare = True,
+    cluster: OnCluster = None,
     public_url: PublicUrl = None,
     wait: Wait = False,
     script: Exec = None,
@@ -101,14 +110,16 @@ def run(
 
     from gradbox_service.http.listening import CannotListen
     from gradbox_service.up import background
-    from gradbox_service.up.box import Box, PartFailed
+    from gradbox_service.up.box import Box
+    from gradbox_service.up.cluster import Cluster
     from gradbox_service.up.data_folder import DataInUse
     from gradbox_service.up.devices import spread
     from gradbox_service.up.embedded_redis import NoRedis
+    from gradbox_service.up.part import PartFailed
     from gradbox_service.up.script import Script
 
     try:
-        _check_worker_packages()
+        _check_worker_packages(with_cluster=cluster is not None)
         if wait and script is not None:
             raise BadSettings("expected --wait or --exec, got both: --exec waits by itself")
         public_url = None if public_url is None else checked_url(public_url)
@@ -122,13 +133,17 @@ def run(
             again += [] if workers is None else ["--workers", str(workers)]
             again += [] if public_url is None else ["--public-url", public_url]
             again += [] if spare else ["--no-spare"]
+            again += [] if cluster is None else ["--cluster", cluster]
             again += arguments_of(settings)
             return background.start(again, data=settings.data)
         box = Box(
             settings,
             models_file=found,
-            devices=spread(device, num_workers=workers),
+            devices=["cluster"] * (workers or 0)
+            if cluster
+            else spread(device, num_workers=workers),
             spare=spare,
+            cluster=None if cluster is None else Cluster(cluster, device=device),
             public_url=public_url,
             script=None if script is None else Script(script),
         )
@@ -144,7 +159,11 @@ def run(
         return error.exit_code
 
 
-def _check_worker_packages() -> None:
+def _check_worker_packages(*, with_cluster: bool) -> None:
+    if with_cluster and importlib.util.find_spec("ray") is None:
+        raise BadSettings(
+            "expected Ray on this machine, it is not installed: pip install 'gradbox[cluster]'"
+        )
     missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise BadSettings(

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from gradbox.errors import GradboxError
 from gradbox_service.up.lifeline import die_with_parent
 
 FIRST_PAUSE_S: Final = 0.5
@@ -20,6 +21,29 @@ TAIL_LINES: Final = 12
 # A longer log is put aside, at most so much of it; the log that was put aside before goes.
 # A part writes its own lines alone, so that looking ten times a second is soon enough.
 LONGEST_LOG_BYTES: Final = 8 * 2**20
+
+
+class PartFailed(GradboxError):
+    """A part ended before jobs could run.
+
+    Attributes:
+        exit_code: what `gradbox up` ends with: 2 if the part said wrong usage, else 1.
+    """
+
+    code = "part-failed"
+    title = "A part of the box did not start"
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+    @classmethod
+    def of(cls, part: Part, what: str, *, code: int) -> PartFailed:
+        """Say of a part how it ended, with its last lines."""
+        return cls(
+            f"{part.name} {what}. Its last lines (all of them: {part.log}):\n{part.tail()}",
+            exit_code=2 if code == 2 else 1,
+        )
 
 
 class Part:

@@ -13,6 +13,12 @@ from tests.mixed_cases import MixedCase
 
 def mixed_answer(case: MixedCase, model: nn.Module | None = None, **terms: Any) -> MixedResult:
     """Let the engine answer a case; `terms` override the case's own."""
+    group, inner, outer, told = mixed_question(case)
+    return mixed_gradient((model or case.model()).to(DEVICE), group, inner, outer, **(told | terms))
+
+
+def mixed_question(case: MixedCase) -> tuple[Group, Objective, Objective, dict[str, Any]]:
+    """Return a case as the engine's entry points take it: shards, inner, outer, and its terms."""
     leaves = case.leaves
     told = {
         "z": case.z,
@@ -23,10 +29,5 @@ def mixed_answer(case: MixedCase, model: nn.Module | None = None, **terms: Any) 
         "returns": ("dfdz",),
     }
     read = {f"y.{name}": leaves[f"y.{name}"] for name in case.outer_reads}
-    return mixed_gradient(
-        (model or case.model()).to(DEVICE),
-        Group("z", case.shards),
-        Objective(case.inner, case.y, leaves),
-        Objective(case.outer, case.outer_inputs, read),
-        **(told | terms),
-    )
+    inner = Objective(case.inner, case.y, leaves)
+    return Group("z", case.shards), inner, Objective(case.outer, case.outer_inputs, read), told

@@ -13,6 +13,13 @@ from tests.device import DEVICE
 
 def answer(case: Case, model: nn.Module | None = None, **terms: Any) -> SetGradient:
     """Let the engine answer a case; `terms` override the case's own."""
+    groups, objective, told = question(case)
+    model = (model or case.model()).to(DEVICE)
+    return set_gradient(model, groups, objective, **(told | terms))
+
+
+def question(case: Case) -> tuple[list[Group], Objective, dict[str, Any]]:
+    """Return a case as the engine's entry points take it."""
     groups = [
         Group(name, shards, method=case.methods.get(name, "forward"))
         for name, shards in case.groups.items()
@@ -25,6 +32,4 @@ def answer(case: Case, model: nn.Module | None = None, **terms: Any) -> SetGradi
         "readout": case.readout,
         "returns": ("grads", "buffers"),
     }
-    objective = Objective(case.loss, case.loss_inputs, case.loss_parameters)
-    model = (model or case.model()).to(DEVICE)
-    return set_gradient(model, groups, objective, **(told | terms))
+    return groups, Objective(case.loss, case.loss_inputs, case.loss_parameters), told

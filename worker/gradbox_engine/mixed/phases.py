@@ -23,7 +23,7 @@ from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.cotangents import differentiate, nonzero
 from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.replay.z import ShardRows, concatenated
-from gradbox_engine.requests import SOLE_GROUP, Objective, Observer
+from gradbox_engine.requests import SOLE_GROUP, CallOptions, Group, Objective, Observer
 
 SKETCH_ENTRIES = 4096
 """How many entries of v are kept of each shard and output, at equal distances, to compare with."""
@@ -50,7 +50,8 @@ class OuterDifferentiated:
 
     value: float
     direct: dict[str, Tensor]  # without what outer itself does not reach
-    directions: dict[Position, Tensor]
+    directions: dict[Position, Tensor]  # views of the next
+    whole_directions: Tensor | None  # u of all shards in their order
     dfdz: Tensor
 
 
@@ -72,27 +73,31 @@ def first_pass(
     equipment: Equipment,
     done: Sequence[ShardRecord],
     *,
-    after_shard: Callable[[Sequence[ShardRecord]], None],
+    shards: Sequence[int] | None = None,
+    after_shard: Callable[[Sequence[ShardRecord]], None] = lambda _records: None,
 ) -> list[ShardRecord]:
     """Take v, a and dfdz of every shard, in order, each through its own graph.
 
     Args:
         done: what an earlier process did of it.
+        shards: consecutive ones; None takes all.
         after_shard: called with the records so far.
     """
-    observer, num_shards = equipment.observer, len(equipment.ready.calls.groups[0].shards)
+    if shards is None:
+        shards = range(len(equipment.ready.calls.groups[0].shards))
+    observer, num_shards = equipment.observer, len(shards)
     buffers = equipment.ready.buffers
     before = done[-1].after if done else buffers.first
     buffers.restore(before)
     records = list(done)
-    for shard, following in pairwise([*range(len(done), num_shards), None]):
+    for shard, following in pairwise([*shards[len(done) :], None]):
         assert shard is not None
-        observer.step("forward", shard, num_shards)
+        observer.step("forward", len(records), num_shards)
         position = Position(0, shard)
         cotangents = partial(equipment.inner.cotangents, position)
         outputs, dfdz = equipment.jacobians.transposed(position, cotangents)
         after = buffers.advance(before)
-        kept = {**_sketch(outputs), DFDZ: dfdz}
+        kept = {**sketch(outputs), DFDZ: dfdz}
         records.append(ShardRecord(position, kept, penalties=[], before=before, after=after))
         _check_alike(equipment, records[0], records[-1])
         before = after
@@ -110,29 +115,50 @@ def differentiate_outer(
     """Evaluate t at dfdz and differentiate it there."""
     equipment.observer.step("cotangents", 0, 1)
     ready = equipment.ready
-    group = replace(ready.calls.groups[0], name=SOLE_GROUP)
+    group = ready.calls.groups[0]
     whole, num_rows = concatenated([group], {r.position: {BARE: r.outputs[DFDZ]} for r in records})
     rows = ShardRows([group], num_rows)
     for record, part in zip(records, rows.parts(whole).values(), strict=True):
         record.outputs[DFDZ] = part[BARE]  # a view of the whole, which is thus held once
+    found = outer_at(whole, group, rows, outer, options=ready.options, device=ready.device)
+    equipment.observer.step("cotangents", 1, 1)
+    return found
+
+
+def outer_at(
+    dfdz: Mapping[str, Outputs],
+    group: Group,
+    rows: ShardRows,
+    outer: Objective,
+    *,
+    options: CallOptions,
+    device: torch.device,
+) -> OuterDifferentiated:
+    """Evaluate t at dfdz of all shards and differentiate it there.
+
+    Args:
+        dfdz: by the group's name, in the order of the shards.
+    """
+    unnamed = replace(group, name=SOLE_GROUP)  # outer is not told what the group is called
     found = differentiate(
         outer,
-        whole,
-        [group],
-        device=ready.device,
-        seed=ready.options.seed,
-        widened=ready.options.widened,
+        {SOLE_GROUP: dfdz[group.name]},
+        [unnamed],
+        device=device,
+        seed=options.seed,
+        widened=options.widened,
         called="outer",
     )
-    dfdz = found.seen[SOLE_GROUP]
-    assert isinstance(dfdz, Tensor)
-    directions = nonzero(rows.parts(found.cotangents))
-    equipment.observer.step("cotangents", 1, 1)
+    seen = found.seen[SOLE_GROUP]
+    assert isinstance(seen, Tensor)
+    cotangents = found.cotangents[SOLE_GROUP]
+    directions = nonzero(rows.parts({group.name: cotangents}))
     return OuterDifferentiated(
         value=found.loss,
         direct={n: g for n, g in found.parameters.items() if n not in found.unreached},
         directions={position: part[BARE] for position, part in directions.items()},
-        dfdz=dfdz,
+        whole_directions=cotangents[BARE],
+        dfdz=seen,
     )
 
 
@@ -143,22 +169,22 @@ def tangent_pass(
     sums: LeafSums,
     *,
     went: TangentPass,
-    after_shard: Callable[[TangentPass, ReplayComparison], None],
+    largest: Tensor | None = None,
+    after_shard: Callable[[TangentPass, ReplayComparison], None] = lambda *_: None,
 ) -> None:
     """Add ∂⟨a_i(y, v_i), J_i u_i⟩/∂y for every shard that u is not zero for.
 
     Args:
         went: how far an earlier process came, whose sums these are; kept up to date.
+        largest: `largest_product` of all shards, where these are a range of them.
         after_shard: called when a shard has been added.
 
     Raises:
         ReplayMismatch: a shard's v differs from that of the first pass.
     """
     active = [record for record in records if record.position in directions]
-    scales = [
-        norm([record.outputs[DFDZ]]) * norm([directions[record.position]]) for record in active
-    ]
-    largest = torch.stack(scales).amax() if scales else torch.zeros(())
+    if largest is None:
+        largest = largest_product({r.position: r.outputs[DFDZ] for r in active}, directions)
     tangents = _Tangents(equipment, went, largest)
     for record, following in pairwise([*active[went.num_done :], None]):
         assert record is not None
@@ -170,6 +196,14 @@ def tangent_pass(
         equipment.ready.feed.prefetch(None if following is None else following.position)
     went.difference = tangents.comparison.finish()
     equipment.observer.step("replay", len(active), len(active))
+
+
+def largest_product(
+    dfdz: Mapping[Position, Tensor], directions: Mapping[Position, Tensor]
+) -> Tensor:
+    """Return the largest ‖dfdz_i‖‖u_i‖ over the shards that have a direction, 0-dim."""
+    products = [norm([dfdz[position]]) * norm([u]) for position, u in directions.items()]
+    return torch.stack(products).amax() if products else torch.zeros(())
 
 
 class _Tangents:
@@ -233,7 +267,7 @@ class _Tangents:
     def _compare(self, record: ShardRecord, linearised: Linearised) -> None:
         where = self._equipment.ready.calls.where(record.position)
         entries = {name: x for name, x in record.outputs.items() if name != DFDZ}
-        self.comparison.compare(where, _sketch(linearised.outputs), entries)
+        self.comparison.compare(where, sketch(linearised.outputs), entries)
 
     def _agrees(self, record: ShardRecord, u: Tensor, contraction: Contraction) -> bool:
         """Return whether ⟨a, J u⟩ = ⟨dfdz, u⟩ within rounding; waits for the device."""
@@ -245,7 +279,7 @@ class _Tangents:
         return bool(error <= tolerance * scale)
 
 
-def _sketch(outputs: Outputs) -> Outputs:
+def sketch(outputs: Outputs) -> Outputs:
     """Return copies of some entries of each output: v may be much larger than z."""
     sketched = {}
     for name, value in outputs.items():

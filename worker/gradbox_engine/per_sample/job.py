@@ -6,7 +6,7 @@ Shapes: B samples over all shards, Y outputs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from gradbox_engine.per_sample.reductions import (
     Projected,
     ToArrays,
     ToSink,
+    tangents_of,
 )
 from gradbox_engine.per_sample.request import OtherShards, Request, SampleResult
 from gradbox_engine.per_sample.result_facts import ResultFacts
@@ -63,7 +64,8 @@ class PerSampleJob:
         budget_bytes: int,
         sink: Sink | None,
     ) -> None:
-        if sink is not None and (request.reduce != "none" or request.form == "factored"):
+        may_be_dense = request.reduce == "none" and request.form in ("dense", "auto")
+        if sink is not None and not may_be_dense:
             raise BadReduction("sink: expected none unless reduce='none' and rows may be dense")
         if not len(inputs):
             raise BadInputs("inputs: expected one shard or more, got none")
@@ -82,11 +84,19 @@ class PerSampleJob:
         self._num_others = sum(self._counts[: model.num_others])  # samples
 
     def gradients(
-        self, loss: Callable[..., Tensor], loss_inputs: Mapping[str, Any]
+        self,
+        loss: Callable[..., Tensor],
+        loss_inputs: Mapping[str, Any],
+        *,
+        by_sample: Collection[str] | None = None,
     ) -> SampleResult:
-        """Collect dℓ_b/dθ of every shard."""
+        """Collect dℓ_b/dθ of every shard.
+
+        Args:
+            by_sample: the loss inputs that have one row a sample; by default those of so many rows.
+        """
         first = self._model.num_others
-        own = SampleLoss(loss, loss_inputs, self._counts[first:])
+        own = SampleLoss(loss, loss_inputs, self._counts[first:], by_sample=by_sample)
         losses: SampleLoss | OneAfterTheOther = own
         if self._others is not None:
             given = self._others.loss_inputs
@@ -245,7 +255,7 @@ class PerSampleJob:
         if request.reduce == "clipped_sum":
             return ClippedSum(request.clip or 1.0)
         if request.reduce == "jvp":
-            return Directional(_tangents(request.vectors, self._model.parameters))
+            return Directional(tangents_of(request.vectors, self._model.parameters))
         if request.reduce in ("gram", "gram_trace"):
             trace = request.reduce == "gram_trace"
             if isinstance(request.against, Factored):
@@ -253,10 +263,12 @@ class PerSampleJob:
             if request.against is not None:
                 return CrossGramOfShards(self._num_others, trace=trace)
             return Gram(trace=trace)
-        if request.form == "factored":
-            return KeepFactors()
+        if request.form in ("factored", "smaller"):
+            return KeepFactors(smaller=request.form == "smaller")
         dense = ToArrays() if self._sink is None else ToSink(self._sink, self._budget_bytes)
-        return dense if request.form == "dense" else SmallerForm(dense, self._budget_bytes)
+        if request.form == "dense":
+            return dense
+        return SmallerForm(dense, self._budget_bytes, samples=request.samples)
 
     def _chunks(self, run: ShardRun, collector: Collector) -> Iterator[range]:
         """Cut the outputs so that half the budget holds their gradients."""
@@ -276,19 +288,3 @@ def _values(run: ShardRun, head: Callable[[Tensor, int], Tensor]) -> Tensor:
 
 def _at(head: Callable[[Tensor, int], Tensor], index: int) -> Callable[[Tensor], Tensor]:
     return lambda z: head(z, index)
-
-
-def _tangents(vectors: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if not isinstance(vectors, Mapping) or not vectors:
-        raise BadReduction(
-            f"vectors: expected a tangent by parameter name, got {type(vectors).__name__}"
-        )
-    tangents = {}
-    for name, tangent in vectors.items():
-        parameter = parameters.get(name)
-        if parameter is None or not isinstance(tangent, Tensor) or tangent.shape != parameter.shape:
-            expected = tuple(parameter.shape) if parameter is not None else "no such parameter"
-            got = tuple(tangent.shape) if isinstance(tangent, Tensor) else type(tangent).__name__
-            raise BadReduction(f"vectors[{name!r}]: expected {expected}, got {got}")
-        tangents[name] = tangent.to(parameter)
-    return tangents

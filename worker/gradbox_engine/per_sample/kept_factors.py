@@ -71,8 +71,14 @@ class SmallerForm(Collector):
     Factors are together in memory until the end; dense rows go to a sink as they are made.
     """
 
-    def __init__(self, dense: Collector, budget_bytes: int) -> None:
-        self._dense, self._budget_bytes = dense, budget_bytes
+    def __init__(self, dense: Collector, budget_bytes: int, *, samples: int | None = None) -> None:
+        """Begin with neither chosen.
+
+        Args:
+            dense: takes the rows.
+            samples: of all, where they are more than `begin` is told.
+        """
+        self._dense, self._budget_bytes, self._samples = dense, budget_bytes, samples
         self._chosen: Collector | None = None
 
     def whole(self, gradient_bytes: int) -> bool:
@@ -85,7 +91,8 @@ class SmallerForm(Collector):
             samples = next(iter(terms.values())).samples
             dense_bytes = sum(term.dense_bytes for term in terms.values())
             kept_bytes = sum(min(t.dense_bytes, t.factor_bytes) for t in terms.values())
-            fits = kept_bytes * self._sizes[0] <= self._budget_bytes * samples
+            all_samples = self._samples or self._sizes[0]
+            fits = kept_bytes * all_samples <= self._budget_bytes * samples
             smaller = kept_bytes < dense_bytes
             self._choose(KeepFactors(smaller=True) if smaller and fits else self._dense)
         assert self._chosen is not None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint
+from gradbox_engine.errors import BadReduction
 from gradbox_engine.per_sample.pieces import Pieces, Sink
 from gradbox_factors import DenseProjection, Sketch, Term, projected, squared_norms
 from gradbox_factors.factored import summed_rows
@@ -207,6 +208,27 @@ class Directional(_Summed):
     def _part(self, name: str, term: Term) -> Tensor | None:
         tangent = self._tangents.get(name)
         return None if tangent is None else term.jvp(tangent.to(term.dtype))
+
+
+def tangents_of(vectors: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tangents by name, in the dtypes and on the devices of their parameters.
+
+    Raises:
+        BadReduction: one has no parameter, or another shape.
+    """
+    if not isinstance(vectors, Mapping) or not vectors:
+        raise BadReduction(
+            f"vectors: expected a tangent by parameter name, got {type(vectors).__name__}"
+        )
+    tangents = {}
+    for name, tangent in vectors.items():
+        parameter = parameters.get(name)
+        if parameter is None or not isinstance(tangent, Tensor) or tangent.shape != parameter.shape:
+            expected = tuple(parameter.shape) if parameter is not None else "no such parameter"
+            got = tuple(tangent.shape) if isinstance(tangent, Tensor) else type(tangent).__name__
+            raise BadReduction(f"vectors[{name!r}]: expected {expected}, got {got}")
+        tangents[name] = tangent.to(parameter)
+    return tangents
 
 
 class ClippedSum(Collector):

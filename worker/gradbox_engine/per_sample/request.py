@@ -14,7 +14,8 @@ from gradbox_factors import Factored, Kind
 
 GradientReduction = Literal["none", "norm", "gram", "clipped_sum", "projection"]
 JacobianReduction = Literal["none", "norm", "gram", "gram_trace", "vjp", "jvp", "projection"]
-Form = Literal["dense", "factored", "auto"]
+Form = Literal["dense", "factored", "smaller", "auto"]
+"""`smaller` is factors, but rows of the layers where these are smaller; `auto` is that or dense."""
 
 ARGUMENTS = {
     "clip": (("clipped_sum",), "a positive number"),
@@ -48,6 +49,7 @@ class Request:
     vectors: Any = None
     against: Factored | OtherShards | None = None
     kind: Kind = "sketch"
+    samples: int | None = None  # of the whole job, where the shards are a range of it
 
     def check(self, allowed: Any) -> None:
         """Refuse what does not fit together.

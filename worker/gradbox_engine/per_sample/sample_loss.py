@@ -12,7 +12,7 @@ Shapes: B samples over all shards, b of one, Y outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,11 +73,16 @@ class SampleLoss:
     """The loss of one shard as (b, 1)."""
 
     def __init__(
-        self, loss: Callable[..., Tensor], inputs: Mapping[str, Any], counts: Sequence[int]
+        self,
+        loss: Callable[..., Tensor],
+        inputs: Mapping[str, Any],
+        counts: Sequence[int],
+        *,
+        by_sample: Collection[str] | None = None,
     ) -> None:
         self._loss, self._inputs = loss, inputs
         self._starts = [sum(counts[:index]) for index in range(len(counts))]
-        self._total = sum(counts)
+        self._cut = rows_by_sample(inputs, sum(counts)) if by_sample is None else set(by_sample)
 
     def __call__(self, z: Tensor, index: int) -> Tensor:
         start = self._starts[index]
@@ -85,7 +90,7 @@ class SampleLoss:
         for name, value in self._inputs.items():
             if isinstance(value, Tensor):
                 value = value.to(z.device)
-                if value.dim() and value.shape[0] == self._total:
+                if name in self._cut:
                     value = value[start : start + z.shape[0]]
                 if value.is_floating_point() and z.dtype == torch.float64:
                     value = value.double()
@@ -98,6 +103,15 @@ class SampleLoss:
                 "sum or average over samples"
             )
         return losses[:, None]
+
+
+def rows_by_sample(inputs: Mapping[str, Any], samples: int) -> set[str]:
+    """Return the names of the tensors that have one row a sample, by their number of rows."""
+    return {
+        name
+        for name, value in inputs.items()
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == samples
+    }
 
 
 class Scaled:

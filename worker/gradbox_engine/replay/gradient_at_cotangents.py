@@ -105,10 +105,7 @@ def gradient_at_cotangents(
     sums = GradientSums(selection.parameters)
     with prepared(model, groups, selection, told) as ready:
         clock = PhaseTimer(ready.device)
-        parts = _parts(groups, cotangents, first.rows)
-        given = {position: part for position, part in parts.items() if part}
-        if not given:
-            raise BadInputs("cotangents: expected one for a group of the job, got none")
+        given = given_cotangents(groups, cotangents, first.rows)
         needed = nonzero(given)
         checkpoint = JobCheckpoint(checkpoints, ready, sums)
         resumed = checkpoint.resumed()
@@ -148,14 +145,33 @@ def gradient_at_cotangents(
     )
 
 
+def given_cotangents(
+    groups: Sequence[Group], cotangents: Mapping[str, Outputs], rows: NumRows
+) -> dict[Position, Outputs]:
+    """Return the cotangents of the shards that have one.
+
+    Raises:
+        BadInputs: there is none.
+    """
+    parts = _parts(groups, cotangents, rows)
+    given = {position: part for position, part in parts.items() if part}
+    if not given:
+        raise BadInputs("cotangents: expected one for a group of the job, got none")
+    return given
+
+
+def in_shard_order(groups: Sequence[Group], whole: Mapping[str, Outputs]) -> dict[str, Outputs]:
+    """Return tensors shaped like the Z that was returned, in the order of the shards."""
+    return {
+        group.name: unordered(whole[group.name], group) for group in groups if group.name in whole
+    }
+
+
 def _parts(
     groups: Sequence[Group], whole: Mapping[str, Outputs], rows: NumRows
 ) -> dict[Position, Outputs]:
     """Return each shard's part of tensors shaped like the Z that was returned."""
-    in_shard_order = {
-        group.name: unordered(whole[group.name], group) for group in groups if group.name in whole
-    }
-    return ShardRows(groups, rows).parts(in_shard_order)
+    return ShardRows(groups, rows).parts(in_shard_order(groups, whole))
 
 
 def _records_of(ready: Prepared, outputs: Mapping[Position, Outputs]) -> list[ShardRecord]:

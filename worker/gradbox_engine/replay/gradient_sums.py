@@ -78,11 +78,18 @@ class GradientSums:
 
     def named(self) -> dict[str, Tensor]:
         """Return all sums in the parameters' order; zeros where no gradient came."""
+        reached = self.reached()
         return {
-            name: self._sums[name].resolve_conj()
-            if name in self._sums
+            name: reached[name]
+            if name in reached
             else torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype))
             for name, parameter in self.parameters.items()
+        }
+
+    def reached(self) -> dict[str, Tensor]:
+        """Return the sums of the parameters that a backward pass has reached, in their order."""
+        return {
+            name: self._sums[name].resolve_conj() for name in self.parameters if name in self._sums
         }
 
     def unreached(self) -> tuple[str, ...]:

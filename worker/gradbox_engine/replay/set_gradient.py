@@ -118,13 +118,22 @@ def set_gradient(
 
 def _selected(model: nn.Module, wrt: Sequence[str] | None, objective: Objective) -> Selection:
     selection = select(model, wrt, others=objective.parameters)
-    both = sorted(selection.parameters.keys() & objective.parameters)
+    refuse_shared_names(selection.parameters, objective)
+    return selection
+
+
+def refuse_shared_names(parameters: Collection[str], objective: Objective) -> None:
+    """Check that results have one name each.
+
+    Raises:
+        BadInputs: a parameter of the objective is called like one of the model's.
+    """
+    both = sorted(set(parameters) & objective.parameters.keys())
     if both:
         raise BadInputs(
             f"objective: expected names for its parameters that the model has none of, got {both}; "
             f"name them otherwise, or leave the model's out by wrt"
         )
-    return selection
 
 
 def _cotangents(

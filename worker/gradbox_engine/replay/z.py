@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradbox_engine.errors import BadOutput
 from gradbox_engine.model.outputs import Outputs
-from gradbox_engine.model.shard_feed import Position, permutation
+from gradbox_engine.model.shard_feed import Position, all_positions, permutation
 from gradbox_engine.requests import Group
 
 NumRows = Mapping[str, Sequence[int | None]]
@@ -24,16 +24,27 @@ NumRows = Mapping[str, Sequence[int | None]]
 class ShardRows:
     """The rows of each shard in tensors shaped like Z, in the order of the shards."""
 
-    def __init__(self, groups: Sequence[Group], num_rows: NumRows) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        num_rows: NumRows,
+        *,
+        positions: Sequence[Position] | None = None,
+    ) -> None:
+        """Take the numbers of rows.
+
+        Args:
+            positions: consecutive shards, whose rows the tensors have; all of them by default.
+        """
         self._names = [group.name for group in groups]
         self._slices: dict[Position, int | slice] = {}
-        for index, group in enumerate(groups):
-            start = 0
-            for shard, number in enumerate(num_rows[group.name]):
-                stop = start + (1 if number is None else number)
-                rows = start if number is None else slice(start, stop)
-                self._slices[Position(index, shard)] = rows
-                start = stop
+        numbers = {group: iter(of_shards) for group, of_shards in num_rows.items()}
+        start = dict.fromkeys(num_rows, 0)
+        for position in all_positions(groups) if positions is None else positions:
+            group = self._names[position.group]
+            number, first = next(numbers[group]), start[group]
+            start[group] = first + (1 if number is None else number)
+            self._slices[position] = first if number is None else slice(first, start[group])
 
     def parts(self, whole: Mapping[str, Mapping[str, Tensor | None]]) -> dict[Position, Outputs]:
         """Return each shard's views, by the names that have a tensor."""
@@ -53,21 +64,26 @@ def concatenated(
     """Return Z of each group in the order of the shards, and each shard's number of rows.
 
     Args:
-        outputs: z of every shard. Views of Z take its place one after the other, so that all of
-            them and Z are never in memory together.
+        outputs: z of every shard, or of a range of them; Z then has their rows alone. Views of Z
+            take its place one after the other, so that all of them and Z are never in memory
+            together.
 
     Raises:
         BadOutput: shards of one group differ in names, dtypes or trailing dimensions.
     """
     whole: dict[str, Outputs] = {}
     num_rows: dict[str, list[int | None]] = {}
-    for index, group in enumerate(groups):
-        shards = [outputs[Position(index, shard)] for shard in range(len(group.shards))]
-        num_rows[group.name] = [_num_rows(group.name, i, z) for i, z in enumerate(shards)]
-        for shard, z in enumerate(shards):
-            _check_alike(group.name, shard, z, shards[0])
-        whole[group.name] = {
-            name: _moved_into_one(shards, name, num_rows[group.name]) for name in list(shards[0])
+    by_group: dict[int, list[tuple[int, Outputs]]] = {}
+    for position in sorted(outputs):
+        by_group.setdefault(position.group, []).append((position.shard, outputs[position]))
+    for index, numbered in by_group.items():
+        group = groups[index].name
+        num_rows[group] = [_num_rows(group, shard, z) for shard, z in numbered]
+        for shard, z in numbered:
+            check_alike(group, shard, z, numbered[0][1])
+        shards = [z for _, z in numbered]
+        whole[group] = {
+            name: _moved_into_one(shards, name, num_rows[group]) for name in list(shards[0])
         }
     return whole, num_rows
 
@@ -115,7 +131,12 @@ def _num_rows(group: str, shard: int, outputs: Outputs) -> int | None:
     return found.pop()
 
 
-def _check_alike(group: str, shard: int, outputs: Outputs, first: Outputs) -> None:
+def check_alike(group: str, shard: int, outputs: Outputs, first: Outputs) -> None:
+    """Compare what a shard gave with what the first one did.
+
+    Raises:
+        BadOutput: they cannot be rows of one Z.
+    """
     if outputs.keys() != first.keys():
         raise BadOutput(
             f"group {group!r}, shard {shard}: expected {sorted(first)} as from shard 0, got "

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import CotangentsLoss, GradientSpec, Receipt
-from gradbox_engine import FirstOutputs, gradient_at_cotangents
+from gradbox_engine import CotangentGradient, FirstOutputs, gradient_at_cotangents
 from gradbox_engine.model.outputs import BARE, Outputs
-from gradbox_worker.computations.engine_inputs import differentiated
+from gradbox_worker.computations.engine_inputs import TensorSource, differentiated
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import input_gradients, section
 
@@ -34,8 +34,8 @@ def compute(job: LoadedJob, spec: GradientSpec, loss: CotangentsLoss) -> Compute
     answer = gradient_at_cotangents(
         job.loaded.module,
         job.groups,
-        _grouped({name: job.tensors.tensor(ref) for name, ref in loss.tensors.items()}),
-        first or _first_outputs(job.work.earlier_result, loss.forward, job.device),
+        given_cotangents(loss, job.tensors),
+        first or first_outputs(job.work.earlier_result, loss.forward, job.device),
         seed=spec.seed,
         mode=spec.mode,
         wrt=differentiated(spec),
@@ -48,6 +48,16 @@ def compute(job: LoadedJob, spec: GradientSpec, loss: CotangentsLoss) -> Compute
         observer=job.observer,
         checkpoints=job.checkpoints,
     )
+    return computed(answer, spec)
+
+
+def given_cotangents(loss: CotangentsLoss, tensors: TensorSource) -> dict[str, Outputs]:
+    """Return ∂L/∂Z by group and name."""
+    return _grouped({name: tensors.tensor(ref) for name, ref in loss.tensors.items()})
+
+
+def computed(answer: CotangentGradient, spec: GradientSpec) -> Computed:
+    """Return what stands in the result file, however many devices computed it."""
     return Computed(
         tensors={
             **section("grads", answer.grads if "grads" in spec.returns else {}),
@@ -64,7 +74,12 @@ def compute(job: LoadedJob, spec: GradientSpec, loss: CotangentsLoss) -> Compute
     )
 
 
-def _first_outputs(path: Path | None, job_id: str, device: torch.device) -> FirstOutputs:
+def first_outputs(path: Path | None, job_id: str, device: torch.device) -> FirstOutputs:
+    """Read what the forward job returned.
+
+    Raises:
+        InvalidInputs: its result is not there any more.
+    """
     try:
         if path is None:
             raise FileNotFoundError

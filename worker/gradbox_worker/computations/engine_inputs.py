@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -20,14 +20,13 @@ from gradbox.protocol import (
     CotangentsLoss,
     GradientSpec,
     MixedGradientSpec,
+    ShardRef,
     SharedSpec,
     TensorRef,
     TracedFunction,
 )
 from gradbox_engine import Group, Objective, Penalty
 from gradbox_worker.computations.placement import memory_bytes
-from gradbox_worker.files.blob_tensors import BlobTensors
-from gradbox_worker.models.registry import Loaded
 
 # What one call of a traced function may allocate, as a share of the device's memory.
 SHARE_FOR_FUNCTIONS: Final = 0.5
@@ -56,17 +55,27 @@ class Loss:
     buffers: Callable[[], Mapping[str, Tensor]] = dict
 
 
-def input_groups(spec: SharedSpec, loaded: Loaded, tensors: BlobTensors) -> list[Group]:
+class TensorSource(Protocol):
+    """Where the tensors that a spec names are: `BlobTensors`, or what was sent to this process."""
+
+    def tensor(self, ref: TensorRef) -> Tensor: ...
+    def shards(self, refs: Sequence[ShardRef]) -> Sequence[Mapping[str, Tensor]]: ...
+
+
+def input_groups(spec: SharedSpec, methods: Collection[str], tensors: TensorSource) -> list[Group]:
     """Return the groups, whose shards are read when the engine comes to them.
+
+    Args:
+        methods: the entry points that jobs may call.
 
     Raises:
         InvalidInputs: the registry does not allow a group's method.
     """
     for group in spec.inputs:
-        if group.method not in loaded.methods:
+        if group.method not in methods:
             raise InvalidInputs(
                 f"inputs.{group.name}: expected one of the model's entry points "
-                f"({', '.join(loaded.methods)}), got {group.method!r}; use one of them, or have "
+                f"({', '.join(methods)}), got {group.method!r}; use one of them, or have "
                 f"the box's owner add it to the model's methods"
             )
     return [
@@ -82,7 +91,7 @@ def input_groups(spec: SharedSpec, loaded: Loaded, tensors: BlobTensors) -> list
 
 
 def model_penalties(
-    spec: GradientSpec, tensors: BlobTensors, *, device: torch.device
+    spec: GradientSpec, tensors: TensorSource, *, device: torch.device
 ) -> list[Penalty]:
     """Return the penalties with their functions built.
 
@@ -114,7 +123,7 @@ def differentiated(spec: GradientSpec) -> list[str] | None:
     return [*(spec.wrt or ["*"]), "inputs.*"]
 
 
-def gradient_loss(spec: GradientSpec, tensors: BlobTensors, *, device: torch.device) -> Loss:
+def gradient_loss(spec: GradientSpec, tensors: TensorSource, *, device: torch.device) -> Loss:
     """Return the loss with its inputs, and the leaves of both that want gradients.
 
     Raises:
@@ -146,7 +155,7 @@ def gradient_loss(spec: GradientSpec, tensors: BlobTensors, *, device: torch.dev
 
 
 def mixed_objectives(
-    spec: MixedGradientSpec, tensors: BlobTensors, *, device: torch.device
+    spec: MixedGradientSpec, tensors: TensorSource, *, device: torch.device
 ) -> tuple[Objective, Objective]:
     """Return `inner` and `outer`, which share the members of y that both read.
 
@@ -176,7 +185,7 @@ def mixed_objectives(
 
 
 def build_function(
-    traced: TracedFunction, tensors: BlobTensors, *, device: torch.device
+    traced: TracedFunction, tensors: TensorSource, *, device: torch.device
 ) -> BuiltFunction:
     """Build a traced function with the tensors it reads.
 
@@ -195,7 +204,7 @@ def build_function(
     )
 
 
-def _read(refs: Mapping[str, TensorRef], tensors: BlobTensors) -> dict[str, Tensor]:
+def _read(refs: Mapping[str, TensorRef], tensors: TensorSource) -> dict[str, Tensor]:
     read = {name: tensors.tensor(ref) for name, ref in refs.items()}
     for name, ref in refs.items():
         if ref.requires_grad and not read[name].is_floating_point():

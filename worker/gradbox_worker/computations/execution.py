@@ -10,13 +10,12 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from gradbox.protocol import PROTOCOL, Receipt, Seconds, spec_digest
+from gradbox.protocol import spec_digest
 from gradbox_engine import Observer
-from gradbox_engine.requests import Phase
 from gradbox_service.store import Room
 from gradbox_worker.computations import forward, gradient, mixed_gradient, per_sample
 from gradbox_worker.computations.checkpoints import CheckpointFile, Pace
@@ -33,6 +32,7 @@ from gradbox_worker.computations.phases import (
     PhaseEnded,
 )
 from gradbox_worker.computations.placement import memory_bytes
+from gradbox_worker.computations.receipts import device_name, kind_of, metadata_of, receipt_of
 from gradbox_worker.exceptions_to_problems import (
     Caught,
     caught,
@@ -198,7 +198,7 @@ def _run(
         job = LoadedJob(
             work=work,
             loaded=loaded,
-            groups=input_groups(spec, loaded, tensors),
+            groups=input_groups(spec, loaded.methods, tensors),
             readout=readout,
             weights=weights | widened,
             tensors=tensors,
@@ -224,49 +224,21 @@ def _run(
         phases.enter(WRITE_RESULT)
         rounded = rounding.rounded(computed.tensors)
         facts = {**computed.facts, **rounding.facts(weights_widened=len(widened))}
-        receipt = _receipt(job, facts, seconds=computed.seconds, peak=peak, load_s=load_s)
-        metadata = {
-            "format": "pt",
-            "gradbox": receipt.model_dump_json(),
-            **computed.metadata,
-            **rounding.metadata(),
-        }
+        receipt = receipt_of(
+            work,
+            facts,
+            model=loaded.name,
+            model_version=loaded.version,
+            device=device_name(registry.device),
+            seconds=computed.seconds,
+            peak=peak,
+            load_s=load_s,
+            resumed=job.checkpoints.resumed,
+        )
+        metadata = metadata_of(receipt, computed.metadata, rounding)
         result = result_file.commit(rounded, metadata=metadata)
     kept.keep(work, computed.kept)
     return Finished(receipt=receipt, result=result)
-
-
-def _receipt(
-    job: LoadedJob,
-    facts: Mapping[str, Any],
-    *,
-    seconds: Mapping[Phase, float],
-    peak: PeakMemory,
-    load_s: float,
-) -> Receipt:
-    work, spec = job.work, job.work.spec
-    peak_bytes, before_bytes = peak.measure()
-    return Receipt(
-        protocol=PROTOCOL,
-        job=work.job_id,
-        spec_digest=spec_digest(spec),
-        computation=spec.computation,
-        model=job.loaded.name,
-        model_version=job.loaded.version,
-        seed=spec.seed,
-        mode=spec.mode,
-        precision=spec.precision,
-        device=_device_name(job.device),
-        torch=torch.__version__,
-        gradbox=importlib.metadata.version("gradbox"),
-        shards={group.name: len(group.shards) for group in spec.inputs},
-        seconds=Seconds.model_validate({"queued": work.queued_s, "load": load_s, **seconds}),
-        peak_memory_bytes=peak_bytes,
-        memory_before_bytes=before_bytes,
-        attempts=work.attempt,
-        resumed=job.checkpoints.resumed,
-        **facts,
-    )
 
 
 def _identity(work: Work, *, device: torch.device) -> dict[str, str]:
@@ -277,15 +249,7 @@ def _identity(work: Work, *, device: torch.device) -> dict[str, str]:
     return {
         "spec": spec_digest(work.spec),
         "model": work.model_version,
-        "device": _kind(device),
+        "device": kind_of(device),
         "torch": torch.__version__,
         "gradbox": importlib.metadata.version("gradbox"),
     }
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{device} ({_kind(device)})" if device.type == "cuda" else str(device)
-
-
-def _kind(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

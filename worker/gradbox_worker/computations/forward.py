@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradbox.protocol import ForwardSpec
-from gradbox_engine import set_outputs
+from gradbox_engine import KeptPass, SetOutputs, set_outputs
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import by_group, section
 
@@ -26,6 +26,11 @@ def compute(job: LoadedJob, spec: ForwardSpec) -> Computed:
         observer=job.observer,
         checkpoints=job.checkpoints,
     )
+    return computed(answer, spec, kept=answer.kept)
+
+
+def computed(answer: SetOutputs, spec: ForwardSpec, *, kept: KeptPass | None = None) -> Computed:
+    """Return what stands in the result file, however many devices computed it."""
     sections = {"outputs": by_group(answer.outputs), "buffers": answer.buffers}
     return Computed(
         tensors={
@@ -35,5 +40,5 @@ def compute(job: LoadedJob, spec: ForwardSpec) -> Computed:
         },
         facts={"rows": answer.rows, "stateful": answer.stateful},
         seconds=answer.seconds,
-        kept=answer.kept,
+        kept=kept,
     )

@@ -10,6 +10,7 @@ from gradbox.protocol import CotangentsLoss, GradientSpec
 from gradbox_engine import SetGradient, set_gradient
 from gradbox_worker.computations import cotangents
 from gradbox_worker.computations.engine_inputs import (
+    Loss,
     differentiated,
     gradient_loss,
     model_penalties,
@@ -23,7 +24,6 @@ def compute(job: LoadedJob, spec: GradientSpec) -> Computed:
     if isinstance(spec.loss, CotangentsLoss):
         return cotangents.compute(job, spec, spec.loss)
     loss = gradient_loss(spec, job.tensors, device=job.device)
-    wants_buffers = loss.has_buffers and "buffers" in spec.returns
     answer = set_gradient(
         job.loaded.module,
         job.groups,
@@ -41,10 +41,20 @@ def compute(job: LoadedJob, spec: GradientSpec) -> Computed:
         returns=tuple(spec.returns),
         observer=job.observer,
         # A later attempt would go on without calling the loss, whose buffers it needs.
-        checkpoints=None if wants_buffers else job.checkpoints,
+        checkpoints=None if wants_loss_buffers(spec, loss) else job.checkpoints,
     )
+    return computed(answer, spec, loss)
+
+
+def wants_loss_buffers(spec: GradientSpec, loss: Loss) -> bool:
+    """Tell whether the result has what the loss leaves in its buffers."""
+    return loss.has_buffers and "buffers" in spec.returns
+
+
+def computed(answer: SetGradient, spec: GradientSpec, loss: Loss) -> Computed:
+    """Return what stands in the result file, however many devices computed it."""
     tensors = _tensors(answer, spec.returns)
-    if wants_buffers:
+    if wants_loss_buffers(spec, loss):
         tensors |= section("loss_buffers", loss.buffers())
     return Computed(
         tensors=tensors,

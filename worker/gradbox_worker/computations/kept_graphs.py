@@ -31,7 +31,7 @@ from gradbox_worker.work import Work
 IDLE_S: Final = 60.0
 
 # What a gradient job says for itself; all else is its forward job's.
-OWN: Final = frozenset({"protocol", "model", "priority", "timeout_s", "name"})
+OWN: Final = frozenset({"protocol", "model", "priority", "timeout_s", "devices", "name"})
 
 
 @dataclass(frozen=True)

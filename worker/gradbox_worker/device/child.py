@@ -19,6 +19,8 @@ from gradbox_worker.device.exits import Exit, count_oom_kills, exit_of
 from gradbox_worker.device.messages import Begin, FromDevice, ToDevice, receive_answer, send
 from gradbox_worker.device.output import BoundedLog, Output
 
+DEVICE_MODULE: Final = "gradbox_worker.device.main"
+CLUSTER_MODULE: Final = "gradbox_worker.cluster.main"
 POLL_S: Final = 0.2
 LEAVE_S: Final = 5.0  # to end by itself, once told or once it said so
 DRAIN_S: Final = 2.0  # to read what it printed, once it and what it started are gone
@@ -37,6 +39,12 @@ class DeviceSettings:
     checkpoint_after_s: float | None = None  # of a job's run; None: see checkpoints.Pace
     log: Path | None = None  # of what it prints; None: the worker's standard error
     spare: bool = False  # whether a second process waits to take its place
+    cluster: Path | None = None  # where a cluster says how it is reached; None: no cluster
+
+    @property
+    def module(self) -> str:
+        """What the process runs: the device itself, or what has a cluster's devices run jobs."""
+        return DEVICE_MODULE if self.cluster is None else CLUSTER_MODULE
 
     def options(self) -> list[str]:
         """Return them as `gradbox_worker.device.main` reads them."""
@@ -50,11 +58,13 @@ class DeviceSettings:
             options += ["--job-memory-bytes", str(self.job_memory_bytes)]
         if self.checkpoint_after_s is not None:
             options += ["--checkpoint-after-s", str(self.checkpoint_after_s)]
+        if self.cluster is not None:
+            options += ["--cluster", str(self.cluster)]
         return options
 
 
 class DeviceChild:
-    """A process that runs `gradbox_worker.device.main`, from its start to its end.
+    """A process that runs jobs (`DeviceSettings.module`), from its start to its end.
 
     It is started afresh, never forked: a CUDA context does not survive a fork. It imports all that
     its jobs will need, and then waits: until `begin` it opens no device and no model, and starts
@@ -68,7 +78,7 @@ class DeviceChild:
             log: where what it prints goes; None: the worker's standard error.
         """
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "gradbox_worker.device.main"]
+        command = [sys.executable, "-m", settings.module]
         command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         self._mark = secrets.token_hex(16)
         self._exit: Exit | None = None

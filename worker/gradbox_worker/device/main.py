@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import os
 import queue
 import signal
@@ -18,9 +19,10 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from gradbox.printable import log_to_stderr
+from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.messages import Begin, Run, Stop, receive_order
 
 PR_SET_PDEATHSIG: Final = 1
@@ -75,8 +77,20 @@ class Inbox:
                     self._stopped = (order.job_id, order.attempt)
 
 
-def main(arguments: list[str]) -> None:
-    """Serve jobs until the worker closes the pipe."""
+class Serve(Protocol):
+    """What a process does once torch is imported: `serving.serve`, or that of a cluster."""
+
+    def __call__(
+        self, connection: Connection, orders: Inbox, *, begin: Begin, settings: DeviceSettings
+    ) -> None: ...
+
+
+def main(arguments: list[str], *, serving: str = "gradbox_worker.device.serving") -> None:
+    """Serve jobs until the worker closes the pipe.
+
+    Args:
+        serving: the module whose `serve` does that.
+    """
     options = _parser().parse_args(arguments)
     _bind_to_parent(options.parent)
     _be_called(SPARE_NAME)
@@ -85,7 +99,8 @@ def main(arguments: list[str]) -> None:
     inbox = Inbox(connection)
     # Only now: torch takes seconds to import, and the worker may be gone by then.
     from gradbox_worker.device.importing import import_ahead
-    from gradbox_worker.device.serving import serve
+
+    serve: Serve = importlib.import_module(serving).serve
 
     if not inbox.begun:  # else somebody waits for this process
         import_ahead(options.models)
@@ -93,13 +108,16 @@ def main(arguments: list[str]) -> None:
         connection,
         inbox,
         begin=inbox.begin(),
-        models_file=options.models,
-        data=options.data,
-        device_name=options.device,
-        budget_bytes=options.model_memory_bytes,
-        result_memory_bytes=options.result_memory_bytes,
-        job_memory_bytes=options.job_memory_bytes,
-        checkpoint_after_s=options.checkpoint_after_s,
+        settings=DeviceSettings(
+            models_file=options.models,
+            data=options.data,
+            device=options.device,
+            model_memory_bytes=options.model_memory_bytes,
+            result_memory_bytes=options.result_memory_bytes,
+            job_memory_bytes=options.job_memory_bytes,
+            checkpoint_after_s=options.checkpoint_after_s,
+            cluster=options.cluster,
+        ),
     )
 
 
@@ -114,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--result-memory-bytes", type=int)
     parser.add_argument("--job-memory-bytes", type=int)
     parser.add_argument("--checkpoint-after-s", type=float)
+    parser.add_argument("--cluster", type=Path)
     return parser
 
 

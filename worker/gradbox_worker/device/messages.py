@@ -2,7 +2,7 @@
 
     worker → device   begin; then run, stop
     device → worker   building*, then ready | unready; then, for each run, progress*, phase*,
-                      memory* and one of finished, failed, stopped
+                      memory* and one of finished, failed, stopped, lost
 
 `multiprocessing.connection.Connection` frames the bytes; its `send` and `recv` would pickle and are
 never used.
@@ -48,6 +48,7 @@ class Run(Frame):
     queued_s: float
     disk_reserve_bytes: int | None = None
     timed: bool = False
+    not_split: str = ""
 
 
 class Stop(Frame):
@@ -127,6 +128,21 @@ class RunStopped(Frame):
     kind: Literal["stopped"] = "stopped"
 
 
+class RunLost(Frame):
+    """The attempt is lost: what it ran on ended, and not the process that says so.
+
+    `fault` says what the job's own code may have brought about, see `work.Died`. `leaving`: the
+    process ends after this, so that another one finds what has taken the place of what ended;
+    where the job had not begun, that one runs it.
+    """
+
+    kind: Literal["lost"] = "lost"
+    reason: str
+    fault: str | None = None
+    leaving: bool = False
+    begun: bool = True
+
+
 ToDevice = Begin | Run | Stop
 FromDevice = (
     Building
@@ -138,6 +154,7 @@ FromDevice = (
     | RunFinished
     | RunFailed
     | RunStopped
+    | RunLost
 )
 
 TO_DEVICE: Final[TypeAdapter[ToDevice]] = TypeAdapter(

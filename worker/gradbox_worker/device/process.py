@@ -31,6 +31,7 @@ from gradbox_worker.device.messages import (
     Run,
     RunFailed,
     RunFinished,
+    RunLost,
     RunStopped,
     Stop,
 )
@@ -120,10 +121,7 @@ class DeviceProcess:
         self.ensure(while_waiting=while_waiting)
 
     def have_spare(self) -> None:
-        """Start a spare process if there is to be one and none lives.
-
-        Done whenever a process is ready, and to be called now and then, for a spare may die too.
-        """
+        """Start a spare process if there is to be one and none lives; called now and then."""
         if self._settings.spare and (self._spare is None or self._spare.pid is None):
             self._end_spare()
             self._spare = DeviceChild(self._settings, log=self._log)
@@ -134,20 +132,22 @@ class DeviceProcess:
         Raises:
             DeviceNotStarted: none runs, and none can be started.
         """
-        self.ensure(while_waiting=supervision.poll)
-        child = self._child
-        assert child is not None  # since ensure
-        order = Run(**vars(work))  # the message has the fields of the work
-        try:
-            child.send(order)
-        except OSError:
-            return Died(child.end().reason)
-        try:
-            return self._outcome(child, work, supervision)
-        except BaseException:
-            self.kill()  # or its answer to this job would be taken for one to the next
-            self._end_child()
-            raise
+        while True:
+            self.ensure(while_waiting=supervision.poll)
+            child = self._child
+            assert child is not None  # since ensure
+            try:
+                child.send(Run(**vars(work)))  # the message has the fields of the work
+            except OSError:
+                return Died(child.end().reason)
+            try:
+                outcome = self._outcome(child, work, supervision)
+            except BaseException:
+                self.kill()  # or its answer to this job would be taken for one to the next
+                self._end_child()
+                raise
+            if outcome is not None:
+                return outcome
 
     def kill(self) -> None:
         """End the process at once, with those it started; a job it runs ends as `Died`."""
@@ -223,7 +223,8 @@ class DeviceProcess:
         except OSError:
             log.info("the device process ended at once")  # as the wait for its answer will find
 
-    def _outcome(self, child: DeviceChild, work: Work, supervision: Supervision) -> Outcome:
+    def _outcome(self, child: DeviceChild, work: Work, supervision: Supervision) -> Outcome | None:
+        """Wait for a job's end; None if the process left before it began the job."""
         kill_at: float | None = None
         progress: ProgressMade | None = None
 
@@ -257,6 +258,11 @@ class DeviceProcess:
                     return Failed(answer.problem)
                 case RunStopped():
                     return Stopped()
+                case RunLost():
+                    if answer.leaving:
+                        self._end_child()
+                    ended = Exit(answer.reason, fault=answer.fault)
+                    return _died(ended, progress) if answer.begun else None
                 case _:
                     ended = child.end()
                     self._end_child()

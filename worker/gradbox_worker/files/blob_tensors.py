@@ -7,12 +7,13 @@ what the replay reads, and every shard ever read would count towards the process
 
 from __future__ import annotations
 
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Protocol, overload
+from typing import Final, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -30,6 +31,18 @@ class Blobs(Protocol):
 
     def path(self, digest: str) -> Path: ...
     def header(self, digest: str) -> SafetensorsHeader | None: ...
+
+
+class TensorForm(NamedTuple):
+    """What is known of a tensor that is not read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes it has."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class _OpenBlob:
@@ -117,6 +130,20 @@ class BlobTensors:
             )
         pinned = self._device.type == "cuda"
         return {name.removeprefix(ref.prefix): blob.read(name, pinned=pinned) for name in names}
+
+    def forms(self, ref: ShardRef) -> dict[str, TensorForm]:
+        """Return what the header says of a shard's tensors, by argument.
+
+        Raises:
+            MissingBlobs: the blob is not stored.
+        """
+        blob = self._blob(ref.blob)
+        return {
+            name.removeprefix(ref.prefix): TensorForm(
+                TORCH_DTYPES[blob.entries[name].dtype], tuple(blob.entries[name].shape)
+            )
+            for name in blob.names_under(ref.prefix)
+        }
 
     def shards(self, refs: Sequence[ShardRef]) -> LazyShards:
         """Return the shards as a sequence that reads each one when it is asked for."""

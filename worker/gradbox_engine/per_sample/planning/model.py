@@ -54,6 +54,7 @@ def callable_model(
     unchecked: Sequence[str] = (),
     streams: Sequence[tuple[int, int]] | None = None,
     others: int = 0,
+    first_shard: int = 0,
 ) -> Iterator[CallableModel]:
     """Set a model up, with requires_grad on the wanted parameters alone, and put it back.
 
@@ -63,6 +64,7 @@ def callable_model(
         streams: the numbers (k, i) that each shard's random stream is derived from; by default
             those of group 0, and 1 for other shards.
         others: how many of the first shards are other ones, see `OtherShards`.
+        first_shard: the number of the first own shard in the job, where these are a range of it.
 
     Raises:
         BadInputs: `unchecked` names something else, or the model has no such method.
@@ -77,7 +79,15 @@ def callable_model(
     device = model_device(model)
     with configured(model, parameters, options):
         yield CallableModel(
-            model, parameters, options, device, method, frozenset(unchecked), streams, others
+            model,
+            parameters,
+            options,
+            device,
+            method,
+            frozenset(unchecked),
+            streams,
+            others,
+            first_shard,
         )
 
 
@@ -94,10 +104,11 @@ class CallableModel:
         unchecked: frozenset[str],
         streams: Sequence[tuple[int, int]] | None,
         others: int,
+        first_shard: int,
     ) -> None:
         self.model, self.parameters = model, parameters
         self.options, self.device, self.unchecked = options, device, unchecked
-        self._streams, self.num_others = streams, others
+        self._streams, self.num_others, self._first_shard = streams, others, first_shard
         # The narrowest dtype of a product.
         self.rounding = AUTOCAST.get(options.precision, torch.float64)
         self._buffers = Buffers(model)
@@ -118,14 +129,16 @@ class CallableModel:
     def begin_stream(self, index: int) -> None:
         """Begin the random stream of shard `index`; leaving the model puts the generators back."""
         own = index - self.num_others
-        default = (0, own) if own >= 0 else (1, index)
+        default = (0, own + self._first_shard) if own >= 0 else (1, index)
         group, shard = default if self._streams is None else self._streams[index]
         begin_stream(self.options.seed, group, shard)
 
     def where(self, index: int) -> str:
         """Return how a message calls shard `index`."""
         own = index - self.num_others
-        return f"shard {own}" if own >= 0 else f"shard {index} of those in against"
+        return (
+            f"shard {own + self._first_shard}" if own >= 0 else f"shard {index} of those in against"
+        )
 
     def call(self, arguments: dict[str, Any]) -> Tensor:
         """Return z of one shard, one row a sample, in float32 or wider.

@@ -1,0 +1,53 @@
+"""One box on a cluster of two CPU devices, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.boxes import TestBox, running_box
+from tests.client.conftest import write_models
+from tests.cluster.processes import having
+
+# Which of the machine's processes are the box's: every one inherits it.
+VARIABLE = "GRADBOX_TESTS_CLUSTER"
+
+
+@dataclass(frozen=True)
+class ClusterBox:
+    """A box on a cluster, and what tells its processes from others."""
+
+    box: TestBox
+    mark: str
+
+    def processes(self) -> list[int]:
+        """Return its living processes."""
+        return having(VARIABLE, self.mark)
+
+
+def write_cluster_models(path: Path) -> Path:
+    """Write a models file with the problem table's models, and some that test devices."""
+    write_models(path)
+    here = Path(__file__).parent / "models.py"
+    entries = [
+        f'[models.{name}]\nbuilder = "python"\nsource = "{here}:{name}"\n'
+        for name in ("unhurried", "running_mean")
+    ]
+    path.write_text(path.read_text() + "\n" + "\n".join(entries))
+    return path
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterBox]:
+    folder = tmp_path_factory.mktemp("cluster")
+    models = write_cluster_models(folder / "models.toml")
+    mark = uuid.uuid4().hex
+    arguments = ("--cluster", "local", "--device", "cpu,cpu", "--no-spare")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, mark)
+        with running_box(folder / "data", models=models, arguments=arguments) as box:
+            yield ClusterBox(box, mark)

@@ -1,0 +1,51 @@
+"""Models that show what devices do: one that takes its time, and one that can't be split."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+from tests.case_models import seeded
+
+CALL_S = 0.05
+
+
+class Unhurried(nn.Module):
+    """Dropout and batch norm; each call takes a while, so that faults meet its jobs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(CALL_S)
+        return self.layers(x)
+
+
+@seeded
+def unhurried() -> nn.Module:
+    return Unhurried()
+
+
+class RunningMean(nn.Module):
+    """Its output depends on a buffer that every call changes, so no shard can go first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x)
+        if self.training:
+            self.average.mul_(0.9).add_(0.1 * z.detach().mean(0))
+        return z - self.average
+
+
+@seeded
+def running_mean() -> nn.Module:
+    return RunningMean()

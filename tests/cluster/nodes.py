@@ -1,0 +1,37 @@
+"""Three nodes of a Ray cluster on this machine: `python -m tests.cluster.nodes`.
+
+Prints the address once all are there; then each line of its input kills one node that is not the
+first, or adds one ("join"). It ends with its input.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback alone
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+
+def main() -> None:
+    os.environ["RAY_TMPDIR"] = sys.argv[1]
+    Path(sys.argv[1], "ray").mkdir()
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    others = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    print(cluster.address, flush=True)
+    for line in sys.stdin:
+        if line.strip() == "join":
+            others.append(cluster.add_node(num_cpus=1))
+        else:
+            cluster.remove_node(others.pop(), allow_graceful=False)
+        print("done", flush=True)
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

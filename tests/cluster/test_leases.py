@@ -1,0 +1,79 @@
+"""Which device runs for whom."""
+
+from __future__ import annotations
+
+from gradbox_worker.cluster.leases import Leases, Wish
+
+
+def leases_of(*devices: str, without_files: tuple[str, ...] = ()) -> Leases:
+    leases = Leases()
+    for device in devices:
+        leases.add(device, sees_files=device not in without_files)
+    return leases
+
+
+def granted(leases: Leases) -> dict[str, list[str]]:
+    return {wish.lease: devices for wish, devices in leases.granted()}
+
+
+def test_a_lease_gets_what_is_idle_and_no_more_than_it_asked_for() -> None:
+    leases = leases_of("a", "b", "c")
+    leases.ask(Wish("one", "m", at_most=2))
+    assert granted(leases) == {"one": ["a", "b"]}
+    leases.ask(Wish("two", "m", at_most=5))
+    assert granted(leases) == {"two": ["c"]}
+
+
+def test_a_lease_waits_for_one_device_and_not_for_all() -> None:
+    leases = leases_of("a", "b")
+    leases.ask(Wish("one", "m", at_most=2))
+    granted(leases)
+    leases.ask(Wish("two", "m", at_most=2))
+    assert granted(leases) == {}
+    leases.free("b")
+    assert granted(leases) == {"two": ["b"]}
+
+
+def test_those_that_wait_are_served_in_the_order_in_which_they_asked() -> None:
+    leases = leases_of("a")
+    for name in ("one", "two", "three"):
+        leases.ask(Wish(name, "m"))
+    order = list(granted(leases))
+    for _ in range(2):
+        leases.free("a")
+        order += granted(leases)
+    assert order == ["one", "two", "three"]
+
+
+def test_a_device_that_ran_the_model_is_preferred() -> None:
+    leases = leases_of("a", "b")
+    leases.ask(Wish("one", "other"))
+    leases.ask(Wish("two", "m"))
+    granted(leases)
+    leases.free("a")
+    leases.free("b")
+    leases.ask(Wish("three", "m"))
+    assert granted(leases) == {"three": ["b"]}
+
+
+def test_a_whole_job_gets_a_device_that_sees_the_files_first() -> None:
+    leases = leases_of("far", "near", without_files=("far",))
+    leases.ask(Wish("one", "m", at_most=2, with_files=True))
+    assert granted(leases) == {"one": ["near", "far"]}
+
+
+def test_a_lease_that_is_withdrawn_gets_nothing() -> None:
+    leases = leases_of("a")
+    leases.ask(Wish("one", "m"))
+    leases.withdraw("one")
+    assert granted(leases) == {}
+
+
+def test_a_device_that_is_removed_is_lent_no_more() -> None:
+    leases = leases_of("a", "b")
+    leases.ask(Wish("one", "m"))
+    assert granted(leases) == {"one": ["a"]}
+    leases.remove("a")
+    leases.free("a")
+    leases.ask(Wish("two", "m", at_most=2))
+    assert granted(leases) == {"two": ["b"]}

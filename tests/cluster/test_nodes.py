@@ -1,0 +1,93 @@
+"""A box on a cluster of three machines, one of which is lost."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gradbox import GradClient
+from tests.boxes import ROOT, running_box
+from tests.cluster.conftest import VARIABLE, ClusterBox, write_cluster_models
+from tests.cluster.processes import wait_until
+from tests.cluster.test_failures import long_job, num_ranges, when_in
+from tests.cluster.test_jobs import WAIT_S
+from tests.oracle import TOLERANCE, difference
+
+# Three raylets and their devices take half a minute to start.
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of the cluster."""
+
+    process: subprocess.Popen[str]
+
+    def order(self, what: str) -> None:
+        """Kill a node, or have one join."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline().strip() == "done"
+
+
+@pytest.fixture(scope="module")
+def nodes_and_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Nodes, ClusterBox]]:
+    folder = tmp_path_factory.mktemp("nodes")
+    mark = uuid.uuid4().hex
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="gr-") as ray_folder,
+    ):
+        patch.setenv(VARIABLE, mark)
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cluster.nodes", ray_folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        assert process.stdout is not None
+        address = next(line for line in process.stdout if line.startswith("127.0.0.1:")).strip()
+        models = write_cluster_models(Path(folder) / "models.toml")
+        arguments = ("--cluster", address, "--device", "cpu", "--no-spare")
+        try:
+            with running_box(folder / "data", models=models, arguments=arguments) as box:
+                yield Nodes(process), ClusterBox(box, mark)
+        finally:
+            process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def client(nodes_and_box: tuple[Nodes, ClusterBox]) -> Iterator[GradClient]:
+    with nodes_and_box[1].box.client() as client:
+        yield client
+
+
+def test_a_machine_that_is_lost_costs_its_range_alone_and_one_that_joins_serves(
+    nodes_and_box: tuple[Nodes, ClusterBox], client: GradClient
+) -> None:
+    nodes, _ = nodes_and_box
+    expected = client.submit(long_job(devices=1)).result(WAIT_S)
+    assert num_ranges(client) == 3
+    job = client.submit(long_job(devices="auto"))
+    when_in("replay", job)
+    nodes.order("kill")
+    result = job.result(WAIT_S)
+    assert difference(result.grads, expected.grads) <= TOLERANCE
+    assert sum(found.devices_lost for found in result.manifest.ranges or ()) == 1
+    assert result.manifest.attempts == 1
+    wait_until(lambda: num_ranges(client) == 2, what="the device to be forgotten")
+    nodes.order("join")
+    wait_until(lambda: num_ranges(client) == 3, what="the device of the new machine")

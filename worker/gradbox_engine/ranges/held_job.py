@@ -1,0 +1,266 @@
+"""A job on one device, held open between its two phases.
+
+The model stays prepared and the graphs that the budget has room for stay in memory from `forward`
+of a range to its `replay`. Random streams belong to a shard's number in the whole job, so it does
+not matter on which device, or in which range, a shard runs. Groups are therefore those of the whole
+job. Shards outside of a device's ranges may hold tensors on torch's `meta` device: of them, only
+names, dtypes and sizes are ever read.
+
+Several ranges may be held on one device. They share its budget, and each begins with the registered
+buffers. All calls come from the thread that opened the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, TypeVar, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.precision import accumulation_dtype
+from gradbox_engine.model.prepared import Prepared, prepared
+from gradbox_engine.model.shard_feed import all_positions
+from gradbox_engine.model.wrt import Selection, select
+from gradbox_engine.ranges import norm_statistics
+from gradbox_engine.ranges.independence import check_independence
+from gradbox_engine.ranges.protocol import (
+    EarlierOutputs,
+    GradientForm,
+    NormStatistics,
+    Range,
+    RangeCotangents,
+    RangeGradient,
+    RangeOutputs,
+)
+from gradbox_engine.replay.first_pass import FirstPass, first_pass
+from gradbox_engine.replay.fp16_scaling import scaled_replay
+from gradbox_engine.replay.gradient_sums import GradientSums
+from gradbox_engine.replay.phase_timer import PhaseTimer
+from gradbox_engine.replay.replay import ReplayProgress
+from gradbox_engine.replay.retention import GraphBudget, graph_budget
+from gradbox_engine.replay.set_gradient import GRADS_ALONE
+from gradbox_engine.replay.shard_record import ShardRecord, free_graphs, retried_without_kept_graphs
+from gradbox_engine.replay.z import NumRows, ShardRows, concatenated
+from gradbox_engine.requests import (
+    CallKeywords,
+    CallOptions,
+    Group,
+    Observer,
+    Retain,
+    Returned,
+    Silent,
+)
+
+T = TypeVar("T")
+
+
+@contextmanager
+def held_job(
+    model: nn.Module,
+    groups: Sequence[Group],
+    *,
+    wrt: Sequence[str] | None = None,
+    loss_parameters: Collection[str] = (),
+    retain: Retain = 0,
+    returns: Collection[Returned] = GRADS_ALONE,
+    observer: Observer | None = None,
+    **options: Unpack[CallKeywords],
+) -> Iterator[HeldJob]:
+    """Hold a model ready for ranges of a job; it is bit-identical afterwards.
+
+    The arguments are those of `set_gradient`, and the same on every device of the job.
+
+    Args:
+        loss_parameters: names that `wrt` may match besides, those of the objective's parameters.
+        retain: of this device.
+        observer: told about the shards of each range, counted from its own first.
+
+    Raises:
+        EngineError: see `errors`.
+    """
+    selection = select(model, wrt, others=loss_parameters)
+    with prepared(model, groups, selection, CallOptions(**options)) as ready:
+        sums_bytes = GradientSums(selection.parameters).expected_bytes()
+        budget = graph_budget(retain, ready.device, sums_bytes=sums_bytes)
+        with_buffers = "buffers" in returns
+        yield HeldJob(ready, model, selection, budget, observer or Silent(), with_buffers)
+
+
+class HeldRange(NamedTuple):
+    """What a device keeps of a range between its first pass and its replay."""
+
+    records: list[ShardRecord]
+    num_rows: NumRows
+
+
+class HeldJob:
+    """The two phases, over any ranges, on a model that stays prepared."""
+
+    def __init__(
+        self,
+        ready: Prepared,
+        model: nn.Module,
+        selection: Selection,
+        budget: GraphBudget,
+        observer: Observer,
+        with_buffers: bool,
+    ) -> None:
+        self._ready = ready
+        self._model = model
+        self._selection = selection
+        self._budget = budget
+        self._observer = observer
+        self._with_buffers = with_buffers
+        self._positions = all_positions(ready.calls.groups)
+        self._held: dict[int, HeldRange] = {}
+
+    def forward(self, part: Range) -> RangeOutputs:
+        """Put the shards of a range through the model, from the registered buffers on.
+
+        Raises:
+            CoupledShards: they changed a buffer, and the job has other ranges.
+            EngineError: a call failed.
+            torch.OutOfMemoryError: one shard does not fit.
+        """
+        ready, clock = self._ready, PhaseTimer(self._ready.device)
+        self._held.pop(part.index, None)
+        for held in self._held.values():
+            held.records[-1].free_graph()  # kept beyond the budget, to be used next
+        with clock.timed("forward"):
+            first = self._freeing_graphs(partial(self._first_pass, part))
+            records = first.records
+            norms = {} if part.is_whole else norm_statistics.updates(self._model, records)
+            joined = partial(
+                concatenated, ready.calls.groups, {r.position: r.outputs for r in records}
+            )
+            whole, num_rows = retried_without_kept_graphs(joined, records, undo=lambda: None)
+        self._held[part.index] = HeldRange(records, num_rows)
+        penalties = [value.double() for record in records for value in record.penalties]
+        with_buffers = self._with_buffers and part.index == 0
+        return RangeOutputs(
+            outputs={group: _on_host(named) for group, named in whole.items()},
+            rows={group: tuple(numbers) for group, numbers in num_rows.items()},
+            penalties=(torch.stack(penalties) if penalties else torch.zeros(0).double()).cpu(),
+            norms=norms,
+            parameters=frozenset(self._selection.parameters),
+            stateful=not first.after.equals(ready.buffers.first),
+            seconds=clock.seconds["forward"],
+            buffers=_on_host(ready.buffers.named(first.after)) if with_buffers else None,
+        )
+
+    def resume(self, part: Range, earlier: EarlierOutputs) -> None:
+        """Hold a range whose shards changed no buffer in the job that put them through."""
+        positions, state = self._positions[part.start : part.stop], self._ready.buffers.first
+        rows = ShardRows(self._ready.calls.groups, earlier.rows, positions=positions)
+        records = [
+            ShardRecord(
+                position, _to(z, self._ready.device), penalties=[], before=state, after=state
+            )
+            for position, z in rows.parts(earlier.outputs).items()
+        ]
+        self._held[part.index] = HeldRange(records, earlier.rows)
+
+    def replay(self, part: Range, cotangents: RangeCotangents) -> RangeGradient:
+        """Carry the cotangents back; the range is given up.
+
+        The sums of the answer are `NamedSums` on this device.
+
+        Raises:
+            CoupledShards: the range's shards depend on the shards before them.
+            ReplayMismatch: a shard differs from its first pass by more than its dtype's tolerance.
+            EngineError: a call failed.
+            torch.OutOfMemoryError: one shard's graph does not fit.
+        """
+        clock, sums = PhaseTimer(self._ready.device), GradientSums(self._selection.parameters)
+        with clock.timed("replay"):
+            held = self._held[part.index]
+            # A replay compares the shard as well, but under the buffers of its own range.
+            first = held.records[0]
+            in_replay = first.graph is None and first.position in cotangents.needed
+            if cotangents.norms or not in_replay:
+                self._check_independence(part, held, cotangents.norms)
+            replayed = self._freeing_graphs(
+                partial(self._replay, part, held, cotangents, sums), undo=sums.clear
+            )
+        del self._held[part.index]
+        return RangeGradient(
+            sums=sums.reached(),
+            parameters={
+                name: GradientForm(tuple(p.shape), accumulation_dtype(p.dtype))
+                for name, p in self._selection.parameters.items()
+            },
+            inputs={group: tuple(names) for group, names in self._ready.inputs.items()},
+            input_grads={
+                position: {n: None if g is None else g.cpu() for n, g in named.items()}
+                for position, named in replayed.input_grads.items()
+            },
+            retained=replayed.num_retained,
+            replayed=replayed.num_replayed,
+            replay_difference=replayed.difference,
+            seconds=clock.seconds["replay"],
+        )
+
+    def _first_pass(self, part: Range) -> FirstPass:
+        return first_pass(
+            self._ready,
+            self._positions[part.start : part.stop],
+            before=self._ready.buffers.first,
+            budget=self._budget,
+            observer=self._observer,
+        )
+
+    def check(self, part: Range, norms: Mapping[str, NormStatistics]) -> None:
+        """Put the range's first shard through the model once more; the range is given up.
+
+        Raises:
+            CoupledShards: the range's shards depend on the shards before them.
+            EngineError: a call failed.
+        """
+        self._check_independence(part, self._held[part.index], norms)
+        del self._held[part.index]
+
+    def _check_independence(
+        self, part: Range, held: HeldRange, norms: Mapping[str, NormStatistics]
+    ) -> None:
+        if part.index > 0:
+            first = held.records[0]
+            updates = norm_statistics.updates(self._model, [first])
+            self._freeing_graphs(partial(check_independence, self._ready, first, norms, updates))
+
+    def _replay(
+        self, part: Range, held: HeldRange, cotangents: RangeCotangents, sums: GradientSums
+    ) -> ReplayProgress:
+        device = self._ready.device
+        whole = {group: _to(named, device) for group, named in cotangents.cotangents.items()}
+        positions = self._positions[part.start : part.stop]
+        parts = ShardRows(self._ready.calls.groups, held.num_rows, positions=positions).parts(whole)
+        needed = {position: parts[position] for position in cotangents.needed}
+        free_graphs(held.records, parts.keys() - needed.keys())
+        return scaled_replay(
+            self._ready,
+            held.records,
+            needed,
+            sums,
+            observer=self._observer,
+            resumed=None,
+            after_shard=lambda *_: None,
+        )
+
+    def _freeing_graphs(
+        self, step: Callable[[], T], *, undo: Callable[[], None] = lambda: None
+    ) -> T:
+        """Run a step; where memory runs out, repeat it without the graphs of all held ranges."""
+        records = [record for held in self._held.values() for record in held.records]
+        return retried_without_kept_graphs(step, records, undo=undo)
+
+
+def _to(named: Mapping[str, Tensor], device: torch.device) -> Outputs:
+    return {name: tensor.to(device) for name, tensor in named.items()}
+
+
+def _on_host(named: Mapping[str, Tensor]) -> Outputs:
+    return _to(named, torch.device("cpu"))

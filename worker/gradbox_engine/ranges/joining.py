@@ -1,0 +1,129 @@
+"""Z out of the ranges' parts, and the ranges' parts of ∂L/∂Z."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.shard_feed import Position, all_positions
+from gradbox_engine.ranges import norm_statistics
+from gradbox_engine.ranges.protocol import NormUpdate, Range, RangeCotangents, RangeOutputs
+from gradbox_engine.replay.z import NumRows, check_alike
+from gradbox_engine.requests import Group
+
+Whole = Mapping[str, Mapping[str, Tensor | None]]
+"""Tensors shaped like Z in the order of the shards, by group and name."""
+
+RangeRows = Mapping[str, tuple[int | None, ...]]
+"""Each shard's number of rows in Z, by group, of one range."""
+
+
+def joined(
+    groups: Sequence[Group], gathered: Sequence[RangeOutputs], *, device: torch.device
+) -> dict[str, Outputs]:
+    """Return Z of each group, in the order of the shards.
+
+    Args:
+        gathered: views of Z take the place of its parts one after the other, so that Z and all of
+            them are never in the host's memory together.
+
+    Raises:
+        BadOutput: shards of one group differ in names, dtypes or trailing dimensions.
+    """
+    whole: dict[str, Outputs] = {}
+    for group in groups:
+        having = [outputs for outputs in gathered if group.name in outputs.outputs]
+        named = [outputs.outputs[group.name] for outputs in having]
+        shard = 0
+        for outputs, part in zip(having, named, strict=True):
+            check_alike(group.name, shard, part, named[0])
+            shard += len(outputs.rows[group.name])
+        whole[group.name] = {
+            name: _moved_into_one(named, name).to(device) for name in list(named[0])
+        }
+    return whole
+
+
+def range_cotangents(
+    groups: Sequence[Group],
+    parts: Sequence[Range],
+    rows: Sequence[RangeRows],
+    cotangents: Whole,
+    needed: Container[Position],
+    *,
+    norms: Sequence[Mapping[str, NormUpdate]],
+) -> list[RangeCotangents]:
+    """Return what each range needs for its replay.
+
+    Args:
+        rows: of each range.
+        cotangents: in the order of the shards.
+        needed: shards that need a backward pass.
+        norms: each range's updates of running statistics.
+    """
+    starts, _ = norm_statistics.composed(norms)
+    positions = all_positions(groups)
+    return [
+        RangeCotangents(
+            cotangents=given,
+            needed=tuple(p for p in positions[part.start : part.stop] if p in needed),
+            norms=start,
+        )
+        for part, given, start in zip(parts, by_range(rows, cotangents), starts, strict=True)
+    ]
+
+
+def joined_rows(groups: Sequence[Group], rows: Sequence[RangeRows]) -> NumRows:
+    """Return each shard's number of rows in Z."""
+    return {
+        group.name: [n for of_range in rows for n in of_range.get(group.name, ())]
+        for group in groups
+    }
+
+
+def rows_by_range(
+    groups: Sequence[Group], parts: Sequence[Range], num_rows: NumRows
+) -> list[dict[str, tuple[int | None, ...]]]:
+    """Return each range's part of the shards' numbers of rows; `joined_rows` backwards."""
+    positions = all_positions(groups)
+    found: list[dict[str, list[int | None]]] = [{} for _ in parts]
+    for part, rows in zip(parts, found, strict=True):
+        for group, shard in positions[part.start : part.stop]:
+            name = groups[group].name
+            rows.setdefault(name, []).append(num_rows[name][shard])
+    return [{name: tuple(numbers) for name, numbers in rows.items()} for rows in found]
+
+
+def by_range(rows: Sequence[RangeRows], whole: Whole) -> list[dict[str, Outputs]]:
+    """Return each range's rows of tensors shaped like Z, on the host."""
+    begin = dict.fromkeys(whole, 0)
+    found: list[dict[str, Outputs]] = []
+    for of_range in rows:
+        part: dict[str, Outputs] = {}
+        for group in (name for name in of_range if name in whole):
+            end = begin[group] + sum(1 if n is None else n for n in of_range[group])
+            part[group] = {
+                name: tensor[begin[group] : end].cpu()
+                for name, tensor in whole[group].items()
+                if tensor is not None
+            }
+            begin[group] = end
+        found.append(part)
+    return found
+
+
+def _moved_into_one(parts: Sequence[Outputs], name: str) -> Tensor:
+    first = parts[0][name]
+    if len(parts) == 1:
+        return first
+    whole = first.new_empty((sum(len(part[name]) for part in parts), *first.shape[1:]))
+    del first
+    start = 0
+    for part in parts:
+        view = whole[start : start + len(part[name])]
+        part[name] = view.copy_(part[name])
+        start += len(view)
+    return whole

@@ -1,0 +1,225 @@
+"""A mixed gradient on one device, held open between its first pass and its tangent pass.
+
+As in `held_job`, ranges may follow each other on one device, each begins with the registered
+buffers, and shards outside of a device's ranges may hold `meta` tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine.errors import BadInputs
+from gradbox_engine.mixed.gradient import NOTHING
+from gradbox_engine.mixed.inner import Inner
+from gradbox_engine.mixed.jacobian_products import ShardJacobians
+from gradbox_engine.mixed.phases import (
+    DFDZ,
+    Equipment,
+    TangentPass,
+    first_pass,
+    sketch,
+    tangent_pass,
+)
+from gradbox_engine.mixed.sums import LeafSums
+from gradbox_engine.model.kernels import differentiable_kernels
+from gradbox_engine.model.outputs import BARE
+from gradbox_engine.model.prepared import prepared
+from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.ranges import norm_statistics
+from gradbox_engine.ranges.independence import check_independence
+from gradbox_engine.ranges.protocol import (
+    EarlierOutputs,
+    GradientForm,
+    NormStatistics,
+    Range,
+    RangeCotangents,
+    RangeGradient,
+    RangeOutputs,
+)
+from gradbox_engine.replay.cotangents import trainable
+from gradbox_engine.replay.phase_timer import PhaseTimer
+from gradbox_engine.replay.shard_record import ShardRecord
+from gradbox_engine.replay.z import ShardRows, concatenated
+from gradbox_engine.requests import (
+    CallKeywords,
+    CallOptions,
+    Group,
+    Objective,
+    Observer,
+    Silent,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectionsOfRange(RangeCotangents):
+    """What the tangent pass of a range needs: u for cotangents, and two things besides.
+
+    `largest` is the largest ‖dfdz_i‖‖u_i‖ of all shards. `direct` is ∂outer/∂y, with which the sum
+    of range 0 begins.
+    """
+
+    largest: Tensor
+    direct: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeTangents(RangeGradient):
+    """What the tangent pass of a range gave."""
+
+    fallbacks: dict[str, int]  # see `MixedResult`
+
+
+@contextmanager
+def held_mixed(
+    model: nn.Module,
+    group: Group,
+    inner: Objective,
+    leaves: Mapping[str, Tensor],
+    *,
+    z: str | None = None,
+    observer: Observer | None = None,
+    **options: Unpack[CallKeywords],
+) -> Iterator[HeldMixed]:
+    """Hold a model ready for ranges of a job; it is bit-identical afterwards.
+
+    The arguments are those of `mixed_gradient`, and the same on every device.
+
+    Args:
+        leaves: y by name, those that outer alone reads too.
+    """
+    told = CallOptions(**options).without_penalties("mixed_gradient")
+    with (
+        prepared(model, [group], NOTHING, told) as ready,
+        trainable(leaves, widened=told.widened),
+        differentiable_kernels(),
+    ):
+        equipment = Equipment(
+            ready=ready,
+            jacobians=ShardJacobians(ready, argument=z, scaled=told.precision == "fp16"),
+            inner=Inner(inner, device=ready.device, seed=told.seed, widened=told.widened),
+            observer=observer or Silent(),
+        )
+        yield HeldMixed(equipment, model, group, leaves)
+
+
+class HeldMixed:
+    """The two phases, over any ranges; see `RangeDevice`."""
+
+    def __init__(
+        self, equipment: Equipment, model: nn.Module, group: Group, leaves: Mapping[str, Tensor]
+    ) -> None:
+        self._equipment, self._ready = equipment, equipment.ready
+        self._model, self._group, self._leaves = model, group, leaves
+        self._held: dict[int, list[ShardRecord]] = {}
+
+    def forward(self, part: Range) -> RangeOutputs:
+        """Take v, a and dfdz of a range's shards; the outputs are dfdz.
+
+        Raises:
+            CoupledShards: they changed a buffer, and the job has other ranges.
+            EngineError: see `mixed_gradient`.
+        """
+        clock = PhaseTimer(self._ready.device)
+        with clock.timed("forward"):
+            records = first_pass(self._equipment, (), shards=range(part.start, part.stop))
+            norms = {} if part.is_whole else norm_statistics.updates(self._model, records)
+            parts = {record.position: {BARE: record.outputs[DFDZ]} for record in records}
+            whole, num_rows = concatenated([self._group], parts)
+            for record in records:
+                record.outputs[DFDZ] = parts[record.position][BARE]  # a view of the whole
+        self._held[part.index] = records
+        return RangeOutputs(
+            outputs={group: {BARE: named[BARE].cpu()} for group, named in whole.items()},
+            rows={group: tuple(numbers) for group, numbers in num_rows.items()},
+            penalties=torch.zeros(0, dtype=torch.float64),
+            norms=norms,
+            parameters=frozenset(self._leaves),
+            stateful=not records[-1].after.equals(self._ready.buffers.first),
+            seconds=clock.seconds["forward"],
+        )
+
+    def replay(self, part: Range, cotangents: RangeCotangents) -> RangeTangents:
+        """Add ∂⟨a_i(y, v_i), J_i u_i⟩/∂y over a range's shards; the range is given up.
+
+        Raises:
+            CoupledShards: the range's shards depend on the shards before them.
+            ReplayMismatch: a shard's v differs from that of the first pass.
+            EngineError: see `mixed_gradient`.
+        """
+        assert isinstance(cotangents, DirectionsOfRange)
+        records, clock = self._held[part.index], PhaseTimer(self._ready.device)
+        sums, went = LeafSums(self._leaves), TangentPass()
+        with clock.timed("replay"):
+            if cotangents.norms or records[0].position not in cotangents.needed:
+                self._check(part, cotangents.norms)
+            sums.add({name: g.to(self._ready.device) for name, g in cotangents.direct.items()})
+            tangent_pass(
+                self._equipment,
+                records,
+                self._directions(part, cotangents),
+                sums,
+                went=went,
+                largest=cotangents.largest.to(self._ready.device),
+            )
+        del self._held[part.index]
+        unreached = sums.unreached()
+        named = sums.named()
+        return RangeTangents(
+            sums={name: tensor for name, tensor in named.items() if name not in unreached},
+            parameters={n: GradientForm(tuple(x.shape), x.dtype) for n, x in named.items()},
+            inputs={},
+            input_grads={},
+            retained=0,
+            replayed=went.num_done,
+            replay_difference=went.difference,
+            seconds=clock.seconds["replay"],
+            fallbacks=went.fallbacks,
+        )
+
+    def resume(self, part: Range, earlier: EarlierOutputs) -> None:
+        """A mixed gradient is in one job.
+
+        Raises:
+            BadInputs: always.
+        """
+        raise BadInputs("mixed gradient: expected its first pass in the same job, got outputs")
+
+    def check(self, part: Range, norms: dict[str, NormStatistics]) -> None:
+        """Put the range's first shard through the model once more; the range is given up.
+
+        Raises:
+            CoupledShards: the range's shards depend on the shards before them.
+        """
+        self._check(part, norms)
+        del self._held[part.index]
+
+    def _check(self, part: Range, norms: Mapping[str, NormStatistics]) -> None:
+        if part.index > 0:
+            first = self._held[part.index][0]
+            updates = norm_statistics.updates(self._model, [first])
+            entries = {name: value for name, value in first.outputs.items() if name != DFDZ}
+            check_independence(
+                self._ready, first, norms, updates, expected=entries, compared=sketch
+            )
+
+    def _directions(self, part: Range, cotangents: RangeCotangents) -> dict[Position, Tensor]:
+        """Return u of the shards that need a tangent."""
+        records = self._held[part.index]
+        num_rows = {self._group.name: [_num_rows(record) for record in records]}
+        positions = [record.position for record in records]
+        rows = ShardRows([self._group], num_rows, positions=positions)
+        parts = rows.parts(cotangents.cotangents)
+        return {
+            position: parts[position][BARE].to(self._ready.device) for position in cotangents.needed
+        }
+
+
+def _num_rows(record: ShardRecord) -> int | None:
+    dfdz = record.outputs[DFDZ]
+    return dfdz.shape[0] if dfdz.ndim else None

@@ -1,0 +1,33 @@
+"""Per-sample gradients and Jacobians over several devices, a range of the shards on each.
+
+Samples do not depend on each other, and every shard begins with the registered buffers. So a range
+is a job of its own, whose random streams and rows are numbered by the whole one, and a device that
+is lost costs its range's call. What couples samples is done when ranges have ended: sums are added
+in the tree of `reduction`, and a Gram is made block by block of factors that stay on their devices.
+
+Read `split_samples`, the coordinator's side; `sample_ranges`, a device's; `joining`, between them.
+"""
+
+from gradbox_engine.ranges.samples.protocol import (
+    RangeSamples,
+    Rows,
+    SampleDevice,
+    SampleDevices,
+    SampleTask,
+)
+from gradbox_engine.ranges.samples.sample_ranges import OffsetSink, OneSampleDevice, SampleRanges
+from gradbox_engine.ranges.samples.split_samples import SampleRun, SplitSamples, split_samples
+
+__all__ = [
+    "OffsetSink",
+    "OneSampleDevice",
+    "RangeSamples",
+    "Rows",
+    "SampleDevice",
+    "SampleDevices",
+    "SampleRanges",
+    "SampleRun",
+    "SampleTask",
+    "SplitSamples",
+    "split_samples",
+]

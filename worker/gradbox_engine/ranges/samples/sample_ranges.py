@@ -1,0 +1,197 @@
+"""A per-sample job on one device: any range of it, each call a job of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine.per_sample.api import BUDGET_BYTES
+from gradbox_engine.per_sample.job import PerSampleJob
+from gradbox_engine.per_sample.pieces import Piece, Sink
+from gradbox_engine.per_sample.planned_model import PlannedModel
+from gradbox_engine.per_sample.planning.model import CallableModel, callable_model
+from gradbox_engine.per_sample.request import Request, SampleResult
+from gradbox_engine.ranges.in_process import done
+from gradbox_engine.ranges.protocol import Range
+from gradbox_engine.ranges.samples.protocol import RangeSamples, Rows, SampleDevice, SampleTask
+from gradbox_engine.requests import Observer, Shard
+from gradbox_factors import Factored
+
+OTHERS = 1
+"""The group of the other shards' random streams."""
+
+
+class SampleRanges:
+    """What a device needs to run ranges of a per-sample job.
+
+    The arguments are those of `per_sample_gradient`, or of `jacobian` where there is no loss, and
+    the same on every device. Shards outside of a device's ranges are not read.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Sequence[Shard],
+        request: Request,
+        *,
+        loss: Callable[..., Tensor] | None = None,
+        others: Sequence[Shard] = (),
+        observer: Observer | None = None,
+        budget_bytes: int = BUDGET_BYTES,
+        sink: Sink | None = None,
+        streams: Sequence[tuple[int, int]] | None = None,
+        **setting: Any,
+    ) -> None:
+        """Take the job.
+
+        Args:
+            request: of the whole job; what a `SampleTask` says goes before it.
+            others: the shards of `OtherShards`.
+            sink: takes the dense rows of this device's ranges, at their places in the whole job.
+            streams: of the other shards and then of the job's own, see `callable_model`.
+        """
+        self._model, self._inputs, self._others = model, inputs, others
+        self._request, self._loss = request, loss
+        self._observer, self._budget_bytes, self._sink = observer, budget_bytes, sink
+        self._streams, self._setting = streams, setting
+
+    def count(self, part: Range, *, of_others: bool) -> tuple[int, ...]:
+        """Return how many samples each shard of a range has.
+
+        Raises:
+            NoBatchAxis: a shard has none.
+        """
+        shards = self._shards(part, of_others=of_others)
+        with self._ready(part, of_others=of_others) as ready:
+            planned = PlannedModel(ready)
+            return tuple(
+                planned.count(ready.arguments(shard), index) for index, shard in enumerate(shards)
+            )
+
+    def smaller(self, part: Range, task: SampleTask) -> bool:
+        """Say whether `form="auto"` keeps factors, by the range's first shard and B of the job."""
+        first = replace(part, stop=part.start + 1)
+        asked = replace(task, form="auto", keep_rows=False)
+        return self._run(first, asked, _Nowhere()).factors is not None
+
+    def run(self, part: Range, task: SampleTask) -> RangeSamples:
+        """Compute a range.
+
+        Raises:
+            EngineError: see `per_sample_gradient`.
+        """
+        dense = task.reduce == "none" and task.form == "dense" and not task.of_others
+        sink = None
+        if dense and self._sink is not None:
+            sink = OffsetSink(self._sink, task.first_sample, task.num_samples)
+        result = self._run(part, task, sink)
+        if task.keep_rows:
+            return RangeSamples(replace(result, factors=None), result.factors)
+        return RangeSamples(result)
+
+    def _run(self, part: Range, task: SampleTask, sink: Sink | None) -> SampleResult:
+        request = replace(
+            self._request,
+            reduce=task.reduce,
+            form=task.form,
+            vectors=task.vectors,
+            against=task.against,
+            samples=task.num_samples,
+        )
+        shards = self._shards(part, of_others=task.of_others)
+        with self._ready(part, of_others=task.of_others) as ready:
+            job = PerSampleJob(
+                ready, request, shards, self._observer, None, self._budget_bytes, sink
+            )
+            if self._loss is None:
+                return job.jacobians()
+            return job.gradients(self._loss, task.loss_inputs, by_sample=task.by_sample)
+
+    def _shards(self, part: Range, *, of_others: bool) -> list[Shard]:
+        shards = self._others if of_others else self._inputs
+        return [shards[index] for index in range(part.start, part.stop)]
+
+    @contextmanager
+    def _ready(self, part: Range, *, of_others: bool) -> Iterator[CallableModel]:
+        streams = self._streams
+        if streams is None and of_others:
+            streams = [(OTHERS, index) for index in range(len(self._others))]
+        if streams is not None:
+            begin = 0 if of_others else len(self._others)
+            streams = streams[begin + part.start : begin + part.stop]
+        with callable_model(
+            self._model, first_shard=part.start, streams=streams, **self._setting
+        ) as ready:
+            yield ready
+
+
+class OffsetSink:
+    """Takes a range's rows to their places among those of the whole job."""
+
+    def __init__(self, sink: Sink, first_sample: int, num_samples: int) -> None:
+        self._sink, self._first, self._num_samples = sink, first_sample, num_samples
+
+    def begin(
+        self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        """Tell the sink the shapes of the whole job; every range does."""
+        whole = {name: (self._num_samples, *shape[1:]) for name, shape in shapes.items()}
+        self._sink.begin(whole, dtypes)
+
+    def write(self, name: str, at: Piece, piece: Tensor) -> None:
+        """Pass a piece on."""
+        samples, outputs, rows = at
+        moved = slice(samples.start + self._first, samples.stop + self._first)
+        self._sink.write(name, (moved, outputs, rows), piece)
+
+
+class _Nowhere:
+    """A sink for rows that nobody wants."""
+
+    def begin(
+        self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    ) -> None: ...
+
+    def write(self, name: str, at: Piece, piece: Tensor) -> None: ...
+
+
+class OneSampleDevice:
+    """All ranges on one device, one after the other: what others have to return."""
+
+    def __init__(self, ranges: SampleRanges) -> None:
+        self._ranges = ranges
+
+    def take(self, part: Range) -> SampleDevice:
+        """Return this device, for any range."""
+        return self
+
+    def count(self, part: Range, *, of_others: bool) -> Future[tuple[int, ...]]:
+        """See `SampleRanges.count`."""
+        return done(lambda: self._ranges.count(part, of_others=of_others))
+
+    def smaller(self, part: Range, task: SampleTask) -> Future[bool]:
+        """See `SampleRanges.smaller`."""
+        return done(self._ranges.smaller, part, task)
+
+    def run(self, part: Range, task: SampleTask) -> Future[RangeSamples]:
+        """See `SampleRanges.run`."""
+        return done(self._ranges.run, part, task)
+
+    def gram(self, left: Rows, right: Rows | None, *, trace: bool) -> Future[Tensor]:
+        """See `gram_of`."""
+        return done(lambda: gram_of(left, right, trace=trace))
+
+
+def gram_of(left: Rows, right: Rows | None, *, trace: bool) -> Tensor:
+    """Return J J'ᵀ of two ranges' factors, (B, Y, B', Y') or its trace; J Jᵀ without the second."""
+    assert isinstance(left, Factored)
+    if right is None:
+        return left.gram(trace=trace)
+    assert isinstance(right, Factored)
+    return left.gram_with(right, trace=trace)

@@ -1,0 +1,225 @@
+"""`split_samples`: one per-sample job over ranges of its shards, wherever these run.
+
+    each range r:   the rows of its samples, or what they are reduced to      SampleDevice.run
+    here:           rows and numbers of samples joined in order; sums (`clipped_sum`, `vjp`) added
+                    in the tree of `reduction`
+    a Gram:         each range's factors stay where they are; J_r J_sᵀ for r ≤ s, each once, and
+                    its transpose
+
+With other shards to multiply with, theirs run first, in ranges of their own; their factors come
+here, and go to every range as `against`. The result depends on the ranges alone, and with one range
+it is that of `per_sample_gradient` or `jacobian`.
+
+Cost: theirs divided among the devices; with `form="auto"` the rows of one shard more, which tell
+the form for all ranges.
+
+Shapes: B samples over all ranges.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+
+from gradbox_engine.errors import BadReduction
+from gradbox_engine.per_sample.kept_factors import check_names
+from gradbox_engine.per_sample.request import Form, Request, SampleResult
+from gradbox_engine.per_sample.sample_loss import check_given_apart, rows_by_sample
+from gradbox_engine.ranges.calls import Losses, on_each
+from gradbox_engine.ranges.protocol import Range
+from gradbox_engine.ranges.samples.gram import GramOfRanges
+from gradbox_engine.ranges.samples.joining import joined
+from gradbox_engine.ranges.samples.protocol import (
+    RangeSamples,
+    SampleDevice,
+    SampleDevices,
+    SampleTask,
+)
+from gradbox_engine.requests import Observer, Silent
+from gradbox_factors import Factored
+
+GRAMS = ("gram", "gram_trace")
+
+
+@dataclass(frozen=True)
+class SampleRun:
+    """How one range went."""
+
+    start: int
+    stop: int
+    samples: int
+    seconds: float
+    devices_lost: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSamples(SampleResult):
+    """What `per_sample_gradient` and `jacobian` return, and the ranges it was computed in."""
+
+    ranges: tuple[SampleRun, ...]
+
+
+def split_samples(
+    devices: SampleDevices,
+    parts: Sequence[Range],
+    request: Request,
+    *,
+    loss_inputs: Mapping[str, Any] | None = None,
+    other_parts: Sequence[Range] = (),
+    other_loss_inputs: Mapping[str, Any] | None = None,
+    observer: Observer | None = None,
+) -> SplitSamples:
+    """Compute what the request asks of all samples.
+
+    Args:
+        devices: each has `SampleRanges` of the same job.
+        parts: ranges that cover all shards in order.
+        request: checked; its `against` may be rows of an earlier call, but not shards.
+        loss_inputs: as in `per_sample_gradient`; None for a Jacobian.
+        other_parts: ranges of other shards, where rows are to be multiplied with theirs.
+        other_loss_inputs: what the loss reads for them, in place of its own of the same names.
+        observer: told of the samples of ranges that have ended, and about once a second.
+
+    Raises:
+        BadReduction: `vectors` does not fit the samples.
+        DeviceLost: no device is left, or one range has lost too many.
+        EngineError: see `per_sample_gradient`.
+    """
+    job = _SplitSamples(devices, parts, request, loss_inputs, observer or Silent())
+    if other_parts:
+        job.run_others(other_parts, other_loss_inputs or {})
+    return job.run()
+
+
+class _SplitSamples:
+    """One job on its way."""
+
+    def __init__(
+        self,
+        devices: SampleDevices,
+        parts: Sequence[Range],
+        request: Request,
+        loss_inputs: Mapping[str, Any] | None,
+        observer: Observer,
+    ) -> None:
+        self._devices, self._parts, self._request = devices, parts, request
+        self._loss_inputs, self._has_loss = loss_inputs or {}, loss_inputs is not None
+        self._observer, self._start = observer, time.perf_counter()
+        self._losses = Losses()
+        self._samples = self._count(parts, of_others=False)
+        self._against = request.against if isinstance(request.against, Factored) else None
+        self._other_values: Tensor | None = None
+
+    def run_others(self, parts: Sequence[Range], given: Mapping[str, Any]) -> None:
+        """Make the rows of the other shards, and gather them here as factors."""
+        samples = self._count(parts, of_others=True)
+        check_given_apart(self._loss_inputs, given, (sum(self._samples), sum(samples)))
+        basis = SampleTask("none", "smaller", 0, sum(samples), of_others=True)
+        tasks = _with_rows(basis, samples, {**self._loss_inputs, **given})
+        found = self._run(parts, tasks, samples)
+        others = joined(parts, [f.result for f in found], reduce="none", seconds=0.0)
+        self._against, self._other_values = others.factors, others.values
+
+    def run(self) -> SplitSamples:
+        """Run the job's own ranges, and join what they give."""
+        request, num_samples = self._request, sum(self._samples)
+        own_gram = request.reduce in GRAMS and self._against is None
+        pulled_back = request.reduce == "vjp"
+        basis = SampleTask(
+            reduce="none" if own_gram else request.reduce,
+            form="factored" if own_gram else request.form,
+            first_sample=0,
+            num_samples=num_samples,
+            vectors=self._vectors(),
+            against=None if pulled_back else self._against,
+            keep_rows=own_gram,
+        )
+        tasks = _with_rows(basis, self._samples, self._loss_inputs)
+        if request.form == "auto":
+            form: Form = "smaller" if self._factors_are_smaller(tasks[0]) else "dense"
+            tasks = [replace(task, form=form) for task in tasks]
+        found = self._run(self._parts, tasks, self._samples)
+        results = [f.result for f in found]
+        whole = joined(self._parts, results, reduce=request.reduce, seconds=0.0)
+        if own_gram:
+            grams = GramOfRanges(self._devices, self._parts, tasks, found, self._losses)
+            gram = grams.whole(trace=request.reduce == "gram_trace")
+            whole = replace(whole, arrays={"gram": gram[:, 0, :, 0] if self._has_loss else gram})
+        elif pulled_back and self._against is not None:
+            check_names(whole.names, self._against)
+            whole = replace(whole, arrays={"jvp": self._against.jvp(whole.arrays)})
+        seconds = time.perf_counter() - self._start
+        facts = {**vars(whole), "other_values": self._other_values, "seconds": seconds}
+        return SplitSamples(**facts, ranges=self._runs(results))
+
+    def _count(self, parts: Sequence[Range], *, of_others: bool) -> list[int]:
+        """Return how many samples each range has."""
+        counts = on_each(
+            parts,
+            self._devices.take,
+            lambda device, part: device.count(part, of_others=of_others),
+            self._losses,
+        )
+        return [sum(of_shards) for of_shards in counts]
+
+    def _run(
+        self, parts: Sequence[Range], tasks: Sequence[SampleTask], samples: Sequence[int]
+    ) -> list[RangeSamples]:
+        def tick(ended: list[int]) -> None:
+            self._observer.step("samples", sum(samples[n] for n in ended), sum(samples))
+
+        def call(device: SampleDevice, part: Range) -> Future[RangeSamples]:
+            return device.run(part, tasks[part.index])
+
+        return on_each(parts, self._devices.take, call, self._losses, tick=tick)
+
+    def _factors_are_smaller(self, task: SampleTask) -> bool:
+        def call(device: SampleDevice, part: Range) -> Future[bool]:
+            return device.smaller(part, task)
+
+        return all(on_each(self._parts[:1], self._devices.take, call, self._losses))
+
+    def _vectors(self) -> Any:
+        vectors, num_samples = self._request.vectors, sum(self._samples)
+        if self._request.reduce == "vjp" and (
+            not isinstance(vectors, Tensor) or vectors.shape[:1] != (num_samples,)
+        ):
+            got = tuple(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
+            raise BadReduction(
+                f"vectors: expected a tensor shaped like z, ({num_samples}, ...), got {got}"
+            )
+        return vectors
+
+    def _runs(self, results: Sequence[SampleResult]) -> tuple[SampleRun, ...]:
+        return tuple(
+            SampleRun(part.start, part.stop, result.samples, result.seconds, self._losses.of(part))
+            for part, result in zip(self._parts, results, strict=True)
+        )
+
+
+def _with_rows(
+    task: SampleTask, samples: Sequence[int], loss_inputs: Mapping[str, Any]
+) -> list[SampleTask]:
+    """Return the task of each range, with its own rows of what has one a sample."""
+    by_sample = frozenset(rows_by_sample(loss_inputs, task.num_samples))
+    tasks = []
+    for number, first in zip(samples, accumulate(samples, initial=0), strict=False):
+        rows = slice(first, first + number)
+        given = {n: v[rows] if n in by_sample else v for n, v in loss_inputs.items()}
+        vectors = task.vectors[rows] if task.reduce == "vjp" else task.vectors
+        tasks.append(
+            replace(
+                task,
+                first_sample=first,
+                loss_inputs=given,
+                by_sample=by_sample,
+                vectors=vectors,
+            )
+        )
+    return tasks

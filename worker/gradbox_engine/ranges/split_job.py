@@ -1,0 +1,249 @@
+"""The ranges of a job on their way through both phases, each on the device that it was given.
+
+A range whose device is lost runs again on another one. If its outputs had been used, those of the
+second time are compared with them, like a replay with its first pass. Sums that are lost while they
+are added up are computed again from the ranges that are in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gradbox_engine.errors import DeviceLost
+from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.shard_feed import Position, all_positions
+from gradbox_engine.ranges import norm_statistics
+from gradbox_engine.ranges.calls import Losses
+from gradbox_engine.ranges.courses import Course, run_together
+from gradbox_engine.ranges.protocol import (
+    Devices,
+    EarlierOutputs,
+    NamedSums,
+    NormStatistics,
+    Range,
+    RangeCotangents,
+    RangeDevice,
+    RangeGradient,
+    RangeOutputs,
+    Sums,
+)
+from gradbox_engine.ranges.reduction import split_in_tree
+from gradbox_engine.replay.comparison import ReplayComparison
+from gradbox_engine.replay.z import ShardRows
+from gradbox_engine.requests import Group, Observer, Phase, Precision
+
+
+@dataclass(frozen=True)
+class RangeRun:
+    """How one range went."""
+
+    start: int
+    stop: int
+    forward_s: float
+    replay_s: float
+    devices_lost: int
+    rerun_difference: float  # largest |z' − z| / max |z| of a shard between two devices
+
+
+class PartialSum(NamedTuple):
+    """A sum in the tree, and the ranges that are in it."""
+
+    parts: Sequence[Range]
+    sums: Sums
+
+
+class SplitJob:
+    """Both phases of a job's ranges, on devices that may be lost."""
+
+    def __init__(
+        self,
+        devices: Devices,
+        parts: Sequence[Range],
+        groups: Sequence[Group],
+        *,
+        precision: Precision,
+        observer: Observer,
+    ) -> None:
+        self._parts = parts
+        self._losses = Losses()
+        self._rerun_difference = [0.0] * len(parts)
+        self._devices = devices
+        self._groups = groups
+        self._positions = all_positions(groups)
+        self._precision = precision
+        self._observer = observer
+        self._device: dict[int, RangeDevice] = {}
+        self._outputs: list[RangeOutputs] = []
+        self._earlier: Sequence[EarlierOutputs] = ()
+        self._cotangents: Sequence[RangeCotangents] = ()
+        self._gradients: dict[int, RangeGradient] = {}
+
+    def forward(self) -> list[RangeOutputs]:
+        """Run the first pass of all ranges.
+
+        Raises:
+            DeviceLost: no device is left, or one range has lost too many.
+            EngineError: see `HeldJob.forward`.
+        """
+        courses = [self._forward(part) for part in self._parts]
+        self._outputs = run_together(courses, tick=lambda ended: self._tell("forward", ended))
+        return self._outputs
+
+    def resume(self, earlier: Sequence[EarlierOutputs]) -> None:
+        """Take up all ranges from outputs of an earlier job, in place of `forward`.
+
+        Raises:
+            DeviceLost: no device is left, or one range has lost too many.
+        """
+        self._earlier = earlier
+        run_together([self._resume(part) for part in self._parts])
+
+    def check(self) -> None:
+        """Check that no range depends on another; for a job that ends with its first pass.
+
+        Raises:
+            CoupledShards: one does.
+            DeviceLost: no device is left, or one range has lost too many.
+        """
+        starts, _ = norm_statistics.composed([outputs.norms for outputs in self._outputs])
+        courses = [
+            self._check(part, norms) for part, norms in zip(self._parts, starts, strict=True)
+        ]
+        run_together(courses[1:])
+
+    def replay(self, cotangents: Sequence[RangeCotangents]) -> list[RangeGradient]:
+        """Run the replay of all ranges, on the devices that hold them.
+
+        Raises:
+            DeviceLost: no device is left, or one range has lost too many.
+            ReplayMismatch: a range that ran twice did not give the same outputs.
+            EngineError: see `HeldJob.replay`.
+        """
+        self._cotangents = cotangents
+        courses = [self._replay(part) for part in self._parts]
+        return run_together(courses, tick=lambda ended: self._tell("replay", ended))
+
+    def total(self) -> NamedSums:
+        """Add up the sums of all ranges, in the tree of `reduction`.
+
+        Raises: as `replay`.
+        """
+        nodes = [PartialSum([part], self._gradients[part.index].sums) for part in self._parts]
+        while len(nodes) > 1:
+            pairs = list(zip(nodes[::2], nodes[1::2], strict=False))
+            added = run_together([self._added(left, right) for left, right in pairs])
+            nodes = [*added, *nodes[2 * len(pairs) :]]
+        return run_together([self._fetched(nodes[0])])[0]
+
+    def runs(self) -> tuple[RangeRun, ...]:
+        """Return how each range went, so far."""
+        return tuple(
+            RangeRun(
+                start=part.start,
+                stop=part.stop,
+                forward_s=self._outputs[part.index].seconds if self._outputs else 0.0,
+                replay_s=found.seconds if (found := self._gradients.get(part.index)) else 0.0,
+                devices_lost=self._losses.of(part),
+                rerun_difference=self._rerun_difference[part.index],
+            )
+            for part in self._parts
+        )
+
+    def _forward(self, part: Range) -> Course[RangeOutputs]:
+        while True:
+            device = self._devices.take(part)
+            try:
+                outputs: RangeOutputs = yield device.forward(part)
+            except DeviceLost as error:
+                self._losses.count(part, error)
+            else:
+                self._device[part.index] = device
+                return outputs
+
+    def _resume(self, part: Range) -> Course[None]:
+        while True:
+            device = self._devices.take(part)
+            try:
+                yield device.resume(part, self._earlier[part.index])
+            except DeviceLost as error:
+                self._losses.count(part, error)
+            else:
+                self._device[part.index] = device
+                return
+
+    def _check(self, part: Range, norms: dict[str, NormStatistics]) -> Course[None]:
+        while True:
+            try:
+                yield self._device[part.index].check(part, norms)
+            except DeviceLost as error:
+                self._losses.count(part, error)
+                yield from self._begin_again(part)
+            else:
+                return
+
+    def _begin_again(self, part: Range) -> Course[None]:
+        """Give a range to another device, and compare its first pass with the first one's."""
+        if self._earlier:
+            yield from self._resume(part)
+            return
+        again = yield from self._forward(part)
+        largest = self._rerun_difference[part.index]
+        comparison = ReplayComparison(self._precision, largest=largest)
+        first = self._by_shard(part, self._outputs[part.index])
+        for position, outputs in self._by_shard(part, again).items():
+            where = f"group {self._groups[position.group].name!r}, shard {position.shard}"
+            comparison.compare(f"{where}, on another device", outputs, first[position])
+        self._rerun_difference[part.index] = comparison.finish()
+
+    def _by_shard(self, part: Range, outputs: RangeOutputs) -> dict[Position, Outputs]:
+        positions = self._positions[part.start : part.stop]
+        return ShardRows(self._groups, outputs.rows, positions=positions).parts(outputs.outputs)
+
+    def _replay(self, part: Range) -> Course[RangeGradient]:
+        while True:
+            try:
+                gradient: RangeGradient = yield self._device[part.index].replay(
+                    part, self._cotangents[part.index]
+                )
+            except DeviceLost as error:
+                self._losses.count(part, error)
+                yield from self._begin_again(part)
+            else:
+                self._gradients[part.index] = gradient
+                return gradient
+
+    def _added(self, left: PartialSum, right: PartialSum) -> Course[PartialSum]:
+        """Add the sums of neighbours; where one is lost, compute both again."""
+        parts = [*left.parts, *right.parts]
+        try:
+            total: Sums = yield self._devices.added(left.sums, right.sums)
+        except DeviceLost as error:
+            return (yield from self._computed_again(parts, error))
+        return PartialSum(parts, total)
+
+    def _fetched(self, node: PartialSum) -> Course[NamedSums]:
+        while True:
+            try:
+                named: NamedSums = yield self._devices.fetched(node.sums)
+            except DeviceLost as error:
+                node = yield from self._computed_again(node.parts, error)
+            else:
+                return named
+
+    def _computed_again(self, parts: Sequence[Range], error: DeviceLost) -> Course[PartialSum]:
+        """Run both phases of ranges whose sum is lost, and add up in the same tree."""
+        if len(parts) == 1:
+            self._losses.count(parts[0], error)
+            yield from self._begin_again(parts[0])
+            gradient = yield from self._replay(parts[0])
+            return PartialSum(parts, gradient.sums)
+        halves = split_in_tree(parts)
+        left = yield from self._computed_again(halves[0], error)
+        right = yield from self._computed_again(halves[1], error)
+        return (yield from self._added(left, right))
+
+    def _tell(self, phase: Phase, ended: Sequence[int]) -> None:
+        done = sum(self._parts[number].num_shards for number in ended)
+        self._observer.step(phase, done, len(self._positions))

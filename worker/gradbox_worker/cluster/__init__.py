@@ -1,0 +1,19 @@
+"""One job over many devices and many machines, on Ray; no other room imports it.
+
+`gradbox up --cluster` runs `python -m gradbox_worker.cluster`, the head of the cluster: it starts
+Ray or joins it, has one actor for every device, and ends all of it. The device process of a worker
+becomes a coordinator: it leases actors, and either has one run a whole job, or has each run a range
+of the job's shards and puts the parts together.
+
+    ray_session       Ray started on this machine, or joined; what it is told by its environment
+    head, __main__    the process that owns the actors and the pool
+    address_file      how coordinators reach the head's cluster
+    leases, pool      which device runs for whom
+    device_actor      a warm device (`device.warm_device`) as an actor
+    open_job          what an actor holds of a job between its first pass and its replay
+    array_buffers     tensors as NumPy buffers, on their way between processes
+    main, serving     the coordinator: the entry point, and its loop
+    joined            the cluster as a coordinator sees it
+    whole_job         a job that one device runs
+    wide_job          a job that several run; `ray_devices` is what the engine sees of them
+"""

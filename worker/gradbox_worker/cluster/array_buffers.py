@@ -1,0 +1,82 @@
+"""Tensors as NumPy buffers, on their way between the processes of a cluster.
+
+Ray keeps the bytes of an array beside its pickle, in shared memory, and hands them on without a
+copy; a torch tensor it would pickle whole. A buffer is the tensor's bytes with its dtype and shape,
+for NumPy has no bfloat16. Whatever holds tensors (a dataclass, a dict, a sequence) is walked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Final
+
+import numpy
+import torch
+from torch import Tensor
+
+# What torch warns of where it makes a tensor of memory that is shared.
+READ_ONLY: Final = "The given NumPy array is not writable"
+
+
+@dataclass(frozen=True)
+class TensorBuffer:
+    """A tensor's bytes in order, its dtype and its shape."""
+
+    data: numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorBuffer:
+        """Return a tensor's buffer; that of a contiguous tensor on the CPU is the tensor's own."""
+        flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        return cls(flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
+
+    def tensor(self, *, copy: bool) -> Tensor:
+        """Return the tensor; without a copy it must not be written to."""
+        if not len(self.data):
+            return torch.empty(self.shape, dtype=self.dtype)
+        data = self.data.copy() if copy else self.data
+        return torch.from_numpy(data).view(self.dtype).reshape(self.shape)
+
+
+def as_buffers(value: Any) -> Any:
+    """Return the value with a buffer for every tensor."""
+    return _walked(value, Tensor, TensorBuffer.of)
+
+
+def as_tensors(value: Any, *, copy: bool = True) -> Any:
+    """Return the value with a tensor for every buffer.
+
+    Args:
+        copy: whether the tensors may be written to: the memory of buffers is shared.
+    """
+    return _walked(value, TensorBuffer, lambda buffer: buffer.tensor(copy=copy))
+
+
+def num_bytes(value: Any) -> int:
+    """Return how many bytes the tensors or buffers in a value have."""
+    total = 0
+
+    def add(found: Tensor | TensorBuffer) -> Any:
+        nonlocal total
+        total += found.data.nbytes if isinstance(found, TensorBuffer) else found.nbytes
+        return found
+
+    _walked(value, (Tensor, TensorBuffer), add)
+    return total
+
+
+def _walked(value: Any, kind: Any, change: Any) -> Any:
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, TensorBuffer):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {f.name: _walked(getattr(value, f.name), kind, change) for f in fields(value)}
+        return replace(value, **changed)
+    if isinstance(value, dict):
+        return {key: _walked(entry, kind, change) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_walked(entry, kind, change) for entry in value)
+    return value

@@ -1,0 +1,190 @@
+"""A device as an actor: the warm device of `device.warm_device`, and ranges of wide jobs.
+
+Calls that compute run one after the other in one thread, for what a job holds between two calls
+belongs to its thread. `news` and the stops run beside them, in a group of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, ParamSpec, TypeVar
+
+import ray
+
+from gradbox.printable import log_to_stderr
+from gradbox_engine.ranges.protocol import Range, RangeCotangents
+from gradbox_worker.cluster.array_buffers import READ_ONLY, as_buffers, as_tensors
+from gradbox_worker.cluster.open_job import OpenJob, RangeJob
+from gradbox_worker.computations.execution import StopNow
+from gradbox_worker.device.child import DeviceSettings
+from gradbox_worker.device.importing import import_for_jobs
+from gradbox_worker.device.messages import TO_DEVICE, FromDevice, Run, RunFailed
+from gradbox_worker.device.warm_device import WarmDevice
+from gradbox_worker.exceptions_to_problems import refuses_work
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CONTROL: Final = "control"
+# For its last answer to be sent, before a process whose device is spoilt ends.
+LEAVE_S: Final = 2.0
+
+
+def beside_computing(method: Callable[P, T]) -> Callable[P, T]:
+    """Have a method run beside those that compute."""
+    marked: Callable[P, T] = ray.method(concurrency_group=CONTROL)(method)
+    return marked
+
+
+class JobStopped(Exception):
+    """The job was told to stop: `StopNow` as it crosses processes."""
+
+
+class DeviceActor:
+    """One device of a cluster; `head` makes an actor of it."""
+
+    def __init__(self, settings: DeviceSettings, mark: tuple[Path, str]) -> None:
+        """Open the device and build its models.
+
+        Args:
+            settings: those of a device process.
+            mark: a file in the box's data folder, and what stands in it; who reads that there sees
+                the data folder.
+        """
+        log_to_stderr("device[%(process)d] ")
+        warnings.filterwarnings("ignore", message=READ_ONLY)
+        self._news: deque[FromDevice] = deque()
+        self._stopped: tuple[str, int] | None = None
+        self._abandoned = False
+        self._leaving = False
+        self._held: OpenJob | None = None
+        self._open_for: tuple[str, int] | None = None
+        self._mark = mark
+        self._device = WarmDevice(settings, tell=self._news.append)
+        import_for_jobs()
+
+    def describe(self) -> dict[str, Any]:
+        """Say what the device is: its models as JSON, and whether it sees the data folder."""
+        path, text = self._mark
+        return {
+            "models": [view.model_dump_json() for view in self._device.views],
+            "placement": self._device.placement,
+            "hardware": self._device.hardware,
+            "sees_files": path.is_file() and path.read_text() == text,
+        }
+
+    def run(self, order: str) -> list[str]:
+        """Run a whole job; returns the messages that are left, the outcome last."""
+        run = TO_DEVICE.validate_json(order)
+        assert isinstance(run, Run)
+        self._close()
+        answer = self._device.run(run, stop_requested=self._stop_of(run.job_id, run.attempt))
+        if isinstance(answer, RunFailed) and answer.leaving:
+            self._leave_soon()
+        return [*self.news(), answer.model_dump_json()]
+
+    def open(self, job: RangeJob) -> int:
+        """Make ready for ranges of a job; returns how many of its weights were widened."""
+        self._close()
+        self._open_for = (job.job_id, job.attempt)
+        stop_requested = self._stop_of(job.job_id, job.attempt)
+        observer = self._device.watched(stop_requested=stop_requested)
+        self._held = self._guarded(partial(OpenJob, self._device, job, observer=observer))
+        return self._held.weights_widened
+
+    def forward(self, part: Range, blocks: Any, opened: int) -> Any:
+        """Run the first pass of a range; returns `RangeOutputs` of buffers.
+
+        Args:
+            opened: what `open` returned: where that failed, this call ends in the same way.
+        """
+        return as_buffers(self._guarded(partial(self._holding().forward, part, blocks)))
+
+    def resume(self, part: Range, earlier: Any, blocks: Any, opened: int) -> None:
+        """Hold a range that an earlier job put through the model; `opened` as in `forward`."""
+        given = as_tensors(earlier)
+        self._guarded(partial(self._holding().resume, part, given, blocks))
+
+    def replay(self, part: Range, cotangents: RangeCotangents) -> Any:
+        """Replay a range, whose sums stay here; returns its `RangeGradient` of buffers."""
+        given = as_tensors(cotangents)
+        return as_buffers(self._guarded(partial(self._holding().replay, part, given)))
+
+    def check(self, part: Range, norms: Any) -> None:
+        """Check the first shard of a range, and give the range up."""
+        given = as_tensors(norms)
+        self._guarded(partial(self._holding().check, part, given))
+
+    def take_sums(self, index: int) -> Any:
+        """Give the sums of a range away, as buffers."""
+        return self._holding().take_sums(index)
+
+    def add(self, index: int, other: Any) -> int:
+        """Add sums that another device gave away to those of a range; returns their bytes."""
+        return self._guarded(partial(self._holding().add, index, other))
+
+    def empty(self) -> None:
+        """Drop what a job holds here, and graphs that have waited long enough for one."""
+        if self._leaving:
+            os._exit(0)  # with no tensor freed, see `Caught`
+        self._close()
+        self._abandoned = False
+        self._news.clear()
+        if self._device.idle_left_s() == 0:
+            self._device.drop_kept_graphs()
+
+    @beside_computing
+    def news(self) -> list[str]:
+        """Return what was told since the last call."""
+        return [self._news.popleft().model_dump_json() for _ in range(len(self._news))]
+
+    @beside_computing
+    def holds(self, job_id: str, attempt: int) -> bool:
+        """Tell whether an attempt is open here, for ranges."""
+        return self._open_for == (job_id, attempt)
+
+    @beside_computing
+    def stop(self, job_id: str, attempt: int) -> None:
+        """Have an attempt stop before its next shard."""
+        self._stopped = (job_id, attempt)
+
+    @beside_computing
+    def stop_all(self) -> None:
+        """Have whatever runs stop before its next shard, up to the next `empty`."""
+        self._abandoned = True
+
+    def _stop_of(self, job_id: str, attempt: int) -> Callable[[], bool]:
+        return lambda: self._abandoned or self._stopped == (job_id, attempt)
+
+    def _holding(self) -> OpenJob:
+        if self._held is None:
+            raise JobStopped("the device was made empty meanwhile")
+        return self._held
+
+    def _close(self) -> None:
+        held, self._held, self._open_for = self._held, None, None
+        if held is not None:
+            held.close()
+
+    def _guarded(self, call: Callable[[], T]) -> T:
+        """Call what computes for a job; what it raises goes to the coordinator."""
+        try:
+            return call()
+        except StopNow:
+            raise JobStopped("told to stop") from None
+        except BaseException:
+            if refuses_work(self._device.registry.device):
+                self._leave_soon()
+            raise
+
+    def _leave_soon(self) -> None:
+        self._leaving = True
+        leaving = threading.Timer(LEAVE_S, os._exit, args=(0,))
+        leaving.daemon = True
+        leaving.start()

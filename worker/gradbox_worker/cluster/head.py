@@ -1,0 +1,245 @@
+"""The head of a cluster: has one actor for every device, and the pool that lends them.
+
+It owns the actors, so that they end with it, on this machine and on others. A machine that joins
+gets actors, and one that leaves takes its own along; jobs are told of neither. The devices of a
+machine are its GPUs, one actor each, or as many CPU actors as it is told, each with a share of the
+cores.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from gradbox.protocol import ModelView
+from gradbox_worker.cluster.address_file import ClusterAddress
+from gradbox_worker.cluster.device_actor import CONTROL, DeviceActor
+from gradbox_worker.cluster.pool import POOL, Pool
+from gradbox_worker.cluster.ray_session import RayOnThisMachine
+from gradbox_worker.device.child import DeviceSettings
+from gradbox_worker.errors import DeviceNotStarted
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 1.0
+# Building its models may take an actor long, from a slow disk for one.
+READY_S: Final = 600.0
+AUTO: Final = "auto"
+CPU: Final = "cpu"
+
+
+@dataclass(frozen=True)
+class _Starting:
+    """A device that has not said yet that it is ready."""
+
+    name: str
+    node: str
+    actor: Any
+    described: Any
+
+
+class Head:
+    """The devices of the machines that are in the cluster."""
+
+    def __init__(self, settings: DeviceSettings, *, devices: Sequence[str], mark: Path) -> None:
+        """Make the pool, on this machine; Ray has been joined.
+
+        Args:
+            settings: of every device.
+            devices: of every machine: ["auto"], or its CPU actors as ["cpu", "cpu"].
+            mark: a file that only those read who see the data folder; it is written.
+        """
+        self._settings, self._devices = settings, devices
+        self._mark = (mark, uuid.uuid4().hex)
+        mark.write_text(self._mark[1])
+        here = ray.get_runtime_context().get_node_id()
+        self._pool: Any = (
+            ray.remote(Pool)
+            .options(
+                name=POOL,
+                num_cpus=0,
+                max_restarts=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+            )
+            .remote()
+        )
+        self._starting: list[_Starting] = []
+        self._of_node: dict[str, list[str]] = {}
+        self._actors: dict[str, Any] = {}  # while a handle lives, so does the actor
+        self._versions: dict[str, str] = {}  # by model, as the first device has it
+
+    def start(self, *, stopping: threading.Event) -> int:
+        """Have the devices of all machines that are there, and wait until they are ready.
+
+        Returns:
+            How many there are; 0 if told to stop meanwhile.
+
+        Raises:
+            DeviceNotStarted: none can be used; the message says why.
+        """
+        self.look()
+        problems: list[str] = []
+        while self._starting and not stopping.wait(0.05):
+            problems += self._hear_of_ready_ones()
+        found: int = ray.get(self._pool.num_devices.remote())
+        if not found and not stopping.is_set():
+            raise DeviceNotStarted(
+                "; ".join(dict.fromkeys(problems))
+                or "expected a machine with devices in the cluster, found none: give --device cpu "
+                "where there is no GPU"
+            )
+        return found
+
+    def look(self) -> None:
+        """Look which machines there are, and which devices have become ready."""
+        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        for node in [node for node in self._of_node if node not in alive]:
+            for name in self._of_node.pop(node):
+                log.warning("the machine of device %s has left", name)
+                self._actors.pop(name, None)
+                ray.get(self._pool.remove.remote(name))
+            self._starting = [one for one in self._starting if one.node != node]
+        for node, facts in alive.items():
+            if node not in self._of_node:
+                self._start_devices(node, facts)
+        for problem in self._hear_of_ready_ones():
+            log.warning("%s", problem)
+
+    def ended(self) -> bool:
+        """Tell whether the pool has ended, without which no job runs."""
+        try:
+            ray.get(self._pool.num_devices.remote())
+        except RayActorError:
+            return True
+        return False
+
+    def _start_devices(self, node: str, facts: Mapping[str, Any]) -> None:
+        names = self._of_node[node] = []
+        for index, (device, resources) in enumerate(_devices_of(facts, self._devices)):
+            name = f"{facts['NodeManagerHostname']}/{device}-{index}"
+            if any(name in others for others in self._of_node.values()):
+                name = f"{name}-{node[:6]}"  # several nodes on one machine, as in tests
+            actor = (
+                ray.remote(max_restarts=-1, concurrency_groups={CONTROL: 1})(DeviceActor)
+                .options(
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                    **resources,
+                )
+                .remote(replace(self._settings, device=device), self._mark)
+            )
+            names.append(name)
+            self._starting.append(_Starting(name, node, actor, actor.describe.remote()))
+
+    def _hear_of_ready_ones(self) -> list[str]:
+        """Lend the devices that are ready; returns why others cannot be used."""
+        problems = []
+        for one in list(self._starting):
+            if not ray.wait([one.described], timeout=0)[0]:
+                continue
+            self._starting.remove(one)
+            try:
+                described = ray.get(one.described)
+            except (RayActorError, RayTaskError) as error:
+                problems.append(f"device {one.name} did not start: {_first_lines(error)}")
+                continue
+            refused = self._refused(one.name, described["models"])
+            if refused:
+                problems.append(refused)
+                ray.kill(one.actor)
+                continue
+            self._actors[one.name] = one.actor
+            ray.get(self._pool.add.remote(one.name, one.actor, described["sees_files"]))
+            log.info("device %s is ready (%s)", one.name, described["hardware"])
+        return problems
+
+    def _refused(self, name: str, models: Sequence[str]) -> str:
+        """Say why a device may not be used: its models are others than the first device's."""
+        for text in models:
+            view = ModelView.model_validate_json(text)
+            if not view.usable:
+                continue
+            expected = self._versions.setdefault(view.name, view.version)
+            if view.version != expected:
+                return (
+                    f"device {name} is refused: expected model {view.name!r} at version "
+                    f"{expected} as on the first device, got {view.version}; have the same files "
+                    f"and packages on all machines"
+                )
+        return ""
+
+
+def run(
+    settings: DeviceSettings,
+    *,
+    devices: Sequence[str],
+    joined: RayOnThisMachine,
+    namespace: str,
+    token: str,
+    file: Path,
+    stopping: threading.Event,
+) -> None:
+    """Keep the devices of a cluster that was joined until told to stop.
+
+    Args:
+        file: written once jobs can run, and removed at the end.
+
+    Raises:
+        DeviceNotStarted: no device can be used.
+    """
+    head = Head(settings, devices=devices, mark=file.with_name(f"{file.stem}.mark"))
+    found = head.start(stopping=stopping)
+    if stopping.is_set():
+        return
+    address = ClusterAddress(
+        address=joined.address,
+        namespace=namespace,
+        token=token,
+        raylet=joined.raylet,
+        num_devices=found,
+    )
+    address.write(file)
+    log.info("the cluster at %s has %d devices", joined.address, found)
+    try:
+        while not stopping.wait(LOOK_S):
+            if not address.answers() or head.ended():
+                raise DeviceNotStarted("Ray on this machine ended, or the pool of devices")
+            head.look()
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _devices_of(
+    facts: Mapping[str, Any], devices: Sequence[str]
+) -> list[tuple[str, dict[str, float]]]:
+    """Return the devices of a machine, each with what Ray is to reserve for it."""
+    has = facts["Resources"]
+    if list(devices) == [AUTO]:
+        num_gpus = int(has.get("GPU", 0))
+        if num_gpus:
+            return [("cuda:0", {"num_gpus": 1, "num_cpus": 0})] * num_gpus
+        devices = [CPU]
+    cores = max(1, int(has.get("CPU", 1)) // len(devices))
+    return [
+        (CPU, {"num_cpus": cores}) if device == CPU else ("cuda:0", {"num_gpus": 1, "num_cpus": 0})
+        for device in devices
+    ]
+
+
+def _first_lines(error: BaseException) -> str:
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return str(cause).strip().splitlines()[-1][:500] if str(cause).strip() else repr(cause)
+
+
+def cpus_here() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,109 @@
+"""The cluster as a coordinator sees it: the pool, and what it is told of models."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+from ray.exceptions import RayError
+
+from gradbox.protocol import ModelView
+from gradbox_worker.cluster.address_file import ClusterAddress
+from gradbox_worker.cluster.array_buffers import READ_ONLY
+from gradbox_worker.cluster.leases import Wish
+from gradbox_worker.cluster.pool import POOL, Lent
+from gradbox_worker.cluster.ray_session import join
+from gradbox_worker.errors import DeviceNotStarted
+
+POLL_S: Final = 0.2
+
+
+class ClusterGone(Exception):
+    """The head or the pool ended; a new one has another address."""
+
+
+class JoinedCluster:
+    """A cluster that this process has joined.
+
+    Attributes:
+        views: its models, by name.
+        hardware: what its first device calls itself.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Join the cluster that a head has.
+
+        Raises:
+            DeviceNotStarted: there is none, or it cannot be joined.
+        """
+        self._path = path
+        self._address = ClusterAddress.read(path)
+        warnings.filterwarnings("ignore", message=READ_ONLY)
+        join(self._address.address, namespace=self._address.namespace)
+        try:
+            self._pool: Any = ray.get_actor(POOL)
+            described = ray.get(ray.get(self._pool.any_device.remote()).describe.remote())
+        except (RayError, ValueError) as error:
+            raise DeviceNotStarted(f"expected a cluster with devices, got: {error}") from error
+        models = [ModelView.model_validate_json(text) for text in described["models"]]
+        self.views = {view.name: view for view in models}
+        self.hardware: str = described["hardware"]
+
+    def lease(self, wish: Wish, *, while_waiting: Callable[[], object]) -> list[Lent]:
+        """Wait for one device, and return it with what else is idle then.
+
+        Args:
+            while_waiting: called every 0.2 s; what it raises comes through, and ends the lease.
+
+        Raises:
+            ClusterGone: the pool ended.
+        """
+        asked = self._pool.lease.remote(wish, os.getpid())
+        try:
+            while not ray.wait([asked], timeout=POLL_S)[0]:
+                while_waiting()
+                self.check()
+            granted: list[Lent] = ray.get(asked)
+        except RayError as error:
+            raise ClusterGone(str(error)) from error
+        except BaseException:
+            self.end(wish.lease)
+            raise
+        return granted
+
+    def more(self, wish: Wish) -> list[Lent]:
+        """Return idle devices, perhaps none, for a lease.
+
+        Raises:
+            ClusterGone: the pool ended.
+        """
+        try:
+            found: list[Lent] = ray.get(self._pool.more.remote(wish))
+        except RayError as error:
+            raise ClusterGone(str(error)) from error
+        return found
+
+    def give_back(self, name: str) -> None:
+        """Give a device back before the lease ends: it has ended its part, or died."""
+        self._pool.give_back.remote(name)
+
+    def end(self, lease: str) -> None:
+        """Give all devices of a lease back."""
+        self._pool.end.remote(lease)
+
+    def check(self) -> None:
+        """Look whether the head is the one that was joined.
+
+        Raises:
+            ClusterGone: it ended, and perhaps another one has its place.
+        """
+        try:
+            same = ClusterAddress.read(self._path) == self._address
+        except DeviceNotStarted:
+            same = False
+        if not same:
+            raise ClusterGone("the head of the cluster ended")

@@ -1,0 +1,127 @@
+"""Which device runs for whom: the rules of the pool, without Ray.
+
+A lease waits for one device and never for more: what else is idle at that moment joins it, up to
+what it asked for. Waiting leases are served in the order in which they asked, which is the order in
+which the dispatcher let their jobs begin, so that owners take turns here as they do there. A device
+that ends its part is free at once, and goes to the lease that waits first.
+
+Of the idle devices a lease gets those that have its model loaded, then those that were idle
+longest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a lease asks for.
+
+    Attributes:
+        lease: its id.
+        model: what it will run.
+        at_most: how many devices it can use.
+        with_files: whether its first device must see the box's data folder, where any does, as
+            one must that runs a whole job.
+    """
+
+    lease: str
+    model: str
+    at_most: int = 1
+    with_files: bool = False
+
+
+@dataclass
+class _Device:
+    sees_files: bool
+    lease: str | None = None
+    models: list[str] = field(default_factory=list)  # those it ran, the last one last
+
+
+class Leases:
+    """The devices of a cluster, and who has them."""
+
+    def __init__(self) -> None:
+        """Have no device."""
+        self._devices: dict[str, _Device] = {}
+        self._idle: deque[str] = deque()  # the one that was idle longest first
+        self._waiting: deque[Wish] = deque()
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there are, idle or not."""
+        return len(self._devices)
+
+    def add(self, device: str, *, sees_files: bool = True) -> None:
+        """Have one more device, which is idle."""
+        self._devices[device] = _Device(sees_files)
+        self._idle.append(device)
+
+    def remove(self, device: str) -> None:
+        """Forget a device, whoever has it."""
+        self._devices.pop(device, None)
+        if device in self._idle:
+            self._idle.remove(device)
+
+    def has(self, device: str) -> bool:
+        """Tell whether there is such a device."""
+        return device in self._devices
+
+    def sees_files(self, device: str) -> bool:
+        """Tell whether a device sees the box's data folder."""
+        return self._devices[device].sees_files
+
+    def ask(self, wish: Wish) -> None:
+        """Wait for a device."""
+        self._waiting.append(wish)
+
+    def withdraw(self, lease: str) -> None:
+        """Wait no longer."""
+        self._waiting = deque(wish for wish in self._waiting if wish.lease != lease)
+
+    def free(self, device: str) -> None:
+        """Note that a device has ended its part."""
+        held = self._devices.get(device)
+        if held is not None and held.lease is not None:
+            held.lease = None
+            self._idle.append(device)
+
+    def of(self, lease: str) -> list[str]:
+        """Return the devices that a lease has."""
+        return [name for name, device in self._devices.items() if device.lease == lease]
+
+    def take_idle(self, wish: Wish) -> list[str]:
+        """Give a lease what is idle now, though others may wait for it; no device if none is."""
+        return self._give(wish)
+
+    def granted(self) -> Iterator[tuple[Wish, list[str]]]:
+        """Give idle devices to those that wait, and say to whom."""
+        for wish in list(self._waiting):
+            devices = self._give(wish)
+            if devices:
+                self._waiting.remove(wish)
+                yield wish, devices
+
+    def _give(self, wish: Wish) -> list[str]:
+        chosen = self._best(wish)
+        for name in chosen:
+            device = self._devices[name]
+            device.lease = wish.lease
+            device.models = [m for m in device.models if m != wish.model] + [wish.model]
+            self._idle.remove(name)
+        return chosen
+
+    def _best(self, wish: Wish) -> list[str]:
+        warm_first = sorted(
+            self._idle, key=lambda name: wish.model not in self._devices[name].models
+        )
+        if wish.with_files and any(device.sees_files for device in self._devices.values()):
+            first = next((n for n in warm_first if self._devices[n].sees_files), None)
+            if first is None:
+                return []
+            warm_first.remove(first)
+            warm_first.insert(0, first)
+        return warm_first[: wish.at_most]

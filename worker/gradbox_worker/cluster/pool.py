@@ -1,0 +1,169 @@
+"""The pool: an actor beside the head that leases devices to coordinators.
+
+It is told of devices by the head, and of leases by coordinators, each of which gives its process:
+when that dies, what it had leased is stopped, made empty and lent again. A device that died comes
+back once Ray has started it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ray
+from ray.exceptions import ActorDiedError, RayActorError
+
+from gradbox_worker.cluster.leases import Leases, Wish
+
+log = logging.getLogger(__name__)
+
+POOL: Final = "pool"
+# After its coordinator's death a device may take so long to come to its next shard.
+ABANDON_S: Final = 30.0
+PAUSE_S: Final = 0.25
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A device that a lease has."""
+
+    name: str
+    actor: Any  # a handle of a `DeviceActor`
+    sees_files: bool
+
+
+class Pool:
+    """The devices of one box. An asynchronous actor: all its methods run in one loop."""
+
+    def __init__(self) -> None:
+        """Have no device."""
+        self._leases = Leases()
+        self._actors: dict[str, Any] = {}
+        self._granted: dict[str, asyncio.Future[list[Lent]]] = {}
+        self._taking_back: set[str] = set()
+        self._coordinators: dict[str, int] = {}  # by lease: a file descriptor of the process
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def add(self, name: str, actor: Any, sees_files: bool) -> None:
+        """Have one more device, which is ready."""
+        self._actors[name] = actor
+        self._leases.add(name, sees_files=sees_files)
+        self._grant()
+
+    async def remove(self, name: str) -> None:
+        """Forget a device whose machine is gone."""
+        self._actors.pop(name, None)
+        self._leases.remove(name)
+
+    async def num_devices(self) -> int:
+        """Return how many devices there are, idle or not."""
+        return self._leases.num_devices
+
+    async def any_device(self) -> Any:
+        """Return the actor of some device; None if there is none."""
+        return next(iter(self._actors.values()), None)
+
+    async def lease(self, wish: Wish, pid: int) -> list[Lent]:
+        """Wait for one device, and return it with what else is idle then.
+
+        Args:
+            pid: of the coordinator, on this machine.
+        """
+        self._watch(wish.lease, pid)
+        granted = self._granted[wish.lease] = asyncio.get_running_loop().create_future()
+        self._leases.ask(wish)
+        self._grant()
+        try:
+            lent: list[Lent] = await granted
+            return lent
+        finally:
+            self._granted.pop(wish.lease, None)
+
+    async def more(self, wish: Wish) -> list[Lent]:
+        """Return what a lease gets beyond what it has: idle devices, perhaps none."""
+        return self._lent(self._leases.take_idle(wish))
+
+    async def give_back(self, name: str) -> None:
+        """Take back a device that has ended its part, or has died."""
+        self._begin(self._taken_back(name))
+
+    async def end(self, lease: str) -> None:
+        """End a lease: its devices are stopped and made empty, and then lent again."""
+        self._unwatch(lease)
+        self._leases.withdraw(lease)
+        for name in self._leases.of(lease):
+            self._begin(self._taken_back(name))
+
+    def _free(self, name: str) -> None:
+        self._leases.free(name)
+        self._grant()
+
+    def _grant(self) -> None:
+        for wish, names in list(self._leases.granted()):
+            granted = self._granted.get(wish.lease)
+            if granted is None or granted.done():
+                for name in names:
+                    self._leases.free(name)
+                continue
+            granted.set_result(self._lent(names))
+
+    def _lent(self, names: Sequence[str]) -> list[Lent]:
+        return [Lent(name, self._actors[name], self._leases.sees_files(name)) for name in names]
+
+    def _watch(self, lease: str, pid: int) -> None:
+        """End the lease when the coordinator dies."""
+        if lease in self._coordinators:
+            return
+        descriptor = self._coordinators[lease] = os.pidfd_open(pid)
+
+        def died() -> None:
+            log.warning("the coordinator %s of lease %s died", pid, lease)
+            granted = self._granted.get(lease)
+            if granted is not None and not granted.done():
+                granted.cancel()
+            self._begin(self.end(lease))
+
+        asyncio.get_running_loop().add_reader(descriptor, died)
+
+    def _unwatch(self, lease: str) -> None:
+        descriptor = self._coordinators.pop(lease, None)
+        if descriptor is not None:
+            asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)
+
+    async def _taken_back(self, name: str) -> None:
+        """Have a device drop what it holds, and lend it again; one that died, once it is back."""
+        if name in self._taking_back:
+            return
+        self._taking_back.add(name)
+        try:
+            while (actor := self._actors.get(name)) is not None:
+                try:
+                    await actor.stop_all.remote()  # up to the next `empty`
+                    await asyncio.wait_for(_empty(actor), ABANDON_S)
+                    self._leases.free(name)
+                    self._grant()
+                    return
+                except TimeoutError:
+                    log.warning("device %s does not stop: killing it", name)
+                    ray.kill(actor, no_restart=False)
+                except ActorDiedError as error:
+                    log.warning("device %s is gone for good: %s", name, error)
+                    await self.remove(name)
+                except RayActorError:
+                    await asyncio.sleep(PAUSE_S)  # it is starting again
+        finally:
+            self._taking_back.discard(name)
+
+    def _begin(self, coroutine: Any) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)  # the loop holds tasks weakly
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _empty(actor: Any) -> None:
+    await actor.empty.remote()

@@ -1,0 +1,186 @@
+"""The coordinator's main loop: a device process that has the devices of a cluster run its jobs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import uuid
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Final
+
+from gradbox.errors import JobFailed
+from gradbox.protocol import Problem
+from gradbox_engine.errors import CoupledShards
+from gradbox_worker.cluster.joined import ClusterGone, JoinedCluster
+from gradbox_worker.cluster.leases import Wish
+from gradbox_worker.cluster.pool import Lent
+from gradbox_worker.cluster.whole_job import Outcome, lives, run_whole
+from gradbox_worker.cluster.wide_job import WideJob, can_be_split
+from gradbox_worker.computations.execution import StopNow
+from gradbox_worker.device.child import DeviceSettings
+from gradbox_worker.device.importing import import_for_jobs
+from gradbox_worker.device.messages import (
+    Begin,
+    DeviceReady,
+    DeviceUnready,
+    FromDevice,
+    Run,
+    RunFailed,
+    RunLost,
+    RunStopped,
+    send,
+)
+from gradbox_worker.device.serving import Orders
+from gradbox_worker.errors import WorkerError
+from gradbox_worker.exceptions_to_problems import Caught, caught
+from gradbox_worker.work import Work
+
+log = logging.getLogger(__name__)
+
+AUTO: Final = "auto"
+NO_FILES: Final = (
+    "expected a device that sees the box's data folder, which a job of this computation needs, but "
+    "no machine of the cluster with a device has it; the box's owner mends that (docs/cluster.md)"
+)
+# What a lease asks for that takes all that is idle.
+ALL: Final = 2**31
+
+
+def serve(
+    connection: Connection, orders: Orders, *, begin: Begin, settings: DeviceSettings
+) -> None:
+    """Join the cluster, then coordinate one job after the other.
+
+    The process ends elsewhere, when the worker closes the pipe; or here, when the head of the
+    cluster has ended, so that the next one joins the new one.
+
+    Args:
+        begin: the worker's first message.
+    """
+    assert settings.cluster is not None
+    tell = partial(send, connection)
+    path = settings.cluster
+    cluster = caught(
+        lambda: JoinedCluster(path),
+        doing="joining the cluster",
+        let_through=OSError,
+        explain=lambda error: JobFailed(str(error)) if isinstance(error, WorkerError) else None,
+    )
+    if isinstance(cluster, Caught):
+        tell(DeviceUnready(problem=cluster.problem))
+        return
+    known = begin.known.keys() | begin.unusable.keys()
+    views = [view for name, view in cluster.views.items() if name not in known]
+    tell(DeviceReady(models=views, placement="cluster", hardware=cluster.hardware))
+    import_for_jobs()
+    while True:
+        order = orders.next_run(None)
+        if order is None:
+            continue
+        stop_requested = partial(orders.stop_requested, order.job_id, order.attempt)
+        coordinator = Coordinator(cluster, settings, tell=tell, stop_requested=stop_requested)
+        try:
+            tell(coordinator.run(order))
+        except ClusterGone as error:
+            log.warning("job %s: %s", order.job_id, error)
+            begun = coordinator.begun
+            tell(RunLost(reason="the head of the cluster ended", leaving=True, begun=begun))
+            os.kill(os.getpid(), signal.SIGKILL)  # Ray's shutdown would wait for the dead head
+
+
+class Coordinator:
+    """Has the devices of a cluster run one job.
+
+    Attributes:
+        begun: whether a device was asked to run it.
+    """
+
+    def __init__(
+        self,
+        cluster: JoinedCluster,
+        settings: DeviceSettings,
+        *,
+        tell: Callable[[FromDevice], None],
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self._cluster, self._settings = cluster, settings
+        self._tell, self._stop_requested = tell, stop_requested
+        self.begun = False
+
+    def run(self, order: Run) -> Outcome:
+        """Run a job to its end.
+
+        Raises:
+            ClusterGone: the head of the cluster ended.
+        """
+        devices = order.spec.devices if can_be_split(order.spec) else 1
+        at_most = ALL if devices == AUTO else devices
+        wish = Wish(uuid.uuid4().hex, order.model, at_most=at_most, with_files=True)
+        try:
+            lent = self._leased(wish)
+            self.begun = True
+            return self._run_on(order, lent, wish)
+        except StopNow:
+            return RunStopped()
+        finally:
+            self._cluster.end(wish.lease)
+
+    def _leased(self, wish: Wish) -> list[Lent]:
+        """Return one device or more, of those that live: one may have died while it was idle."""
+        while True:
+            lent = self._cluster.lease(wish, while_waiting=self._check)
+            living = [device for device in lent if lives(device)]
+            for device in lent:
+                if device not in living:
+                    self._cluster.give_back(device.name)
+            if living:
+                return living
+
+    def _run_on(self, order: Run, lent: list[Lent], wish: Wish) -> Outcome:
+        if len(lent) > 1 or (not lent[0].sees_files and can_be_split(order.spec)):
+            found = self._run_wide(order, lent, wish)
+            if not isinstance(found, CoupledShards):
+                return found
+            order = order.model_copy(update={"not_split": str(found)})
+            for device in lent[1:]:
+                self._cluster.give_back(device.name)
+        if not lent[0].sees_files:
+            return RunFailed(problem=Problem.of(JobFailed(NO_FILES)))
+        return run_whole(
+            order, lent[0], self._cluster, tell=self._tell, stop_requested=self._stop_requested
+        )
+
+    def _check(self) -> None:
+        if self._stop_requested():
+            raise StopNow
+
+    def _run_wide(self, order: Run, lent: list[Lent], wish: Wish) -> Outcome | CoupledShards:
+        """Run a job in ranges, unless its shards are coupled and "auto" leaves it to one device.
+
+        Raises:
+            StopNow: the job was told to stop.
+            ClusterGone: the head of the cluster ended.
+        """
+        job = WideJob(
+            Work(**{name: getattr(order, name) for name in Work.__dataclass_fields__}),
+            self._cluster,
+            lent,
+            wish=wish,
+            settings=self._settings,
+            tell=self._tell,
+            stop_requested=self._stop_requested,
+        )
+        coupled = (CoupledShards,) if order.spec.devices == AUTO else ()
+        try:
+            found = caught(
+                job.run,
+                doing=f"job {order.job_id}",
+                let_through=(StopNow, ClusterGone, *coupled),
+            )
+        except CoupledShards as error:
+            log.info("job %s runs on one device: %s", order.job_id, error)
+            return error
+        return RunFailed(problem=found.problem) if isinstance(found, Caught) else found

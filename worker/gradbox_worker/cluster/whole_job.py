@@ -1,0 +1,79 @@
+"""A job that one device runs, as a device process would: the coordinator hands on what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import ray
+from ray.exceptions import RayActorError
+
+from gradbox_worker.cluster.joined import POLL_S, JoinedCluster
+from gradbox_worker.cluster.pool import Lent
+from gradbox_worker.device.messages import (
+    FROM_DEVICE,
+    FromDevice,
+    Run,
+    RunFailed,
+    RunFinished,
+    RunLost,
+    RunStopped,
+)
+
+Outcome = RunFinished | RunFailed | RunStopped | RunLost
+
+DEVICE_ENDED: Final = "the process of its device in the cluster ended"
+
+
+def lives(lent: Lent) -> bool:
+    """Tell whether a device lives, and clear what it had to say of an earlier job."""
+    try:
+        ray.get(lent.actor.news.remote())
+    except RayActorError:
+        return False
+    return True
+
+
+def run_whole(
+    order: Run,
+    lent: Lent,
+    cluster: JoinedCluster,
+    *,
+    tell: Callable[[FromDevice], None],
+    stop_requested: Callable[[], bool],
+) -> Outcome:
+    """Have a device run a job to its end.
+
+    Args:
+        tell: hears what the device says meanwhile.
+        stop_requested: asked every 0.2 s.
+
+    Raises:
+        ClusterGone: the head of the cluster ended.
+    """
+    answer = lent.actor.run.remote(order.model_dump_json())
+    told_to_stop = False
+    try:
+        while not ray.wait([answer], timeout=POLL_S)[0]:
+            cluster.check()
+            if stop_requested() and not told_to_stop:
+                told_to_stop = True
+                lent.actor.stop.remote(order.job_id, order.attempt)
+            _hand_on(ray.get(lent.actor.news.remote()), tell)
+        *news, outcome = ray.get(answer)
+    except RayActorError:
+        cluster.check()
+        cluster.give_back(lent.name)
+        return RunStopped() if told_to_stop else RunLost(reason=DEVICE_ENDED, fault=DEVICE_ENDED)
+    _hand_on(news, tell)
+    found: Any = FROM_DEVICE.validate_json(outcome)
+    if isinstance(found, RunFailed) and found.leaving:
+        cluster.give_back(lent.name)
+        return found.model_copy(update={"leaving": False})  # this process goes on
+    assert isinstance(found, Outcome)
+    return found
+
+
+def _hand_on(frames: list[str], tell: Callable[[FromDevice], None]) -> None:
+    for frame in frames:
+        tell(FROM_DEVICE.validate_json(frame))

@@ -1,0 +1,221 @@
+"""A job over several devices: each runs a range of the shards.
+
+The coordinator reads the shards, sends each range to its device, does what concerns all of them
+(`wide_computations`), and writes the result file and the receipt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from typing import Any, Final
+
+import ray
+import torch
+from ray.exceptions import RayActorError
+
+from gradbox.protocol import ForwardSpec, GradientSpec, JobSpec, ModelView, RangeView
+from gradbox_engine.model.shard_feed import Position, all_positions
+from gradbox_engine.ranges import Range, RangeRun, cut
+from gradbox_engine.requests import Group, Phase, Shard
+from gradbox_service.store import Room, blob_store
+from gradbox_worker.cluster.array_buffers import TensorBuffer
+from gradbox_worker.cluster.joined import JoinedCluster
+from gradbox_worker.cluster.leases import Wish
+from gradbox_worker.cluster.open_job import RangeJob
+from gradbox_worker.cluster.pool import Lent
+from gradbox_worker.cluster.ray_devices import RayDevices
+from gradbox_worker.cluster.wide_computations import WideComputation, wide_computation
+from gradbox_worker.computations.engine_inputs import input_groups
+from gradbox_worker.computations.execution import StopNow
+from gradbox_worker.computations.memory import PeakMemory
+from gradbox_worker.computations.memory_limit import MemoryLimit
+from gradbox_worker.computations.receipts import metadata_of, receipt_of
+from gradbox_worker.device.child import DeviceSettings
+from gradbox_worker.device.messages import (
+    FROM_DEVICE,
+    FromDevice,
+    ProgressMade,
+    RunFinished,
+)
+from gradbox_worker.files.blob_tensors import BlobTensors, TensorForm
+from gradbox_worker.files.result_in_place import ResultOnDisk
+from gradbox_worker.files.rounded_gradients import RoundedGradients
+from gradbox_worker.work import Work
+
+HOST: Final = torch.device("cpu")
+
+
+def can_be_split(spec: JobSpec) -> bool:
+    """Tell whether a job has parts for several devices."""
+    if not isinstance(spec, GradientSpec | ForwardSpec):
+        return False
+    return sum(len(group.shards) for group in spec.inputs) > 1
+
+
+class WideJob:
+    """One attempt at a job over the devices of a lease."""
+
+    def __init__(
+        self,
+        work: Work,
+        cluster: JoinedCluster,
+        lent: Sequence[Lent],
+        *,
+        wish: Wish,
+        settings: DeviceSettings,
+        tell: Callable[[FromDevice], None],
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        assert isinstance(work.spec, GradientSpec | ForwardSpec)
+        self._work, self._spec = work, work.spec
+        self._cluster, self._lent, self._wish = cluster, lent, wish
+        self._settings = settings
+        self._tell, self._stop_requested = tell, stop_requested
+        self._devices: RayDevices | None = None
+        self._done: dict[str, tuple[str, int]] = {}  # by device: its phase, and shards done
+
+    def run(self) -> RunFinished:
+        """Run the job and write its result.
+
+        Raises:
+            CoupledShards: its shards cannot be split; nothing was written.
+            StopNow: it was told to stop.
+            ClusterGone: the head of the cluster ended.
+            GradboxError, EngineError: see `computations.execution.execute`.
+        """
+        work, spec, began = self._work, self._spec, time.perf_counter()
+        room = Room(work.result_path.parent, work.disk_reserve_bytes)
+        result_file = ResultOnDisk(work.result_path, room=room)
+        limit = MemoryLimit(HOST, job_bytes=self._settings.job_memory_bytes)
+        rounding = RoundedGradients(spec.transfer)
+        blobs = blob_store(self._settings.data)
+        with limit.held(), BlobTensors(blobs, device=HOST) as tensors, result_file:
+            peak = PeakMemory(HOST)
+            view = self._cluster.views[work.model]
+            groups = input_groups(spec, view.methods, tensors)
+            wide = wide_computation(work, tensors)
+            forms = [[tensors.forms(ref) for ref in group.shards] for group in spec.inputs]
+            parts = cut([_cost(form) for group in forms for form in group], len(self._lent))
+            load_s = time.perf_counter() - began
+            self._devices = self._opened(self._range_job(view, wide, forms, tensors), groups)
+            with closing(self._devices):
+                computed, ranges = wide.run(self._devices, parts, groups, self)
+            rounded = rounding.rounded(computed.tensors)
+            widened = self._devices.weights_widened()
+            facts = {
+                **computed.facts,
+                **rounding.facts(weights_widened=widened),
+                "ranges": _ranges(ranges, self._devices.ran),
+                "bytes_moved": self._devices.moved,
+            }
+            receipt = receipt_of(
+                work,
+                facts,
+                model=view.name,
+                model_version=view.version,
+                device=f"{len(self._lent)} devices",
+                seconds=computed.seconds,
+                peak=peak,
+                load_s=load_s,
+            )
+            metadata = metadata_of(receipt, computed.metadata, rounding)
+            result = result_file.commit(rounded, metadata=metadata)
+        return RunFinished(receipt=receipt, result=result)
+
+    def _range_job(
+        self,
+        view: ModelView,
+        wide: WideComputation,
+        forms: Sequence[Sequence[Mapping[str, TensorForm]]],
+        tensors: BlobTensors,
+    ) -> RangeJob:
+        """Return what every device is told; where Z is ordered is the coordinator's business."""
+        inputs = [group.model_copy(update={"order": None}) for group in self._spec.inputs]
+        spec = self._spec.model_copy(update={"inputs": inputs})
+        penalties = spec.penalties if isinstance(spec, GradientSpec) else []
+        functions = [spec.readout, *(penalty.loss for penalty in penalties)]
+        functions += [penalty.per_sample_scale for penalty in penalties]
+        refs = [*spec.weights.values()]
+        refs += [ref for f in functions if f is not None for ref in f.tensors.values()]
+        return RangeJob(
+            job_id=self._work.job_id,
+            attempt=self._work.attempt,
+            model=view.name,
+            model_version=view.version,
+            spec=spec.model_dump_json(),
+            loss_parameters=wide.loss_parameters,
+            tensors={(ref.blob, ref.tensor): TensorBuffer.of(tensors.tensor(ref)) for ref in refs},
+            forms=forms,
+        )
+
+    def _opened(self, job: RangeJob, groups: Sequence[Group]) -> RayDevices:
+        positions = all_positions(groups)
+
+        def read(part: Range) -> list[tuple[Position, Shard]]:
+            return [
+                (position, groups[position.group].shards[position.shard])
+                for position in positions[part.start : part.stop]
+            ]
+
+        return RayDevices(
+            self._cluster,
+            self._lent,
+            wish=self._wish,
+            job=ray.put(job),
+            job_key=(job.job_id, job.attempt),
+            read=read,
+            while_waiting=self._check,
+        )
+
+    def step(self, phase: Phase, done: int, total: int) -> None:
+        """Hear of shards that are done, as the engine's observer; see `split_set_gradient`.
+
+        Raises:
+            StopNow: the job is to stop.
+            ClusterGone: the head of the cluster ended.
+        """
+        self._check()
+        if phase != "cotangents":
+            self._hear()
+            running = [n for found, n in self._done.values() if found == phase]
+            done = min(total, max(done, sum(running)))
+        self._tell(ProgressMade(phase=phase, done=done, total=total))
+
+    def _check(self) -> None:
+        if self._stop_requested():
+            raise StopNow
+        self._cluster.check()
+
+    def _hear(self) -> None:
+        """Note how far each device is."""
+        assert self._devices is not None
+        for device in self._devices.alive:
+            try:
+                news = ray.get(device.actor.news.remote())
+            except RayActorError:
+                continue
+            for frame in news:
+                message: Any = FROM_DEVICE.validate_json(frame)
+                if isinstance(message, ProgressMade):
+                    self._done[device.name] = (message.phase, message.done)
+
+
+def _cost(form: Mapping[str, TensorForm]) -> float:
+    return float(sum(tensor.num_bytes for tensor in form.values()))
+
+
+def _ranges(runs: Sequence[RangeRun], ran: Sequence[str]) -> list[RangeView]:
+    return [
+        RangeView(
+            start=run.start,
+            stop=run.stop,
+            device=device,
+            forward_s=run.forward_s,
+            replay_s=run.replay_s,
+            devices_lost=run.devices_lost,
+            rerun_difference=run.rerun_difference,
+        )
+        for run, device in zip(runs, ran, strict=True)
+    ]

@@ -1,0 +1,218 @@
+"""A device with its models loaded, and what runs one job after the other on it.
+
+It is the same wherever a device is: in the device process of a worker, and in an actor of a
+cluster. Whoever holds it passes orders in and hears its messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+
+from gradbox.protocol import DeviceMemory, ModelView
+from gradbox_service.store import blob_store
+from gradbox_worker.computations.checkpoints import Pace
+from gradbox_worker.computations.execution import StopNow, attempt
+from gradbox_worker.computations.kept_graphs import KeptGraphs
+from gradbox_worker.computations.memory import measure_device
+from gradbox_worker.computations.memory_limit import MemoryLimit
+from gradbox_worker.computations.placement import choose_device, hardware_name, memory_bytes
+from gradbox_worker.device.child import DeviceSettings
+from gradbox_worker.device.messages import (
+    FromDevice,
+    MemoryMeasured,
+    PhaseTimed,
+    ProgressMade,
+    Run,
+    RunFailed,
+    RunFinished,
+    RunStopped,
+)
+from gradbox_worker.exceptions_to_problems import Caught
+from gradbox_worker.models import read_models_file
+from gradbox_worker.models.registry import Registry
+from gradbox_worker.work import Finished, Stopped, Work
+
+REPORT_S: Final = 0.1
+MEASURE_S: Final = 0.5
+
+
+class WarmDevice:
+    """One device, the models on it, and the graphs kept between jobs.
+
+    Attributes:
+        registry: the models.
+        limit: what a job may allocate.
+        views: the models that were described when it was opened.
+        placement: the device as jobs name it.
+    """
+
+    def __init__(
+        self,
+        settings: DeviceSettings,
+        *,
+        tell: Callable[[FromDevice], None],
+        known: Mapping[str, str] | None = None,
+        unusable: Mapping[str, str] | None = None,
+        before_building: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Open the device and build the models that are not known.
+
+        Args:
+            tell: hears of progress, phases and memory while a job runs.
+            known: see `messages.Begin`.
+            unusable: see `messages.Begin`.
+            before_building: called with the name of each model that is about to be built.
+
+        Raises:
+            ModelsFileError: the models file cannot be read.
+            ValueError: there is no such device.
+        """
+        device = choose_device(settings.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # for models that say "cuda" and mean theirs
+        budget = settings.model_memory_bytes
+        self.registry = Registry(
+            read_models_file(settings.models_file),
+            device=device,
+            budget_bytes=memory_bytes(device) // 2 if budget is None else budget,
+            versions=known,
+            unusable=unusable,
+            limit=MemoryLimit(device).held,
+        )
+        self.views: list[ModelView] = self.registry.describe(before=before_building)
+        self.placement = str(device)
+        self.hardware = hardware_name(device)
+        self.limit = MemoryLimit(device, job_bytes=settings.job_memory_bytes)
+        self._settings = settings
+        self._tell = tell
+        self._blobs, self._kept = blob_store(settings.data), KeptGraphs()
+        pace_s = settings.checkpoint_after_s
+        self._pace = None if pace_s is None else Pace.after(pace_s)
+        self._gauge = _Gauge(tell, self.registry)
+        self._spoilt_by: Caught | None = None
+
+    def memory(self) -> DeviceMemory:
+        """Return what is in the device's memory between jobs."""
+        return measure_device(self.registry.device, models=self.registry.sizes_bytes())
+
+    def run(
+        self, order: Run, *, stop_requested: Callable[[], bool]
+    ) -> RunFinished | RunFailed | RunStopped:
+        """Run a job to its end.
+
+        Args:
+            stop_requested: asked before each shard.
+
+        Returns:
+            What it ended in. After a failure that is `leaving` the process must end, with no tensor
+            freed: see `Caught`.
+        """
+        work = Work(**{name: getattr(order, name) for name in Work.__dataclass_fields__})
+        self._gauge.begin()
+        observer = Reporter(self._tell, stop_requested=stop_requested, gauge=self._gauge)
+        answer = attempt(
+            work,
+            registry=self.registry,
+            blobs=self._blobs,
+            kept=self._kept,
+            observer=observer,
+            result_memory_bytes=self._settings.result_memory_bytes,
+            limit=self.limit,
+            pace=self._pace,
+            phase_ended=observer.phase_ended if work.timed else None,
+        )
+        self._gauge.end()
+        match answer:
+            case Finished():
+                return RunFinished(receipt=answer.receipt, result=answer.result)
+            case Stopped():
+                return RunStopped()
+        self._spoilt_by = answer  # whose error keeps tensors that must not be freed, see `Caught`
+        return RunFailed(problem=answer.problem, leaving=answer.spoilt)
+
+    def idle_left_s(self) -> float | None:
+        """Return how long kept graphs may still wait for a job; None if there are none."""
+        return self._kept.idle_left_s()
+
+    def drop_kept_graphs(self) -> None:
+        """Free the graphs that earlier jobs left."""
+        self._kept.drop()
+
+    def watched(self, *, stop_requested: Callable[[], bool]) -> Reporter:
+        """Return an observer for the engine that tells progress and stops on request."""
+        return Reporter(self._tell, stop_requested=stop_requested, gauge=self._gauge)
+
+
+class _Gauge:
+    """Tells what is in the device's memory, now and then."""
+
+    def __init__(self, tell: Callable[[FromDevice], None], registry: Registry) -> None:
+        self._tell = tell
+        self._registry = registry
+        self._before_bytes = 0
+        self._sent_at = 0.0
+        self._job_is_shown = False
+        self._sent_models = registry.sizes_bytes()  # with the message that the device is ready
+
+    def begin(self) -> None:
+        """A job begins; what memory holds now is not its own."""
+        self._before_bytes = measure_device(self._registry.device, models={}).used_bytes
+
+    def step(self) -> None:
+        """Measure, if that was not done a moment ago."""
+        if time.monotonic() - self._sent_at >= MEASURE_S:
+            self._send(before_bytes=self._before_bytes)
+
+    def end(self) -> None:
+        """The job has ended: measure without it, unless nobody heard of it and no model moved."""
+        moved = self._registry.sizes_bytes() != self._sent_models
+        if moved or self._job_is_shown or time.monotonic() - self._sent_at >= MEASURE_S:
+            self._send(before_bytes=None)
+
+    def _send(self, *, before_bytes: int | None) -> None:
+        self._sent_at, self._job_is_shown = time.monotonic(), before_bytes is not None
+        self._sent_models = self._registry.sizes_bytes()
+        memory = measure_device(
+            self._registry.device, models=self._sent_models, before_bytes=before_bytes
+        )
+        self._tell(MemoryMeasured(memory=memory))
+
+
+class Reporter:
+    """The engine's observer: tells progress now and then, and stops the job on request."""
+
+    def __init__(
+        self,
+        tell: Callable[[FromDevice], None],
+        *,
+        stop_requested: Callable[[], bool],
+        gauge: _Gauge,
+    ) -> None:
+        self._tell = tell
+        self._stop_requested = stop_requested
+        self._gauge = gauge
+        self._phase = ""
+        self._reported_at = 0.0
+
+    def step(self, phase: str, done: int, total: int) -> None:
+        """Hear of a step.
+
+        Raises:
+            StopNow: the job is to stop.
+        """
+        if self._stop_requested():
+            raise StopNow
+        self._gauge.step()
+        now = time.monotonic()
+        if phase == self._phase and done < total and now - self._reported_at < REPORT_S:
+            return
+        self._phase, self._reported_at = phase, now
+        self._tell(ProgressMade(phase=phase, done=done, total=total))
+
+    def phase_ended(self, phase: str, *, began_s: float, ended_s: float) -> None:
+        """Hear of a phase that ended."""
+        self._tell(PhaseTimed(phase=phase, began_s=began_s, ended_s=ended_s))
