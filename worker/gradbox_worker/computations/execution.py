@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -181,6 +182,7 @@ def _run(
 ) -> Finished:
     spec = work.spec
     began = time.perf_counter()
+    identity = _identity(work, device=registry.device)
     phases.enter(MODEL_LOAD)
     loaded = registry.get(work.model, work.model_version)
     phases.enter(READ_INPUTS)
@@ -212,7 +214,7 @@ def _run(
                 work.checkpoints,
                 job_id=work.job_id,
                 attempt=work.attempt,
-                identity=_identity(work, device=registry.device),
+                identity=identity,
                 disk_reserve_bytes=work.disk_reserve_bytes,
                 result=result_file,
                 rounding=rounding,
@@ -224,7 +226,7 @@ def _run(
         phases.enter(WRITE_RESULT)
         rounded = rounding.rounded(computed.tensors)
         facts = {**computed.facts, **rounding.facts(weights_widened=len(widened))}
-        receipt = _receipt(job, facts, seconds=computed.seconds, peak=peak, load_s=load_s)
+        receipt = _receipt(job, identity, facts, seconds=computed.seconds, peak=peak, load_s=load_s)
         metadata = {
             "format": "pt",
             "gradbox": receipt.model_dump_json(),
@@ -238,6 +240,7 @@ def _run(
 
 def _receipt(
     job: LoadedJob,
+    identity: Mapping[str, str],
     facts: Mapping[str, Any],
     *,
     seconds: Mapping[Phase, float],
@@ -249,7 +252,7 @@ def _receipt(
     return Receipt(
         protocol=PROTOCOL,
         job=work.job_id,
-        spec_digest=spec_digest(spec),
+        spec_digest=identity["spec"],
         computation=spec.computation,
         model=job.loaded.name,
         model_version=job.loaded.version,
@@ -257,8 +260,8 @@ def _receipt(
         mode=spec.mode,
         precision=spec.precision,
         device=_device_name(job.device),
-        torch=torch.__version__,
-        gradbox=importlib.metadata.version("gradbox"),
+        torch=identity["torch"],
+        gradbox=identity["gradbox"],
         shards={group.name: len(group.shards) for group in spec.inputs},
         seconds=Seconds.model_validate({"queued": work.queued_s, "load": load_s, **seconds}),
         peak_memory_bytes=peak_bytes,
@@ -279,8 +282,14 @@ def _identity(work: Work, *, device: torch.device) -> dict[str, str]:
         "model": work.model_version,
         "device": _kind(device),
         "torch": torch.__version__,
-        "gradbox": importlib.metadata.version("gradbox"),
+        "gradbox": _gradbox_version(),
     }
+
+
+@cache
+def _gradbox_version() -> str:
+    """Return the installed version; to find it takes longer than a small job's gradient."""
+    return importlib.metadata.version("gradbox")
 
 
 def _device_name(device: torch.device) -> str:
