@@ -19,7 +19,7 @@ import redis
 from gradbox.protocol import OperationMode
 from gradbox_service.jobs import Fleet, JobRecord, Records, Turn, Turns, Usage, WorkerPresence
 from gradbox_service.jobs.operation import MemoryOperation, Operation
-from gradbox_service.queue.active_jobs import ActiveJobs
+from gradbox_service.queue.active_jobs import ActiveJobs, ReadChanges
 from gradbox_service.queue.leadership import Leadership
 from gradbox_service.queue.places import Places
 from gradbox_service.repeating_thread import RepeatingThread
@@ -61,17 +61,21 @@ class Dispatcher(RepeatingThread):
         half_life_s: float = HALF_LIFE_S,
         clock: Callable[[], float] = time.time,
         ended: Callable[[JobRecord], None] = lambda _: None,
+        changes: ReadChanges | None = None,
     ) -> None:
         """Hold no job yet.
 
         Args:
+            changes: where changes are read; the records' own stream if None.
             usage: what owners used before this process led.
             half_life_s: when a device second counts half.
             clock: tells the time in which device seconds are counted.
             ended: called once with every job that ends while this process leads.
         """
         super().__init__("dispatcher")
-        self.jobs = ActiveJobs(records, usage, half_life_s=half_life_s, clock=clock, ended=ended)
+        self.jobs = ActiveJobs(
+            records, usage, half_life_s=half_life_s, clock=clock, ended=ended, changes=changes
+        )
         self.leads = False
         self._records = records
         self._turns = turns
