@@ -40,7 +40,7 @@ def status_bytes(name: str) -> int:
 
 def _left_in_cgroups() -> Iterator[int]:
     own = _read(CGROUP_OF_SELF).decode().rpartition("0::")[2].strip().lstrip("/")
-    groups = [(CGROUPS / name, VERSION_2) for name in (own, *Path(own).parents)]
+    groups = [(CGROUPS / name, VERSION_2) for name in (Path(own), *Path(own).parents)]
     for folder, (limit_file, used_file, cached) in (*groups, (CGROUPS / "memory", VERSION_1)):
         limit = _read(folder / limit_file).strip()
         if not limit.isdigit():  # not a group, or one without a limit

@@ -79,10 +79,11 @@ class RedisFleet:
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
+        self._names: Sequence[str] = ()  # of the workers there were at the last look
 
     def announce(self, presence: WorkerPresence, *, ttl_s: float) -> None:
         with self._redis.pipeline() as pipe:
-            key = f"gradbox:worker:{presence.name}"
+            key = _presence_key(presence.name)
             pipe.set(key, presence.model_dump_json(), px=max(1, int(ttl_s * 1000)))
             pipe.sadd(WORKERS, presence.name)
             redis_changes.ring(pipe, "", "worker")
@@ -90,7 +91,7 @@ class RedisFleet:
 
     def retire(self, name: str) -> None:
         with self._redis.pipeline() as pipe:
-            pipe.delete(f"gradbox:worker:{name}")
+            pipe.delete(_presence_key(name))
             pipe.srem(WORKERS, name)
             redis_changes.ring(pipe, "", "worker")
             pipe.execute()
@@ -106,15 +107,25 @@ class RedisFleet:
         return int(cast("bytes | None", self._redis.get(RELOADS)) or 0)
 
     def workers(self) -> Sequence[WorkerPresence]:
-        names = sorted(name.decode() for name in cast("set[bytes]", self._redis.smembers(WORKERS)))
-        if not names:
-            return []
-        found = cast("list[bytes | None]", self._redis.mget([f"gradbox:worker:{n}" for n in names]))
+        expected = self._names
+        names, found = self._look(expected)
+        if names != expected:
+            self._names = names
+            _, found = self._look(names)
         gone = [name for name, text in zip(names, found, strict=True) if text is None]
         if gone:
             self._redis.srem(WORKERS, *gone)
         workers = [_parsed(WorkerPresence, text) for text in found if text is not None]
         return [worker for worker in workers if worker is not None]
+
+    def _look(self, expected: Sequence[str]) -> tuple[Sequence[str], Sequence[bytes | None]]:
+        """Return the names of all workers, and in one look what those say that are expected."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.smembers(WORKERS)
+            if expected:
+                pipe.mget([_presence_key(name) for name in expected])
+            names, *found = pipe.execute()
+        return sorted(name.decode() for name in names), found[0] if found else []
 
     def model(self, name: str, *, version: str) -> ModelView | None:
         text = cast("bytes | None", self._redis.hget(MODELS, f"{name}@{version}"))
@@ -160,6 +171,10 @@ class MemoryFleet:
     def model(self, name: str, *, version: str) -> ModelView | None:
         with self._lock:
             return self._models.get((name, version))
+
+
+def _presence_key(name: str) -> str:
+    return f"gradbox:worker:{name}"
 
 
 def _parsed(kind: type[T], text: bytes) -> T | None:

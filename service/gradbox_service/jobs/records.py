@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -59,6 +59,13 @@ class Mark(NamedTuple):
     job_id: str
 
 
+class StoredJob(NamedTuple):
+    """A record, and what reads the spec that is stored beside it; None if there is none."""
+
+    record: JobRecord
+    read_spec: Callable[[], JobSpec | None]
+
+
 @dataclass(frozen=True)
 class Memory:
     """How much memory a store takes; `bound_bytes` is None for one without a bound."""
@@ -93,6 +100,9 @@ class Records(Protocol):
 
     def spec(self, job_id: str) -> JobSpec | None:
         """Return what was posted, or None if there is no such job."""
+
+    def stored(self, job_id: str) -> StoredJob | None:
+        """Return the record with its spec in one look, or None if there is no such job."""
 
     def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         """Return the records that there are of these jobs."""
@@ -185,7 +195,7 @@ class Records(Protocol):
         """Return what the results of every owner take on disk."""
 
     def memory(self) -> Memory:
-        """Return how much memory the store takes, and may take."""
+        """Return how much memory the store takes, and may take, as it was a moment ago."""
 
     def ping(self) -> None:
         """Raise what the store raises if it does not answer."""

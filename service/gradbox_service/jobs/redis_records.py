@@ -45,6 +45,7 @@ from gradbox_service.jobs.records import (
     Event,
     Mark,
     Memory,
+    StoredJob,
     check_same_spec,
 )
 from gradbox_service.jobs.redis_changes import job_key, owner_key, spec_key
@@ -54,6 +55,8 @@ from gradbox_service.jobs.redis_script import ConditionalCommands
 PAGE = 200
 NEWEST_FIRST: Any = {"desc": True, "byscore": True, "num": PAGE}
 CHANGES_READ = 1000
+# How much memory Redis takes is asked no more often: the answer is long, and every post wants it.
+MEMORY_S = 0.25
 
 
 class RedisRecords(RedisPlaces):
@@ -62,6 +65,8 @@ class RedisRecords(RedisPlaces):
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
         self._commands = ConditionalCommands(connection)
+        self._memory = Memory(0)
+        self._memory_read_at = -MEMORY_S
 
     def create(
         self, record: JobRecord, *, spec: JobSpec, idempotency_key: str | None = None
@@ -100,6 +105,14 @@ class RedisRecords(RedisPlaces):
     def spec(self, job_id: str) -> JobSpec | None:
         text = cast(bytes | None, self._redis.get(spec_key(job_id)))
         return None if text is None else parse_spec(text)
+
+    def stored(self, job_id: str) -> StoredJob | None:
+        keys = [job_key(job_id), spec_key(job_id)]
+        found, spec = cast("list[bytes | None]", self._redis.mget(keys))
+        record = self._read(job_id, found)
+        if record is None:
+            return None
+        return StoredJob(record, lambda: None if spec is None else parse_spec(spec))
 
     def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         return self._many([job_id.encode() for job_id in job_ids])
@@ -232,8 +245,11 @@ class RedisRecords(RedisPlaces):
         return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
 
     def memory(self) -> Memory:
-        found = cast("dict[str, int]", self._redis.info("memory"))
-        return Memory(found["used_memory"], found.get("maxmemory") or None)
+        if time.monotonic() - self._memory_read_at >= MEMORY_S:
+            found = cast("dict[str, int]", self._redis.info("memory"))
+            self._memory = Memory(found["used_memory"], found.get("maxmemory") or None)
+            self._memory_read_at = time.monotonic()
+        return self._memory
 
     def ping(self) -> None:
         self._redis.ping()
