@@ -103,11 +103,11 @@ def _admitted(
     settings: Settings,
 ) -> ModelView:
     """Take the blobs that came, and return the model that the job will run on."""
-    operation = box.operation.read()
-    if operation.mode is OperationMode.DRAINING:
+    standing = box.standings.read(owner)
+    if standing.operation.mode is OperationMode.DRAINING:
         raise BoxDraining(
-            f"this box is {operation}; it takes no new jobs, those that wait stay where they are: "
-            f"submit again once it is back"
+            f"this box is {standing.operation}; it takes no new jobs, those that wait stay where "
+            f"they are: submit again once it is back"
         )
     check_memory(box.records)
     check_quota(
@@ -117,10 +117,10 @@ def _admitted(
         records=box.records,
         owners=box.owners,
     )
-    check_queue(owner, records=box.records, settings=settings)
+    check_queue(standing.num_active, settings=settings)
     take_blobs(sent, owner=owner, box=box, settings=settings)
     own = OwnBlobs(owner, blobs=box.blobs, owners=box.owners, sent=sent)
-    model = admit(spec, fleet=box.fleet, blobs=own)
+    model = admit(spec, workers=standing.workers, fleet=box.fleet, blobs=own)
     check_against(spec, model=model, owner=owner, box=box)
     if forward is not None and isinstance(posted, CotangentGradientSpec):
         forward.check(posted.loss, blobs=own)

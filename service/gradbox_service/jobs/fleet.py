@@ -7,10 +7,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import redis
 from pydantic import BaseModel, ConfigDict
+from redis.client import Pipeline
 
 from gradbox.protocol import DeviceMemory, ModelView
 from gradbox_service.jobs import redis_changes
@@ -79,7 +80,7 @@ class RedisFleet:
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
-        self._names: Sequence[str] = ()  # of the workers there were at the last look
+        self._names: list[str] = []  # of the workers there were at the last look
 
     def announce(self, presence: WorkerPresence, *, ttl_s: float) -> None:
         with self._redis.pipeline() as pipe:
@@ -107,25 +108,31 @@ class RedisFleet:
         return int(cast("bytes | None", self._redis.get(RELOADS)) or 0)
 
     def workers(self) -> Sequence[WorkerPresence]:
-        expected = self._names
-        names, found = self._look(expected)
-        if names != expected:
+        with self._redis.pipeline(transaction=False) as pipe:
+            names = self.ask(pipe)
+            return self.answered(names, pipe.execute())
+
+    def ask(self, pipe: Pipeline) -> list[str]:
+        """Append to a pipeline what `answered` reads, and return the names that it asks about."""
+        names = self._names
+        pipe.smembers(WORKERS)
+        if names:
+            pipe.mget([_presence_key(name) for name in names])
+        return names
+
+    def answered(self, asked: list[str], answers: Sequence[Any]) -> Sequence[WorkerPresence]:
+        """Return the live workers; others than were asked about are asked about here."""
+        names = sorted(name.decode() for name in answers[0])
+        found: Sequence[bytes | None] = answers[1] if asked else []
+        if names != asked:
             self._names = names
-            _, found = self._look(names)
+            keys = [_presence_key(name) for name in names]
+            found = cast("list[bytes | None]", self._redis.mget(keys)) if keys else []
         gone = [name for name, text in zip(names, found, strict=True) if text is None]
         if gone:
             self._redis.srem(WORKERS, *gone)
         workers = [_parsed(WorkerPresence, text) for text in found if text is not None]
         return [worker for worker in workers if worker is not None]
-
-    def _look(self, expected: Sequence[str]) -> tuple[Sequence[str], Sequence[bytes | None]]:
-        """Return the names of all workers, and in one look what those say that are expected."""
-        with self._redis.pipeline(transaction=False) as pipe:
-            pipe.smembers(WORKERS)
-            if expected:
-                pipe.mget([_presence_key(name) for name in expected])
-            names, *found = pipe.execute()
-        return sorted(name.decode() for name in names), found[0] if found else []
 
     def model(self, name: str, *, version: str) -> ModelView | None:
         text = cast("bytes | None", self._redis.hget(MODELS, f"{name}@{version}"))

@@ -1,0 +1,63 @@
+"""How the box stands when a job is posted: what admission asks, in one look at Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import redis
+
+from gradbox.protocol import JobState, OperationView
+from gradbox_service.jobs.fleet import Fleet, RedisFleet, WorkerPresence
+from gradbox_service.jobs.operation import OPERATION, Operation, read_operation
+from gradbox_service.jobs.records import Records
+from gradbox_service.jobs.redis_changes import index_key
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What the box's owner says, how many jobs the poster has queued or running, and who works."""
+
+    operation: OperationView
+    num_active: int
+    workers: Sequence[WorkerPresence]
+
+
+class Standings(Protocol):
+    """Tells what `Operation.read`, `Records.num_active` and `Fleet.workers` tell."""
+
+    def read(self, owner: str) -> Standing:
+        """Return how the box stands for a job of this owner."""
+
+
+class RedisStandings:
+    """Implements `Standings` with one pipeline."""
+
+    def __init__(self, connection: redis.Redis, *, fleet: RedisFleet) -> None:
+        self._redis = connection
+        self._fleet = fleet
+
+    def read(self, owner: str) -> Standing:
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.get(OPERATION)
+            pipe.zcard(index_key(owner, JobState.QUEUED))
+            names = self._fleet.ask(pipe)
+            operation, num_active, *presences = pipe.execute()
+        return Standing(
+            read_operation(operation), num_active, self._fleet.answered(names, presences)
+        )
+
+
+class ComposedStandings:
+    """Implements `Standings` by asking one after the other."""
+
+    def __init__(self, records: Records, *, fleet: Fleet, operation: Operation) -> None:
+        self._records = records
+        self._fleet = fleet
+        self._operation = operation
+
+    def read(self, owner: str) -> Standing:
+        return Standing(
+            self._operation.read(), self._records.num_active(owner), self._fleet.workers()
+        )
