@@ -162,9 +162,10 @@ class MemoryRecords:
         with self._changed:
             self._ring(Change("", "wake"))
 
-    def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> None:
+    def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> Mapping[str, Place]:
         with self._changed:
             self._followed.update(dict.fromkeys(job_ids, time.monotonic() + for_s))
+        return self.places(job_ids)
 
     def followed(self) -> Collection[str]:
         with self._changed:

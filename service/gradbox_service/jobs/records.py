@@ -173,8 +173,12 @@ class Records(Protocol):
     def wake(self) -> None:
         """End the present wait of everyone in `changes`."""
 
-    def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> None:
-        """Ask that these queued jobs be told their places, for the next `for_s` seconds."""
+    def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> Mapping[str, Place]:
+        """Ask that these queued jobs be told their places, for the next `for_s` seconds.
+
+        Returns:
+            Those that are stored now.
+        """
 
     def followed(self) -> Collection[str]:
         """Return the jobs that somebody follows."""

@@ -87,10 +87,11 @@ class Room:
 
     def _full(self, happened: str) -> StorageFull:
         usage = self._usage()
+        reserved = in_units(self._reserved_bytes(usage))
         return StorageFull(
             f"{happened}, but of the {in_units(usage.free)} that the box's disk has free, "
-            f"{in_units(self._reserved_bytes(usage))} are kept in reserve; send or ask for less (wrt, "
-            f"reduce, form='factored'), or have the box's owner make room (`gradbox storage`)"
+            f"{reserved} are kept in reserve; send or ask for less (wrt, reduce, form='factored'), "
+            f"or have the box's owner make room (`gradbox storage`)"
         )
 
     def _reserved_bytes(self, usage: shutil._ntuple_diskusage) -> int:
