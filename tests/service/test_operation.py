@@ -104,5 +104,6 @@ def test_a_standing_is_what_each_store_says(backing: Backing) -> None:
         standing = backing.standings.read("ann")
         assert [worker.name for worker in standing.workers] == names
         assert standing.operation == backing.operation.read()
+        assert standing.memory.bound_bytes == backing.records.memory().bound_bytes
         assert standing.num_active == backing.records.num_active("ann") == len(names)
     assert backing.standings.read("bob").num_active == 0

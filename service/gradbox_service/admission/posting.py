@@ -109,7 +109,7 @@ def _admitted(
             f"this box is {standing.operation}; it takes no new jobs, those that wait stay where "
             f"they are: submit again once it is back"
         )
-    check_memory(box.records)
+    check_memory(standing.memory)
     check_quota(
         owner,
         more_bytes=0,

@@ -199,7 +199,7 @@ class Records(Protocol):
         """Return what the results of every owner take on disk."""
 
     def memory(self) -> Memory:
-        """Return how much memory the store takes, and may take, as it was a moment ago."""
+        """Return how much memory the store takes, and may take."""
 
     def ping(self) -> None:
         """Raise what the store raises if it does not answer."""

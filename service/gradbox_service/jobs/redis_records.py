@@ -55,8 +55,6 @@ from gradbox_service.jobs.redis_script import ConditionalCommands
 PAGE = 200
 NEWEST_FIRST: Any = {"desc": True, "byscore": True, "num": PAGE}
 CHANGES_READ = 1000
-# How much memory Redis takes is asked no more often: the answer is long, and every post wants it.
-MEMORY_S = 0.25
 
 
 class RedisRecords(RedisPlaces):
@@ -65,8 +63,6 @@ class RedisRecords(RedisPlaces):
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
         self._commands = ConditionalCommands(connection)
-        self._memory = Memory(0)
-        self._memory_read_at = -MEMORY_S
 
     def create(
         self, record: JobRecord, *, spec: JobSpec, idempotency_key: str | None = None
@@ -245,11 +241,7 @@ class RedisRecords(RedisPlaces):
         return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
 
     def memory(self) -> Memory:
-        if time.monotonic() - self._memory_read_at >= MEMORY_S:
-            found = cast("dict[str, int]", self._redis.info("memory"))
-            self._memory = Memory(found["used_memory"], found.get("maxmemory") or None)
-            self._memory_read_at = time.monotonic()
-        return self._memory
+        return memory_in(cast("dict[str, int]", self._redis.info("memory")))
 
     def ping(self) -> None:
         self._redis.ping()
@@ -303,6 +295,11 @@ class RedisRecords(RedisPlaces):
         """Look the job up in the owners' indices, for its record does not tell."""
         owners = self.owners()
         return next((o for o in owners if self._redis.zscore(owner_key(o), job_id)), None)
+
+
+def memory_in(told: Mapping[str, int]) -> Memory:
+    """Return what Redis tells of its memory by INFO."""
+    return Memory(told["used_memory"], told.get("maxmemory") or None)
 
 
 def _watch(pipe: Pipeline, *keys: str) -> None:

@@ -11,21 +11,30 @@ import redis
 from gradbox.protocol import JobState, OperationView
 from gradbox_service.jobs.fleet import Fleet, RedisFleet, WorkerPresence
 from gradbox_service.jobs.operation import OPERATION, Operation, read_operation
-from gradbox_service.jobs.records import Records
+from gradbox_service.jobs.records import Memory, Records
 from gradbox_service.jobs.redis_changes import index_key
+from gradbox_service.jobs.redis_records import memory_in
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What the box's owner says, how many jobs the poster has queued or running, and who works."""
+    """How the box stands for one who posts a job.
+
+    Attributes:
+        operation: what the box's owner says.
+        memory: of the store of records.
+        num_active: how many jobs the poster has queued or running.
+        workers: those that live.
+    """
 
     operation: OperationView
+    memory: Memory
     num_active: int
     workers: Sequence[WorkerPresence]
 
 
 class Standings(Protocol):
-    """Tells what `Operation.read`, `Records.num_active` and `Fleet.workers` tell."""
+    """Tells at once what the stores tell one by one."""
 
     def read(self, owner: str) -> Standing:
         """Return how the box stands for a job of this owner."""
@@ -41,11 +50,15 @@ class RedisStandings:
     def read(self, owner: str) -> Standing:
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.get(OPERATION)
+            pipe.info("memory")
             pipe.zcard(index_key(owner, JobState.QUEUED))
             names = self._fleet.ask(pipe)
-            operation, num_active, *presences = pipe.execute()
+            operation, memory, num_active, *presences = pipe.execute()
         return Standing(
-            read_operation(operation), num_active, self._fleet.answered(names, presences)
+            operation=read_operation(operation),
+            memory=memory_in(memory),
+            num_active=num_active,
+            workers=self._fleet.answered(names, presences),
         )
 
 
@@ -59,5 +72,8 @@ class ComposedStandings:
 
     def read(self, owner: str) -> Standing:
         return Standing(
-            self._operation.read(), self._records.num_active(owner), self._fleet.workers()
+            operation=self._operation.read(),
+            memory=self._records.memory(),
+            num_active=self._records.num_active(owner),
+            workers=self._fleet.workers(),
         )
