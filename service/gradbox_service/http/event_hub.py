@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import anyio
 import anyio.to_thread
@@ -153,8 +154,7 @@ class Hub(RepeatingThread):
             self._cursor, changes = self._records.changes(cursor, wait_s=WAIT_S)
             if cursor is None:
                 changes = [Change("", "missed")]  # whatever was before
-            awaited = [change.job_id for change in changes if self._is_awaited(change)]
-            ends = {record.id: record for record in self._records.many(awaited)}
+            changes = self._with_awaited_ends(changes)
         except redis.RedisError as error:
             self._cursor = cursor
             log.warning("the events of the box cannot be read (%s); trying again", error)
@@ -163,14 +163,17 @@ class Hub(RepeatingThread):
         if changes:
             self._pass_on(self._cursor, changes)
             if self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._spread, changes, ends)
+                self._loop.call_soon_threadsafe(self._spread, changes)
 
-    def _is_awaited(self, change: Change) -> bool:
-        return change.final and change.job_id in self._waiting
+    def _with_awaited_ends(self, changes: Sequence[Change]) -> Sequence[Change]:
+        """Read the records of jobs that have ended and whose end somebody waits for."""
+        awaited = [c.job_id for c in changes if c.final and c.job_id in self._waiting]
+        records = {record.id: record for record in self._records.many(awaited)}
+        return [replace(c, record=records.get(c.job_id)) if c.final else c for c in changes]
 
-    def _spread(self, changes: Collection[Change], ends: Mapping[str, JobRecord]) -> None:
+    def _spread(self, changes: Collection[Change]) -> None:
         ended = [change.job_id for change in changes if change.final]
-        self._ends.update({job_id: ends.get(job_id) for job_id in ended})
+        self._ends.update({change.job_id: change.record for change in changes if change.final})
         while len(self._ends) > MAX_ENDS:
             self._ends.popitem(last=False)
         _ring(self._listeners, {change.job_id for change in changes})

@@ -41,7 +41,8 @@ class Event:
 class Change:
     """Says that something about a job is new; what it is stands in the job's own stream.
 
-    `final` is set where the job has ended.
+    `final` is set where the job has ended. Then `record` may be how it ended, if a reader has read
+    it already: it changes no more.
 
     Three are about no job: `worker`, that one announced something, `wake`, which ends every wait,
     and `missed`, that changes were trimmed before this reader came to them.
@@ -50,6 +51,7 @@ class Change:
     job_id: str
     kind: Literal["state", "progress", "position", "worker", "wake", "missed"]
     final: bool = False
+    record: JobRecord | None = None
 
 
 class Mark(NamedTuple):

@@ -105,7 +105,10 @@ class ActiveJobs:
         if changes:
             self._note_lag(self._cursor)
         self.box_changed |= any(change.kind in ("worker", "wake") for change in changes)
-        self.read({change.job_id for change in changes if change.kind == "state"})
+        ended = {change.job_id: change.record for change in changes if change.record is not None}
+        for job_id, record in ended.items():
+            self._put(job_id, record)
+        self.read({change.job_id for change in changes if change.kind == "state"} - ended.keys())
         if time.monotonic() - self._compared_at > COMPARE_S:
             self._compare()
         return any(change.kind in TELLING for change in changes)
