@@ -9,7 +9,9 @@ client in this process. Three things are measured:
                             on the box, and an optimizer that changes every weight
 
 Redis commands are what its `commandstats` counts, those within scripts too, less what an idle box
-sends in the same time. Processor time is of each process of the box and of this one.
+sends in the same time. Processor time is of each process of the box and of this one. Nothing is
+measured before the box has gone quiet: the process that waits to take a dead device's place takes
+seconds of processor time to import what it may need.
 """
 
 from __future__ import annotations
@@ -45,6 +47,9 @@ def tiny():
 """
 WARM_UP: Final = 20
 IDLE_S: Final = 3.0
+# A box is quiet once all of it together takes this share of a core for a second.
+QUIET_SHARE: Final = 0.1
+QUIET_WITHIN_S: Final = 120.0
 AT_ONCE: Final = 200
 THREADS: Final = 16
 ROLES: Final = {
@@ -113,7 +118,13 @@ class Meter:
         )
 
     def rest(self) -> None:
-        """Learn what an idle box sends to Redis."""
+        """Wait until the box is quiet, and learn what it sends to Redis then."""
+        give_up = time.monotonic() + QUIET_WITHIN_S
+        busy_ms = float("inf")
+        while busy_ms > QUIET_SHARE * 1e3 and time.monotonic() < give_up:
+            cpu = self.cpu_ms()
+            time.sleep(1.0)
+            busy_ms = sum(self.cpu_ms().values()) - sum(cpu.values())
         before = self.commands()
         time.sleep(IDLE_S)
         self.idle_per_s = (self.commands() - before) / IDLE_S

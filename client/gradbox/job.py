@@ -18,11 +18,12 @@ import httpx
 
 from gradbox.errors import GradboxError, JobCancelled, JobFailed, ResultGone, ResultNotReady
 from gradbox.http.connection import Connection, parsed
-from gradbox.http.download import download, write_verified
+from gradbox.http.download import download, verify, write_verified
 from gradbox.http.events import JobEvent, follow
 from gradbox.http.posting import ACCEPT, read_answer
 from gradbox.progress import ProgressBar, downloading
 from gradbox.protocol import JobState, JobView
+from gradbox.results.held_file import HeldFile
 from gradbox.results.result import GradResult
 from gradbox.results.result_files import RemoteFile
 from gradbox.spans import CLIENT
@@ -166,7 +167,15 @@ class Job:
         self._view, self._small_result = answered.view, answered.result
 
     def _fetched(self, *, progress: bool | None, stop: threading.Event | None = None) -> GradResult:
-        """Fetch the result into a folder that is removed when the result is no longer used."""
+        """Open the result that came already, or fetch it.
+
+        What is fetched lies in a folder that is removed when the result is no longer used.
+        """
+        small, view = self._small_result, self.refresh()
+        if small is not None and view.result is not None:
+            self._small_result = None  # once, as in `_download`
+            verify(small, expected=view.result)
+            return GradResult(HeldFile(bytearray(small)))
         folder = Path(tempfile.mkdtemp(prefix="gradbox-"))
         try:
             path = folder / f"{self.id}.safetensors"
@@ -180,7 +189,7 @@ class Job:
     def _linked(self, path: Path) -> bool:
         """Give the box's file a second name, if it is on this disk: nothing need be copied."""
         view = self.refresh()
-        if self._results is None or view.result is None or self._small_result is not None:
+        if self._results is None or view.result is None:
             return False
         stored = self._results / f"{self.id}.{view.attempts}.safetensors"
         with suppress(OSError):

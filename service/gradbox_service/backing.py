@@ -11,6 +11,7 @@ from gradbox_service.jobs.memory_records import MemoryRecords
 from gradbox_service.jobs.operation import MemoryOperation, Operation, RedisOperation
 from gradbox_service.jobs.records import Records
 from gradbox_service.jobs.redis_records import RedisRecords
+from gradbox_service.jobs.standing import ComposedStandings, RedisStandings, Standings
 from gradbox_service.jobs.turns import MemoryTurns, RqTurns, Turns
 from gradbox_service.jobs.usage import RedisUsage, Usage
 from gradbox_service.queue.leadership import Leadership, RedisLeadership, SoleLeadership
@@ -31,13 +32,14 @@ from gradbox_service.tokens import MemoryTokens, RedisTokens, Tokens
 
 @dataclass(frozen=True)
 class Backing:
-    """Records, use, turns, fleet, mode, tokens, sessions, lock of the leader, files, owners."""
+    """Records, use, turns, fleet, mode, both in one look, tokens, sessions, lock, files, owners."""
 
     records: Records
     usage: Usage
     turns: Turns
     fleet: Fleet
     operation: Operation
+    standings: Standings
     tokens: Tokens
     sessions: Sessions
     leadership: Leadership
@@ -58,13 +60,15 @@ class Backing:
                 "(`gradbox up` brings its own)"
             )
         connection = connect(settings.redis_url)
+        fleet = RedisFleet(connection)
         tokens = RedisTokens(connection, revocations=Revocations(settings.data))
         return cls(
             records=RedisRecords(connection),
             usage=RedisUsage(connection),
             turns=RqTurns(connection),
-            fleet=RedisFleet(connection),
+            fleet=fleet,
             operation=RedisOperation(connection),
+            standings=RedisStandings(connection, fleet=fleet),
             tokens=tokens,
             sessions=RedisSessions(connection, tokens=tokens),
             leadership=RedisLeadership(connection),
@@ -78,12 +82,14 @@ class Backing:
         """Return the backing of a box inside one process; files are under `data`."""
         reserve_bytes = None if settings is None else settings.disk_reserve_bytes
         records, tokens = MemoryRecords(), MemoryTokens()
+        fleet, operation = MemoryFleet(), MemoryOperation()
         return cls(
             records=records,
             usage=records.usage,
             turns=MemoryTurns(),
-            fleet=MemoryFleet(),
-            operation=MemoryOperation(),
+            fleet=fleet,
+            operation=operation,
+            standings=ComposedStandings(records, fleet=fleet, operation=operation),
             tokens=tokens,
             sessions=MemorySessions(tokens=tokens),
             leadership=SoleLeadership(),

@@ -7,13 +7,14 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 import torch
 from torch import Tensor
 
-from gradbox import GradClient, Gradient, ProtocolError, Retry
+from gradbox import GradClient, Gradient, GradResult, ProtocolError, Retry
 from gradbox.protocol import JOB_AND_RESULT, JobState, ResultView, joined
 from tests.boxes import TestBox
 from tests.chaos.processes import processes_of
@@ -82,6 +83,23 @@ def test_a_result_that_came_along_can_be_fetched_again(twin: TestBox) -> None:
     with twin.client() as client:
         job = client.submit(small(seed=2))
         assert job.result().loss == job.result().loss
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_result_that_came_along_is_no_file_until_it_is_saved(
+    twin: TestBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_folder(**_: object) -> str:
+        raise AssertionError("expected no folder for a small result")
+
+    monkeypatch.setattr("gradbox.job.tempfile.mkdtemp", no_folder)
+    with twin.client() as client:
+        found = client.run(small(seed=3))
+    found.save(tmp_path / "saved.safetensors")
+    saved = GradResult.load(tmp_path / "saved.safetensors")
+    assert saved.manifest == found.manifest
+    assert list(saved.grads) == list(found.grads)
+    assert all(torch.equal(saved.grads[name], found.grads[name]) for name in found.grads)
 
 
 @pytest.mark.usefixtures("patient")

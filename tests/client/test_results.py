@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradbox import GradResult, InvalidInputs, ProtocolError
 from gradbox.protocol import Receipt, Seconds
+from gradbox.results.held_file import HeldFile
 
 RECEIPT = Receipt(
     protocol=1,
@@ -41,8 +42,10 @@ RECEIPT = Receipt(
 Make = Callable[..., GradResult]
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Make:
+@pytest.fixture(params=["a file", "held"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    """Make a result as it is read from a file, and as it is held that came with its job."""
+
     def result(grads: dict[str, Tensor], **sections: dict[str, Tensor]) -> GradResult:
         stored = {f"grads/{name}": gradient for name, gradient in grads.items()}
         for section, tensors in sections.items():
@@ -50,6 +53,8 @@ def make(tmp_path: Path) -> Make:
         receipt = RECEIPT.model_copy(update={"names": tuple(grads)})
         path = tmp_path / "result.safetensors"
         save_file(stored, path, metadata={"format": "pt", "gradbox": receipt.model_dump_json()})
+        if request.param == "held":
+            return GradResult(HeldFile(bytearray(path.read_bytes())))
         return GradResult.load(path)
 
     return result

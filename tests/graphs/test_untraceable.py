@@ -16,8 +16,11 @@ import torch
 import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
+from torch.fx import Graph as FxGraph
 
 from gradbox.errors import GraphRefused, InvalidInputs, UntraceableLoss
+from gradbox.tracing.interception import OF_TORCH, _replacements
+from gradbox.tracing.recording import Recording
 from gradbox.tracing.trace import trace
 
 OUTER = nn.Parameter(torch.ones(3))
@@ -379,3 +382,10 @@ def test_tracing_leaves_torch_and_math_as_they_were() -> None:
     assert before == replaced()
     assert torch.is_grad_enabled()
     assert "isinstance" not in globals()
+
+
+def test_every_name_of_torch_that_is_replaced_is_listed() -> None:
+    recording = Recording(FxGraph(), parameters={}, buffers={}, structured=False)
+    replaced = _replacements(recording)
+    found = {name for name, value in vars(torch).items() if id(value) in replaced}
+    assert found == set(OF_TORCH)

@@ -8,7 +8,15 @@ import pytest
 from gradbox.protocol import OperationMode, OperationView
 from gradbox_service.backing import Backing
 from gradbox_service.queue.dispatch import Dispatcher
-from tests.service.boxes import announce, begin, submit
+from tests.service.boxes import (
+    SHARDS,
+    announce,
+    begin,
+    blob_of,
+    spec_for,
+    submit,
+    upload,
+)
 from tests.service.conftest import Box, client_with
 from tests.service.test_dispatch import positions, queue, waiting
 
@@ -76,3 +84,26 @@ def test_only_the_owner_may_pause(box: Box) -> None:
     assert order(box.client, "paused").status_code == 403
     assert box.client.get("/v1/operation").json()["mode"] == "running"
     assert client_with(box.transport, "").get("/v1/operation").status_code == 401
+
+
+def test_a_draining_box_gives_the_job_that_was_posted_before(box: Box, owner: httpx.Client) -> None:
+    upload(box.client, SHARDS)
+    spec, key = spec_for(blob_of(SHARDS)[0]), {"Idempotency-Key": "once"}
+    first = box.client.post("/v1/jobs", json=spec, headers=key)
+    order(owner, "draining")
+    assert box.client.post("/v1/jobs", json=spec, headers=key).json()["id"] == first.json()["id"]
+    other = box.client.post("/v1/jobs", json=spec | {"seed": 9}, headers=key)
+    assert other.json()["type"].endswith("idempotency-conflict")
+
+
+def test_a_standing_is_what_each_store_says(backing: Backing) -> None:
+    for names in (["idle-1"], ["idle-1", "idle-2"]):
+        announce(backing, name=names[-1])
+        queue(backing.records, names[-1])
+        backing.operation.set(OperationView(mode=OperationMode.PAUSED, reason=names[-1]))
+        standing = backing.standings.read("ann")
+        assert [worker.name for worker in standing.workers] == names
+        assert standing.operation == backing.operation.read()
+        assert standing.memory.bound_bytes == backing.records.memory().bound_bytes
+        assert standing.num_active == backing.records.num_active("ann") == len(names)
+    assert backing.standings.read("bob").num_active == 0

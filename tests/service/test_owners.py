@@ -36,6 +36,13 @@ def test_bytes_count_once_against_the_first(owners: BlobOwners) -> None:
     assert (owners.bytes_of("ann"), owners.bytes_of("bob"), owners.bytes_of("eve")) == (15, 0, 0)
 
 
+def test_several_are_claimed_at_once(owners: BlobOwners) -> None:
+    owners.claim("bob", TWO, 5)
+    owners.claim_all("ann", {ONE: 10, TWO: 5})
+    assert owners.owned_among("ann", [ONE, TWO]) == {ONE, TWO}
+    assert (owners.bytes_of("ann"), owners.bytes_of("bob")) == (10, 5)
+
+
 def test_a_forgotten_blob_belongs_to_nobody(owners: BlobOwners) -> None:
     owners.claim("ann", ONE, 10)
     owners.claim("bob", ONE, 10)

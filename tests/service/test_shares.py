@@ -13,6 +13,7 @@ import redis
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import MemoryRecords
 from gradbox_service.jobs.records import Memory
+from gradbox_service.jobs.standing import ComposedStandings
 from gradbox_service.settings import Settings
 from tests.service.boxes import SHARDS, blob_of, ones, run_job, spec_for, submit, upload
 from tests.service.conftest import Box, serve
@@ -58,7 +59,9 @@ class FullMemory(MemoryRecords):
 
 def test_new_jobs_are_refused_before_the_memory_is_full(tmp_path: Path) -> None:
     settings = Settings(data=tmp_path)
-    backing = replace(Backing.in_memory(tmp_path), records=FullMemory())
+    records, backing = FullMemory(), Backing.in_memory(tmp_path)
+    standings = ComposedStandings(records, fleet=backing.fleet, operation=backing.operation)
+    backing = replace(backing, records=records, standings=standings)
     for box in serve(backing, settings):
         blob = upload(box.client, SHARDS)
         answer = box.client.post("/v1/jobs", json=spec_for(blob))

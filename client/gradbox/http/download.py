@@ -64,15 +64,24 @@ def download(
     os.replace(part, into)
 
 
+def verify(content: memoryview, *, expected: ResultView) -> None:
+    """Check a whole file that has come already.
+
+    Raises:
+        ProtocolError: its digest is not the right one.
+    """
+    found = hashlib.sha256(content).hexdigest()
+    if found != expected.sha256:
+        raise _wrong_digest(found, expected)
+
+
 def write_verified(path: Path, content: memoryview, *, expected: ResultView) -> None:
     """Write a whole file that has come already, if its digest is right.
 
     Raises:
         ProtocolError: it is not.
     """
-    found = hashlib.sha256(content).hexdigest()
-    if found != expected.sha256:
-        raise _wrong_digest(found, expected)
+    verify(content, expected=expected)
     part = part_of(path, expected)
     part.write_bytes(content)
     os.replace(part, path)

@@ -36,7 +36,8 @@ class Tensors(Mapping[str, Any]):
 
     They are torch tensors where torch is installed, else NumPy arrays. Torch maps them from the
     file, so that they take memory as they are read; what is written into one stays in this process.
-    Of a result that stays on its box they are `LazyTensor`s.
+    Those of a small result, which came with its job, lie in memory. Of a result that stays on its
+    box they are `LazyTensor`s.
     """
 
     def __init__(self, file: ResultFile, section: str, names: tuple[str, ...]) -> None:

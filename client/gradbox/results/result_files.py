@@ -111,8 +111,8 @@ class LocalFile:
             return bfloat16_array(file.read(entry.end - entry.begin), entry.shape, dtype)
 
     def copy_to(self, path: Path) -> None:
-        with _beside(path) as beside:
-            shutil.copyfile(self._path, beside)
+        with beside(path) as written:
+            shutil.copyfile(self._path, written)
 
 
 class RemoteFile:
@@ -162,11 +162,11 @@ class RemoteFile:
         return LazyTensor(entry.shape, read, dtype=dtype)
 
     def copy_to(self, path: Path) -> None:
-        with _beside(path) as beside, self._downloading() as on_bytes:
+        with beside(path) as written, self._downloading() as on_bytes:
             download(
                 self._connection,
                 self._url_path,
-                beside,
+                written,
                 expected=self._expected,
                 on_bytes=on_bytes,
             )
@@ -193,10 +193,7 @@ class RemoteFile:
             for begin, end in runs:
                 data[at : at + end - begin] = span[begin - first : end - first]
                 at += end - begin
-        if wider is not None and entry.dtype == "BF16" and not is_torch_importable():
-            return bfloat16_array(data, shape, wider)
-        found = array_of(data, dtype=_named(entry), shape=shape)
-        return found if wider is None else widened(found, wider)
+        return tensor_of(data, entry, shape=shape, wider=wider)
 
     def _fetch(self, first: int, last: int) -> bytearray:
         """Return the file's bytes first:last."""
@@ -222,6 +219,20 @@ class RemoteFile:
                 f"({etag or 'without an ETag'}); open the job's result again"
             )
         return answer.content
+
+
+def tensor_of(
+    data: bytearray | memoryview, entry: TensorEntry, *, shape: tuple[int, ...], wider: str | None
+) -> Any:
+    """Return a tensor, or the part of that shape, of its bytes in a file.
+
+    Args:
+        wider: the dtype that it had before it was rounded; None if it was not.
+    """
+    if wider is not None and entry.dtype == "BF16" and not is_torch_importable():
+        return bfloat16_array(data, shape, wider)
+    found = array_of(data, dtype=_named(entry), shape=shape)
+    return found if wider is None else widened(found, wider)
 
 
 def _spans(entry: TensorEntry, region: Region) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
@@ -267,7 +278,7 @@ def _dtype(name: str) -> Any:
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[Path]:
+def beside(path: Path) -> Iterator[Path]:
     """Give a file beside `path`, and put it in its place when it is written."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(descriptor)

@@ -50,7 +50,7 @@ def widened(tensor: torch.Tensor | np.ndarray[Any, Any], dtype: str) -> Any:
 
 
 def bfloat16_array(
-    data: bytes | bytearray, shape: tuple[int, ...], dtype: str
+    data: bytes | bytearray | memoryview, shape: tuple[int, ...], dtype: str
 ) -> np.ndarray[Any, Any]:
     """Return bfloat16 numbers in a wider dtype: their bits are the upper half of float32's."""
     upper = np.frombuffer(data, dtype="<u2").astype(np.uint32) << np.uint32(16)

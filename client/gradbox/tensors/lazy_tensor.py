@@ -116,7 +116,7 @@ def _narrowed(item: Any, size: int) -> tuple[slice, Any]:
     return slice(position, position + 1), 0
 
 
-def array_of(data: bytearray, *, dtype: str, shape: tuple[int, ...]) -> Any:
+def array_of(data: bytearray | memoryview, *, dtype: str, shape: tuple[int, ...]) -> Any:
     """Return bytes as a tensor, or as a NumPy array where there is no torch.
 
     Args:

@@ -25,6 +25,8 @@ Namespace = dict[str, Any]
 
 _LOCK: Final = threading.RLock()
 _ABSENT: Final = object()
+# What is replaced in torch's own namespace, which is too large to be searched for every loss.
+OF_TORCH: Final = ("finfo", "iinfo", "is_tensor", "ones", "zeros")
 
 
 @contextmanager
@@ -97,7 +99,9 @@ def _restored(module: torch.nn.Module) -> Iterator[None]:
 def _intercepted(function: Callable[..., Any], recording: Recording) -> Iterator[None]:
     instead = _replacements(recording)
     with ExitStack() as stack:
-        for module in (builtins, math, torch, *_generators()):
+        of_torch = {name: vars(torch)[name] for name in OF_TORCH}
+        stack.enter_context(_changed(vars(torch), _changes(of_torch, instead)))
+        for module in (builtins, math, *_generators()):
             stack.enter_context(_changed(vars(module), _changes(vars(module), instead)))
         for namespace in _globals(function):
             stack.enter_context(_changed(namespace, _changes(namespace, instead)))

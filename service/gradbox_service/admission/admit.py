@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -15,7 +15,7 @@ from gradbox_service.admission.model import find_model
 from gradbox_service.admission.parameters import check_weights
 from gradbox_service.admission.references import References, shared_references
 from gradbox_service.admission.tensors import TensorHeaders
-from gradbox_service.jobs import Fleet
+from gradbox_service.jobs import Fleet, WorkerPresence
 from gradbox_service.store import OwnBlobs
 
 
@@ -48,7 +48,9 @@ OWN: Final[Mapping[str, Own]] = {
 }
 
 
-def admit(spec: JobSpec, *, fleet: Fleet, blobs: OwnBlobs) -> ModelView:
+def admit(
+    spec: JobSpec, *, workers: Sequence[WorkerPresence], fleet: Fleet, blobs: OwnBlobs
+) -> ModelView:
     """Return the model that the job will run on.
 
     Raises:
@@ -58,7 +60,7 @@ def admit(spec: JobSpec, *, fleet: Fleet, blobs: OwnBlobs) -> ModelView:
         InvalidInputs: names do not fit the model, the blobs or each other.
         ServiceUnavailable: no worker has said yet which models there are.
     """
-    model = find_model(spec.model, fleet=fleet)
+    model = find_model(spec.model, workers=workers, fleet=fleet)
     own = OWN[spec.computation]
     _check_group_names(spec)
     references = [*shared_references(spec), *own.references(spec)]

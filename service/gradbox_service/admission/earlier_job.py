@@ -21,13 +21,13 @@ def earlier_job(
     Raises:
         InvalidInputs: the owner has no job of that id.
     """
-    record = box.records.get(job_id)
-    spec = box.records.spec(job_id)
-    if record is None or spec is None or record.owner != owner:
+    found = box.records.stored(job_id)
+    spec = found.read_spec() if found is not None and found.record.owner == owner else None
+    if found is None or spec is None:
         raise InvalidInputs(
             f"{where}: no job {job_id!r} of yours is on this box; post the {kind} first"
         )
-    return record, spec
+    return found.record, spec
 
 
 def result_header(record: JobRecord, *, where: str, kind: str, box: Backing) -> SafetensorsHeader:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from gradbox.errors import InvalidJob, OwnerOnly, QueueFull
 from gradbox.protocol import CotangentGradientSpec, JobSpec
-from gradbox_service.jobs import Records
 from gradbox_service.settings import Settings
 from gradbox_service.tokens import TokenInfo
 
@@ -45,15 +44,17 @@ def check_limits(
         )
 
 
-def check_queue(owner: str, *, records: Records, settings: Settings) -> None:
+def check_queue(num_active: int, *, settings: Settings) -> None:
     """Check that one more job of this owner may wait.
 
     Posts at the same moment may exceed the limit by their number.
 
+    Args:
+        num_active: how many of theirs wait or run.
+
     Raises:
         QueueFull: as many wait or run as may.
     """
-    num_active = records.num_active(owner)
     if num_active >= settings.max_queued_jobs:
         raise QueueFull(
             f"{num_active} of your jobs wait or run, and at most {settings.max_queued_jobs} may on "

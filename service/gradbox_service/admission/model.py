@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 
 from gradbox.errors import ServiceUnavailable, UnknownModel, UnusableModel
 from gradbox.protocol import ModelView
-from gradbox_service.jobs import Fleet
+from gradbox_service.jobs import Fleet, WorkerPresence
 from gradbox_service.jobs.fleet import offered_versions, unusable_models
 
 MIN_VERSION_LENGTH = 8
 
 
-def find_model(reference: str, *, fleet: Fleet) -> ModelView:
-    """Return the model that live workers offer under this reference.
+def find_model(reference: str, *, workers: Sequence[WorkerPresence], fleet: Fleet) -> ModelView:
+    """Return the model that `workers` offer under this reference.
 
     NAME alone means the version that most workers offer. VERSION may be cut short, to no fewer than
     eight characters.
@@ -24,7 +25,6 @@ def find_model(reference: str, *, fleet: Fleet) -> ModelView:
         ServiceUnavailable: workers are still starting, so nobody can say.
     """
     name, at, wanted = reference.partition("@")
-    workers = fleet.workers()
     offered = offered_versions(workers)
     if name not in offered:
         if not offered or any(worker.state == "starting" for worker in workers):

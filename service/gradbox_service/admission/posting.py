@@ -6,10 +6,11 @@ import time
 import uuid
 from collections.abc import Mapping
 
-from gradbox.errors import BoxDraining
+from gradbox.errors import BoxDraining, GradboxError
 from gradbox.protocol import (
     CotangentGradientSpec,
     JobSpec,
+    ModelView,
     OperationMode,
     parse_posted,
     spec_digest,
@@ -39,8 +40,8 @@ def post(
 ) -> JobRecord:
     """Check the body and queue its job, or return the job that it made before.
 
-    A repeated post is answered before the box is looked at, so that it gives the same job even if
-    the model or a blob has gone since. Only cotangents need the job that they continue.
+    A repeated post gives the same job, also if the model or a blob has gone since or the box takes
+    no more. Only cotangents need the job that they continue.
 
     Args:
         blobs: those that came with the job, by the digests that they are said to have.
@@ -61,34 +62,19 @@ def post(
     check_limits(posted, caller=caller, settings=settings)
     spec, forward = _completed(posted, owner=caller.name, box=box)
     digest = spec_digest(spec)
-    if idempotency_key is not None:
+    try:
+        model = _admitted(
+            spec, posted, forward, sent=blobs or {}, owner=caller.name, box=box, settings=settings
+        )
+    except GradboxError:
+        if idempotency_key is None:
+            raise
         earlier = box.records.posted(
             caller.name, idempotency_key=idempotency_key, spec_digest=digest
         )
-        if earlier is not None:
-            return earlier
-    operation = box.operation.read()
-    if operation.mode is OperationMode.DRAINING:
-        raise BoxDraining(
-            f"this box is {operation}; it takes no new jobs, those that wait stay where they are: "
-            f"submit again once it is back"
-        )
-    check_memory(box.records)
-    check_quota(
-        caller.name,
-        more_bytes=0,
-        quota_bytes=settings.owner_quota_bytes,
-        records=box.records,
-        owners=box.owners,
-    )
-    check_queue(caller.name, records=box.records, settings=settings)
-    sent = blobs or {}
-    take_blobs(sent, owner=caller.name, box=box, settings=settings)
-    own = OwnBlobs(caller.name, blobs=box.blobs, owners=box.owners, sent=sent)
-    model = admit(spec, fleet=box.fleet, blobs=own)
-    check_against(spec, model=model, owner=caller.name, box=box)
-    if forward is not None and isinstance(posted, CotangentGradientSpec):
-        forward.check(posted.loss, blobs=own)
+        if earlier is None:
+            raise
+        return earlier
     record = JobRecord(
         id=uuid.uuid4().hex,
         owner=caller.name,
@@ -104,6 +90,41 @@ def post(
         traceparent=traceparent,
     )
     return box.records.create(record, spec=spec, idempotency_key=idempotency_key)
+
+
+def _admitted(
+    spec: JobSpec,
+    posted: JobSpec | CotangentGradientSpec,
+    forward: ForwardJob | None,
+    *,
+    sent: Mapping[str, bytes],
+    owner: str,
+    box: Backing,
+    settings: Settings,
+) -> ModelView:
+    """Take the blobs that came, and return the model that the job will run on."""
+    standing = box.standings.read(owner)
+    if standing.operation.mode is OperationMode.DRAINING:
+        raise BoxDraining(
+            f"this box is {standing.operation}; it takes no new jobs, those that wait stay where "
+            f"they are: submit again once it is back"
+        )
+    check_memory(standing.memory)
+    check_quota(
+        owner,
+        more_bytes=0,
+        quota_bytes=settings.owner_quota_bytes,
+        records=box.records,
+        owners=box.owners,
+    )
+    check_queue(standing.num_active, settings=settings)
+    take_blobs(sent, owner=owner, box=box, settings=settings)
+    own = OwnBlobs(owner, blobs=box.blobs, owners=box.owners, sent=sent)
+    model = admit(spec, workers=standing.workers, fleet=box.fleet, blobs=own)
+    check_against(spec, model=model, owner=owner, box=box)
+    if forward is not None and isinstance(posted, CotangentGradientSpec):
+        forward.check(posted.loss, blobs=own)
+    return model
 
 
 def _completed(

@@ -38,7 +38,7 @@ def take_blobs(blobs: Mapping[str, bytes], *, owner: str, box: Backing, settings
     )
     for digest, content in new.items():
         box.blobs.put(digest, [content])
-        box.owners.claim(owner, digest, len(content))
+    box.owners.claim_all(owner, {digest: len(content) for digest, content in new.items()})
 
 
 def _check(digest: str, content: bytes, *, limit_bytes: int) -> None:

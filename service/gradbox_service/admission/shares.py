@@ -11,6 +11,7 @@ from typing import Final
 
 from gradbox.errors import ServiceUnavailable, StorageFull
 from gradbox_service.jobs import Records
+from gradbox_service.jobs.records import Memory
 from gradbox_service.store import BlobOwners
 from gradbox_service.store.room import in_units
 
@@ -44,13 +45,12 @@ def check_quota(
     )
 
 
-def check_memory(records: Records) -> None:
+def check_memory(memory: Memory) -> None:
     """Check that Redis has memory for another job.
 
     Raises:
         ServiceUnavailable: it has not.
     """
-    memory = records.memory()
     if memory.bound_bytes is None or memory.used_bytes < NEW_JOBS_SHARE * memory.bound_bytes:
         return
     raise ServiceUnavailable(

@@ -35,6 +35,7 @@ from gradbox_service.http.routes import (
     session,
 )
 from gradbox_service.queue.dispatch import Dispatcher
+from gradbox_service.queue.passed_changes import PassedChanges
 from gradbox_service.settings import Settings
 from gradbox_service.store.files import make_folder
 from gradbox_service.watching.metrics import Metrics
@@ -68,7 +69,8 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.state.settings = settings
     app.state.backing = stands_on
     app.state.board = Board(stands_on)
-    app.state.hub = Hub(stands_on.records, also_tell=app.state.board.note)
+    passed = PassedChanges()
+    app.state.hub = Hub(stands_on.records, also_tell=app.state.board.note, pass_on=passed.pass_on)
     app.state.metrics = Metrics()
     app.state.dispatcher = Dispatcher(
         stands_on.records,
@@ -79,6 +81,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         usage=stands_on.usage,
         half_life_s=settings.share_half_life_s,
         ended=app.state.metrics.job_ended,
+        changes=passed.changes,
     )
     app.state.metrics.registry.register(
         BoxCollector(stands_on, app.state.dispatcher, clock=time.time)

@@ -3,16 +3,18 @@
 The reader waits on the records' doorbell, which says that a job has something new, and wakes that
 job's listeners; each then reads its job's own stream behind the last event it sent. So a listener
 misses nothing and sends nothing twice, however the doorbell stutters, and many listeners take one
-Redis connection, not one each.
+Redis connection, not one each. For those who wait for a job's end alone, the reader reads its
+record. It also passes on all changes to the dispatcher.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import anyio
 import anyio.to_thread
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 WAIT_S = 0.25
 # A listener reads on its own after this long: what the doorbell lost while Redis was away.
 REREAD_S = 5.0
+# Jobs whose end is remembered, for those who were about to wait for it.
+MAX_ENDS = 1000
 
 # By the id of a job: those who wait for something new about it.
 Bells = dict[str, set[asyncio.Event]]
@@ -37,18 +41,26 @@ class Hub(RepeatingThread):
     """Reads which jobs have new events, and wakes their listeners."""
 
     def __init__(
-        self, records: Records, *, also_tell: Callable[[Collection[Change]], None] | None = None
+        self,
+        records: Records,
+        *,
+        also_tell: Callable[[Collection[Change]], None] = lambda _: None,
+        pass_on: Callable[[str, Sequence[Change]], None] = lambda _cursor, _changes: None,
     ) -> None:
         """Read nothing yet.
 
         Args:
             also_tell: called with all changes, in the event loop.
+            pass_on: called with the same and the cursor behind them, in the reader's thread.
         """
         super().__init__("event reader", failed_pause_s=WAIT_S)
         self._records = records
         self._also_tell = also_tell
+        self._pass_on = pass_on
         self._listeners: Bells = {}
         self._waiting: Bells = {}  # for the end alone
+        # Of jobs that ended lately, the newest last: the record, if somebody waited for it.
+        self._ends: OrderedDict[str, JobRecord | None] = OrderedDict()
         self._num_open: Counter[str] = Counter()  # by who listens
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cursor: str | None = None
@@ -102,13 +114,19 @@ class Hub(RepeatingThread):
             _bell(self._waiting, record.id) as bell,
             anyio.move_on_after(within_s),
         ):
+            has_news = record.id in self._ends
             while not self._stopping.is_set():
-                bell.clear()
-                record = await anyio.to_thread.run_sync(self._newest, record)
-                if record.state.final:
-                    break
+                if has_news:
+                    record = self._ends.get(record.id) or await self._read_again(record)
+                    if record.state.final:
+                        return record
                 await _rung(bell)
-        return record
+                bell.clear()
+                has_news = True  # or may have: the bell is not heard while Redis is away
+        return await self._read_again(record)
+
+    async def _read_again(self, record: JobRecord) -> JobRecord:
+        return await anyio.to_thread.run_sync(self._newest, record)
 
     def _newest(self, record: JobRecord) -> JobRecord:
         """Return the record as it is now; as it was if it cannot be read."""
@@ -134,19 +152,33 @@ class Hub(RepeatingThread):
         cursor, self._cursor = self._cursor, None  # after a bad entry, read from now on
         try:
             self._cursor, changes = self._records.changes(cursor, wait_s=WAIT_S)
+            if cursor is None:
+                changes = [Change("", "missed")]  # whatever was before
+            changes = self._with_awaited_ends(changes)
         except redis.RedisError as error:
             self._cursor = cursor
             log.warning("the events of the box cannot be read (%s); trying again", error)
             self._stopping.wait(WAIT_S)
             return
-        if changes and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._spread, changes)
+        if changes:
+            self._pass_on(self._cursor, changes)
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._spread, changes)
+
+    def _with_awaited_ends(self, changes: Sequence[Change]) -> Sequence[Change]:
+        """Read the records of jobs that have ended and whose end somebody waits for."""
+        awaited = [c.job_id for c in changes if c.final and c.job_id in self._waiting]
+        records = {record.id: record for record in self._records.many(awaited)}
+        return [replace(c, record=records.get(c.job_id)) if c.final else c for c in changes]
 
     def _spread(self, changes: Collection[Change]) -> None:
+        ended = [change.job_id for change in changes if change.final]
+        self._ends.update({change.job_id: change.record for change in changes if change.final})
+        while len(self._ends) > MAX_ENDS:
+            self._ends.popitem(last=False)
         _ring(self._listeners, {change.job_id for change in changes})
-        _ring(self._waiting, {change.job_id for change in changes if change.final})
-        if self._also_tell is not None:
-            self._also_tell(changes)
+        _ring(self._waiting, ended)
+        self._also_tell(changes)
 
 
 @contextmanager

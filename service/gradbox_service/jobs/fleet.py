@@ -7,10 +7,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import redis
 from pydantic import BaseModel, ConfigDict
+from redis.client import Pipeline
 
 from gradbox.protocol import DeviceMemory, ModelView
 from gradbox_service.jobs import redis_changes
@@ -79,10 +80,11 @@ class RedisFleet:
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
+        self._names: list[str] = []  # of the workers there were at the last look
 
     def announce(self, presence: WorkerPresence, *, ttl_s: float) -> None:
         with self._redis.pipeline() as pipe:
-            key = f"gradbox:worker:{presence.name}"
+            key = _presence_key(presence.name)
             pipe.set(key, presence.model_dump_json(), px=max(1, int(ttl_s * 1000)))
             pipe.sadd(WORKERS, presence.name)
             redis_changes.ring(pipe, "", "worker")
@@ -90,7 +92,7 @@ class RedisFleet:
 
     def retire(self, name: str) -> None:
         with self._redis.pipeline() as pipe:
-            pipe.delete(f"gradbox:worker:{name}")
+            pipe.delete(_presence_key(name))
             pipe.srem(WORKERS, name)
             redis_changes.ring(pipe, "", "worker")
             pipe.execute()
@@ -106,10 +108,26 @@ class RedisFleet:
         return int(cast("bytes | None", self._redis.get(RELOADS)) or 0)
 
     def workers(self) -> Sequence[WorkerPresence]:
-        names = sorted(name.decode() for name in cast("set[bytes]", self._redis.smembers(WORKERS)))
-        if not names:
-            return []
-        found = cast("list[bytes | None]", self._redis.mget([f"gradbox:worker:{n}" for n in names]))
+        with self._redis.pipeline(transaction=False) as pipe:
+            names = self.ask(pipe)
+            return self.answered(names, pipe.execute())
+
+    def ask(self, pipe: Pipeline) -> list[str]:
+        """Append to a pipeline what `answered` reads, and return the names that it asks about."""
+        names = self._names
+        pipe.smembers(WORKERS)
+        if names:
+            pipe.mget([_presence_key(name) for name in names])
+        return names
+
+    def answered(self, asked: list[str], answers: Sequence[Any]) -> Sequence[WorkerPresence]:
+        """Return the live workers; others than were asked about are asked about here."""
+        names = sorted(name.decode() for name in answers[0])
+        found: Sequence[bytes | None] = answers[1] if asked else []
+        if names != asked:
+            self._names = names
+            keys = [_presence_key(name) for name in names]
+            found = cast("list[bytes | None]", self._redis.mget(keys)) if keys else []
         gone = [name for name, text in zip(names, found, strict=True) if text is None]
         if gone:
             self._redis.srem(WORKERS, *gone)
@@ -160,6 +178,10 @@ class MemoryFleet:
     def model(self, name: str, *, version: str) -> ModelView | None:
         with self._lock:
             return self._models.get((name, version))
+
+
+def _presence_key(name: str) -> str:
+    return f"gradbox:worker:{name}"
 
 
 def _parsed(kind: type[T], text: bytes) -> T | None:

@@ -19,6 +19,7 @@ from gradbox_service.jobs.records import (
     Event,
     Mark,
     Memory,
+    StoredJob,
     check_same_spec,
 )
 from gradbox_service.jobs.usage import MemoryUsage, charge_of
@@ -73,6 +74,11 @@ class MemoryRecords:
     def spec(self, job_id: str) -> JobSpec | None:
         with self._changed:
             return self._specs.get(job_id)
+
+    def stored(self, job_id: str) -> StoredJob | None:
+        with self._changed:
+            record, spec = self._records.get(job_id), self._specs.get(job_id)
+        return None if record is None else StoredJob(record, lambda: spec)
 
     def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         with self._changed:
@@ -156,9 +162,10 @@ class MemoryRecords:
         with self._changed:
             self._ring(Change("", "wake"))
 
-    def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> None:
+    def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> Mapping[str, Place]:
         with self._changed:
             self._followed.update(dict.fromkeys(job_ids, time.monotonic() + for_s))
+        return self.places(job_ids)
 
     def followed(self) -> Collection[str]:
         with self._changed:

@@ -31,14 +31,7 @@ class RedisOperation:
         self._redis = connection
 
     def read(self) -> OperationView:
-        text = cast("bytes | None", self._redis.get(OPERATION))
-        if text is None:
-            return OperationView()
-        try:
-            return OperationView.model_validate_json(text)
-        except ValueError:
-            log.error("%s is no mode of operation and counts as running: %r", OPERATION, text[:200])
-            return OperationView()
+        return read_operation(cast("bytes | None", self._redis.get(OPERATION)))
 
     def set(self, operation: OperationView) -> None:
         self._redis.set(OPERATION, operation.model_dump_json())
@@ -55,3 +48,14 @@ class MemoryOperation:
 
     def set(self, operation: OperationView) -> None:
         self._operation = operation
+
+
+def read_operation(text: bytes | None) -> OperationView:
+    """Return what stands under `OPERATION`; a box of which nothing is said is running."""
+    if text is None:
+        return OperationView()
+    try:
+        return OperationView.model_validate_json(text)
+    except ValueError:
+        log.error("%s is no mode of operation and counts as running: %r", OPERATION, text[:200])
+        return OperationView()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -41,7 +41,8 @@ class Event:
 class Change:
     """Says that something about a job is new; what it is stands in the job's own stream.
 
-    `final` is set where the job has ended.
+    `final` is set where the job has ended. Then `record` may be how it ended, if a reader has read
+    it already: it changes no more.
 
     Three are about no job: `worker`, that one announced something, `wake`, which ends every wait,
     and `missed`, that changes were trimmed before this reader came to them.
@@ -50,6 +51,7 @@ class Change:
     job_id: str
     kind: Literal["state", "progress", "position", "worker", "wake", "missed"]
     final: bool = False
+    record: JobRecord | None = None
 
 
 class Mark(NamedTuple):
@@ -57,6 +59,13 @@ class Mark(NamedTuple):
 
     created_s: float
     job_id: str
+
+
+class StoredJob(NamedTuple):
+    """A record, and what reads the spec that is stored beside it; None if there is none."""
+
+    record: JobRecord
+    read_spec: Callable[[], JobSpec | None]
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,9 @@ class Records(Protocol):
 
     def spec(self, job_id: str) -> JobSpec | None:
         """Return what was posted, or None if there is no such job."""
+
+    def stored(self, job_id: str) -> StoredJob | None:
+        """Return the record with its spec in one look, or None if there is no such job."""
 
     def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         """Return the records that there are of these jobs."""
@@ -163,8 +175,12 @@ class Records(Protocol):
     def wake(self) -> None:
         """End the present wait of everyone in `changes`."""
 
-    def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> None:
-        """Ask that these queued jobs be told their places, for the next `for_s` seconds."""
+    def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> Mapping[str, Place]:
+        """Ask that these queued jobs be told their places, for the next `for_s` seconds.
+
+        Returns:
+            Those that are stored now.
+        """
 
     def followed(self) -> Collection[str]:
         """Return the jobs that somebody follows."""

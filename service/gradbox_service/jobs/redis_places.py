@@ -25,10 +25,13 @@ class RedisPlaces(ABC):
     @abstractmethod
     def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]: ...
 
-    def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> None:
-        if job_ids:
-            until_s = time.time() + for_s
-            self._redis.zadd(changes.FOLLOWED, dict.fromkeys(job_ids, until_s))
+    def follow(self, job_ids: Sequence[str], *, for_s: float = FOLLOWED_S) -> Mapping[str, Place]:
+        if not job_ids:
+            return {}
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.zadd(changes.FOLLOWED, dict.fromkeys(job_ids, time.time() + for_s))
+            pipe.hmget(changes.PLACES, list(job_ids))
+            return _places(job_ids, pipe.execute()[1])
 
     def followed(self) -> Collection[str]:
         with self._redis.pipeline() as pipe:
@@ -57,6 +60,10 @@ class RedisPlaces(ABC):
             return {job_id.decode(): Place.from_json(text) for job_id, text in found.items()}
         if not job_ids:
             return {}
-        texts = cast("list[bytes | None]", self._redis.hmget(changes.PLACES, list(job_ids)))
-        pairs = zip(job_ids, texts, strict=True)
-        return {job_id: Place.from_json(text) for job_id, text in pairs if text is not None}
+        texts = self._redis.hmget(changes.PLACES, list(job_ids))
+        return _places(job_ids, cast("list[bytes | None]", texts))
+
+
+def _places(job_ids: Sequence[str], texts: Sequence[bytes | None]) -> dict[str, Place]:
+    pairs = zip(job_ids, texts, strict=True)
+    return {job_id: Place.from_json(text) for job_id, text in pairs if text is not None}

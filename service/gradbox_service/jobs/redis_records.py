@@ -45,6 +45,7 @@ from gradbox_service.jobs.records import (
     Event,
     Mark,
     Memory,
+    StoredJob,
     check_same_spec,
 )
 from gradbox_service.jobs.redis_changes import job_key, owner_key, spec_key
@@ -100,6 +101,14 @@ class RedisRecords(RedisPlaces):
     def spec(self, job_id: str) -> JobSpec | None:
         text = cast(bytes | None, self._redis.get(spec_key(job_id)))
         return None if text is None else parse_spec(text)
+
+    def stored(self, job_id: str) -> StoredJob | None:
+        keys = [job_key(job_id), spec_key(job_id)]
+        found, spec = cast("list[bytes | None]", self._redis.mget(keys))
+        record = self._read(job_id, found)
+        if record is None:
+            return None
+        return StoredJob(record, lambda: None if spec is None else parse_spec(spec))
 
     def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         return self._many([job_id.encode() for job_id in job_ids])
@@ -232,8 +241,7 @@ class RedisRecords(RedisPlaces):
         return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
 
     def memory(self) -> Memory:
-        found = cast("dict[str, int]", self._redis.info("memory"))
-        return Memory(found["used_memory"], found.get("maxmemory") or None)
+        return memory_in(cast("dict[str, int]", self._redis.info("memory")))
 
     def ping(self) -> None:
         self._redis.ping()
@@ -287,6 +295,11 @@ class RedisRecords(RedisPlaces):
         """Look the job up in the owners' indices, for its record does not tell."""
         owners = self.owners()
         return next((o for o in owners if self._redis.zscore(owner_key(o), job_id)), None)
+
+
+def memory_in(told: Mapping[str, int]) -> Memory:
+    """Return what Redis tells of its memory by INFO."""
+    return Memory(told["used_memory"], told.get("maxmemory") or None)
 
 
 def _watch(pipe: Pipeline, *keys: str) -> None:

@@ -9,12 +9,12 @@ then.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, Protocol
 
 from gradbox.protocol import JobState
-from gradbox_service.jobs import JobRecord, Records, Usage
+from gradbox_service.jobs import Change, JobRecord, Records, Usage
 from gradbox_service.jobs.redis_changes import MAX_CHANGES
 from gradbox_service.jobs.usage import HOUR_S, charge_of
 from gradbox_service.queue.shares import HALF_LIVES_READ, Durations, Shares
@@ -23,6 +23,12 @@ from gradbox_service.queue.waiting import Waiting
 COMPARE_S: Final = 30.0
 READ_AT_ONCE: Final = 500
 TELLING: Final = ("state", "wake", "missed")
+
+
+class ReadChanges(Protocol):
+    """Reads changes as `Records.changes` does."""
+
+    def __call__(self, after: str | None, *, wait_s: float) -> tuple[str, Sequence[Change]]: ...
 
 
 class ActiveJobs:
@@ -36,10 +42,12 @@ class ActiveJobs:
         half_life_s: float,
         clock: Callable[[], float],
         ended: Callable[[JobRecord], None] = lambda _: None,
+        changes: ReadChanges | None = None,
     ) -> None:
         """Hold no job yet.
 
         Args:
+            changes: where changes are read; the records' own stream if None.
             ended: called once with every job that ends while this process leads.
         """
         self.shares = Shares(half_life_s=half_life_s)
@@ -49,6 +57,7 @@ class ActiveJobs:
         self.version = 0  # counts what could move a job's place
         self.box_changed = True  # a worker, or what the box's owner says; who reads it puts it back
         self._records = records
+        self._changes = changes or records.changes
         self._usage = usage
         self._clock = clock
         self._ended = ended
@@ -89,14 +98,17 @@ class ActiveJobs:
         if self._cursor is None:
             self._load()
             return True
-        self._cursor, changes = self._records.changes(self._cursor, wait_s=wait_s)
+        self._cursor, changes = self._changes(self._cursor, wait_s=wait_s)
         if any(change.kind == "missed" for change in changes):
             self._load()
             return True
         if changes:
             self._note_lag(self._cursor)
         self.box_changed |= any(change.kind in ("worker", "wake") for change in changes)
-        self.read({change.job_id for change in changes if change.kind == "state"})
+        ended = {change.job_id: change.record for change in changes if change.record is not None}
+        for job_id, record in ended.items():
+            self._put(job_id, record)
+        self.read({change.job_id for change in changes if change.kind == "state"} - ended.keys())
         if time.monotonic() - self._compared_at > COMPARE_S:
             self._compare()
         return any(change.kind in TELLING for change in changes)
@@ -157,7 +169,7 @@ class ActiveJobs:
     def _load(self) -> None:
         self.box_changed = True
         # The cursor first: a change while the rest is read is read again.
-        self._cursor, _ = self._records.changes(None, wait_s=0.0)
+        self._cursor, _ = self._changes(None, wait_s=0.0)
         now_s = self._loaded_s = self._clock()
         hour = int(now_s // HOUR_S)
         first = hour - int(HALF_LIVES_READ * self.shares.half_life_s // HOUR_S) - 1

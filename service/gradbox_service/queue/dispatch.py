@@ -19,7 +19,7 @@ import redis
 from gradbox.protocol import OperationMode
 from gradbox_service.jobs import Fleet, JobRecord, Records, Turn, Turns, Usage, WorkerPresence
 from gradbox_service.jobs.operation import MemoryOperation, Operation
-from gradbox_service.queue.active_jobs import ActiveJobs
+from gradbox_service.queue.active_jobs import ActiveJobs, ReadChanges
 from gradbox_service.queue.leadership import Leadership
 from gradbox_service.queue.places import Places
 from gradbox_service.repeating_thread import RepeatingThread
@@ -61,17 +61,21 @@ class Dispatcher(RepeatingThread):
         half_life_s: float = HALF_LIFE_S,
         clock: Callable[[], float] = time.time,
         ended: Callable[[JobRecord], None] = lambda _: None,
+        changes: ReadChanges | None = None,
     ) -> None:
         """Hold no job yet.
 
         Args:
+            changes: where changes are read; the records' own stream if None.
             usage: what owners used before this process led.
             half_life_s: when a device second counts half.
             clock: tells the time in which device seconds are counted.
             ended: called once with every job that ends while this process leads.
         """
         super().__init__("dispatcher")
-        self.jobs = ActiveJobs(records, usage, half_life_s=half_life_s, clock=clock, ended=ended)
+        self.jobs = ActiveJobs(
+            records, usage, half_life_s=half_life_s, clock=clock, ended=ended, changes=changes
+        )
         self.leads = False
         self._records = records
         self._turns = turns
@@ -89,6 +93,7 @@ class Dispatcher(RepeatingThread):
         self._held_at = -LEADER_TTL_S
         self._leases_read_at = -TICK_S
         self._synced = False  # whether the changes were read right before
+        self._list_read = False  # whether the list was, since what is in memory was forgotten
         self._hands_out = True
         self._workers: Sequence[WorkerPresence] = ()
         self._box_read_at = -TICK_S
@@ -152,7 +157,7 @@ class Dispatcher(RepeatingThread):
 
     def _forget(self) -> None:
         self.jobs.forget()
-        self._synced = False
+        self._synced = self._list_read = False
 
     def _wait(self) -> None:
         """Wait until a job's state changes, or for one tick."""
@@ -241,12 +246,14 @@ class Dispatcher(RepeatingThread):
     def _note_turns(self) -> list[Turn]:
         """Return the turns in the list that count; take back the jobs whose turn was lost."""
         now = time.monotonic()
-        in_list = [turn for turn in dict.fromkeys(self._turns.waiting()) if self._counts(turn)]
+        self._seen = {turn: seen for turn, seen in self._seen.items() if self._counts(turn)}
+        # An earlier leader's turns were seen at the first look; from then on only we feed any.
+        waiting = self._turns.waiting() if self._seen or not self._list_read else ()
+        self._list_read = True
+        in_list = [turn for turn in dict.fromkeys(waiting) if self._counts(turn)]
         self._seen |= dict.fromkeys(in_list, now)
         self._seen = {
-            turn: seen
-            for turn, seen in self._seen.items()
-            if self._counts(turn) and now - seen < self._turn_grace_s
+            turn: seen for turn, seen in self._seen.items() if now - seen < self._turn_grace_s
         }
         held = {turn.job_id for turn in self._seen}
         lost = [record.id for record in self.jobs.fed if record.id not in held]

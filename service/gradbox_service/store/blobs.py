@@ -98,7 +98,8 @@ class BlobStore:
         with self.upload(digest) as upload:
             for chunk in chunks:
                 upload.write(chunk)
-            upload.commit()
+            header = upload.commit()
+        self._remember(digest, header)
 
     def files(self) -> Iterator[tuple[str, FileUse]]:
         """Give the digest, the size and the last use of every blob."""
@@ -173,8 +174,8 @@ class Upload:
         self._hash.update(chunk)
         self.size_bytes += len(chunk)
 
-    def commit(self) -> None:
-        """Check what was written and put it in its place.
+    def commit(self) -> SafetensorsHeader:
+        """Check what was written, put it in its place, and return its header.
 
         Raises:
             BlobRejected: the digest differs, or it is not a whole safetensors file.
@@ -189,8 +190,9 @@ class Upload:
         with self._room.noticing_a_full_disk(what=BLOB):
             self._file.flush()
             os.fsync(self._file.fileno())
-        read_header(self._beside)
+        header = read_header(self._beside)
         put_in_place(self._beside, self._place)
+        return header
 
     def __enter__(self) -> Upload:
         return self

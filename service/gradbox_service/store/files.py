@@ -38,6 +38,15 @@ def touch(path: Path) -> bool:
     return True
 
 
+def files_of(folder: Path, job_id: str) -> list[Path]:
+    """Return the files in a folder that are called JOB.ANYTHING."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return [folder / name for name in names if name.startswith(f"{job_id}.")]
+
+
 def put_in_place(beside: Path, place: Path) -> None:
     """Rename a flushed file to its name, and flush the name.
 

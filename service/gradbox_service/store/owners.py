@@ -21,12 +21,15 @@ BYTES = "gradbox:blob-bytes"
 FIRST = b"first"
 SIZE = b"size_bytes"
 OWNER = b"owner:"
-# KEYS: the blob, the sums; ARGV: the owner, the size, the owner's field. May be repeated.
+# KEYS: the sums, the blobs; ARGV: the owner, the owner's field, the blobs' sizes. May be repeated.
 CLAIM = """
-if redis.call('HSETNX', KEYS[1], 'first', ARGV[1]) == 1 then
-    redis.call('HINCRBY', KEYS[2], ARGV[1], ARGV[2])
+for i = 2, #KEYS do
+    local size = ARGV[i + 1]
+    if redis.call('HSETNX', KEYS[i], 'first', ARGV[1]) == 1 then
+        redis.call('HINCRBY', KEYS[1], ARGV[1], size)
+    end
+    redis.call('HSET', KEYS[i], 'size_bytes', size, ARGV[2], 1)
 end
-redis.call('HSET', KEYS[1], 'size_bytes', ARGV[2], ARGV[3], 1)
 """
 # Digests asked about in one round trip.
 ASKED_AT_ONCE = 1000
@@ -37,6 +40,9 @@ class BlobOwners(Protocol):
 
     def claim(self, owner: str, digest: str, size_bytes: int) -> None:
         """Note that `owner` has sent all bytes of a blob that is in its place; may be repeated."""
+
+    def claim_all(self, owner: str, sizes_bytes: Mapping[str, int]) -> None:
+        """Note the same of several blobs, by their digests."""
 
     def owns(self, owner: str, digest: str) -> bool:
         """Tell whether `owner` has sent the blob's bytes."""
@@ -68,7 +74,11 @@ class RedisBlobOwners:
         self._claim = connection.register_script(CLAIM)
 
     def claim(self, owner: str, digest: str, size_bytes: int) -> None:
-        self._claim(keys=[_key(digest), BYTES], args=[owner, size_bytes, _field(owner)])
+        self.claim_all(owner, {digest: size_bytes})
+
+    def claim_all(self, owner: str, sizes_bytes: Mapping[str, int]) -> None:
+        keys = [BYTES, *map(_key, sizes_bytes)]
+        self._claim(keys=keys, args=[owner, _field(owner), *sizes_bytes.values()])
 
     def owns(self, owner: str, digest: str) -> bool:
         return bool(self._redis.hexists(_key(digest), _field(owner)))
@@ -125,6 +135,10 @@ class MemoryBlobOwners:
             _, owners = self._blobs.setdefault(digest, (size_bytes, []))
             if owner not in owners:
                 owners.append(owner)
+
+    def claim_all(self, owner: str, sizes_bytes: Mapping[str, int]) -> None:
+        for digest, size_bytes in sizes_bytes.items():
+            self.claim(owner, digest, size_bytes)
 
     def owns(self, owner: str, digest: str) -> bool:
         return owner in self.owners_of(digest)

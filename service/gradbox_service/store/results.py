@@ -6,11 +6,10 @@ the file that the record speaks of.
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gradbox_service.store.files import FileUse, touch, use_of
+from gradbox_service.store.files import FileUse, files_of, touch, use_of
 from gradbox_service.store.room import Room
 
 
@@ -36,7 +35,7 @@ class ResultStore:
 
     def remove_checkpoint(self, job_id: str) -> None:
         """Remove a job's state, whichever attempt wrote it: the job has ended."""
-        for path in self.checkpoints.glob(f"{glob.escape(job_id)}.*"):
+        for path in files_of(self.checkpoints, job_id):
             path.unlink(missing_ok=True)
 
     def files(self) -> Iterator[tuple[str, FileUse]]:
@@ -52,7 +51,7 @@ class ResultStore:
 
     def remove(self, job_id: str) -> bool:
         """Remove what every attempt at a job committed; tell whether there was anything."""
-        found = list(self._root.glob(f"{glob.escape(job_id)}.*.safetensors"))
+        found = [path for path in files_of(self._root, job_id) if path.suffix == ".safetensors"]
         for path in found:
             path.unlink(missing_ok=True)
         return bool(found)

@@ -40,7 +40,8 @@ class Room:
 
     def left_bytes(self) -> int:
         """Return how much may be written now, never below zero."""
-        return max(0, self.free_bytes() - self._reserved_bytes())
+        usage = self._usage()
+        return max(0, usage.free - self._reserved_bytes(usage))
 
     def free_bytes(self) -> int:
         """Return what the disk has free, the reserve included."""
@@ -86,16 +87,17 @@ class Room:
 
     def _full(self, happened: str) -> StorageFull:
         usage = self._usage()
+        reserved = in_units(self._reserved_bytes(usage))
         return StorageFull(
             f"{happened}, but of the {in_units(usage.free)} that the box's disk has free, "
-            f"{in_units(self._reserved_bytes())} are kept in reserve; send or ask for less (wrt, "
-            f"reduce, form='factored'), or have the box's owner make room (`gradbox storage`)"
+            f"{reserved} are kept in reserve; send or ask for less (wrt, reduce, form='factored'), "
+            f"or have the box's owner make room (`gradbox storage`)"
         )
 
-    def _reserved_bytes(self) -> int:
+    def _reserved_bytes(self, usage: shutil._ntuple_diskusage) -> int:
         if self.reserve_bytes is not None:
             return self.reserve_bytes
-        return max(SMALLEST_RESERVE_BYTES, int(RESERVED_SHARE * self._usage().total))
+        return max(SMALLEST_RESERVE_BYTES, int(RESERVED_SHARE * usage.total))
 
     def _usage(self) -> shutil._ntuple_diskusage:
         folder = self.folder

@@ -16,7 +16,6 @@ in the way of a checkpoint, such as a full disk, costs the checkpoint and not th
 
 from __future__ import annotations
 
-import glob
 import json
 import logging
 import math
@@ -33,7 +32,7 @@ from torch import Tensor
 from gradbox.errors import InvalidInputs, StorageFull
 from gradbox_engine import Checkpoint
 from gradbox_service.store import Room
-from gradbox_service.store.files import put_in_place
+from gradbox_service.store.files import files_of, put_in_place
 from gradbox_worker.files.result_file import write_result
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients
@@ -183,7 +182,7 @@ class CheckpointFile:
 
     def remove(self) -> None:
         """Remove what attempts at the job kept."""
-        for path in self._folder.glob(f"{glob.escape(self._job_id)}.*"):
+        for path in files_of(self._folder, self._job_id):
             path.unlink(missing_ok=True)
 
     def _has_rows(self, name: str | None) -> bool:

@@ -5,7 +5,6 @@ Used by the device process and by its in-process twin. Knows torch and files; no
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import time
 from collections.abc import Mapping
@@ -32,7 +31,13 @@ from gradbox_worker.computations.phases import (
     PhaseEnded,
 )
 from gradbox_worker.computations.placement import memory_bytes
-from gradbox_worker.computations.receipts import device_name, kind_of, metadata_of, receipt_of
+from gradbox_worker.computations.receipts import (
+    device_name,
+    gradbox_version,
+    kind_of,
+    metadata_of,
+    receipt_of,
+)
 from gradbox_worker.exceptions_to_problems import (
     Caught,
     caught,
@@ -251,5 +256,5 @@ def _identity(work: Work, *, device: torch.device) -> dict[str, str]:
         "model": work.model_version,
         "device": kind_of(device),
         "torch": torch.__version__,
-        "gradbox": importlib.metadata.version("gradbox"),
+        "gradbox": gradbox_version(),
     }

@@ -17,10 +17,10 @@ from typing import Final
 import torch
 
 from gradbox.protocol import DeviceMemory
+from gradbox_engine.host_memory import status_bytes
 from gradbox_worker.computations.placement import memory_bytes
 
 CLEAR_REFS: Final = Path("/proc/self/clear_refs")
-STATUS: Final = Path("/proc/self/status")
 RESET_HIGH_WATER_MARK: Final = "5"
 RESULT_SHARE: Final = 8
 MOST_RESULT_BYTES: Final = 4 * 2**30
@@ -81,11 +81,8 @@ def _reset_high_water_mark() -> None:
 
 
 def _resident(field: str) -> int:
-    try:
-        for line in STATUS.read_text().splitlines():
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = status_bytes(field)
+    if found:
+        return found
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # not Linux
     return peak if sys.platform == "darwin" else peak * 1024

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def receipt_of(
         precision=spec.precision,
         device=device,
         torch=torch.__version__,
-        gradbox=importlib.metadata.version("gradbox"),
+        gradbox=gradbox_version(),
         shards={group.name: len(group.shards) for group in spec.inputs},
         seconds=Seconds.model_validate({"queued": work.queued_s, "load": load_s, **seconds}),
         peak_memory_bytes=peak_bytes,
@@ -71,6 +72,12 @@ def receipt_of(
         not_split=work.not_split or None,
         **facts,
     )
+
+
+@cache
+def gradbox_version() -> str:
+    """Return the installed version; to find it takes longer than a small job's gradient."""
+    return importlib.metadata.version("gradbox")
 
 
 def device_name(device: torch.device) -> str:

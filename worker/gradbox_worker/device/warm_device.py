@@ -208,7 +208,7 @@ class Reporter:
             raise StopNow
         self._gauge.step()
         now = time.monotonic()
-        if phase == self._phase and done < total and now - self._reported_at < REPORT_S:
+        if phase == self._phase and now - self._reported_at < REPORT_S:
             return
         self._phase, self._reported_at = phase, now
         self._tell(ProgressMade(phase=phase, done=done, total=total))

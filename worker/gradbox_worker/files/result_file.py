@@ -25,6 +25,8 @@ from gradbox_worker.files.safetensors_types import SAFETENSORS_NAMES
 
 ALIGNMENT_BYTES: Final = 8
 LENGTH_BYTES: Final = 8
+# A smaller tensor is hashed sooner than a thread is told to.
+HASHED_BESIDE_BYTES: Final = 2**20
 RESULT: Final = "the result"
 
 
@@ -62,6 +64,10 @@ def write_result(
             ThreadPoolExecutor(1, "digest") as beside_writing,
         ):
             for piece in _pieces(entries, tensors, metadata):
+                if len(piece) < HASHED_BESIDE_BYTES:
+                    digest.update(piece)
+                    file.write(piece)
+                    continue
                 hashed = beside_writing.submit(digest.update, piece)
                 file.write(piece)
                 hashed.result()

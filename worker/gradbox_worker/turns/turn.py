@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 STORE_RETRY_S: Final = 0.5
 
+ReadSpec = Callable[[], JobSpec | None]
+
 
 def run_turn(job_id: str) -> str:
     """Run a job in the worker whose process this is; the task that RQ's turns name.
@@ -81,21 +83,22 @@ class TurnRunner:
         Raises:
             DeviceNotStarted: the job is queued again, but the worker had better end.
         """
-        record = self.records.update(job_id, self._begun, lease_s=self.patience.lease_s)
-        if record is None:
+        found = self.records.stored(job_id)
+        record = None if found is None else self._begin(found.record)
+        if found is None or record is None:
             log.info("job %s is not queued any more, or not for this worker", job_id)
             return "skipped"
         log.info("job %s: attempt %d begins", job_id, record.attempt)
         _record_wait(record)
         with WORKER.span("turn", parent=record.traceparent, worker=self.worker) as span:
             span.note(job=job_id, attempt=record.attempt)
-            state = self._run(record, traceparent=span.traceparent)
+            state = self._run(record, found.read_spec, traceparent=span.traceparent)
             span.note(state=state)
             if state == JobState.FAILED:
                 span.fail("the job failed")
         return state
 
-    def _run(self, record: JobRecord, *, traceparent: str | None) -> str:
+    def _run(self, record: JobRecord, read_spec: ReadSpec, *, traceparent: str | None) -> str:
         watch = Watch(
             self.records,
             record.id,
@@ -107,7 +110,7 @@ class TurnRunner:
             traceparent=traceparent,
         )
         try:
-            outcome = self._compute(record, watch, timed=traceparent is not None)
+            outcome = self._compute(record, read_spec, watch, timed=traceparent is not None)
         except DeviceNotStarted:
             self._end(record, _release(record.attempt))
             raise
@@ -122,6 +125,9 @@ class TurnRunner:
             if record.state is JobState.RUNNING and record.worker == self.worker:
                 log.warning("job %s was held when a worker of this name was killed", record.id)
                 self._end(record, _requeue(record.attempt, "the worker itself was killed"))
+
+    def _begin(self, seen: JobRecord) -> JobRecord | None:
+        return self.records.update(seen.id, self._begun, lease_s=self.patience.lease_s, seen=seen)
 
     def _begun(self, record: JobRecord) -> JobRecord | None:
         if self._is_for_others(record):
@@ -144,9 +150,11 @@ class TurnRunner:
         log.info("job %s is left to a worker that has %s", record.id, record.model)
         return True
 
-    def _compute(self, record: JobRecord, watch: Watch, *, timed: bool) -> Outcome:
+    def _compute(
+        self, record: JobRecord, read_spec: ReadSpec, watch: Watch, *, timed: bool
+    ) -> Outcome:
         try:
-            spec = self.records.spec(record.id)
+            spec = read_spec()
         except GradboxError as error:  # another version of gradbox accepted it
             return Failed(Problem.of(error))
         if spec is None:

@@ -140,9 +140,10 @@ async def _answer(
 
 def _view(record: JobRecord, box: Backing) -> JobView:
     """Return what the wire says of a job; one that waits is followed for a while from now on."""
-    if record.state is JobState.QUEUED:
-        box.records.follow([record.id])
-    return _views([record], box)[0]
+    if record.state is not JobState.QUEUED:
+        return record.view()
+    places = box.records.follow([record.id])
+    return _held(record.view(place=places.get(record.id)), _hold(box))
 
 
 def _views(records: Sequence[JobRecord], box: Backing) -> list[JobView]:

@@ -39,7 +39,7 @@ def one_model(name: str, box: Box, caller: Caller) -> ModelView:
     reason = unusable_models(box.fleet.workers()).get(plain)
     if reason is not None:
         return ModelView(name=plain, usable=False, reason=reason)
-    return find_model(name, fleet=box.fleet)
+    return find_model(name, workers=box.fleet.workers(), fleet=box.fleet)
 
 
 def _models(box: Backing) -> ModelList:

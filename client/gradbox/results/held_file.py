@@ -1,0 +1,50 @@
+"""A small result, which came with what the box said of its job: it never is a file here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gradbox.errors import BlobRejected, ProtocolError
+from gradbox.results.factor_checks import StoredTensor
+from gradbox.results.result_files import beside, tensor_of
+from gradbox.results.rounded_tensors import rounded_tensors
+from gradbox.tensors.safetensors_header import LENGTH_BYTES, header_length, parse_header
+
+
+class HeldFile:
+    """A result's bytes in memory; its tensors lie in them, but for those that are widened.
+
+    Raises:
+        ProtocolError: they are not a safetensors file.
+    """
+
+    def __init__(self, content: bytearray) -> None:
+        self._content = content
+        try:
+            length = header_length(bytes(content[:LENGTH_BYTES]), file_bytes=len(content))
+            text = bytes(content[LENGTH_BYTES : LENGTH_BYTES + length])
+            self._header = parse_header(text, file_bytes=len(content))
+        except BlobRejected as error:
+            raise ProtocolError(f"expected a result file of gradbox: {error}") from None
+        self.metadata: Mapping[str, str] = self._header.metadata
+        self._rounded = rounded_tensors(self.metadata)
+        self.names = tuple(self._header.tensors)
+
+    def __str__(self) -> str:
+        return "the result that came with its job"
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        entries = self._header.tensors.items()
+        return {name: StoredTensor(entry.dtype, entry.shape) for name, entry in entries}
+
+    def tensor(self, name: str) -> Any:
+        entry, start = self._header.tensors[name], self._header.data_start
+        data = memoryview(self._content)[start + entry.begin : start + entry.end]
+        return tensor_of(data, entry, shape=entry.shape, wider=self._rounded.get(name))
+
+    def copy_to(self, path: Path) -> None:
+        with beside(path) as written:
+            written.write_bytes(self._content)
