@@ -1,4 +1,4 @@
-"""What a first job would import lazily from torch is there when the device process serves."""
+"""What a serving device process has imported: all of torch that a first job needs, no network."""
 
 from __future__ import annotations
 
@@ -19,6 +19,21 @@ jacobian(model, [shard])
 per_sample_gradient(model, [shard], lambda z: z.square().sum(1))
 print(*{name.partition(".")[0] for name in set(sys.modules) - before})
 """
+
+
+NETWORK = """
+import sys
+import gradbox_worker.device.main
+import gradbox_worker.device.serving
+print(*{"httpx", "redis", "rq", "typer", "fastapi"} & set(sys.modules))
+"""
+
+
+def test_a_device_imports_nothing_of_the_network() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", NETWORK], check=True, capture_output=True, text=True
+    )
+    assert run.stdout.split() == []
 
 
 def test_a_first_job_imports_nothing_of_torch() -> None:
