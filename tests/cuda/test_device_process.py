@@ -33,7 +33,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
 
 @pytest.fixture(scope="module")
 def worker(box: Box) -> Iterator[WorkerProcess]:
-    with running_worker(box, "--spare") as worker:
+    with running_worker(box) as worker:
         yield worker
 
 

@@ -85,11 +85,12 @@ DeviceLog = Annotated[
         help="a file for what models print, at most 8 MiB and the 8 MiB before [standard error]",
     ),
 ]
-Spare = Annotated[
+Template = Annotated[
     bool,
     typer.Option(
-        "--spare/--no-spare",
-        help="keep a second process that has imported torch, to take a dead one's place at once",
+        "--template/--no-template",
+        help="keep a process that has imported torch, and fork device processes from it; without, "
+        "and without Linux, each of them imports torch",
     ),
 ]
 Lease = Annotated[
@@ -128,7 +129,7 @@ def run(
     job_memory_gib: JobMemory = None,
     checkpoint_after_s: CheckpointAfter = None,
     device_log: DeviceLog = None,
-    spare: Spare = True,
+    template: Template = True,
     lease_s: Lease = 20.0,
     cancel_grace_s: CancelGrace = 30.0,
     check: Check = False,
@@ -166,7 +167,7 @@ def run(
             job_memory_bytes=_bytes(job_memory_gib),
             checkpoint_after_s=checkpoint_after_s,
             log=device_log,
-            spare=spare,
+            template=template,
         )
         patience = Patience(lease_s=lease_s, cancel_grace_s=cancel_grace_s)
         return _work(name, settings=settings, device_settings=device_settings, patience=patience)

@@ -51,12 +51,12 @@ NumWorkers = Annotated[
 Device = Annotated[
     str, typer.Option(metavar="DEVICE", help="auto, cpu, or a list such as cuda:0,cuda:1")
 ]
-Spare = Annotated[
+Template = Annotated[
     bool,
     typer.Option(
-        "--spare/--no-spare",
-        help="each worker keeps a second process that has imported torch, to take the place of a "
-        "device process that dies",
+        "--template/--no-template",
+        help="each worker keeps a process that has imported torch, and forks device processes from "
+        "it; without, and without Linux, each of them imports torch",
     ),
 ]
 
@@ -86,7 +86,7 @@ def run(
     models: ModelsFile = None,
     workers: NumWorkers = None,
     device: Device = "auto",
-    spare: Spare = True,
+    template: Template = True,
     public_url: PublicUrl = None,
     wait: Wait = False,
     script: Exec = None,
@@ -121,14 +121,14 @@ def run(
             again = ["--models", str(found), "--device", device]
             again += [] if workers is None else ["--workers", str(workers)]
             again += [] if public_url is None else ["--public-url", public_url]
-            again += [] if spare else ["--no-spare"]
+            again += [] if template else ["--no-template"]
             again += arguments_of(settings)
             return background.start(again, data=settings.data)
         box = Box(
             settings,
             models_file=found,
             devices=spread(device, num_workers=workers),
-            spare=spare,
+            template=template,
             public_url=public_url,
             script=None if script is None else Script(script),
         )
