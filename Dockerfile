@@ -11,7 +11,7 @@ COPY worker worker
 VOLUME /data
 
 FROM base AS service
-RUN pip install -c constraints.txt '.[service]'
+RUN pip install -c constraints.txt '.[service,tracing]'
 USER gradbox
 EXPOSE 8642
 HEALTHCHECK --interval=10s --timeout=5s --start-period=20s \
@@ -21,7 +21,7 @@ CMD ["gradbox", "service", "--host", "0.0.0.0", "--port", "8642", "--insecure"]
 
 FROM base AS worker
 # On Linux the registry's torch wheel brings its CUDA libraries; the host brings the driver.
-RUN pip install -c constraints.txt '.[worker]' transformers timm torchvision
+RUN pip install -c constraints.txt '.[worker,tracing]' transformers timm torchvision
 USER gradbox
 # The models folder is mounted read-only: its owner fetches what models.toml names beforehand.
 ENV HF_HOME=/models/huggingface HF_HUB_OFFLINE=1

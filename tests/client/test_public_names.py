@@ -99,7 +99,7 @@ REVEALED = {
     "gradbox.MixedGradient(model='m', inputs=[], inner=len, outer=len)": "MixedGradient",
     "gradbox.GradClient().submit(g)": "Job",
     "gradbox.GradClient().submit(g).result()": "GradResult",
-    "gradbox.GradClient().submit(g).result().loss": "builtins.float",
+    "gradbox.GradClient().submit(g).result().loss": "float",
     "gradbox.GradClient().batch()": "Batch",
     "gradbox.GradClient().batch().results()": "list[GradResult | GradboxError]",
     "await gradbox.GradClient().submit(g)": "GradResult",

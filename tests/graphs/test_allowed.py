@@ -82,8 +82,9 @@ def test_every_argument_with_a_rule_is_known_by_its_place() -> None:
                 }
                 if ruled and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
                     found.setdefault(name, {})[parameter.name] = place
-    # A builtin that takes it by position, too, which its signature doesn't say.
+    # Builtins that take it by position, too, which their signatures don't say.
     found["torch.nn.functional.scaled_dot_product_attention"] = {"dropout_p": 4}
+    found |= {f"torch.{name}": {"dropout": 5} for name in "gru lstm rnn_relu rnn_tanh".split()}
     assert found == PLACES
 
 

@@ -48,6 +48,25 @@ class Twice(nn.Module):
         return left.T @ right / z.shape[0]
 
 
+class Recurrence(nn.Module):
+    """Z as sequences of two steps, and what the layer ends with."""
+
+    def __init__(self, layer: nn.RNNBase, *, begin: bool = False) -> None:
+        super().__init__()
+        self.layer = layer
+        self.begin = begin
+
+    def forward(self, z: Tensor) -> Tensor:
+        steps = z.unflatten(1, (2, 4))
+        if not self.begin:
+            output, state = self.layer(steps)
+        else:
+            first = z[None, :2, :3].contiguous()
+            output, state = self.layer(steps, (first, first.sin()))
+        ends = state if isinstance(self.layer, nn.LSTM) else (state,)
+        return output.sum() + sum(end.square().sum() for end in ends)
+
+
 class Fused(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         q = z.unflatten(1, (2, 4)).transpose(0, 1)
@@ -65,7 +84,17 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "batch norm of sequences": lambda: of_shape(2, 4, module=nn.BatchNorm1d(2)),
     "batch norm of images": lambda: of_shape(2, 2, 2, module=nn.BatchNorm2d(2)),
     "batch norm of volumes": lambda: of_shape(2, 2, 2, 1, module=nn.BatchNorm3d(2)),
+    "batch norm that averages": lambda: nn.BatchNorm1d(D, momentum=None),
+    "batch norm that averages images": lambda: of_shape(
+        2, 2, 2, module=nn.Sequential(*[nn.BatchNorm2d(2, momentum=None)] * 2)
+    ),
+    "synchronised batch norm": lambda: nn.SyncBatchNorm(D),
     "a projector used twice": Twice,
+    "an RNN": lambda: Recurrence(nn.RNN(4, 3, nonlinearity="relu")),
+    "a GRU": lambda: Recurrence(nn.GRU(4, 3, num_layers=2, bidirectional=True)),
+    "an LSTM": lambda: Recurrence(nn.LSTM(4, 3, num_layers=2, batch_first=True)),
+    "an LSTM with projections": lambda: Recurrence(nn.LSTM(4, 3, proj_size=2, bias=False)),
+    "an LSTM that begins elsewhere": lambda: Recurrence(nn.LSTM(4, 3), begin=True),
     "instance norm": lambda: of_shape(
         2, 4, module=nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
     ),
@@ -176,11 +205,27 @@ def test_attention_that_drops_weights_is_random() -> None:
         trace(lambda z: F.scaled_dot_product_attention(z, z, z, None, 0.1).sum(), positional=1)
 
 
-def test_attention_has_a_second_derivative() -> None:
-    def loss(z: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(z[None], z[None], z[None]).square().sum()
+def test_a_recurrent_layer_that_drops_is_random() -> None:
+    layer = nn.LSTM(4, 3, num_layers=2, dropout=0.1)
+    with pytest.raises(UntraceableLoss, match="loss_inputs"):
+        trace(Recurrence(layer), positional=1)
+    trace(Recurrence(layer.eval()), positional=1)
 
-    function, z = build(trace(loss, positional=1).graph, {}, device="cpu"), drawn()
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Recurrence(nn.LSTM(4, 3)).double().requires_grad_(False),
+        lambda z: F.scaled_dot_product_attention(z[None], z[None], z[None]),
+    ],
+    ids=["LSTM", "attention"],
+)
+def test_what_is_computed_unfused_has_a_second_derivative(module: Callable[..., Tensor]) -> None:
+    def loss(z: Tensor) -> Tensor:
+        return module(z).square().sum()
+
+    traced = trace(loss, positional=1)
+    function, z = on_the_box(traced), drawn()
     (first,) = torch.autograd.grad(function(z), z, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), z)
     assert second.abs().sum() > 0
@@ -198,6 +243,37 @@ def test_modules_behave_as_before_while_another_function_is_traced() -> None:
     assert [nn.MultiheadAttention.forward, nn.BatchNorm1d._check_input_dim] == patched
     with pytest.raises(ValueError, match="2D or 3D"):
         norm(torch.ones(D))
+
+
+@pytest.mark.parametrize(
+    "weights", [(11, 11), (12, 12, 12), ()], ids=["gates missing", "too few", "none"]
+)
+def test_a_recurrent_layer_with_odd_weights_reaches_no_kernel(weights: tuple[int, ...]) -> None:
+    def loss(z: Tensor) -> Tensor:
+        stacked = [z.new_ones((rows, 4)) for rows in weights]
+        zeros = z.new_zeros((1, 2, 3))
+        steps = z.reshape(6, 2, 4)
+        return torch.lstm(steps, (zeros, zeros), stacked, False, 1, 0.0, False, False, False)[
+            0
+        ].sum()
+
+    function = on_the_box(trace(loss, positional=1))
+    with pytest.raises((RuntimeError, GraphRefused)):
+        function(drawn())
+
+
+@pytest.mark.parametrize("num_layers", [0, 1])
+def test_packed_sequences_reach_no_kernel(num_layers: int) -> None:
+    weights = [weight.detach().double() for weight in nn.LSTM(4, 3).parameters()]
+    lengths = torch.tensor([6, 60])
+
+    def loss(z: Tensor) -> Tensor:
+        zeros, packed = z.new_zeros((1, 6, 3)), z.reshape(12, 4)
+        arguments = (packed, lengths, (zeros, zeros), weights, True, num_layers, 0.0, False, False)
+        return torch.lstm(*arguments)[0].sum()
+
+    with pytest.raises((UntraceableLoss, GraphRefused)):
+        on_the_box(trace(loss, positional=1))(drawn())
 
 
 def test_a_mask_of_the_wrong_shape_reaches_no_kernel() -> None:

@@ -101,10 +101,13 @@ def test_what_the_images_copy_exists() -> None:
             assert (ROOT / source).exists(), source
 
 
-def test_the_service_image_installs_no_torch() -> None:
-    stage = DOCKERFILE.split(" AS service\n")[1].split("\nFROM ")[0]
+@pytest.mark.parametrize("target", ["service", "worker"])
+def test_an_image_installs_its_part_and_tracing(target: str) -> None:
+    stage = DOCKERFILE.split(f" AS {target}\n")[1].split("\nFROM ")[0]
     (extras,) = re.findall(r"pip install .*'\.\[(.+?)\]'", stage)
-    assert extras == "service"
+    assert extras == f"{target},tracing"
+    passed = COMPOSE["services"][target]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"]
+    assert passed == "${OTEL_EXPORTER_OTLP_ENDPOINT:-}"
 
 
 def test_the_service_image_may_listen_as_it_is_told_to() -> None:

@@ -86,6 +86,8 @@ _FUNCTIONAL = """
     threshold triplet_margin_loss unfold
 """
 
+_RECURRENT = "gru lstm rnn_relu rnn_tanh"
+
 _LINALG = """
     cholesky cholesky_ex cond cross det diagonal eig eigh eigvals eigvalsh householder_product
     inv inv_ex ldl_factor lstsq lu lu_factor matmul matrix_exp matrix_norm
@@ -163,6 +165,7 @@ FUNCTIONS: Final[tuple[str, ...]] = tuple(
             *_names("torch.", _LINEAR_ALGEBRA),
             *_names("torch.", _SHAPES),
             *_names("torch.", _FACTORIES),
+            *_names("torch.", _RECURRENT),
             *_names("torch.nn.functional.", _FUNCTIONAL),
             *_names("torch.linalg.", _LINALG),
             *_names("torch.special.", _SPECIAL),
@@ -254,8 +257,9 @@ FORBIDDEN_KEYWORDS: Final = frozenset(
     "generator max_norm names out pin_memory requires_grad".split()
 )
 
-# A loss is a function of its arguments: the probability with which attention drops entries is 0.
-ZERO_KEYWORDS: Final = frozenset({"dropout_p"})
+# A loss is a function of its arguments: the probability with which attention drops entries, or a
+# recurrent layer its outputs, is 0.
+ZERO_KEYWORDS: Final = frozenset({"dropout", "dropout_p"})
 
 # One call makes as many tensors as the data says: `build` counts them first.
 PIECES: Final = frozenset(

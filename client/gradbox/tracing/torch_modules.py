@@ -3,8 +3,13 @@
 A symbol has no rank. `nn.BatchNorm1d` asks for it only to check it, which is recorded as an
 assertion for the box. `nn.MultiheadAttention` asks whether there is a batch dimension; the function
 beneath it asks again, so that call is recorded whole. `nn.InstanceNorm` is recorded as it is for a
-batch, and asserts that there is one. What is recorded is what each computes with gradients: the
-fused inference kernels of `nn.TransformerEncoderLayer` are not. Recurrent layers are not here.
+batch, and asserts that there is one; so are `nn.RNN`, `nn.GRU` and `nn.LSTM`, each as one call.
+What is recorded is what each computes with gradients: the fused inference kernels of
+`nn.TransformerEncoderLayer` are not.
+
+`nn.BatchNorm1d(momentum=None)` divides by a count that is a symbol, so its running statistics are
+recorded as the formula that they are. `nn.SyncBatchNorm` is recorded as batch norm over Z, which is
+whole on the box.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx import Proxy
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from gradbox.tracing.refusals import instead_of
@@ -74,6 +80,48 @@ def _instance_norm(module: Any, input: Any) -> Any:
         message = f"{type(module).__name__}: expected {module.num_features} channels"
         _assert(input.size(1) == module.num_features, message)
     return module._apply_instance_norm(input)
+
+
+def _batch_norm(module: Any, input: Any) -> Any:
+    averages = module.training and module.track_running_stats and module.momentum is None
+    if not averages:
+        return _OWN_BATCH_NORM(module, input)
+    module._check_input_dim(input)
+    module.num_batches_tracked.add_(1)
+    channels = input.detach().movedim(1, 0).flatten(1)
+    for running, of_batch in (
+        (module.running_mean, channels.mean(1)),
+        (module.running_var, channels.var(1)),
+    ):
+        running.add_((of_batch - running) / module.num_batches_tracked)
+    return F.batch_norm(input, None, None, module.weight, module.bias, True, 0.0, module.eps)
+
+
+def _recurrent(module: nn.RNNBase, input: Any, hx: Any = None) -> tuple[Any, Any]:
+    if module.training and module.dropout:
+        raise untraceable(
+            f"nn.{type(module).__name__} drops what goes from layer to layer in train mode",
+            instead_of("dropout"),
+        )
+    _of_rank(3)(module, input)
+    if hx is None:
+        rows = module.num_layers * (2 if module.bidirectional else 1)
+        batch = input.size(0 if module.batch_first else 1)
+        hx = input.new_zeros((rows, batch, module.proj_size or module.hidden_size))
+        if module.mode == "LSTM":
+            hx = (hx, input.new_zeros((rows, batch, module.hidden_size)))
+    found: Any = _RECURRENT[module.mode](
+        input,
+        hx,
+        [getattr(module, name) for name in module._flat_weights_names],
+        module.bias,
+        module.num_layers,
+        0.0,
+        module.training,
+        module.bidirectional,
+        module.batch_first,
+    )
+    return found[0], (found[1], found[2]) if module.mode == "LSTM" else found[1]
 
 
 def _attention(
@@ -160,16 +208,30 @@ def _encoder(
     return src if encoder.norm is None else encoder.norm(src)
 
 
+_OWN_BATCH_NORM: Final = _BatchNorm.forward
+_RECURRENT: Final[dict[str, Callable[..., Any]]] = {
+    "LSTM": torch.lstm,
+    "GRU": torch.gru,
+    "RNN_TANH": torch.rnn_tanh,
+    "RNN_RELU": torch.rnn_relu,
+}
+
 # By class and method, what records the call.
 _INSTEAD: Final[dict[tuple[type[nn.Module], str], Callable[..., Any]]] = {
     (nn.BatchNorm1d, "_check_input_dim"): _of_rank(2, 3),
     (nn.BatchNorm2d, "_check_input_dim"): _of_rank(4),
     (nn.BatchNorm3d, "_check_input_dim"): _of_rank(5),
+    (nn.SyncBatchNorm, "_check_input_dim"): _of_rank(2, 3, 4, 5),
+    (nn.SyncBatchNorm, "forward"): _batch_norm,
+    (_BatchNorm, "forward"): _batch_norm,
     (nn.CircularPad1d, "_check_input_dim"): _of_rank(2, 3),
     (nn.CircularPad2d, "_check_input_dim"): _of_rank(3, 4),
     (nn.CircularPad3d, "_check_input_dim"): _of_rank(4, 5),
     (nn.Softmax2d, "forward"): _softmax_2d,
     (_InstanceNorm, "forward"): _instance_norm,
+    (nn.RNN, "forward"): _recurrent,
+    (nn.GRU, "forward"): _recurrent,
+    (nn.LSTM, "forward"): _recurrent,
     (nn.MultiheadAttention, "forward"): _attention,
     (nn.TransformerEncoderLayer, "forward"): _encoder_layer,
     (nn.TransformerEncoder, "forward"): _encoder,

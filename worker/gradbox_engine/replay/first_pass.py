@@ -19,6 +19,7 @@ from gradbox_engine.model.calls import ShardGraph
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.snapshots import Snapshot
+from gradbox_engine.replay.output_blocks import OutputBlocks
 from gradbox_engine.replay.retention import GraphBudget
 from gradbox_engine.replay.saved_tensors import GraphSizes
 from gradbox_engine.replay.shard_record import ShardRecord, retried_without_kept_graphs
@@ -58,6 +59,7 @@ def first_pass(
     """
     records: list[ShardRecord] = []
     sizes = GraphSizes(prepared, outlive_the_job=outlives_the_job)
+    blocks = OutputBlocks(len(positions))
     state = before
     prepared.buffers.restore(before)
     for index, position in enumerate(positions):
@@ -70,6 +72,7 @@ def first_pass(
             before=state,
             budget=budget,
             sizes=sizes,
+            blocks=blocks,
             is_last=last and not outlives_the_job,
         )
         record = retried_without_kept_graphs(
@@ -93,6 +96,7 @@ def _call(
     before: Snapshot,
     budget: GraphBudget,
     sizes: GraphSizes,
+    blocks: OutputBlocks,
     is_last: bool,
 ) -> ShardRecord:
     """Put one shard through, and keep its graph if there is room."""
@@ -113,7 +117,7 @@ def _call(
     kept = kept and graph.intact
     return ShardRecord(
         position,
-        outputs={name: z.detach().clone() for name, z in graph.outputs.items()},
+        outputs=blocks.copy(graph.outputs),
         penalties=graph.penalties,
         before=before,
         after=before,
