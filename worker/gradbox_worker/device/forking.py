@@ -24,8 +24,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import select
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,21 +37,34 @@ from gradbox_worker.device.descendants import MARK
 from gradbox_worker.device.messages import Forked, Unforked, send
 from gradbox_worker.device.template import NO_MARK
 
+# A worker that has just started runs its first jobs before that.
+QUIET_S: Final = 10.0
 TASKS: Final = Path("/proc/self/task")
 OPEN_FILES: Final = Path("/proc/self/fd")
 # Of NVIDIA's driver, AMD's, and that of Windows beneath Linux.
 DRIVERS: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg")
 
 
-def forked_device(requests: socket.socket) -> Connection:
-    """Fork on request. Returns in each device process its pipe; the template never returns."""
-    gc.collect()
+def forked_device(requests: socket.socket, *, import_more: Callable[[], object]) -> Connection:
+    """Fork on request. Returns in each device process its pipe; the template never returns.
+
+    Args:
+        import_more: called when nobody has asked for a device for a while: a first device, which is
+            waited for, imports that itself once it is ready.
+    """
     gc.freeze()
+    imported_more = False
     while True:
-        connection = _fork_on_request(requests)
-        if connection is not None:
-            requests.close()
-            return connection
+        asked, _, _ = select.select([requests], [], [], None if imported_more else QUIET_S)
+        if asked:
+            connection = _fork_on_request(requests)
+            if connection is not None:
+                requests.close()
+                return connection
+        else:
+            import_more()
+            gc.freeze()
+            imported_more = True
 
 
 def why_not_to_fork() -> str | None:

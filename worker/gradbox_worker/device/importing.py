@@ -37,19 +37,18 @@ OPENBLAS_THREADS: Final = "OPENBLAS_NUM_THREADS"
 
 
 def import_for_jobs() -> None:
-    """Import what every job needs, in a process that says it is ready and waits for the first."""
+    """Import what jobs need, in a process that has nothing else to do yet."""
     for name in OF_JOBS:
         importlib.import_module(name)
 
 
-def import_ahead(models_file: Path) -> None:
-    """Import what devices and their jobs need, and start no thread.
+def import_for_devices(models_file: Path) -> None:
+    """Import what a device process needs before it is ready, and start no thread.
 
     What cannot be imported for a builder is said when a model needs it.
     """
     with _one_blas_thread():
         importlib.import_module(OF_DEVICES)
-        import_for_jobs()
         for builder in _builders_of(models_file):
             for name in OF_BUILDERS[builder]:
                 with suppress(ImportError):

@@ -98,10 +98,11 @@ def _forked(options: argparse.Namespace) -> Connection:
     _end_with_worker(options.parent)
     _be_called(TEMPLATE_NAME)
     from gradbox_worker.device.forking import forked_device
-    from gradbox_worker.device.importing import import_ahead
+    from gradbox_worker.device.importing import import_for_devices, import_for_jobs
 
-    import_ahead(options.models)
-    return forked_device(socket.socket(fileno=options.fd))
+    import_for_devices(options.models)
+    requests = socket.socket(fileno=options.fd)
+    return forked_device(requests, import_more=import_for_jobs)
 
 
 def _parser() -> argparse.ArgumentParser:
