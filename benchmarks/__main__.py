@@ -5,28 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Final
 
 from benchmarks.measure import QUIET
 from benchmarks.per_sample_workloads import WORKLOADS as PER_SAMPLE
 from benchmarks.report import REPORTS, replay_section, service_section, write_report
 from benchmarks.workloads import ENCODERS
 
-BENCHMARKS = (
-    "replay",
-    "retention",
-    "penalties",
-    "packing",
-    "overhead",
-    "service",
-    "small-jobs",
-    "queue",
-    "day",
-    "mixed",
-    "autograd",
-    "per-sample",
-    "cuda",
-)
 CUDA_PARTS = ("engine", "per-sample", "upload", "decoder", "mixed", "graphs", "service")
 
 
@@ -34,34 +21,13 @@ def main(arguments: list[str]) -> int:
     """Run what is asked for; 0 when it ran, whatever the bars say."""
     args = _parser().parse_args(arguments)
     os.environ.update(QUIET)
-    if args.benchmark == "cuda":
+    if args.benchmarks == ["cuda"]:
         return _cuda(args)
-    sections = []
-    if args.benchmark in (None, "replay"):
-        sections.append(_replay(args))
-    if args.benchmark in (None, "retention"):
-        sections.append(_retention(args))
-    if args.benchmark in (None, "penalties"):
-        sections.append(_penalties())
-    if args.benchmark in (None, "packing"):
-        sections.append(_packing(args))
-    if args.benchmark in (None, "overhead"):
-        sections.append(_overhead())
-    if args.benchmark in (None, "service"):
-        sections.append(_service(args))
-    if args.benchmark in (None, "small-jobs"):
-        sections.append(_small_jobs())
-    if args.benchmark in (None, "queue"):
-        sections.append(_queue(args))
-    if args.benchmark in (None, "day"):
-        sections.append(_day(args))
-    if args.benchmark in (None, "mixed"):
-        sections.append(_mixed(args))
-    if args.benchmark in (None, "autograd"):
-        sections.append(_autograd(args))
-    if args.benchmark in (None, "per-sample"):
-        sections.append(_per_sample(args))
-    path = write_report(args.report or args.benchmark or "all", sections, folder=args.out)
+    names = list(ALL) if args.benchmarks == ["all"] else args.benchmarks or [*SHORT]
+    sections = [ALL[name](args) for name in names]
+    path = write_report(
+        args.report or "-".join(args.benchmarks or ["short"]), sections, folder=args.out
+    )
     print(path.read_text())
     print(f"written to {path}")
     return 0
@@ -121,7 +87,7 @@ def _retention(args: argparse.Namespace) -> str:
     return retention_section(found)
 
 
-def _penalties() -> str:
+def _penalties(_: argparse.Namespace) -> str:
     from benchmarks.penalty_memory import measure_penalties, penalty_section
 
     return penalty_section(measure_penalties())
@@ -134,7 +100,7 @@ def _packing(args: argparse.Namespace) -> str:
     return packing_section(measure_packing(plan))
 
 
-def _overhead() -> str:
+def _overhead(_: argparse.Namespace) -> str:
     from benchmarks.overhead import measure_overhead, overhead_section
 
     return overhead_section(measure_overhead())
@@ -147,10 +113,16 @@ def _service(args: argparse.Namespace) -> str:
     return service_section(measure_service(plan))
 
 
-def _small_jobs() -> str:
+def _small_jobs(_: argparse.Namespace) -> str:
     from benchmarks.small_jobs import measure_small_jobs, small_jobs_section
 
     return small_jobs_section(measure_small_jobs())
+
+
+def _large_results(_: argparse.Namespace) -> str:
+    from benchmarks.large_results import large_results_section, measure_large_results
+
+    return large_results_section(measure_large_results())
 
 
 def _queue(args: argparse.Namespace) -> str:
@@ -199,9 +171,33 @@ def _per_sample(args: argparse.Namespace) -> str:
     return calls + "\n\n" + jobs_section(measure_jobs(list(args.workloads)))
 
 
+ALL: Final[Mapping[str, Callable[[argparse.Namespace], str]]] = {
+    "replay": _replay,
+    "retention": _retention,
+    "penalties": _penalties,
+    "packing": _packing,
+    "overhead": _overhead,
+    "service": _service,
+    "small-jobs": _small_jobs,
+    "large-results": _large_results,
+    "queue": _queue,
+    "day": _day,
+    "mixed": _mixed,
+    "autograd": _autograd,
+    "per-sample": _per_sample,
+}
+SHORT: Final = ("service", "small-jobs")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("benchmark", nargs="?", choices=BENCHMARKS, help="one of them [all]")
+    parser.add_argument(
+        "benchmarks",
+        nargs="*",
+        type=_known,
+        metavar="NAME",
+        help=f"{', '.join(ALL)}; all of these; or cuda [{' '.join(SHORT)}: some minutes]",
+    )
     parser.add_argument(
         "--pairs", type=_numbers, default=(64, 128, 256, 512), help="for memory [64,128,256,512]"
     )
@@ -276,6 +272,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
+
+
+def _known(name: str) -> str:
+    if name not in {*ALL, "all", "cuda"}:
+        raise argparse.ArgumentTypeError(f"expected {', '.join(ALL)}, all or cuda, got {name!r}")
+    return name
 
 
 def _names(text: str) -> tuple[str, ...]:

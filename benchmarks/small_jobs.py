@@ -213,12 +213,12 @@ def _box(folder: Path) -> Iterator[tuple[GradClient, Meter]]:
     with running_box(folder, registered=registered) as (url, token):
         (socket,) = (folder / "data").rglob("*.sock")
         meter = Meter(redis.Redis(unix_socket_path=str(socket)), folder / "data")
-        transport = _Counted(meter.requests)
+        transport = Counted(meter.requests)
         with GradClient(url=url, token=token, transport=transport) as client:
             yield client, meter
 
 
-class _Counted(httpx.HTTPTransport):
+class Counted(httpx.HTTPTransport):
     """Counts the requests that it sends."""
 
     def __init__(self, requests: Counter[str]) -> None:

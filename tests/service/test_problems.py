@@ -127,6 +127,11 @@ def test_an_unusable_redis_is_named_at_once(url: str | None, tmp_path: Path) -> 
         create_app(Settings(redis_url=url, data=tmp_path))
 
 
+def test_the_schema_is_made_once(tmp_path: Path) -> None:
+    app = create_app(Settings(data=tmp_path), backing=Backing.in_memory(tmp_path))
+    assert app.openapi() is app.openapi()
+
+
 def test_the_schema_names_what_is_posted(memory_box: Box) -> None:
     document = httpx.Client(transport=memory_box.transport, base_url="http://box").get(
         "/openapi.json"

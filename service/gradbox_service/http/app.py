@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 
 import anyio.to_thread
@@ -59,6 +59,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         description=DESCRIPTION,
         lifespan=_lifespan,
         redirect_slashes=False,
+        openapi_url=None,  # served below, by a thread and made once: it takes a third of a second
         docs_url=None,  # the dashboard has a page of its own, which loads nothing from elsewhere
         redoc_url=None,
         responses=openapi.PROBLEM,
@@ -104,7 +105,8 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     for module in nouns:
         app.include_router(module.router)
     app.include_router(pages.router())
-    app.openapi = partial(openapi.describe, app)  # type: ignore[method-assign]
+    app.openapi = cache(partial(openapi.describe, app))  # type: ignore[method-assign]
+    app.add_api_route("/openapi.json", lambda: app.openapi(), include_in_schema=False)
     return app
 
 
