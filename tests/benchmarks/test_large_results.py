@@ -31,4 +31,6 @@ def test_what_is_met_and_what_is_not_is_said() -> None:
 
 
 def test_the_median_of_dense_rows_stands_in_the_table() -> None:
-    assert "| dense rows, submit to opened result | 1800 | 9.00 |  |" in large_results_section(FOUND)
+    assert "| dense rows, submit to opened result | 1800 | 9.00 |  |" in large_results_section(
+        FOUND
+    )

@@ -111,7 +111,9 @@ def test_the_site_is_built_with_every_link_checked(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     subprocess.run(command, cwd=DOCS.parent, check=True)
-    assert "gradbox.client.GradClient.submit" in (tmp_path / "reference" / "client.html").read_text()
+    assert (
+        "gradbox.client.GradClient.submit" in (tmp_path / "reference" / "client.html").read_text()
+    )
     assert "/v1/losses" in (tmp_path / "reference" / "http.html").read_text()
 
 
