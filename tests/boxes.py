@@ -139,12 +139,9 @@ def new_token(data: Path, owner: str) -> str:
 
 @contextmanager
 def running_box(
-    data: Path, *, models: Path, arguments: Sequence[str] = ("--device", str(DEVICE), "--no-spare")
+    data: Path, *, models: Path, arguments: Sequence[str] = ("--device", str(DEVICE))
 ) -> Iterator[TestBox]:
-    """Run `gradbox up` on a free port, and stop it.
-
-    A spare device process would import torch once more, while the tests wait for the processor.
-    """
+    """Run `gradbox up` on a free port, and stop it."""
     up = Up(data, "--port", "0", "--models", str(models), *arguments)
     try:
         url = up.wait_ready()

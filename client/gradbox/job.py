@@ -24,8 +24,8 @@ from gradbox.http.posting import ACCEPT, read_answer
 from gradbox.progress import ProgressBar, downloading
 from gradbox.protocol import JobState, JobView
 from gradbox.results.held_file import HeldFile
+from gradbox.results.remote_file import RemoteFile
 from gradbox.results.result import GradResult
-from gradbox.results.result_files import RemoteFile
 from gradbox.spans import CLIENT
 from gradbox.waits import JobWaits
 

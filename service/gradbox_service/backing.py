@@ -14,19 +14,12 @@ from gradbox_service.jobs.redis_records import RedisRecords
 from gradbox_service.jobs.standing import ComposedStandings, RedisStandings, Standings
 from gradbox_service.jobs.turns import MemoryTurns, RqTurns, Turns
 from gradbox_service.jobs.usage import RedisUsage, Usage
+from gradbox_service.ownership import BlobOwners, MemoryBlobOwners, RedisBlobOwners
 from gradbox_service.queue.leadership import Leadership, RedisLeadership, SoleLeadership
 from gradbox_service.revocations import Revocations
 from gradbox_service.sessions import MemorySessions, RedisSessions, Sessions
 from gradbox_service.settings import BadSettings, Settings
-from gradbox_service.store import (
-    BlobOwners,
-    BlobStore,
-    MemoryBlobOwners,
-    RedisBlobOwners,
-    ResultStore,
-    blob_store,
-    result_store,
-)
+from gradbox_service.store import BlobStore, ResultStore, blob_store, result_store
 from gradbox_service.tokens import MemoryTokens, RedisTokens, Tokens
 
 

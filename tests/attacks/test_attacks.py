@@ -16,7 +16,7 @@ from tests.attacks.target import NotHere, Target, own_box
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Target]:
     """One box for all attacks that need none of their own."""
-    with own_box(models=MODELS, arguments=["--no-spare"]) as target:
+    with own_box(models=MODELS) as target:
         yield target
 
 

@@ -3,7 +3,7 @@
 gradbox up ─┬─ valkey
             ├─ service
             └─ worker ─┬─ device
-                       └─ what else it keeps beside the device: a guardian, a spare
+                       └─ what else it keeps beside the device: a guardian, the template
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal
 Role = Literal["up", "valkey", "service", "worker", "device", "beside", "other"]
 # An entry of the environment that `gradbox up` and all that it starts inherit.
 MARK = "GRADBOX_CHAOS"
-# What a device process calls itself; one that waits to become it has another name.
+# What a device process calls itself; the one that it was forked from has another name.
 DEVICE_NAME = "gradbox-device"
 
 

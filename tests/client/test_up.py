@@ -42,9 +42,8 @@ def start(tmp_path: Path, models: Path) -> Iterator[Callable[..., Up]]:
     data = tmp_path / "data"
     started: list[Up] = []
 
-    def start_up(*arguments: str, spare: bool = False) -> Up:
+    def start_up(*arguments: str) -> Up:
         given = ("--port", "0", "--models", str(models), "--device", "cpu", *arguments)
-        given += () if spare else ("--no-spare",)
         started.append(Up(data, *given, cwd=tmp_path))
         return started[-1]
 
@@ -93,7 +92,7 @@ def test_a_box_outlives_its_parts_and_refuses_a_second_one(
     start: Callable[..., Up], tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
-    up = start(spare=True)
+    up = start()
     up.wait_ready()
     credentials = data / "client.toml"
     assert stat.S_IMODE(data.stat().st_mode) == 0o700

@@ -46,7 +46,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterBox]:
     folder = tmp_path_factory.mktemp("cluster")
     models = write_cluster_models(folder / "models.toml")
     mark = uuid.uuid4().hex
-    arguments = ("--cluster", "local", "--device", "cpu,cpu", "--no-spare")
+    arguments = ("--cluster", "local", "--device", "cpu,cpu", "--no-template")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, mark)
         with running_box(folder / "data", models=models, arguments=arguments) as box:

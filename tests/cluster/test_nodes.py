@@ -61,7 +61,7 @@ def nodes_and_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[No
         assert process.stdout is not None
         address = next(line for line in process.stdout if line.startswith("127.0.0.1:")).strip()
         models = write_cluster_models(Path(folder) / "models.toml")
-        arguments = ("--cluster", address, "--device", "cpu", "--no-spare")
+        arguments = ("--cluster", address, "--device", "cpu", "--no-template")
         try:
             with running_box(folder / "data", models=models, arguments=arguments) as box:
                 yield Nodes(process), ClusterBox(box, mark)

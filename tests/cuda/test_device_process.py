@@ -33,7 +33,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
 
 @pytest.fixture(scope="module")
 def worker(box: Box) -> Iterator[WorkerProcess]:
-    with running_worker(box, "--spare") as worker:
+    with running_worker(box) as worker:
         yield worker
 
 
@@ -59,6 +59,11 @@ def assert_the_next_job_is_right(box: Box) -> None:
     sum(model(shard["x"]).square().sum() for shard in shards).backward()
     expected = model.get_parameter("linear.weight").grad
     torch.testing.assert_close(tensors["grads/linear.weight"], expected)
+
+
+def test_a_forked_device_uses_cuda(box: Box, worker: WorkerProcess) -> None:
+    assert_the_next_job_is_right(box)
+    assert worker.template_pid != worker.child_pid  # else the template would not fork, and be gone
 
 
 def test_an_assertion_on_the_device_ends_one_process_and_one_job(

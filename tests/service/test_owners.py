@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gradbox_service.backing import Backing
+from gradbox_service.ownership import BlobOwners
 from gradbox_service.settings import Settings
-from gradbox_service.store.owners import BlobOwners
 
 ONE, TWO = "1" * 64, "2" * 64
 

@@ -131,14 +131,13 @@ class Box:
 
 
 class WorkerProcess:
-    """A real `gradbox worker`, with its device process, that one's guardian, and a spare."""
+    """A real `gradbox worker`, with its template, its device process and that one's guardian."""
 
     def __init__(self, box: Box, *options: str, name: str = "w1") -> None:
         self.log = box.folder / f"{name}.{secrets.token_hex(2)}.log"
         command = [sys.executable, "-m", "gradbox_worker", "--models", str(box.models_file)]
         command += ["--device", str(DEVICE), "--data", str(box.folder), "--name", name]
-        # Without a spare, whose imports would slow the tests of everything else.
-        command += ["--redis-url", box.redis_url, "--no-spare", *options]
+        command += ["--redis-url", box.redis_url, *options]
         # What this process was told to import is what the worker is to be made of.
         paths = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
         with self.log.open("wb") as log:
@@ -152,18 +151,13 @@ class WorkerProcess:
 
     @property
     def child_pid(self) -> int:
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        (device,) = [child for child in children if is_device(int(child))]
-        return int(device)
+        """Its device process; ValueError if there is none."""
+        return child_called("gradbox-device", of=self.process.pid)
 
     @property
-    def spare_pid(self) -> int:
-        """The process that waits to take the device's place; ValueError if there is none."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        (spare,) = [child for child in children if is_spare(int(child))]
-        return int(spare)
+    def template_pid(self) -> int:
+        """What its device processes are forked from; ValueError if there is none."""
+        return child_called("gradbox-templ", of=self.process.pid)
 
     def wait_until_ready(self, *, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -180,13 +174,11 @@ class WorkerProcess:
         return self.process.wait(timeout=120)
 
 
-def is_device(pid: int) -> bool:
-    return _name(pid) == "gradbox-device"
-
-
-def is_spare(pid: int) -> bool:
-    """Tell whether a device process waits to take another one's place."""
-    return _name(pid) == "gradbox-spare"
+def child_called(name: str, *, of: int) -> int:
+    """Return the one child of a process with this name; ValueError if there is not one."""
+    children = Path(f"/proc/{of}/task/{of}/children").read_text().split()
+    (found,) = [int(child) for child in children if _name(int(child)) == name]
+    return found
 
 
 def _name(pid: int) -> str:
@@ -194,6 +186,19 @@ def _name(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except FileNotFoundError:
         return ""
+
+
+def eventually(find: Callable[[], int], *, other_than: int = 0) -> int:
+    """Return the process that is found, once there is one."""
+    give_up = time.monotonic() + 60
+    while time.monotonic() < give_up:
+        try:
+            if (found := find()) != other_than:
+                return found
+        except ValueError:  # none, or two for a moment
+            pass
+        time.sleep(0.01)
+    raise AssertionError("there is none after 60 s")
 
 
 def is_zombie(pid: int) -> bool:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,22 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     with running_box(tmp_path_factory.mktemp("descendants")) as box:
         register_misbehaving(box)
         yield box
+
+
+@pytest.fixture(scope="module")
+def living_worker(box: Box) -> Iterator[Callable[[], WorkerProcess]]:
+    """Gives a worker that is idle: the same one again as long as it lives."""
+    with ExitStack() as stack:
+        started: list[WorkerProcess] = []
+
+        def living() -> WorkerProcess:
+            if not started or started[-1].process.poll() is not None:
+                name = f"w-{secrets.token_hex(2)}"
+                started.append(stack.enter_context(running_worker(box, name=name)))
+            started[-1].wait_until_ready()
+            return started[-1]
+
+        yield living
 
 
 def kill_device(worker: WorkerProcess) -> None:
@@ -70,21 +87,23 @@ def stop_worker(worker: WorkerProcess) -> None:
     ids=lambda how: how.__name__,
 )
 def test_children_of_a_model_end_with_its_device(
-    box: Box, how: Callable[[WorkerProcess], None]
+    box: Box,
+    living_worker: Callable[[], WorkerProcess],
+    how: Callable[[WorkerProcess], None],
 ) -> None:
+    worker = living_worker()
     (box.folder / "children").unlink(missing_ok=True)
     box.order("leave_children_and_sleep")
-    with running_worker(box, name=f"w-{secrets.token_hex(2)}") as worker:
-        job = box.submit(box.spec(shards_of(1) * 200))
-        box.wait(job, lambda record: running(record) and (box.folder / "children").exists())
-        children = [int(pid) for pid in (box.folder / "children").read_text().split()]
-        assert len(children) == NUM_CHILDREN
-        assert all(lives(child) for child in children)
-        how(worker)
-        deadline = time.monotonic() + 50  # the children live for 60 s
-        while any(lives(child) for child in children):
-            assert time.monotonic() < deadline, children
-            time.sleep(0.02)
+    job = box.submit(box.spec(shards_of(1) * 200))
+    box.wait(job, lambda record: running(record) and (box.folder / "children").exists())
+    children = [int(pid) for pid in (box.folder / "children").read_text().split()]
+    assert len(children) == NUM_CHILDREN
+    assert all(lives(child) for child in children)
+    how(worker)
+    deadline = time.monotonic() + 50  # the children live for 60 s
+    while any(lives(child) for child in children):
+        assert time.monotonic() < deadline, children
+        time.sleep(0.02)
     (box.folder / "order").unlink()
     box.cancel(job)
 

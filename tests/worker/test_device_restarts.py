@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,15 @@ from gradbox.protocol import JobState, ModelView
 from gradbox_service.backing import Backing
 from gradbox_worker.device import DeviceProcess, DeviceSettings
 from tests.worker import zoo
-from tests.worker.box import Box, WorkerProcess, running_box, running_worker, shards_of
+from tests.worker.box import (
+    Box,
+    WorkerProcess,
+    child_called,
+    eventually,
+    running_box,
+    running_worker,
+    shards_of,
+)
 
 NUM_MODELS = 16
 
@@ -41,27 +48,13 @@ def worker(box: Box) -> Iterator[WorkerProcess]:
         yield worker
 
 
-def next_device(worker: WorkerProcess, after: int) -> int:
-    """Wait for a device process that is not `after`; it has only just been started."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            pid = worker.child_pid
-        except ValueError:  # none, for a moment
-            pid = after
-        if pid != after:
-            return pid
-        time.sleep(0.01)
-    raise AssertionError(worker.log.read_text())
-
-
 def test_a_device_killed_as_it_starts_is_started_again_by_the_same_worker(
     box: Box, worker: WorkerProcess
 ) -> None:
     device = worker.child_pid
     for _ in range(6):  # the first was ready
         os.kill(device, signal.SIGKILL)
-        device = next_device(worker, device)
+        device = eventually(lambda: worker.child_pid, other_than=device)
     assert worker.process.poll() is None
     job = box.submit(box.spec(shards_of(2), model="m0"), version=version_of(box, worker, "m0"))
     assert box.wait(job).state is JobState.DONE
@@ -107,54 +100,72 @@ def worker_state(box: Box, worker: WorkerProcess) -> str:
 # The device process by itself, without a worker around it.
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Box:
-    return Box(tmp_path, Backing.in_memory(tmp_path))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Box:
+    folder = tmp_path_factory.mktemp("device")
+    return Box(folder, Backing.in_memory(folder))
 
 
-def device_of(box: Box) -> DeviceProcess:
-    return DeviceProcess(DeviceSettings(models_file=box.models_file, data=box.folder, device="cpu"))
+@pytest.fixture(scope="module")
+def device(folder: Box) -> Iterator[DeviceProcess]:
+    settings = DeviceSettings(models_file=folder.models_file, data=folder.folder, device="cpu")
+    device = DeviceProcess(settings)
+    yield device
+    device.close()
+
+
+def kill(device: DeviceProcess) -> None:
+    device.kill()
+    while device.ready:
+        time.sleep(0.01)
 
 
 def names(models: list[ModelView]) -> list[str]:
     return [model.name for model in models]
 
 
-def test_a_models_file_that_has_changed_is_described_anew(folder: Box) -> None:
+def test_an_interrupted_wait_goes_on_with_the_processes_that_were_started(
+    folder: Box, device: DeviceProcess
+) -> None:
     register_affine(folder, num=1)
-    device = device_of(folder)
-    device.ensure()
-    assert names(device.models) == ["m0"]
-    device.close()
-    register_affine(folder, num=2)
-    device.ensure()
-    assert names(device.models) == ["m0", "m1"]
-    device.close()
-
-
-def test_an_interrupted_wait_goes_on_with_the_process_that_was_started(folder: Box) -> None:
-    register_affine(folder, num=1)
-    device = device_of(folder)
 
     def store_is_away() -> None:
         raise ConnectionError
 
+    def store_is_away_once_forked() -> None:
+        if device.pid is not None:
+            raise ConnectionError
+
     with pytest.raises(ConnectionError):
         device.ensure(while_waiting=store_is_away)
+    template = eventually(lambda: child_called("gradbox-templ", of=os.getpid()))
+    with pytest.raises(ConnectionError):
+        device.ensure(while_waiting=store_is_away_once_forked)
     started = device.pid
     assert started is not None
     device.ensure()
     assert device.pid == started
+    assert child_called("gradbox-templ", of=os.getpid()) == template
     assert names(device.models) == ["m0"]
-    device.close()
 
 
-@pytest.mark.slow  # as tests/worker/test_reload.py sees it from the worker
-def test_a_builder_that_crashes_is_not_tried_again(folder: Box) -> None:
+def test_a_models_file_that_has_changed_is_described_anew(
+    folder: Box, device: DeviceProcess
+) -> None:
+    register_affine(folder, num=1)
+    device.ensure()
+    assert names(device.models) == ["m0"]
+    kill(device)
+    register_affine(folder, num=2)
+    device.ensure()
+    assert names(device.models) == ["m0", "m1"]
+
+
+def test_a_builder_that_crashes_is_not_tried_again(folder: Box, device: DeviceProcess) -> None:
     folder.models_file.write_text(
         f'[models.m]\nbuilder = "python"\nsource = "{zoo.__file__}:crashes"\n'
     )
-    device = device_of(folder)
+    kill(device)
     pids = set()
 
     def note() -> None:
@@ -165,13 +176,11 @@ def test_a_builder_that_crashes_is_not_tried_again(folder: Box) -> None:
     (view,) = device.models
     assert not view.usable
     assert "SIGSEGV: a crash in native code" in view.reason
-    device.close()
 
 
-@pytest.mark.slow  # as the first test sees it from the worker
-def test_a_killed_start_is_tried_again(folder: Box) -> None:
+def test_a_killed_start_is_tried_again(folder: Box, device: DeviceProcess) -> None:
     register_affine(folder, num=1)
-    device = device_of(folder)
+    kill(device)
     killed: set[int] = set()
 
     def kill_the_first_two() -> None:
@@ -182,4 +191,3 @@ def test_a_killed_start_is_tried_again(folder: Box) -> None:
     device.ensure(while_waiting=kill_the_first_two)
     assert device.ready
     assert len(killed) == 2
-    device.close()

@@ -93,11 +93,12 @@ Cluster = Annotated[
         "instead of running them on a device",
     ),
 ]
-Spare = Annotated[
+Template = Annotated[
     bool,
     typer.Option(
-        "--spare/--no-spare",
-        help="keep a second process that has imported torch, to take a dead one's place at once",
+        "--template/--no-template",
+        help="keep a process that has imported torch, and fork device processes from it; without, "
+        "and without Linux, each of them imports torch",
     ),
 ]
 Lease = Annotated[
@@ -137,7 +138,7 @@ def run(
     checkpoint_after_s: CheckpointAfter = None,
     device_log: DeviceLog = None,
     cluster: Cluster = None,
-    spare: Spare = True,
+    template: Template = True,
     lease_s: Lease = 20.0,
     cancel_grace_s: CancelGrace = 30.0,
     check: Check = False,
@@ -175,7 +176,7 @@ def run(
             job_memory_bytes=_bytes(job_memory_gib),
             checkpoint_after_s=checkpoint_after_s,
             log=device_log,
-            spare=spare,
+            template=template,
             cluster=cluster,
         )
         patience = Patience(lease_s=lease_s, cancel_grace_s=cancel_grace_s)

@@ -1,7 +1,7 @@
 """A job's result: a safetensors file, read lazily.
 
-Read `result` first: `GradResult`, which users get. `result_files` is where its tensors are read
-from, a local file or one on the box; `row_reductions` are norms, Gram, J v and Jᵀ u of per-sample
-results; `factor_metadata` and `factor_checks` read what comes as factors and trust none of it;
-`grad_accumulation` adds gradients into `.grad`.
+Read `result` first: `GradResult`, which users get. Its tensors are read from a file on this machine
+(`result_files`) or from one on the box (`remote_file`); `row_reductions` are norms, Gram, J v and
+Jᵀ u of per-sample results; `factor_metadata` and `factor_checks` read what comes as factors and
+trust none of it; `grad_accumulation` adds gradients into `.grad`.
 """

@@ -1,44 +1,23 @@
-"""Where a result's tensors are read from: a file on this machine, or one that stays on its box."""
+"""Where a result's tensors are read from, and such a file on this machine."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import product
-from math import prod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import httpx
 from safetensors import SafetensorError, safe_open
 
-from gradbox.errors import BlobRejected, ProtocolError
-from gradbox.http.connection import Connection
-from gradbox.http.download import OnBytes, download
-from gradbox.protocol import ResultView
+from gradbox.errors import ProtocolError
 from gradbox.results.factor_checks import StoredTensor
 from gradbox.results.rounded_tensors import bfloat16_array, rounded_tensors, widened
-from gradbox.tensors.lazy_tensor import LazyTensor, Region, array_of
-from gradbox.tensors.safetensors_header import (
-    DTYPE_BYTES,
-    LENGTH_BYTES,
-    SafetensorsHeader,
-    TensorEntry,
-    header_length,
-    parse_header,
-    read_header,
-)
+from gradbox.tensors.lazy_tensor import array_of
+from gradbox.tensors.safetensors_header import TensorEntry, read_header
 from gradbox.tensors.tensor_bytes import DTYPES, is_torch_importable
-
-# One request brings most headers whole.
-FIRST_BYTES: Final = 64 * 2**10
-# Bytes between two wanted ranges that cost less than another request.
-GAP_BYTES: Final = 256 * 2**10
-# The most that one request asks for.
-SPAN_BYTES: Final = 64 * 2**20
 
 _NAMES: Final = {tag: name for name, (tag, _) in DTYPES.items()}
 
@@ -115,112 +94,6 @@ class LocalFile:
             shutil.copyfile(self._path, written)
 
 
-class RemoteFile:
-    """A result that stays on its box; ranges of bytes are fetched as tensors are indexed.
-
-    Args:
-        connection: the box.
-        url_path: where the file is there.
-        expected: what the box said of it.
-        downloading: the context of a download of all of it; gives what is called with its bytes.
-    """
-
-    def __init__(
-        self,
-        connection: Connection,
-        url_path: str,
-        *,
-        expected: ResultView,
-        downloading: Callable[[], AbstractContextManager[OnBytes | None]] = nullcontext,
-    ) -> None:
-        self._downloading = downloading
-        self._connection = connection
-        self._url_path = url_path
-        self._expected = expected
-        self._header = self._read_header()
-        self.metadata = self._header.metadata
-        self._rounded = rounded_tensors(self.metadata)
-        self.names = tuple(self._header.tensors)
-
-    def __str__(self) -> str:
-        return f"{self._connection.url}{self._url_path}"
-
-    @property
-    def stored(self) -> Mapping[str, StoredTensor]:
-        entries = self._header.tensors.items()
-        return {name: StoredTensor(entry.dtype, entry.shape) for name, entry in entries}
-
-    def tensor(self, name: str) -> LazyTensor:
-        entry, wider = self._header.tensors[name], self._rounded.get(name)
-
-        def dtype() -> Any:
-            return _dtype(wider or _named(entry))
-
-        def read(region: Region) -> Any:
-            return self._read(entry, region, wider)
-
-        return LazyTensor(entry.shape, read, dtype=dtype)
-
-    def copy_to(self, path: Path) -> None:
-        with beside(path) as written, self._downloading() as on_bytes:
-            download(
-                self._connection,
-                self._url_path,
-                written,
-                expected=self._expected,
-                on_bytes=on_bytes,
-            )
-
-    def _read_header(self) -> SafetensorsHeader:
-        size_bytes = self._expected.size_bytes
-        try:
-            first = self._fetch(0, min(FIRST_BYTES, size_bytes))
-            length = header_length(bytes(first[:LENGTH_BYTES]), file_bytes=size_bytes)
-            if LENGTH_BYTES + length > len(first):
-                first += self._fetch(len(first), LENGTH_BYTES + length)
-            text = bytes(first[LENGTH_BYTES : LENGTH_BYTES + length])
-            return parse_header(text, file_bytes=size_bytes)
-        except BlobRejected as error:
-            raise ProtocolError(f"{self}: expected a result file of gradbox: {error}") from None
-
-    def _read(self, entry: TensorEntry, region: Region, wider: str | None) -> Any:
-        """Fetch the part of a tensor that `region` bounds, and widen it where it was rounded."""
-        shape = tuple(part.stop - part.start for part in region) + entry.shape[len(region) :]
-        data = bytearray(prod(shape) * DTYPE_BYTES[entry.dtype])
-        at = 0
-        for first, last, runs in _spans(entry, region):
-            span = self._fetch(self._header.data_start + first, self._header.data_start + last)
-            for begin, end in runs:
-                data[at : at + end - begin] = span[begin - first : end - first]
-                at += end - begin
-        return tensor_of(data, entry, shape=shape, wider=wider)
-
-    def _fetch(self, first: int, last: int) -> bytearray:
-        """Return the file's bytes first:last."""
-        found = bytearray()
-        while first + len(found) < last:
-            begin = first + len(found)
-            found += self._fetch_once(begin, min(last, begin + SPAN_BYTES))
-        return found
-
-    def _fetch_once(self, first: int, last: int) -> bytes:
-        headers = {"Range": f"bytes={first}-{last - 1}", "Accept-Encoding": "identity"}
-        answer = self._connection.request("GET", self._url_path, headers=headers)
-        etag = answer.headers.get("etag", "")
-        partial = answer.status_code == httpx.codes.PARTIAL_CONTENT
-        if not partial or len(answer.content) != last - first:
-            raise ProtocolError(
-                f"{self}: expected the bytes {first} to {last}, got status {answer.status_code} "
-                f"with {len(answer.content)} bytes"
-            )
-        if etag != f'"{self._expected.sha256}"':
-            raise ProtocolError(
-                f"{self}: expected the result with SHA-256 {self._expected.sha256}, got another "
-                f"({etag or 'without an ETag'}); open the job's result again"
-            )
-        return answer.content
-
-
 def tensor_of(
     data: bytearray | memoryview, entry: TensorEntry, *, shape: tuple[int, ...], wider: str | None
 ) -> Any:
@@ -231,50 +104,19 @@ def tensor_of(
     """
     if wider is not None and entry.dtype == "BF16" and not is_torch_importable():
         return bfloat16_array(data, shape, wider)
-    found = array_of(data, dtype=_named(entry), shape=shape)
+    found = array_of(data, dtype=dtype_name(entry), shape=shape)
     return found if wider is None else widened(found, wider)
 
 
-def _spans(entry: TensorEntry, region: Region) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Yield what to fetch: (first byte, last byte, the wanted runs within), near runs together."""
-    first = last = 0
-    together: list[tuple[int, int]] = []
-    for begin, end in _runs(entry, region):
-        if together and (begin - last > GAP_BYTES or end - first > SPAN_BYTES):
-            yield first, last, together
-            together = []
-        if not together:
-            first = begin
-        together.append((begin, end))
-        last = end
-    if together:
-        yield first, last, together
+def dtype_name(entry: TensorEntry) -> str:
+    """Return the name of a stored tensor's dtype.
 
-
-def _runs(entry: TensorEntry, region: Region) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of bytes behind the header that hold `region`, in order."""
-    shape = entry.shape
-    cut = [dim for dim, part in enumerate(region) if part.stop - part.start != shape[dim]]
-    dim = cut[-1] if cut else 0
-    part = region[dim] if region else slice(0, shape[0] if shape else 1)
-    inner_bytes = prod(shape[dim + 1 :]) * DTYPE_BYTES[entry.dtype]
-    strides = [prod(shape[outer + 1 :]) * DTYPE_BYTES[entry.dtype] for outer in range(dim)]
-    for index in product(*(range(outer.start, outer.stop) for outer in region[:dim])):
-        base = sum(i * stride for i, stride in zip(index, strides, strict=True))
-        begin = entry.begin + base + part.start * inner_bytes
-        end = begin + (part.stop - part.start) * inner_bytes
-        if end > begin:
-            yield begin, end
-
-
-def _named(entry: TensorEntry) -> str:
+    Raises:
+        ProtocolError: none of ours has its tag.
+    """
     if entry.dtype not in _NAMES:
         raise ProtocolError(f"expected tensors of {', '.join(_NAMES)}, got {entry.dtype}")
     return _NAMES[entry.dtype]
-
-
-def _dtype(name: str) -> Any:
-    return array_of(bytearray(), dtype=name, shape=(0,)).dtype
 
 
 @contextmanager

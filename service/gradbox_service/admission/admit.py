@@ -16,7 +16,7 @@ from gradbox_service.admission.parameters import check_weights
 from gradbox_service.admission.references import References, shared_references
 from gradbox_service.admission.tensors import TensorHeaders
 from gradbox_service.jobs import Fleet, WorkerPresence
-from gradbox_service.store import OwnBlobs
+from gradbox_service.ownership import OwnBlobs
 
 
 class Check(Protocol):

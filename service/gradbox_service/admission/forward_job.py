@@ -19,7 +19,7 @@ from gradbox_service.admission.earlier_job import earlier_job, result_header
 from gradbox_service.admission.tensors import TensorHeaders
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
-from gradbox_service.store import OwnBlobs
+from gradbox_service.ownership import OwnBlobs
 
 OUTPUTS: Final = "outputs/"
 WHERE: Final = "loss.forward"

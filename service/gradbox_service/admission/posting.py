@@ -23,8 +23,8 @@ from gradbox_service.admission.sent_blobs import take_blobs
 from gradbox_service.admission.shares import check_memory, check_quota
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
+from gradbox_service.ownership import OwnBlobs
 from gradbox_service.settings import Settings
-from gradbox_service.store import OwnBlobs
 from gradbox_service.tokens import TokenInfo
 
 

@@ -12,7 +12,7 @@ from typing import Final
 from gradbox.errors import ServiceUnavailable, StorageFull
 from gradbox_service.jobs import Records
 from gradbox_service.jobs.records import Memory
-from gradbox_service.store import BlobOwners
+from gradbox_service.ownership import BlobOwners
 from gradbox_service.store.room import in_units
 
 # Of the memory that Redis may take, what new jobs may fill.

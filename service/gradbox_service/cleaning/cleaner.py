@@ -18,10 +18,11 @@ from gradbox_service.cleaning.expiry import SPARED_S, Limits, Stored, expired
 from gradbox_service.cleaning.needed import Needed
 from gradbox_service.jobs import JobRecord, Records
 from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.ownership import BlobOwners
 from gradbox_service.queue.leadership import Leadership
 from gradbox_service.repeating_thread import RepeatingThread
 from gradbox_service.settings import Settings
-from gradbox_service.store import BlobOwners, BlobStore, ResultStore
+from gradbox_service.store import BlobStore, ResultStore
 from gradbox_service.store.files import use_of
 from gradbox_service.tokens import Tokens
 

@@ -44,7 +44,7 @@ class Box:
 
     Args:
         devices: the device of each worker; none given with a cluster is a worker for each of its.
-        spare: whether each worker keeps a second process for its device.
+        template: whether workers fork their device processes from one that has imported torch.
         cluster: whose devices run the jobs; None: those of the workers.
         public_url: how others reach the box, where the owner knows better than the machine.
         script: what runs while the box is up; the box ends with it.
@@ -56,7 +56,7 @@ class Box:
         *,
         models_file: Path,
         devices: Sequence[str],
-        spare: bool = True,
+        template: bool = True,
         cluster: Cluster | None = None,
         public_url: str | None = None,
         script: Script | None = None,
@@ -65,7 +65,7 @@ class Box:
         self._data = settings.data.resolve()
         self._models_file = models_file
         self._devices = devices
-        self._spare = spare
+        self._template = template
         self._cluster = cluster
         self._public_url = public_url
         self._script = script
@@ -170,7 +170,7 @@ class Box:
                 arguments += ["--cluster", str(address_file(self._data))]
             logs = self._data / "logs"
             arguments += ["--device-log", str(logs / f"{name}.device.log")]
-            arguments += [] if self._spare else ["--no-spare"]
+            arguments += [] if self._template else ["--no-template"]
             log = logs / f"{name}.log"
             found.append(Part(name, "gradbox_worker", arguments, log=log))
         return found

@@ -51,12 +51,12 @@ NumWorkers = Annotated[
 Device = Annotated[
     str, typer.Option(metavar="DEVICE", help="auto, cpu, or a list such as cuda:0,cuda:1")
 ]
-Spare = Annotated[
+Template = Annotated[
     bool,
     typer.Option(
-        "--spare/--no-spare",
-        help="each worker keeps a second process that has imported torch, to take the place of a "
-        "device process that dies",
+        "--template/--no-template",
+        help="each worker keeps a process that has imported torch, and forks device processes from "
+        "it; without, and without Linux, each of them imports torch",
     ),
 ]
 
@@ -94,7 +94,7 @@ def run(
     models: ModelsFile = None,
     workers: NumWorkers = None,
     device: Device = "auto",
-    spare: Spare = True,
+    template: Template = True,
     cluster: OnCluster = None,
     public_url: PublicUrl = None,
     wait: Wait = False,
@@ -132,7 +132,7 @@ def run(
             again = ["--models", str(found), "--device", device]
             again += [] if workers is None else ["--workers", str(workers)]
             again += [] if public_url is None else ["--public-url", public_url]
-            again += [] if spare else ["--no-spare"]
+            again += [] if template else ["--no-template"]
             again += [] if cluster is None else ["--cluster", cluster]
             again += arguments_of(settings)
             return background.start(again, data=settings.data)
@@ -142,7 +142,7 @@ def run(
             devices=["cluster"] * (workers or 0)
             if cluster
             else spread(device, num_workers=workers),
-            spare=spare,
+            template=template,
             cluster=None if cluster is None else Cluster(cluster, device=device),
             public_url=public_url,
             script=None if script is None else Script(script),

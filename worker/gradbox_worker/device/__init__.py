@@ -1,10 +1,12 @@
 """The device process: computes one job after the other and keeps the models between them.
 
 On the worker's side, without torch: `process` has one that is ready and runs a job on it, `child`
-is one such process from its start to its end, `exits` says how it ended and whether it would end so
-again, `descendants` ends what it leaves behind, `output` keeps what it prints. `messages` is what
-travels over the pipe. On the device's side: `main` is its entry point, `importing` what it imports
-while nobody waits for it, `serving` its loop once torch is there.
+is one such process from its start to its end, `template` is what it is forked from, and
+`parentage` makes it the worker's own; `exits` says how it ended and whether it would end so again,
+`descendants` ends what it leaves behind, `output` keeps what it prints. `messages` is what travels
+over the pipe. On the device's side: `main` is its entry point and the template's, `importing` what
+is imported before it is needed, `forking` the template's loop, `serving` its own once torch is
+there.
 """
 
 from gradbox_worker.device.child import DeviceSettings

@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,8 +17,18 @@ from typing import Final
 
 from gradbox_worker.device.descendants import MARK, Guardian, end_descendants
 from gradbox_worker.device.exits import Exit, count_oom_kills, exit_of
-from gradbox_worker.device.messages import Begin, FromDevice, ToDevice, receive_answer, send
+from gradbox_worker.device.messages import (
+    Begin,
+    Forked,
+    FromDevice,
+    Stop,
+    ToDevice,
+    receive_answer,
+    send,
+)
 from gradbox_worker.device.output import BoundedLog, Output
+from gradbox_worker.device.parentage import Adopted, adopt_orphans
+from gradbox_worker.device.template import Template
 
 DEVICE_MODULE: Final = "gradbox_worker.device.main"
 CLUSTER_MODULE: Final = "gradbox_worker.cluster.main"
@@ -38,7 +49,7 @@ class DeviceSettings:
     job_memory_bytes: int | None = None  # what a job may allocate; None: see MemoryLimit
     checkpoint_after_s: float | None = None  # of a job's run; None: see checkpoints.Pace
     log: Path | None = None  # of what it prints; None: the worker's standard error
-    spare: bool = False  # whether a second process waits to take its place
+    template: bool = True  # whether it is forked from one, where there is Linux; see `forking`
     cluster: Path | None = None  # where a cluster says how it is reached; None: no cluster
 
     @property
@@ -66,59 +77,58 @@ class DeviceSettings:
 class DeviceChild:
     """A process that runs jobs (`DeviceSettings.module`), from its start to its end.
 
-    It is started afresh, never forked: a CUDA context does not survive a fork. It imports all that
-    its jobs will need, and then waits: until `begin` it opens no device and no model, and starts
-    nothing.
+    It is forked from a template, or started by itself. Either way it is this process's child, and
+    opens no device and no model before it was sent `Begin`.
     """
 
-    def __init__(self, settings: DeviceSettings, *, log: BoundedLog | None = None) -> None:
+    def __init__(
+        self,
+        settings: DeviceSettings,
+        first: Begin,
+        *,
+        template: Template | None = None,
+        log: BoundedLog | None = None,
+    ) -> None:
         """Start it.
 
         Args:
+            first: the first message that it gets.
+            template: what it is forked from; None: it starts by itself.
             log: where what it prints goes; None: the worker's standard error.
         """
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", settings.module]
-        command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+        self._settings = settings
+        self._first = first
+        self._template = template
         self._mark = secrets.token_hex(16)
+        self._process: subprocess.Popen[bytes] | Adopted | None = None  # None: not forked yet
         self._exit: Exit | None = None
         self._num_oom_kills = count_oom_kills()
         self._guardian: Guardian | None = None
         self._output = None if log is None else Output(log)
-        printed = 2 if self._output is None else self._output.write_fd
+        output_fd = 2 if self._output is None else self._output.write_fd
+        ours, theirs = socket.socketpair()
+        self._connection = Connection(ours.detach())
         with theirs:
-            self._process = subprocess.Popen(
-                [*command, *settings.options()],
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=printed,
-                env=os.environ | {MARK: self._mark},
-                pass_fds=[theirs.fileno()],
-                # Ctrl-C on the terminal is the worker's business; and a group can be killed whole.
-                start_new_session=True,
-            )
+            if template is None:
+                self._begin(self._started(theirs.fileno(), output_fd))
+            else:
+                adopt_orphans(True)
+                with suppress(OSError):  # it is gone, as the wait for an answer will find
+                    template.ask_for_device(
+                        self._mark, connection_fd=theirs.fileno(), output_fd=output_fd
+                    )
         if self._output is not None:
             self._output.begin()
-        self._connection = Connection(ours.detach())
 
     @property
     def pid(self) -> int | None:
-        """The process, or None if it has ended."""
-        return None if self._process.poll() is not None else self._process.pid
+        """The process, or None if it has ended, or has not been forked yet."""
+        return None if self._process is None or self.over else self._process.pid
 
-    def begin(self, *, known: Mapping[str, str], unusable: Mapping[str, str]) -> None:
-        """Have it become the device, and have what it will start guarded from now on.
-
-        Args:
-            known: see `Begin`.
-            unusable: see `Begin`.
-
-        Raises:
-            OSError: the process is gone.
-        """
-        self._num_oom_kills = count_oom_kills()
-        self._guardian = Guardian(self._process.pid, self._mark)
-        self.send(Begin(known=dict(known), unusable=dict(unusable)))
+    @property
+    def over(self) -> bool:
+        """Whether the process has ended."""
+        return self._process is not None and self._process.poll() is not None
 
     def send(self, message: ToDevice) -> None:
         """Send a message.
@@ -128,8 +138,15 @@ class DeviceChild:
         """
         send(self._connection, message)
 
+    def ask_to_stop(self, job_id: str, attempt: int) -> None:
+        """Ask that an attempt stop before its next shard; a process that is gone has stopped."""
+        with suppress(OSError):
+            self.send(Stop(job_id=job_id, attempt=attempt))
+
     def next_answer(self, while_waiting: Callable[[], object]) -> FromDevice | None:
-        """Wait for the next message; None if the process ended instead.
+        """Wait for the next message of the device; None if the process ended instead.
+
+        Of its template's messages only `Unforked` is returned.
 
         Args:
             while_waiting: called before each wait of at most 0.2 s; what it raises comes through,
@@ -140,16 +157,19 @@ class DeviceChild:
             while_waiting()
             try:
                 if self._connection.poll(POLL_S):
-                    return receive_answer(self._connection)
+                    answer = receive_answer(self._connection)
+                    if not isinstance(answer, Forked):
+                        return answer
+                    self._adopt(answer)
                 # A process that a model started may hold the pipe open after the device's death.
-                if self.pid is None and not self._connection.poll():
+                elif self.over and not self._connection.poll():
                     return None
             except (EOFError, OSError):
                 return None
 
     def kill(self) -> None:
         """End the process at once, with those of its group."""
-        if self._process.poll() is None:
+        if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> Exit:
@@ -160,14 +180,43 @@ class DeviceChild:
         """
         if self._exit is None:
             self._exit = self._ended()
-            end_descendants(self._process.pid, self._mark)
+            if self._process is not None:
+                end_descendants(self._process.pid, self._mark)
             if self._guardian is not None:
                 self._guardian.dismiss()
             if self._output is not None:
                 self._output.end(within_s=DRAIN_S)
         return self._exit
 
+    def _started(self, connection_fd: int, output_fd: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", self._settings.module]
+        command += ["--fd", str(connection_fd), "--parent", str(os.getpid())]
+        return subprocess.Popen(
+            [*command, *self._settings.options()],
+            stdin=subprocess.DEVNULL,
+            stdout=output_fd,
+            stderr=output_fd,
+            env=os.environ | {MARK: self._mark},
+            pass_fds=[connection_fd],
+            # Ctrl-C on the terminal is the worker's business; and a group can be killed whole.
+            start_new_session=True,
+        )
+
+    def _adopt(self, forked: Forked) -> None:
+        adopt_orphans(False)
+        self._begin(Adopted(forked.pid))
+
+    def _begin(self, process: subprocess.Popen[bytes] | Adopted) -> None:
+        """Have a process become the device, and have what it will start guarded from now on."""
+        self._process = process
+        self._guardian = Guardian(process.pid, self._mark)
+        with suppress(OSError):  # it is gone, as the wait for an answer will find
+            self.send(self._first)
+
     def _ended(self) -> Exit:
+        if self._process is None and (unforked := self._unforked()) is not None:
+            return unforked
+        assert self._process is not None
         self._connection.close()  # a process that is idle ends at the end of its input
         try:
             code = self._process.wait(LEAVE_S)
@@ -176,3 +225,17 @@ class DeviceChild:
             self._process.wait()
             return Exit("it closed its end of the pipe, or did not end in time", fault=None)
         return exit_of(code, num_oom_kills=count_oom_kills() - self._num_oom_kills)
+
+    def _unforked(self) -> Exit | None:
+        """End the template, and return how it ended; None if it had forked the process by then."""
+        assert self._template is not None  # else there is a process
+        ended = self._template.end()
+        with suppress(EOFError, OSError):
+            if self._connection.poll() and isinstance(
+                answer := receive_answer(self._connection), Forked
+            ):
+                self._adopt(answer)
+                return None
+        adopt_orphans(False)
+        self._connection.close()
+        return ended

@@ -1,20 +1,20 @@
 """The device process: keeps the models loaded and runs the jobs that the worker sends.
 
-Started by `gradbox_worker.device.process` as `python -m gradbox_worker.device.main`. It imports
-torch, and waits for its first message: until then it is a spare, and /proc and `ps` call it so. It
-never talks to Redis and never outlives its worker. A second thread reads the pipe, so that a
-request to stop is heard while a job runs; it only sets a flag, which the engine's observer looks at
-before each shard.
+Started by `gradbox_worker.device.child`, as `python -m gradbox_worker.device.main` or by a fork of
+the template, which is this program with `--template`; /proc and `ps` tell them apart by their
+names. It never talks to Redis and never outlives its worker. A second thread reads the pipe, so
+that a request to stop is heard while a job runs; it only sets a flag, which the engine's observer
+looks at before each shard.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 from multiprocessing.connection import Connection
@@ -24,10 +24,10 @@ from typing import Final, Protocol
 from gradbox.printable import log_to_stderr
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.messages import Begin, Run, Stop, receive_order
+from gradbox_worker.device.parentage import end_with_parent
 
-PR_SET_PDEATHSIG: Final = 1
 # What the kernel calls the process, in /proc/PID/comm: at most 15 characters.
-SPARE_NAME: Final = "gradbox-spare"
+TEMPLATE_NAME: Final = "gradbox-templ"
 DEVICE_NAME: Final = "gradbox-device"
 
 
@@ -36,19 +36,9 @@ class Inbox:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._begins: queue.SimpleQueue[Begin] = queue.SimpleQueue()
         self._runs: queue.SimpleQueue[Run] = queue.SimpleQueue()
         self._stopped: tuple[str, int] | None = None
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
-
-    @property
-    def begun(self) -> bool:
-        """Whether the first message has been received."""
-        return not self._begins.empty()
-
-    def begin(self) -> Begin:
-        """Wait for the first message."""
-        return self._begins.get()
 
     def next_run(self, within_s: float | None) -> Run | None:
         """Wait for the next job, not longer than `within_s`; None if there is none by then."""
@@ -68,9 +58,6 @@ class Inbox:
             except (EOFError, OSError):
                 os._exit(0)
             match order:
-                case Begin():
-                    _be_called(DEVICE_NAME)
-                    self._begins.put(order)
                 case Run():
                     self._runs.put(order)
                 case Stop():
@@ -86,28 +73,30 @@ class Serve(Protocol):
 
 
 def main(arguments: list[str], *, serving: str = "gradbox_worker.device.serving") -> None:
-    """Serve jobs until the worker closes the pipe.
+    """Serve jobs until the worker closes the pipe; as a template, fork what does.
 
     Args:
         serving: the module whose `serve` does that.
     """
     options = _parser().parse_args(arguments)
-    _bind_to_parent(options.parent)
-    _be_called(SPARE_NAME)
     log_to_stderr("device[%(process)d] ")
-    connection = Connection(options.fd)
+    connection = _forked(options) if options.template else Connection(options.fd)
+    _be_called(DEVICE_NAME)
+    try:
+        begin = receive_order(connection)
+    except (EOFError, OSError):
+        sys.exit("the worker that started this device process is gone")
+    assert isinstance(begin, Begin)
+    # Only now: a process that was forked had another parent at first.
+    _end_with_worker(options.parent)
     inbox = Inbox(connection)
     # Only now: torch takes seconds to import, and the worker may be gone by then.
-    from gradbox_worker.device.importing import import_ahead
-
     serve: Serve = importlib.import_module(serving).serve
 
-    if not inbox.begun:  # else somebody waits for this process
-        import_ahead(options.models)
     serve(
         connection,
         inbox,
-        begin=inbox.begin(),
+        begin=begin,
         settings=DeviceSettings(
             models_file=options.models,
             data=options.data,
@@ -121,8 +110,21 @@ def main(arguments: list[str], *, serving: str = "gradbox_worker.device.serving"
     )
 
 
+def _forked(options: argparse.Namespace) -> Connection:
+    """Be the template; returns in each device process that was forked, with its pipe."""
+    _end_with_worker(options.parent)
+    _be_called(TEMPLATE_NAME)
+    from gradbox_worker.device.forking import forked_device
+    from gradbox_worker.device.importing import import_for_devices, import_for_jobs
+
+    import_for_devices(options.models)
+    requests = socket.socket(fileno=options.fd)
+    return forked_device(requests, import_more=import_for_jobs)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gradbox_worker.device.main")
+    parser.add_argument("--template", action="store_true")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--models", type=Path, required=True)
@@ -136,14 +138,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _bind_to_parent(parent_pid: int) -> None:
+def _end_with_worker(pid: int) -> None:
     """End with the worker, and only with it: a Ctrl-C or a SIGTERM is the worker's to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent_pid:
-        sys.exit("the worker that started this device process is gone")
+    end_with_parent(pid)
 
 
 def _be_called(name: str) -> None:

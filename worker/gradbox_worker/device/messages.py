@@ -1,8 +1,9 @@
 """The messages between a worker and its device process: JSON over a pipe, one message a frame.
 
-    worker → device   begin; then run, stop
-    device → worker   building*, then ready | unready; then, for each run, progress*, phase*,
-                      memory* and one of finished, failed, stopped, lost
+    template → worker   forked | unforked, where there is a template
+    worker → device     begin; then run, stop
+    device → worker     building*, then ready | unready; then, for each run, progress*, phase*,
+                        memory* and one of finished, failed, stopped, lost
 
 `multiprocessing.connection.Connection` frames the bytes; its `send` and `recv` would pickle and are
 never used.
@@ -23,8 +24,22 @@ class Frame(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Forked(Frame):
+    """The device process at the pipe's other end has been forked, and is the worker's child."""
+
+    kind: Literal["forked"] = "forked"
+    pid: int
+
+
+class Unforked(Frame):
+    """The template does not fork, and never will."""
+
+    kind: Literal["unforked"] = "unforked"
+    reason: str
+
+
 class Begin(Frame):
-    """The first message.
+    """The worker's first message.
 
     `known` are the versions of the models that an earlier device process described from the same
     models file, `unusable` the reasons why others cannot be built. None of these is built before a
@@ -145,7 +160,9 @@ class RunLost(Frame):
 
 ToDevice = Begin | Run | Stop
 FromDevice = (
-    Building
+    Forked
+    | Unforked
+    | Building
     | DeviceReady
     | DeviceUnready
     | ProgressMade

@@ -5,14 +5,16 @@ one has another, which loads a model when the first job needs it: the models are
 process before it, as long as the models file is the same. A process that is killed before it is
 ready is started again, after a pause that grows; one that meets a fault of its own twice is not.
 
-Importing torch takes seconds, so a spare process has done that before it is needed: a process that
-was started as every other, and waits for its first message. It holds no model and no device.
+Importing torch takes seconds, so a device process is forked from a template that has done that, and
+that outlives it. A template that dies is started again; one that says that it cannot be forked is
+given up, and each device process then starts by itself.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,7 @@ from gradbox.protocol import DeviceMemory, ModelView
 from gradbox_worker.device.child import POLL_S, DeviceChild, DeviceSettings
 from gradbox_worker.device.exits import OUT_OF_MEMORY, Exit
 from gradbox_worker.device.messages import (
+    Begin,
     Building,
     DeviceReady,
     DeviceUnready,
@@ -33,9 +36,10 @@ from gradbox_worker.device.messages import (
     RunFinished,
     RunLost,
     RunStopped,
-    Stop,
+    Unforked,
 )
 from gradbox_worker.device.output import BoundedLog
+from gradbox_worker.device.template import Template
 from gradbox_worker.errors import DeviceNotStarted
 from gradbox_worker.models import read_models_file
 from gradbox_worker.work import Died, Failed, Finished, Outcome, Stopped, Supervision, Work
@@ -54,7 +58,10 @@ class DeviceProcess:
         self._settings = settings
         self._log = None if settings.log is None else BoundedLog(settings.log)
         self._child: DeviceChild | None = None
-        self._spare: DeviceChild | None = None
+        self._template: Template | None = None
+        # Elsewhere than on Linux a copy of a process that has imported torch may not work.
+        linux = sys.platform == "linux"
+        self._forks = settings.template and linux and settings.cluster is None
         self._ready = False  # whether the child said that jobs can run
         self._models: list[ModelView] = []
         self._models_file_digest = ""  # of the file that they were described from
@@ -120,11 +127,11 @@ class DeviceProcess:
         self._models_file_digest = ""
         self.ensure(while_waiting=while_waiting)
 
-    def have_spare(self) -> None:
-        """Start a spare process if there is to be one and none lives; called now and then."""
-        if self._settings.spare and (self._spare is None or self._spare.pid is None):
-            self._end_spare()
-            self._spare = DeviceChild(self._settings, log=self._log)
+    def have_template(self) -> None:
+        """Start a template if there is to be one and none lives; done before each start, too."""
+        if self._forks and (self._template is None or self._template.pid is None):
+            self._end_template()
+            self._template = Template(self._settings.options(), log=self._log)
 
     def run(self, work: Work, supervision: Supervision) -> Outcome:
         """Run a job to its end, starting the process first if none runs.
@@ -155,9 +162,9 @@ class DeviceProcess:
             self._child.kill()
 
     def close(self) -> None:
-        """End the process and what it started, and the spare; wait until all are gone."""
+        """End the process and what it started, and the template; wait until all are gone."""
         self._end_child()
-        self._end_spare()
+        self._end_template()
 
     def _end_child(self) -> None:
         self._ready = False
@@ -165,10 +172,10 @@ class DeviceProcess:
             self._child.end()
             self._child = None
 
-    def _end_spare(self) -> None:
-        if self._spare is not None:
-            self._spare.end()
-            self._spare = None
+    def _end_template(self) -> None:
+        if self._template is not None:
+            self._template.end()
+            self._template = None
 
     def _try_to_start(self, while_waiting: Callable[[], object]) -> Exit | None:
         """Have a process say that it is ready; returns how it ended if it did so before.
@@ -176,11 +183,10 @@ class DeviceProcess:
         Raises:
             DeviceNotStarted: it says itself that it cannot be used.
         """
-        if self.pid is None:
-            self._end_child()
-            self._begin()
         child = self._child
-        assert child is not None
+        if child is None or child.over:
+            self._end_child()
+            self._child = child = self._started()
         while isinstance(answer := child.next_answer(while_waiting), Building):
             self._building = answer.model
         match answer:
@@ -188,12 +194,16 @@ class DeviceProcess:
                 self._ready, self.placement, self._building = True, answer.placement, ""
                 self.hardware, self.memory = answer.hardware, answer.memory
                 self._models += answer.models
-                self.have_spare()
                 log.info("device process %s is ready with %d models", child.pid, len(self._models))
                 return None
             case DeviceUnready():
                 self._end_child()
                 raise DeviceNotStarted(answer.problem.detail)
+            case Unforked():
+                self._forks = False
+                self._end_child()
+                self._end_template()
+                return Exit(f"it cannot be forked: {answer.reason}", fault=None)
         ended = child.end()
         self._end_child()
         return self._without_its_model(ended)
@@ -208,20 +218,16 @@ class DeviceProcess:
         self._models.append(ModelView(name=name, usable=False, reason=reason))
         return Exit(ended.reason, fault=None)
 
-    def _begin(self) -> None:
+    def _started(self) -> DeviceChild:
         digest = _digest(self._settings.models_file)
         if digest != self._models_file_digest:
             self._models, self._models_file_digest = [], digest
-        if self._spare is not None and self._spare.pid is None:
-            self._end_spare()
-        self._child, self._spare = self._spare or DeviceChild(self._settings, log=self._log), None
-        try:
-            self._child.begin(
-                known={view.name: view.version for view in self._models if view.usable},
-                unusable={view.name: view.reason for view in self._models if not view.usable},
-            )
-        except OSError:
-            log.info("the device process ended at once")  # as the wait for its answer will find
+        first = Begin(
+            known={view.name: view.version for view in self._models if view.usable},
+            unusable={view.name: view.reason for view in self._models if not view.usable},
+        )
+        self.have_template()
+        return DeviceChild(self._settings, first, template=self._template, log=self._log)
 
     def _outcome(self, child: DeviceChild, work: Work, supervision: Supervision) -> Outcome | None:
         """Wait for a job's end; None if the process left before it began the job."""
@@ -233,7 +239,7 @@ class DeviceProcess:
             order = supervision.poll()
             if order is not None and kill_at is None:
                 kill_at = time.monotonic() + order.grace_s
-                _tell_to_stop(child, work)
+                child.ask_to_stop(work.job_id, work.attempt)
             if kill_at is not None and time.monotonic() >= kill_at:
                 log.warning("job %s does not stop: killing the device process", work.job_id)
                 child.kill()
@@ -283,13 +289,6 @@ def _digest(path: Path) -> str:
     """Return a file's digest; that of nothing if there is no file, as the device will say."""
     content = path.read_bytes() if path.is_file() else b""
     return hashlib.sha256(content).hexdigest()
-
-
-def _tell_to_stop(child: DeviceChild, work: Work) -> None:
-    try:
-        child.send(Stop(job_id=work.job_id, attempt=work.attempt))
-    except OSError:
-        log.info("job %s: its device process is gone already", work.job_id)
 
 
 def _pause(seconds: float, while_waiting: Callable[[], object]) -> None:

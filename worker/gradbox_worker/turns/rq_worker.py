@@ -223,7 +223,7 @@ class GradboxWorker(BookkeepingWorker):
 
     def _have_device(self) -> None:
         if self._device.ready:
-            self._device.have_spare()
+            self._device.have_template()
             return
         self._start(self._device.ensure)
 

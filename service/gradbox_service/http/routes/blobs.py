@@ -16,8 +16,8 @@ from gradbox_service.backing import Backing
 from gradbox_service.http.auth import Box, Caller
 from gradbox_service.http.bodies import announced_bytes
 from gradbox_service.http.openapi import BLOB_BODY
+from gradbox_service.ownership import OwnBlobs
 from gradbox_service.settings import MIB, Settings
-from gradbox_service.store import OwnBlobs
 from gradbox_service.tokens import TokenInfo
 
 router = APIRouter(prefix="/v1/blobs", tags=["blobs"])

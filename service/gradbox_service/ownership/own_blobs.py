@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from gradbox.tensors.safetensors_header import SafetensorsHeader
-from gradbox_service.store.blobs import BlobStore
-from gradbox_service.store.owners import BlobOwners
+from gradbox_service.ownership.owners import BlobOwners
+from gradbox_service.store import BlobStore
 
 
 class OwnBlobs:

@@ -1,0 +1,9 @@
+"""Whose blobs are whose, in Redis or in memory (`owners`); the blobs as one owner sees them.
+
+A worker, which reads every blob that its job names, needs none of it, and so no Redis for files.
+"""
+
+from gradbox_service.ownership.own_blobs import OwnBlobs
+from gradbox_service.ownership.owners import BlobOwners, MemoryBlobOwners, RedisBlobOwners
+
+__all__ = ["BlobOwners", "MemoryBlobOwners", "OwnBlobs", "RedisBlobOwners"]
