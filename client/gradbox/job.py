@@ -16,9 +16,8 @@ from typing import Any, Final
 
 import httpx
 
-from gradbox.errors import GradboxError, JobCancelled, JobFailed, ResultGone, ResultNotReady
 from gradbox.http.connection import Connection, parsed
-from gradbox.http.download import download, verify, write_verified
+from gradbox.http.download import download, verify, why_no_result, write_in_place
 from gradbox.http.events import JobEvent, follow
 from gradbox.http.posting import ACCEPT, read_answer
 from gradbox.progress import ProgressBar, downloading
@@ -167,14 +166,8 @@ class Job:
         self._view, self._small_result = answered.view, answered.result
 
     def _fetched(self, *, progress: bool | None, stop: threading.Event | None = None) -> GradResult:
-        """Open the result that came already, or fetch it.
-
-        What is fetched lies in a folder that is removed when the result is no longer used.
-        """
-        small, view = self._small_result, self.refresh()
-        if small is not None and view.result is not None:
-            self._small_result = None  # once, as in `_download`
-            verify(small, expected=view.result)
+        """Open what came already, or fetch it into a folder that is removed with the result."""
+        if (small := self._take_small()) is not None:
             return GradResult(HeldFile(bytearray(small)))
         folder = Path(tempfile.mkdtemp(prefix="gradbox-"))
         try:
@@ -213,7 +206,7 @@ class Job:
         self.wait(timeout, progress=progress)
         view = self.refresh()
         if view.result is None:
-            raise self._why_no_result(view)
+            raise why_no_result(view, url=self._connection.url)
         return GradResult(
             RemoteFile(
                 self._connection,
@@ -259,17 +252,23 @@ class Job:
     ) -> None:
         view = self.refresh()
         if view.result is None:
-            raise self._why_no_result(view)
-        # Once: what is asked for again may be gone from the box by then.
-        small, self._small_result = self._small_result, None
-        if small is not None:
-            write_verified(path, small, expected=view.result)
+            raise why_no_result(view, url=self._connection.url)
+        if (small := self._take_small()) is not None:
+            write_in_place(path, small, expected=view.result)
             return
         shown = downloading(self._title, shown=progress, stop=stop)
         with shown as on_bytes, CLIENT.span("download", parent=view.traceparent, job=self.id):
             download(
                 self._connection, self._result_path, path, expected=view.result, on_bytes=on_bytes
             )
+
+    def _take_small(self) -> memoryview | None:
+        """Return the result that came along; once, for the box may have none when asked again."""
+        view, (small, self._small_result) = self.refresh(), (self._small_result, None)
+        if small is None or view.result is None:
+            return None
+        verify(small, expected=view.result)
+        return small
 
     @property
     def _result_path(self) -> str:
@@ -288,21 +287,3 @@ class Job:
             yield event
         if not self._view.state.final:
             self.refresh()
-
-    def _why_no_result(self, view: JobView) -> GradboxError:
-        if view.state is JobState.CANCELLED:
-            return JobCancelled(f"job {self.id} was cancelled; submit it again to have its result")
-        if view.error is not None:
-            error = view.error.job_failure()
-            error.add_note(f"job {self.id} at {self._connection.url}")
-            return error
-        if view.state is JobState.DONE:
-            return ResultGone(
-                f"the result of job {self.id} is no longer on the box: it was deleted or has "
-                f"expired; submit the job again to have it"
-            )
-        if view.state.final:
-            return JobFailed(f"job {self.id} ended as {view.state.value} and the box says no more")
-        return ResultNotReady(
-            f"job {self.id} is {view.state.value}: wait for it with job.wait() or job.result()"
-        )

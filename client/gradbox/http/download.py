@@ -13,9 +13,16 @@ from typing import Final
 
 import httpx
 
-from gradbox.errors import ProtocolError
+from gradbox.errors import (
+    GradboxError,
+    JobCancelled,
+    JobFailed,
+    ProtocolError,
+    ResultGone,
+    ResultNotReady,
+)
 from gradbox.http.connection import Connection, TransientFault
-from gradbox.protocol import ResultView
+from gradbox.protocol import JobState, JobView, ResultView
 
 HASHED_BYTES: Final = 2**20  # at a time
 CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/\d+")
@@ -75,13 +82,8 @@ def verify(content: memoryview, *, expected: ResultView) -> None:
         raise _wrong_digest(found, expected)
 
 
-def write_verified(path: Path, content: memoryview, *, expected: ResultView) -> None:
-    """Write a whole file that has come already, if its digest is right.
-
-    Raises:
-        ProtocolError: it is not.
-    """
-    verify(content, expected=expected)
+def write_in_place(path: Path, content: memoryview, *, expected: ResultView) -> None:
+    """Write a file that has come already, whole or not at all."""
     part = part_of(path, expected)
     part.write_bytes(content)
     os.replace(part, path)
@@ -187,3 +189,23 @@ def _check_range(answer: httpx.Response, have: int) -> None:
     found = CONTENT_RANGE.fullmatch(given)
     if found is None or int(found[1]) != have:
         raise ProtocolError(f"expected the bytes from {have} on, got Content-Range {given!r}")
+
+
+def why_no_result(view: JobView, *, url: str) -> GradboxError:
+    """Return the error that says why a job has no result to be fetched."""
+    if view.state is JobState.CANCELLED:
+        return JobCancelled(f"job {view.id} was cancelled; submit it again to have its result")
+    if view.error is not None:
+        error = view.error.job_failure()
+        error.add_note(f"job {view.id} at {url}")
+        return error
+    if view.state is JobState.DONE:
+        return ResultGone(
+            f"the result of job {view.id} is no longer on the box: it was deleted or has "
+            f"expired; submit the job again to have it"
+        )
+    if view.state.final:
+        return JobFailed(f"job {view.id} ended as {view.state.value} and the box says no more")
+    return ResultNotReady(
+        f"job {view.id} is {view.state.value}: wait for it with job.wait() or job.result()"
+    )

@@ -6,6 +6,7 @@ Each function that takes a pipeline appends commands to it; its caller sends the
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from gradbox_service.jobs import usage
 from gradbox_service.jobs.events import event_of, parse_id, state_event
 from gradbox_service.jobs.place import Place
 from gradbox_service.jobs.record import JobRecord
-from gradbox_service.jobs.records import MAX_EVENTS, Change, Event
+from gradbox_service.jobs.records import MAX_EVENTS, Change, Event, Memory
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +137,11 @@ def trimmed(connection: redis.Redis, cursor: str) -> bool:
     return bool(oldest) and parse_id(oldest[0][0].decode()) > parse_id(cursor)
 
 
+def memory_in(told: Mapping[str, int]) -> Memory:
+    """Return what Redis tells of its memory by INFO."""
+    return Memory(told["used_memory"], told.get("maxmemory") or None)
+
+
 def job_key(job_id: str) -> str:
     return f"gradbox:job:{job_id}"
 
@@ -158,6 +164,10 @@ def index_key(owner: str, state: JobState) -> str:
 
 def owner_key(owner: str) -> str:
     return f"gradbox:owner:{owner}"
+
+
+def posted_key(owner: str, idempotency_key: str) -> str:
+    return f"gradbox:key:{owner}:{hashlib.sha256(idempotency_key.encode()).hexdigest()}"
 
 
 def lease_key(job_id: str, attempt: int) -> str:

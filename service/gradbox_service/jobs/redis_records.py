@@ -25,7 +25,6 @@ indices, its event and its lease change together or not at all.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -48,7 +47,7 @@ from gradbox_service.jobs.records import (
     StoredJob,
     check_same_spec,
 )
-from gradbox_service.jobs.redis_changes import job_key, owner_key, spec_key
+from gradbox_service.jobs.redis_changes import job_key, memory_in, owner_key, posted_key, spec_key
 from gradbox_service.jobs.redis_places import RedisPlaces
 from gradbox_service.jobs.redis_script import ConditionalCommands
 
@@ -67,7 +66,7 @@ class RedisRecords(RedisPlaces):
     def create(
         self, record: JobRecord, *, spec: JobSpec, idempotency_key: str | None = None
     ) -> JobRecord:
-        posted = _posted_key(record.owner, idempotency_key) if idempotency_key else None
+        posted = posted_key(record.owner, idempotency_key) if idempotency_key else None
         # Also without a key: if the answer is lost the script is sent again, and by then a worker
         # may have begun the job.
         where: dict[str, bytes | str] = {posted or job_key(record.id): ""}
@@ -88,7 +87,7 @@ class RedisRecords(RedisPlaces):
                 return earlier
 
     def posted(self, owner: str, *, idempotency_key: str, spec_digest: str) -> JobRecord | None:
-        found = cast("bytes | None", self._redis.get(_posted_key(owner, idempotency_key)))
+        found = cast("bytes | None", self._redis.get(posted_key(owner, idempotency_key)))
         if found is None:
             return None
         job_id, _, digest = found.decode().partition(" ")
@@ -103,8 +102,7 @@ class RedisRecords(RedisPlaces):
         return None if text is None else parse_spec(text)
 
     def stored(self, job_id: str) -> StoredJob | None:
-        keys = [job_key(job_id), spec_key(job_id)]
-        found, spec = cast("list[bytes | None]", self._redis.mget(keys))
+        found, spec = cast(Any, self._redis.mget([job_key(job_id), spec_key(job_id)]))
         record = self._read(job_id, found)
         if record is None:
             return None
@@ -297,15 +295,6 @@ class RedisRecords(RedisPlaces):
         return next((o for o in owners if self._redis.zscore(owner_key(o), job_id)), None)
 
 
-def memory_in(told: Mapping[str, int]) -> Memory:
-    """Return what Redis tells of its memory by INFO."""
-    return Memory(told["used_memory"], told.get("maxmemory") or None)
-
-
 def _watch(pipe: Pipeline, *keys: str) -> None:
     if keys:
         cast(Any, pipe).watch(*keys)  # redis-py leaves this one method untyped
-
-
-def _posted_key(owner: str, idempotency_key: str) -> str:
-    return f"gradbox:key:{owner}:{hashlib.sha256(idempotency_key.encode()).hexdigest()}"

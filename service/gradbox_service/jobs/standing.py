@@ -12,8 +12,7 @@ from gradbox.protocol import JobState, OperationView
 from gradbox_service.jobs.fleet import Fleet, RedisFleet, WorkerPresence
 from gradbox_service.jobs.operation import OPERATION, Operation, read_operation
 from gradbox_service.jobs.records import Memory, Records
-from gradbox_service.jobs.redis_changes import index_key
-from gradbox_service.jobs.redis_records import memory_in
+from gradbox_service.jobs.redis_changes import index_key, memory_in
 
 
 @dataclass(frozen=True)

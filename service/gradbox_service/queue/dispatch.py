@@ -66,7 +66,7 @@ class Dispatcher(RepeatingThread):
         """Hold no job yet.
 
         Args:
-            changes: where changes are read; the records' own stream if None.
+            changes: see `ActiveJobs`.
             usage: what owners used before this process led.
             half_life_s: when a device second counts half.
             clock: tells the time in which device seconds are counted.
@@ -93,7 +93,7 @@ class Dispatcher(RepeatingThread):
         self._held_at = -LEADER_TTL_S
         self._leases_read_at = -TICK_S
         self._synced = False  # whether the changes were read right before
-        self._list_read = False  # whether the list was, since what is in memory was forgotten
+        self._list_read = False  # for turns of an earlier leader; from then on only we feed any
         self._hands_out = True
         self._workers: Sequence[WorkerPresence] = ()
         self._box_read_at = -TICK_S
@@ -212,8 +212,8 @@ class Dispatcher(RepeatingThread):
             in_list.append(turn)
             self._fed_s[turn] = self._clock()
         self._fed_s = {turn: fed_s for turn, fed_s in self._fed_s.items() if turn in in_list}
-        fed = sorted(self.jobs.fed, key=lambda r: _turn_of(r) in in_list)
-        self._places.tell(self.jobs, next_up=fed, num_workers=len(self._workers))
+        next_up = sorted(self.jobs.fed, key=lambda r: _turn_of(r) in in_list)
+        self._places.tell(self.jobs, next_up=next_up, num_workers=len(self._workers))
 
     def _read_box(self) -> None:
         """Read whether jobs are handed out, and who lives; not with every job, unless told to."""
@@ -247,8 +247,7 @@ class Dispatcher(RepeatingThread):
         """Return the turns in the list that count; take back the jobs whose turn was lost."""
         now = time.monotonic()
         self._seen = {turn: seen for turn, seen in self._seen.items() if self._counts(turn)}
-        # An earlier leader's turns were seen at the first look; from then on only we feed any.
-        waiting = self._turns.waiting() if self._seen or not self._list_read else ()
+        waiting = () if self._list_read and not self._seen else self._turns.waiting()
         self._list_read = True
         in_list = [turn for turn in dict.fromkeys(waiting) if self._counts(turn)]
         self._seen |= dict.fromkeys(in_list, now)

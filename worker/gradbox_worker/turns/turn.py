@@ -84,7 +84,8 @@ class TurnRunner:
             DeviceNotStarted: the job is queued again, but the worker had better end.
         """
         found = self.records.stored(job_id)
-        record = None if found is None else self._begin(found.record)
+        seen, lease_s = found and found.record, self.patience.lease_s
+        record = seen and self.records.update(job_id, self._begun, lease_s=lease_s, seen=seen)
         if found is None or record is None:
             log.info("job %s is not queued any more, or not for this worker", job_id)
             return "skipped"
@@ -126,9 +127,6 @@ class TurnRunner:
                 log.warning("job %s was held when a worker of this name was killed", record.id)
                 self._end(record, _requeue(record.attempt, "the worker itself was killed"))
 
-    def _begin(self, seen: JobRecord) -> JobRecord | None:
-        return self.records.update(seen.id, self._begun, lease_s=self.patience.lease_s, seen=seen)
-
     def _begun(self, record: JobRecord) -> JobRecord | None:
         if self._is_for_others(record):
             return None
@@ -150,11 +148,9 @@ class TurnRunner:
         log.info("job %s is left to a worker that has %s", record.id, record.model)
         return True
 
-    def _compute(
-        self, record: JobRecord, read_spec: ReadSpec, watch: Watch, *, timed: bool
-    ) -> Outcome:
+    def _compute(self, record: JobRecord, read: ReadSpec, watch: Watch, *, timed: bool) -> Outcome:
         try:
-            spec = read_spec()
+            spec = read()
         except GradboxError as error:  # another version of gradbox accepted it
             return Failed(Problem.of(error))
         if spec is None:
