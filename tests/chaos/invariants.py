@@ -19,7 +19,7 @@ FINAL = ("done", "failed", "cancelled")
 STATES = ("queued", "running", *FINAL)
 MAX_LISTED = 500
 SETTLED_WITHIN_S = 150.0
-CLEARED_WITHIN_S = 30.0
+CLEARED_WITHIN_S = 90.0  # RQ takes a turn back that lay a minute between dequeuing and begin
 # Jobs and blobs are known by these wherever their names appear, in files as in keys.
 JOB_ID = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 DIGEST = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")

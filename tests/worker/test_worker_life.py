@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
+from rq import Queue
 
 from gradbox.protocol import JobState
-from gradbox_service.jobs import TASK, WorkerPresence
+from gradbox_service.jobs import QUEUE, TASK, WorkerPresence
 from gradbox_worker.turns.presence import NameLock
 from tests.worker.box import (
     Box,
@@ -64,10 +66,15 @@ def test_a_worker_killed_with_its_device_takes_its_job_up_again_at_once(box: Box
         os.kill(device, signal.SIGKILL)
     (box.folder / "order").unlink()
     assert box.record(job).state is JobState.RUNNING
+    # As if it had been killed in its maintenance.
+    turns = Queue(QUEUE, connection=redis.Redis.from_url(box.redis_url))
+    assert turns.acquire_maintenance_lock()
     with running_worker(box) as restarted:
         record = box.wait(job)
         assert (record.state, record.attempt, record.losses) == (JobState.DONE, 2, 1)
         assert restarted.stop() == 0
+    assert turns.acquire_maintenance_lock()
+    turns.release_maintenance_lock()
 
 
 def test_another_worker_takes_the_job_when_the_lease_has_run_out(box: Box) -> None:

@@ -119,6 +119,9 @@ class GradboxWorker(BookkeepingWorker):
 
         def register_anew() -> None:
             self.connection.delete(self.key)
+            for queue in self.queues:
+                # A worker that was killed in maintenance would keep it from all for 15 minutes.
+                queue.release_maintenance_lock()
             register(*args, **kwargs)
 
         self._until_taken(register_anew)
