@@ -61,10 +61,12 @@ def test_the_demo_agrees_with_naive_code_and_cleans_up(tmp_path: Path) -> None:
 def test_ctrl_c_stops_all_that_the_demo_started(tmp_path: Path) -> None:
     demo = started(tmp_path)
     assert demo.stdout is not None
+    said = ""
     for line in demo.stdout:
+        said += line
         if line.startswith("gradbox ready"):
             break
-    assert processes_in(tmp_path)
+    assert processes_in(tmp_path), said
     demo.send_signal(signal.SIGINT)
     demo.communicate(timeout=500)
     assert demo.returncode == 130

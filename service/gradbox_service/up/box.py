@@ -211,7 +211,7 @@ class Box:
     def _say_ready(self, url: str, redis_url: str) -> None:
         # The script has stdout for itself.
         out = sys.stdout if self._script is None else sys.stderr
-        print(f"{READY} {url}", file=out, flush=True)
+        print(f"{READY} {url}\n", end="", file=out, flush=True)
         host, public = self._settings.host, self._public_url
         _say(how_to_reach(url, host=host, public_url=public, data=self._data))
         for line in left_out(redis_url):
@@ -279,5 +279,6 @@ class Box:
 
 
 def _say(text: str) -> None:
+    # Each line with its end in one write: `demo` and others print to the same terminal.
     for line in text.split("\n"):
-        print(f"gradbox up: {line}", file=sys.stderr, flush=True)
+        print(f"gradbox up: {line}\n", end="", file=sys.stderr, flush=True)
