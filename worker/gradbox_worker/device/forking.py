@@ -38,7 +38,7 @@ from gradbox_worker.device.messages import Forked, Unforked, send
 from gradbox_worker.device.template import NO_MARK
 
 # A worker that has just started runs its first jobs before that.
-QUIET_S: Final = 10.0
+QUIET_S: Final = 3.0
 TASKS: Final = Path("/proc/self/task")
 OPEN_FILES: Final = Path("/proc/self/fd")
 # Of NVIDIA's driver, AMD's, and that of Windows beneath Linux.
