@@ -118,10 +118,9 @@ class GradboxWorker(BookkeepingWorker):
         register = super().bootstrap
 
         def register_anew() -> None:
-            self.connection.delete(self.key)
-            for queue in self.queues:
-                # A worker that was killed in maintenance would keep it from all for 15 minutes.
-                queue.release_maintenance_lock()
+            # A worker that was killed in maintenance would keep its lock for 15 minutes.
+            locks = [queue.registry_cleaning_key for queue in self.queues]
+            self.connection.delete(self.key, *locks)
             register(*args, **kwargs)
 
         self._until_taken(register_anew)
