@@ -158,7 +158,7 @@ def test_threads_go_on_after_any_exception(
         raise RuntimeError("a mistake of ours")
 
     with monkeypatch.context() as patched:
-        patched.setattr(records, "active", fails)
+        patched.setattr(redis_box.backing.leadership, "hold", fails)
         patched.setattr(records, "changes", fails)
         give_up = time.monotonic() + 60.0
         while not all(any(part in told.message for told in caplog.records) for part in FAILED):
