@@ -14,7 +14,6 @@ from gradbox import (
     Gradient,
     InvalidInputs,
     InvalidJob,
-    Jacobian,
     JobCancelled,
     JobTimedOut,
     ModelCallFailed,
@@ -198,13 +197,6 @@ def test_naive_code_runs_over_remote_calls_that_are_split(client: GradClient, mo
     job = Gradient(model=model, inputs=shards(4), loss=sum_of_squares, mode="train", seed=5)
     expected = client.submit(job).result(WAIT_S)
     assert difference(f.grads, expected.grads) <= TOLERANCE
-
-
-def test_computations_that_are_not_split_run_on_one_device(client: GradClient) -> None:
-    job = Jacobian(model="mlp", inputs=shards(2), devices="auto", form="dense")
-    result = client.submit(job).result(WAIT_S)
-    assert result.flat().shape[:2] == (8, 3)
-    assert result.manifest.ranges is None
 
 
 def test_an_error_on_a_device_is_told_as_from_one_device(client: GradClient) -> None:

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gradbox.protocol import ModelView
 from gradbox_worker.cluster.address_file import ClusterAddress
-from gradbox_worker.cluster.device_actor import CONTROL, DeviceActor
+from gradbox_worker.cluster.device_actor import CONTROL, ROWS, DeviceActor
 from gradbox_worker.cluster.pool import POOL, Pool
 from gradbox_worker.cluster.ray_session import RayOnThisMachine
 from gradbox_worker.device.child import DeviceSettings
@@ -62,14 +62,14 @@ class Head:
         self._settings, self._devices = settings, devices
         self._mark = (mark, uuid.uuid4().hex)
         mark.write_text(self._mark[1])
-        here = ray.get_runtime_context().get_node_id()
+        self._here = ray.get_runtime_context().get_node_id()
         self._pool: Any = (
             ray.remote(Pool)
             .options(
                 name=POOL,
                 num_cpus=0,
                 max_restarts=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+                scheduling_strategy=NodeAffinitySchedulingStrategy(self._here, soft=False),
             )
             .remote()
         )
@@ -130,7 +130,7 @@ class Head:
             if any(name in others for others in self._of_node.values()):
                 name = f"{name}-{node[:6]}"  # several nodes on one machine, as in tests
             actor = (
-                ray.remote(max_restarts=-1, concurrency_groups={CONTROL: 1})(DeviceActor)
+                ray.remote(max_restarts=-1, concurrency_groups={CONTROL: 1, ROWS: 1})(DeviceActor)
                 .options(
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
                     **resources,
@@ -158,7 +158,9 @@ class Head:
                 ray.kill(one.actor)
                 continue
             self._actors[one.name] = one.actor
-            ray.get(self._pool.add.remote(one.name, one.actor, described["sees_files"]))
+            sees_files = described["sees_files"]
+            writes_files = sees_files and one.node == self._here
+            ray.get(self._pool.add.remote(one.name, one.actor, sees_files, writes_files))
             log.info("device %s is ready (%s)", one.name, described["hardware"])
         return problems
 

@@ -29,11 +29,18 @@ PAUSE_S: Final = 0.25
 
 @dataclass(frozen=True)
 class Lent:
-    """A device that a lease has."""
+    """A device that a lease has.
+
+    Attributes:
+        sees_files: whether it sees the box's data folder, as one must that runs a whole job.
+        writes_files: whether it may write to a file there beside the coordinator, on whose machine
+            it is: over a network two machines that write to one file may undo each other's writes.
+    """
 
     name: str
     actor: Any  # a handle of a `DeviceActor`
     sees_files: bool
+    writes_files: bool
 
 
 class Pool:
@@ -43,20 +50,24 @@ class Pool:
         """Have no device."""
         self._leases = Leases()
         self._actors: dict[str, Any] = {}
+        self._writing: set[str] = set()  # devices that may write to files of the box
         self._granted: dict[str, asyncio.Future[list[Lent]]] = {}
         self._taking_back: dict[str, asyncio.Task[None]] = {}
         self._coordinators: dict[str, int] = {}  # by lease: a file descriptor of the process
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def add(self, name: str, actor: Any, sees_files: bool) -> None:
-        """Have one more device, which is ready."""
+    async def add(self, name: str, actor: Any, sees_files: bool, writes_files: bool) -> None:
+        """Have one more device, which is ready; see `Lent`."""
         self._actors[name] = actor
+        if writes_files:
+            self._writing.add(name)
         self._leases.add(name, sees_files=sees_files)
         self._grant()
 
     async def remove(self, name: str) -> None:
         """Forget a device whose machine is gone."""
         self._actors.pop(name, None)
+        self._writing.discard(name)
         self._leases.remove(name)
 
     async def num_devices(self) -> int:
@@ -112,7 +123,15 @@ class Pool:
             granted.set_result(self._lent(names))
 
     def _lent(self, names: Sequence[str]) -> list[Lent]:
-        return [Lent(name, self._actors[name], self._leases.sees_files(name)) for name in names]
+        return [
+            Lent(
+                name,
+                self._actors[name],
+                sees_files=self._leases.sees_files(name),
+                writes_files=name in self._writing,
+            )
+            for name in names
+        ]
 
     def _watch(self, lease: str, pid: int) -> None:
         """End the lease when the coordinator dies."""

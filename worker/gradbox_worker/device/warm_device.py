@@ -46,6 +46,7 @@ class WarmDevice:
     Attributes:
         registry: the models.
         limit: what a job may allocate.
+        result_memory_bytes: what may be in memory of a result on its way into its file, or None.
         views: the models that were described when it was opened.
         placement: the device as jobs name it.
     """
@@ -87,7 +88,7 @@ class WarmDevice:
         self.placement = str(device)
         self.hardware = hardware_name(device)
         self.limit = MemoryLimit(device, job_bytes=settings.job_memory_bytes)
-        self._settings = settings
+        self.result_memory_bytes = settings.result_memory_bytes
         self._tell = tell
         self._blobs, self._kept = blob_store(settings.data), KeptGraphs()
         pace_s = settings.checkpoint_after_s
@@ -120,7 +121,7 @@ class WarmDevice:
             blobs=self._blobs,
             kept=self._kept,
             observer=observer,
-            result_memory_bytes=self._settings.result_memory_bytes,
+            result_memory_bytes=self.result_memory_bytes,
             limit=self.limit,
             pace=self._pace,
             phase_ended=observer.phase_ended if work.timed else None,

@@ -9,7 +9,9 @@ written and gives the file a second name, which stays when the attempt's own is 
 takes the file by that name. Who writes to a file holds its lock, which the kernel frees with the
 process, so a file is never taken from an attempt that only seemed dead.
 
-Shapes: B samples, Y outputs, R rows of a parameter's dim 0.
+Other processes of this machine may write pieces too, see `placed_rows`.
+
+Shapes: B samples, Y outputs.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -31,6 +32,7 @@ from torch import Tensor
 from gradbox.protocol import ResultView
 from gradbox_service.store.files import flush_folder, make_folder, put_in_place
 from gradbox_service.store.room import Room
+from gradbox_worker.files.placed_rows import Piece, Placement, Region, put, write_piece
 from gradbox_worker.files.result_file import (
     ALIGNMENT_BYTES,
     LENGTH_BYTES,
@@ -47,20 +49,6 @@ from gradbox_worker.files.result_file import (
 ROOM_BYTES: Final = 64 * 2**10
 ROOM_A_TENSOR_BYTES: Final = 512
 FILLER: Final = "filler"
-
-
-@dataclass(frozen=True)
-class Region:
-    """Where a tensor (B, Y, R, ...) lies in the file, in bytes."""
-
-    start: int
-    outputs: int
-    rows: int
-    row_bytes: int
-
-    def offset(self, sample: int, output: int, row: int) -> int:
-        """Return where row `row` of a sample's output begins."""
-        return self.start + ((sample * self.outputs + output) * self.rows + row) * self.row_bytes
 
 
 class ResultOnDisk:
@@ -190,28 +178,21 @@ class ResultOnDisk:
         _locked(descriptor)  # where files cannot be locked, none is gone on with either
         return descriptor
 
-    def write(self, name: str, at: tuple[slice, slice, slice], piece: Tensor) -> None:
+    def placement(self) -> Placement:
+        """Return where another process of this machine may write pieces of what was laid out."""
+        assert self._descriptor is not None
+        inode = os.fstat(self._descriptor).st_ino
+        return Placement(self._beside, inode, self._regions, self._disk)
+
+    def write(self, name: str, at: Piece, piece: Tensor) -> None:
         """Write the piece (b, y, r, ...) at these samples, outputs and rows.
 
         Raises:
             StorageFull: the disk does not hold it.
         """
-        region, (samples, outputs, rows) = self._regions[name], at
-        data = tensor_bytes(piece)
-        every_row = rows.stop - rows.start == region.rows
-        every_output = outputs.stop - outputs.start == region.outputs
-        # What lies side by side in the file is written at once.
-        steps = (
-            samples.stop - samples.start if every_row and every_output else 1,
-            outputs.stop - outputs.start if every_row else 1,
-        )
-        length = steps[0] * steps[1] * (rows.stop - rows.start) * region.row_bytes
-        done = 0
-        for sample in range(samples.start, samples.stop, max(1, steps[0])):
-            for output in range(outputs.start, outputs.stop, max(1, steps[1])):
-                offset = region.offset(sample, output, rows.start)
-                self._put(data[done : done + length], offset)
-                done += length
+        assert self._descriptor is not None
+        with self._disk.noticing_a_full_disk(what=RESULT):
+            write_piece(self._descriptor, self._regions[name], at, piece)
 
     def commit(self, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> ResultView:
         """Add the tensors that are in memory and put the file in its place.
@@ -265,9 +246,7 @@ class ResultOnDisk:
     def _put(self, data: memoryview, offset: int) -> None:
         assert self._descriptor is not None
         with self._disk.noticing_a_full_disk(what=RESULT):
-            while len(data):
-                written = os.pwrite(self._descriptor, data, offset)
-                data, offset = data[written:], offset + written
+            put(self._descriptor, data, offset)
 
 
 def _locked(descriptor: int) -> bool:
