@@ -157,6 +157,15 @@ def _cluster(args: argparse.Namespace) -> str:
     return cluster_section(measure_cluster(ClusterPlan(args.cluster_pairs, 8, args.rounds)))
 
 
+def _scale(args: argparse.Namespace) -> str:
+    from benchmarks.scale import ScalePlan, measure_scale, plot_scale, scale_section
+
+    found = measure_scale(ScalePlan(pairs=args.scale_pairs))
+    if args.plot is not None:
+        plot_scale(found, args.plot)
+    return scale_section(found)
+
+
 def _autograd(args: argparse.Namespace) -> str:
     from benchmarks.remote_autograd import AutogradPlan, autograd_section, measure_remote_autograd
 
@@ -191,6 +200,7 @@ ALL: Final[Mapping[str, Callable[[argparse.Namespace], str]]] = {
     "mixed": _mixed,
     "autograd": _autograd,
     "cluster": _cluster,
+    "scale": _scale,
     "per-sample": _per_sample,
 }
 SHORT: Final = ("service", "small-jobs")
@@ -223,6 +233,9 @@ def _parser() -> argparse.ArgumentParser:
         "--cluster-pairs", type=int, default=512, help="for the cluster: 60 s or more [512]"
     )
     parser.add_argument(
+        "--scale-pairs", type=int, default=64, help="measured, to simulate with [64]"
+    )
+    parser.add_argument(
         "--autograd-pairs", type=int, default=64, help="for remote autograd: 5 s or more [64]"
     )
     parser.add_argument("--tasks", type=_names, default=tuple(ENCODERS), help="for retention [all]")
@@ -251,7 +264,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ends", action="store_true", help="of retention, only nothing and everything kept"
     )
-    parser.add_argument("--plot", type=Path, help="draw time against memory into this file")
+    parser.add_argument(
+        "--plot", type=Path, help="draw the curves of retention, or of scale, into this file"
+    )
     parser.add_argument("--report", help="name of the report [the benchmark's]")
     parser.add_argument(
         "--mixed-shards",

@@ -17,8 +17,9 @@ from gradbox import GradClient
 from tests.boxes import ROOT, running_box
 from tests.cluster.conftest import VARIABLE, ClusterBox, write_cluster_models
 from tests.cluster.processes import wait_until
-from tests.cluster.test_failures import long_job, num_ranges, when_in
-from tests.cluster.test_jobs import WAIT_S
+from tests.cluster.test_failures import long_job, when_in
+from tests.cluster.test_jobs import WAIT_S, num_ranges
+from tests.cluster.test_samples import SIZES, assert_alike, per_sample, tensors
 from tests.oracle import TOLERANCE, difference
 
 # Three raylets and their devices take half a minute to start.
@@ -73,6 +74,25 @@ def nodes_and_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[No
 def client(nodes_and_box: tuple[Nodes, ClusterBox]) -> Iterator[GradClient]:
     with nodes_and_box[1].box.client() as client:
         yield client
+
+
+def test_rows_of_other_machines_come_in_blocks_through_the_object_store(
+    client: GradClient, tmp_path: Path
+) -> None:
+    """Only the device of the box's own machine writes to the result file itself."""
+    expected = client.submit(per_sample(form="dense", devices=1)).result(WAIT_S)
+    result = client.submit(per_sample(form="dense", devices=3)).result(WAIT_S)
+    assert len(result.manifest.ranges or ()) == 3
+    assert_alike(tensors(result, tmp_path), tensors(expected, tmp_path))
+    samples = [sum(SIZES[run.start : run.stop]) for run in result.manifest.ranges or ()]
+    row_bytes = result.flat().shape[1] * 8
+    moved = (result.manifest.bytes_moved or {})["rows"]
+    assert moved in {(sum(samples) - own) * row_bytes for own in samples}
+    rounded = client.submit(per_sample(form="dense", transfer="bf16", devices=3)).result(WAIT_S)
+    assert (rounded.manifest.bytes_moved or {})["rows"] in {
+        (sum(samples) - own) * row_bytes // 4 for own in samples
+    }
+    assert 0 < (rounded.manifest.transfer_error or 0) < 2**-8
 
 
 def test_a_machine_that_is_lost_costs_its_range_alone_and_one_that_joins_serves(
