@@ -154,11 +154,12 @@ def _mixed(args: argparse.Namespace) -> str:
 def _cluster(args: argparse.Namespace) -> str:
     from benchmarks.cluster import ClusterPlan, cluster_section, measure_cluster
 
-    return cluster_section(measure_cluster(ClusterPlan(args.cluster_pairs, 8, args.rounds)))
+    plan = ClusterPlan(args.cluster_pairs, 8, args.rounds, num_samples=args.cluster_samples)
+    return cluster_section(measure_cluster(plan))
 
 
 def _scale(args: argparse.Namespace) -> str:
-    from benchmarks.scale import ScalePlan, measure_scale, plot_scale, scale_section
+    from benchmarks.scale_report import ScalePlan, measure_scale, plot_scale, scale_section
 
     found = measure_scale(ScalePlan(pairs=args.scale_pairs))
     if args.plot is not None:
@@ -231,6 +232,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--queued", type=int, default=20_000, help="jobs that wait [20000]")
     parser.add_argument(
         "--cluster-pairs", type=int, default=512, help="for the cluster: 60 s or more [512]"
+    )
+    parser.add_argument(
+        "--cluster-samples", type=int, default=2000, help="whose rows it projects [2000]"
     )
     parser.add_argument(
         "--scale-pairs", type=int, default=64, help="measured, to simulate with [64]"
