@@ -23,6 +23,7 @@ class ClusterBox:
 
     box: TestBox
     mark: str
+    models: Path
 
     def processes(self) -> list[int]:
         """Return its living processes."""
@@ -50,4 +51,4 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterBox]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, mark)
         with running_box(folder / "data", models=models, arguments=arguments) as box:
-            yield ClusterBox(box, mark)
+            yield ClusterBox(box, mark, models)

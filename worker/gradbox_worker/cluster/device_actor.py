@@ -26,6 +26,7 @@ from gradbox_worker.cluster.open_job import OpenJob
 from gradbox_worker.cluster.open_samples import OpenSamples, SampleAnswer, SharedBySamples
 from gradbox_worker.cluster.row_outlet import Handed
 from gradbox_worker.cluster.sent_tensors import RangeJob
+from gradbox_worker.cluster.shipped_models import models_here
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.importing import import_for_jobs
@@ -61,13 +62,16 @@ class JobStopped(Exception):
 class DeviceActor:
     """One device of a cluster; `head` makes an actor of it."""
 
-    def __init__(self, settings: DeviceSettings, mark: tuple[Path, str]) -> None:
+    def __init__(
+        self, settings: DeviceSettings, mark: tuple[Path, str], models: str | None
+    ) -> None:
         """Open the device and build its models.
 
         Args:
             settings: those of a device process.
             mark: a file in the box's data folder, and what stands in it; who reads that there sees
                 the data folder.
+            models: on another machine than the head's, the actor that has the models' files.
         """
         log_to_stderr("device[%(process)d] ")
         warnings.filterwarnings("ignore", message=READ_ONLY)
@@ -78,7 +82,8 @@ class DeviceActor:
         self._held: OpenJob | OpenSamples | None = None
         self._open_for: tuple[str, int] | None = None
         self._mark = mark
-        self._device = WarmDevice(settings, tell=self._news.append)
+        entries = None if models is None else models_here(ray.get_actor(models))
+        self._device = WarmDevice(settings, tell=self._news.append, entries=entries)
         import_for_jobs()
 
     def describe(self) -> dict[str, Any]:
@@ -88,6 +93,7 @@ class DeviceActor:
             "models": [view.model_dump_json() for view in self._device.views],
             "placement": self._device.placement,
             "hardware": self._device.hardware,
+            "process": os.getpid(),
             "sees_files": path.is_file() and path.read_text() == text,
         }
 

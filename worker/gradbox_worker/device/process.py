@@ -65,6 +65,7 @@ class DeviceProcess:
         self._ready = False  # whether the child said that jobs can run
         self._models: list[ModelView] = []
         self._models_file_digest = ""  # of the file that they were described from
+        self._reloads = 0
         self._building = ""  # the model that the child builds before it is ready
         self.placement = settings.device  # once it has started, the device it computes on
         self.hardware = ""  # what the device calls itself, once it is ready
@@ -112,10 +113,15 @@ class DeviceProcess:
             log.warning("%s before it was ready; starting it again in %g s", ended.reason, pause_s)
             _pause(pause_s, while_waiting)
 
-    def reload(self, *, while_waiting: Callable[[], object] = lambda: None) -> None:
+    def note_reloads(self, number: int) -> None:
+        """Note how many reloads were asked for before the first process starts."""
+        self._reloads = number
+
+    def reload(self, number: int, *, while_waiting: Callable[[], object] = lambda: None) -> None:
         """Have a new process that has read the models file and all that it names again.
 
         Args:
+            number: how many reloads were asked for, with this one.
             while_waiting: as for `ensure`.
 
         Raises:
@@ -125,6 +131,7 @@ class DeviceProcess:
         read_models_file(self._settings.models_file)
         self._end_child()
         self._models_file_digest = ""
+        self._reloads = number
         self.ensure(while_waiting=while_waiting)
 
     def have_template(self) -> None:
@@ -225,6 +232,7 @@ class DeviceProcess:
         first = Begin(
             known={view.name: view.version for view in self._models if view.usable},
             unusable={view.name: view.reason for view in self._models if not view.usable},
+            reloads=self._reloads,
         )
         self.have_template()
         return DeviceChild(self._settings, first, template=self._template, log=self._log)
