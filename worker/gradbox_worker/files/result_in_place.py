@@ -14,12 +14,10 @@ Shapes: B samples, Y outputs, R rows of a parameter's dim 0.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +29,13 @@ import torch
 from torch import Tensor
 
 from gradbox.protocol import ResultView
-from gradbox_service.store.files import flush_folder, make_folder, put_in_place
+from gradbox_service.store.files import (
+    WRITE_OUT_BYTES,
+    begin_to_write_out,
+    flush_folder,
+    make_folder,
+    put_in_place,
+)
 from gradbox_service.store.room import Room
 from gradbox_worker.files.result_file import (
     ALIGNMENT_BYTES,
@@ -49,9 +53,6 @@ from gradbox_worker.files.result_file import (
 ROOM_BYTES: Final = 64 * 2**10
 ROOM_A_TENSOR_BYTES: Final = 512
 FILLER: Final = "filler"
-# After so many bytes the kernel is asked to begin writing them to disk: a flush finds little left.
-WRITE_OUT_BYTES: Final = 64 * 2**20
-SYNC_FILE_RANGE_WRITE: Final = 2
 
 
 @dataclass(frozen=True)
@@ -277,14 +278,7 @@ class ResultOnDisk:
                 self._in_cache_bytes += written
         if self._in_cache_bytes >= WRITE_OUT_BYTES:
             self._in_cache_bytes = 0
-            _begin_to_write_out(self._descriptor)
-
-
-def _begin_to_write_out(descriptor: int) -> None:
-    """Have the kernel begin to write a file to disk, where it can be told, and do not wait."""
-    if sys.platform == "linux":
-        whole_file = (ctypes.c_int64(0), ctypes.c_int64(0))
-        ctypes.CDLL(None).sync_file_range(descriptor, *whole_file, SYNC_FILE_RANGE_WRITE)
+            begin_to_write_out(self._descriptor)
 
 
 def _locked(descriptor: int) -> bool:
