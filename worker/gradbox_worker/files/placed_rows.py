@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from gradbox_service.store.files import WRITE_OUT_BYTES, begin_to_write_out
 from gradbox_service.store.room import Room
 from gradbox_worker.files.result_file import RESULT, tensor_bytes
 
@@ -51,6 +52,51 @@ class Placement:
     room: Room
 
 
+class InPlaceWriter:
+    """Writes to an open file at offsets, and has the system write out what it has cached of it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._in_cache_bytes = 0
+
+    def piece(self, region: Region, at: Piece, piece: Tensor) -> None:
+        """Write a piece (b, y, r, ...) of the tensor that lies in a region.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        samples, outputs, rows = at
+        data = tensor_bytes(piece)
+        every_row = rows.stop - rows.start == region.rows
+        every_output = outputs.stop - outputs.start == region.outputs
+        # What lies side by side in the file is written at once.
+        steps = (
+            samples.stop - samples.start if every_row and every_output else 1,
+            outputs.stop - outputs.start if every_row else 1,
+        )
+        length = steps[0] * steps[1] * (rows.stop - rows.start) * region.row_bytes
+        done = 0
+        for sample in range(samples.start, samples.stop, max(1, steps[0])):
+            for output in range(outputs.start, outputs.stop, max(1, steps[1])):
+                offset = region.offset(sample, output, rows.start)
+                self.put(data[done : done + length], offset)
+                done += length
+
+    def put(self, data: memoryview, offset: int) -> None:
+        """Write bytes at an offset, all of them.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        while len(data):
+            written = os.pwrite(self.descriptor, data, offset)
+            data, offset = data[written:], offset + written
+            self._in_cache_bytes += written
+        if self._in_cache_bytes >= WRITE_OUT_BYTES:
+            self._in_cache_bytes = 0
+            begin_to_write_out(self.descriptor)
+
+
 class PlacedRows:
     """The file of a placement, open for writing. Close it."""
 
@@ -61,8 +107,8 @@ class PlacedRows:
             FileNotFoundError: the attempt that laid it out has ended.
         """
         self._placement = placement
-        self._descriptor = os.open(placement.path, os.O_RDWR)
-        if os.fstat(self._descriptor).st_ino != placement.inode:
+        self._writer = InPlaceWriter(os.open(placement.path, os.O_RDWR))
+        if os.fstat(self._writer.descriptor).st_ino != placement.inode:
             self.close()
             raise FileNotFoundError(f"{placement.path}: expected an earlier attempt's file")
 
@@ -73,42 +119,8 @@ class PlacedRows:
             StorageFull: the disk does not hold it.
         """
         with self._placement.room.noticing_a_full_disk(what=RESULT):
-            write_piece(self._descriptor, self._placement.regions[name], at, piece)
+            self._writer.piece(self._placement.regions[name], at, piece)
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._descriptor)
-
-
-def write_piece(descriptor: int, region: Region, at: Piece, piece: Tensor) -> None:
-    """Write a piece (b, y, r, ...) of the tensor that lies in a region.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    samples, outputs, rows = at
-    data = tensor_bytes(piece)
-    every_row = rows.stop - rows.start == region.rows
-    every_output = outputs.stop - outputs.start == region.outputs
-    # What lies side by side in the file is written at once.
-    steps = (
-        samples.stop - samples.start if every_row and every_output else 1,
-        outputs.stop - outputs.start if every_row else 1,
-    )
-    length = steps[0] * steps[1] * (rows.stop - rows.start) * region.row_bytes
-    done = 0
-    for sample in range(samples.start, samples.stop, max(1, steps[0])):
-        for output in range(outputs.start, outputs.stop, max(1, steps[1])):
-            put(descriptor, data[done : done + length], region.offset(sample, output, rows.start))
-            done += length
-
-
-def put(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write bytes at an offset, all of them.
-
-    Raises:
-        OSError: they cannot be written.
-    """
-    while len(data):
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+        os.close(self._writer.descriptor)

@@ -32,7 +32,7 @@ from torch import Tensor
 from gradbox.protocol import ResultView
 from gradbox_service.store.files import flush_folder, make_folder, put_in_place
 from gradbox_service.store.room import Room
-from gradbox_worker.files.placed_rows import Piece, Placement, Region, put, write_piece
+from gradbox_worker.files.placed_rows import InPlaceWriter, Piece, Placement, Region
 from gradbox_worker.files.result_file import (
     ALIGNMENT_BYTES,
     LENGTH_BYTES,
@@ -62,7 +62,7 @@ class ResultOnDisk:
         self._path = path
         self._disk = room
         self._beside = path.with_suffix(".partial")  # as ResultStore names it, which discards it
-        self._descriptor: int | None = None
+        self._writer: InPlaceWriter | None = None
         self._entries: dict[str, dict[str, Any]] = {}
         self._regions: dict[str, Region] = {}
         self._room = self._end = 0
@@ -117,8 +117,8 @@ class ResultOnDisk:
             self._regions[name] = Region(self._data_start + start, outputs, rows, row_bytes)
         size_bytes = self._data_start + self._end
         if self._descriptor is None:
-            self._descriptor = self._created()
-            self._disk.allocate(self._descriptor, size_bytes, what=RESULT)
+            self._writer = InPlaceWriter(self._created())
+            self._disk.allocate(self._writer.descriptor, size_bytes, what=RESULT)
         elif os.fstat(self._descriptor).st_size < size_bytes:
             raise RuntimeError(
                 f"expected at least {size_bytes} bytes in the file of the attempt before, got "
@@ -167,7 +167,7 @@ class ResultOnDisk:
         make_folder(self._path.parent)
         self._beside.unlink(missing_ok=True)
         os.link(place, self._beside)
-        self._descriptor, self._kept = descriptor, place
+        self._writer, self._kept = InPlaceWriter(descriptor), place
         return True
 
     def _created(self) -> int:
@@ -190,9 +190,9 @@ class ResultOnDisk:
         Raises:
             StorageFull: the disk does not hold it.
         """
-        assert self._descriptor is not None
+        assert self._writer is not None
         with self._disk.noticing_a_full_disk(what=RESULT):
-            write_piece(self._descriptor, self._regions[name], at, piece)
+            self._writer.piece(self._regions[name], at, piece)
 
     def commit(self, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> ResultView:
         """Add the tensors that are in memory and put the file in its place.
@@ -225,6 +225,10 @@ class ResultOnDisk:
         return self._put_in_place()
 
     @property
+    def _descriptor(self) -> int | None:
+        return None if self._writer is None else self._writer.descriptor
+
+    @property
     def _data_start(self) -> int:
         return LENGTH_BYTES + self._room
 
@@ -240,13 +244,13 @@ class ResultOnDisk:
                 flushed.result()
         put_in_place(self._beside, self._path)
         os.close(self._descriptor)
-        self._descriptor = None
+        self._writer = None
         return ResultView(size_bytes=size_bytes, sha256=digest)
 
     def _put(self, data: memoryview, offset: int) -> None:
-        assert self._descriptor is not None
+        assert self._writer is not None
         with self._disk.noticing_a_full_disk(what=RESULT):
-            put(self._descriptor, data, offset)
+            self._writer.put(data, offset)
 
 
 def _locked(descriptor: int) -> bool:
