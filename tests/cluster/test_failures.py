@@ -78,7 +78,7 @@ def test_a_device_that_dies_costs_its_range_alone(
 
 def rows_job(form: str, **given: object) -> Jacobian:
     reduce = {"reduce": "gram"} if form == "gram" else {"form": form}
-    return Jacobian(model="unhurried", inputs=shards(30), **reduce, **given)
+    return Jacobian(model="unhurried", inputs=shards(60), **reduce, **given)
 
 
 @pytest.mark.parametrize(
