@@ -127,7 +127,7 @@ class GradboxWorker(BookkeepingWorker):
         asked = self._until_taken(self._announcer.reload_asked)
         if asked is not None:
             self._announcer.note_reload(asked)
-            self._device.note_reloads(asked)
+            self._device.reloads = asked
         self._have_device()
         if not any(view.usable for view in self._device.models):
             self.failure = _none_usable(self._device.models)
