@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from gradbox_engine.per_sample.recording.steps import (
     VmapStep,
 )
 from gradbox_engine.per_sample.rules import RULES
-from gradbox_engine.per_sample.rules.rule import Layer
+from gradbox_engine.per_sample.rules.rule import Layer, Rule
 
 LOOP = "loop"
 
@@ -46,6 +47,7 @@ class ProbeUses:
     third: Sequence[Use]
     samples: int
     changed: int
+    selects: bool = False  # whether data may decide which samples go where
 
     @property
     def alike(self) -> bool:
@@ -68,6 +70,7 @@ class Plan:
     unconfirmed: set[str] = field(default_factory=set)  # parameters whose rows were not yet
     # compared in whole at a gradient that is not zero
     confirmed_calls: set[int] = field(default_factory=set)  # `RecordedGraph.calls` of those shards
+    by_owner: bool = False  # whether data decide whose rows a parameter acts on
     recorded: bool = True  # whether uses are recorded; not where all parameters are looped over
     batched_backward: bool | None = None  # whether all outputs' backward run as one; None: untried
 
@@ -97,6 +100,7 @@ def make_plan(probes: ProbeUses, parameters: Mapping[str, Tensor]) -> Plan:
         plan.loop_over_all(parameters, "the model's calls depend on how many samples it is given")
         return plan
     parents: dict[Key, frozenset[str]] = {name: frozenset([name]) for name in parameters}
+    found: list[tuple[Step, frozenset[str]]] = []
     for number in range(len(probes.first)):
         use = _ProbedUse(probes, number, parents)
         if not use.real:
@@ -108,9 +112,16 @@ def make_plan(probes: ProbeUses, parameters: Mapping[str, Tensor]) -> Plan:
                 parents[number, position] = names
         elif step.route == LOOP:
             plan.loop(names, f"{use.title} has no rule and does not vectorise")
+        found.append((step, names))
+    # One expert may be given each sample's row in order by chance.
+    by_owner = {(step.function, names) for step, names in found if step.by_owner}
+    plan.by_owner = bool(by_owner)
+    for step, names in found:
+        if isinstance(step, RuleStep) and (step.function, names) in by_owner:
+            step = step.owned()
+        plan.steps.append(step)
         for name in names:
             plan.routes.setdefault(name, set()).add(step.route)
-        plan.steps.append(step)
     return plan
 
 
@@ -132,8 +143,15 @@ class _ProbedUse:
 
     def axis(self, tensors: Callable[[Use], Sequence[Tensor]], index: int) -> BatchAxis | None:
         """Return which dim of one of the use's tensors holds the samples."""
-        found = [tensors(run)[index] for run in (self.first, self.second, self.third)]
-        return find(found[0], found[1], found[2], self.probes.samples, self.probes.changed)
+        first, second, third = (
+            tensors(run)[index] for run in (self.first, self.second, self.third)
+        )
+        axis = find(first, second, third, self.probes.samples, self.probes.changed)
+        if axis is not None and axis.merged and self.probes.selects:
+            # Sorted numbers of experts fit an order that they do not have.
+            shown = first.is_floating_point() and not torch.equal(second, third)
+            return axis if shown else None
+        return axis
 
     def step(self) -> Step:
         """Choose the route."""
@@ -141,14 +159,24 @@ class _ProbedUse:
         runs = (self.first, self.second, self.third)
         if len({(len(run.inputs), len(run.outputs)) for run in runs}) > 1:
             return Step(function, self.number, LOOP)  # `torch.cat([q] * B)`: a tensor a sample
-        if not any(dim is not None for dim in self._changes()):
+        if self._of_parameters_alone():
             shapes = tuple(x.shape for x in (*self.first.inputs, *self.first.outputs))
             return DerivedStep(function, self.number, "derived", shapes)
-        for choose in (self._rule, self._expand, self._copies, self._vmap):
+        for choose in (
+            self._rule, self._expand, self._copies, self._vmap, self._rule_by_owner,
+        ):  # fmt: skip
             step = choose()
             if step is not None:
                 return step
         return Step(function, self.number, LOOP)
+
+    def _of_parameters_alone(self) -> bool:
+        """Return whether no tensor grows with the samples, and no activation enters."""
+        activations = any(
+            key is not None and key not in self.real and x.requires_grad
+            for key, x in zip(self.first.keys, self.first.inputs, strict=True)
+        )
+        return not activations and not any(dim is not None for dim in self._changes())
 
     def _changes(self) -> list[int | None]:
         pairs = zip(
@@ -164,26 +192,39 @@ class _ProbedUse:
         return self.axis(lambda run: run.outputs, 0)
 
     def _rule(self) -> Step | None:
-        rule = RULES.get(self.first.function)
-        if rule is None:
-            return None
-        try:
-            layer = rule.bind(*self.first.args, **self.first.kwargs)
-        except CoupledSamples as error:
-            raise CoupledSamples(f"module {self.first.module!r}: {error}") from None
         output_axis = self._output_axis()
-        if layer is None or output_axis is None:
+        if self._bound is None or output_axis is None:
             return None
-        roles = self._roles(layer)
+        rule, layer, roles = self._bound
         index = next(i for i, x in enumerate(self.first.inputs) if x is layer.input)
         input_axis = self.axis(lambda run: run.inputs, index)
-        if roles is None or input_axis is None or input_axis.dim >= layer.first_dims:
+        if input_axis is None or input_axis.dim >= layer.first_dims:
             return None
         if (input_axis.before, input_axis.after) != (output_axis.before, output_axis.after):
             return None
         return RuleStep(
             self.first.function, self.number, rule.name, rule, input_axis, output_axis, roles
         )
+
+    def _rule_by_owner(self) -> Step | None:
+        if self._bound is None or len(self.first.outputs) != 1:
+            return None
+        rule, layer, roles = self._bound
+        if layer.input.shape[:1] != self.first.outputs[0].shape[:1]:
+            return None
+        step = RuleStep(self.first.function, self.number, rule.name, rule, None, None, roles)
+        return step.owned()
+
+    @cached_property
+    def _bound(self) -> tuple[Rule, Layer, tuple[tuple[str, Key], ...]] | None:
+        """The rule of the use's function, how it reads the call, and which parameters it takes."""
+        rule = RULES.get(self.first.function)
+        try:
+            layer = None if rule is None else rule.bind(*self.first.args, **self.first.kwargs)
+        except CoupledSamples as error:
+            raise CoupledSamples(f"module {self.first.module!r}: {error}") from None
+        roles = None if layer is None else self._roles(layer)
+        return None if rule is None or layer is None or roles is None else (rule, layer, roles)
 
     def _roles(self, layer: Layer) -> tuple[tuple[str, Key], ...] | None:
         """Match the tracked tensors with the layer's parameters; None unless all are matched."""

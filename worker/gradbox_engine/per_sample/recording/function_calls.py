@@ -203,8 +203,9 @@ class RecordedEdge:
     """An output whose gradient is wanted: `terms` turns it, g (Y, ...), into (key, term) pairs."""
 
     edge: GradientEdge
-    terms: Callable[[Tensor], Terms]
+    terms: Callable[..., Terms]
     input_unchanged: Callable[[], bool]
+    by_owner: bool  # whether `terms` takes the `RowOwners` of g's rows as well
 
 
 class StepRecorder(FunctionCalls):
@@ -250,8 +251,11 @@ class StepRecorder(FunctionCalls):
     def record(
         self,
         tensor: Tensor,
-        terms: Callable[[Tensor], Terms],
+        terms: Callable[..., Terms],
         input_unchanged: Callable[[], bool] = lambda: True,
+        *,
+        by_owner: bool = False,
     ) -> None:
         """Record that the gradient at `tensor`'s edge is wanted."""
-        self.edges.append(RecordedEdge(get_gradient_edge(tensor), terms, input_unchanged))
+        edge = get_gradient_edge(tensor)
+        self.edges.append(RecordedEdge(edge, terms, input_unchanged, by_owner))
