@@ -177,10 +177,11 @@ class UseLog(FunctionCalls):
         selected = selection(func, args, kwargs, self._is_range)
         if selected is not None and selected[1]:
             self.selections.append(selected)
-        if not requires_grad(out):
+        written = args[0] if func is Tensor.__setitem__ else out
+        if not requires_grad(written) or not torch.is_grad_enabled():  # `to` may return its input
             return out
         number = len(self.uses)
-        inputs, outputs = tensors_of((args, kwargs)), tensors_of(out)
+        inputs, outputs = tensors_of((args, kwargs)), tensors_of(written)
         keys = tuple(self.tracked.get(id(tensor)) for tensor in inputs)
         module = self._modules[-1]
         self.uses.append(
