@@ -23,7 +23,8 @@ from gradbox_engine.per_sample.planning.coupling import (
     refuse_coupling,
 )
 from gradbox_engine.per_sample.planning.model import CALL_ERRORS, CallableModel, copied
-from gradbox_engine.per_sample.planning.plan import Plan, ProbeUses, make_plan
+from gradbox_engine.per_sample.planning.plan import Plan, make_plan
+from gradbox_engine.per_sample.planning.probed_use import ProbeUses
 from gradbox_engine.per_sample.recording.batch_axis import EXTRA, BatchAxis
 from gradbox_engine.per_sample.recording.function_calls import Use, UseLog, same_calls
 from gradbox_engine.per_sample.recording.index_selections import Selection, may_reorder
