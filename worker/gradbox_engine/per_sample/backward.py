@@ -182,7 +182,7 @@ class RecordedGraph:
         def weighted(weights_B: Tensor) -> Sequence[Tensor]:
             cotangents = weights_B.to(value)[:, None] * mix_Y
             edges = [record.edge for record, _ in wanted]
-            return torch.autograd.grad(value, edges, cotangents, retain_graph=True)
+            return torch.autograd.grad((value * cotangents).sum(), edges, retain_graph=True)
 
         mixed = [torch.tensordot(mix_Y.to(g.dtype), g, 1) for _, g in wanted]
         found = row_owners(mixed, weighted, self.samples) if wanted else []

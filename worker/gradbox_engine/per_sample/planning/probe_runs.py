@@ -29,8 +29,8 @@ from gradbox_engine.per_sample.recording.batch_axis import EXTRA, BatchAxis
 from gradbox_engine.per_sample.recording.function_calls import Use, UseLog, same_calls
 from gradbox_engine.per_sample.recording.index_selections import Selection, may_reorder
 
-SAMPLES = 4
-CHANGED = 2
+SAMPLES = 3
+CHANGED = 1  # samples before it and behind it may see it
 
 Axes = Mapping[str, int]
 
@@ -117,11 +117,12 @@ def resized(shard: Mapping[str, Any], axes: Axes, samples: int, extra: int = 0) 
     """Return the shard with `samples` of its samples, repeated where it has fewer.
 
     Args:
-        extra: how many of these are repeated behind them, so that data decide the same for both.
+        extra: how many times sample `CHANGED` follows, so that data decide the same where it is
+            replaced.
     """
     sized = dict(shard)
     for name, dim in axes.items():
-        index = torch.arange(samples + extra, device=shard[name].device) % samples
+        index = torch.tensor([*range(samples), *[CHANGED] * extra], device=shard[name].device)
         index %= shard[name].shape[dim]
         sized[name] = shard[name].index_select(dim, index)
     return sized

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten
 
 from gradbox_engine.per_sample.recording.decompositions import decomposed
 from gradbox_engine.per_sample.recording.index_selections import (
@@ -95,7 +94,13 @@ def inside_checkpoint() -> bool:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors of nested lists, tuples and dicts, in order."""
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+    # For every call of a probe run; `tree_flatten` takes five times as long.
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, list | tuple | dict):
+        parts = tree.values() if isinstance(tree, dict) else tree
+        return [tensor for part in parts for tensor in tensors_of(part)]
+    return []
 
 
 def requires_grad(out: Any) -> bool:
