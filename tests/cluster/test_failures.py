@@ -8,7 +8,7 @@ import torch
 from gradbox import GradClient, Gradient, GradResult, Job
 from tests.cluster.conftest import ClusterBox
 from tests.cluster.processes import kill, parent, running, wait_until
-from tests.cluster.test_jobs import WAIT_S, shards, sum_of_squares, unhurried
+from tests.cluster.test_jobs import WAIT_S, num_ranges, shards, sum_of_squares
 from tests.oracle import TOLERANCE, difference
 
 ACTOR = "ray::DeviceActor"
@@ -37,12 +37,6 @@ def long_job(**given: object) -> Gradient:
 @pytest.fixture(scope="module")
 def undisturbed(client: GradClient) -> GradResult:
     return client.submit(long_job(devices=2)).result(WAIT_S)
-
-
-def num_ranges(client: GradClient) -> int:
-    """Return on how many devices a job runs that would take all."""
-    receipt = client.submit(unhurried(6, devices="auto")).result(WAIT_S).manifest
-    return len(receipt.ranges or ())
 
 
 @pytest.fixture(autouse=True)
@@ -96,20 +90,11 @@ def test_a_whole_job_whose_device_dies_has_another_attempt(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("victim", [COORDINATOR, RAYLET], ids=["coordinator", "all of Ray"])
 @pytest.mark.parametrize("phase", ["forward", "replay"])
-def test_a_job_whose_coordinator_dies_begins_again(
-    cluster: ClusterBox, client: GradClient, undisturbed: GradResult, phase: str
+def test_a_job_begins_again_after_what_holds_its_parts_died(
+    cluster: ClusterBox, client: GradClient, undisturbed: GradResult, phase: str, victim: str
 ) -> None:
-    result = killed_in(phase, COORDINATOR, cluster, client.submit(long_job(devices=2)))
-    assert result.manifest.attempts == 2
-    assert difference(result.grads, undisturbed.grads) <= TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", ["forward", "replay"])
-def test_a_job_goes_on_after_all_of_ray_died(
-    cluster: ClusterBox, client: GradClient, undisturbed: GradResult, phase: str
-) -> None:
-    result = killed_in(phase, RAYLET, cluster, client.submit(long_job(devices=2)))
+    result = killed_in(phase, victim, cluster, client.submit(long_job(devices=2)))
     assert result.manifest.attempts == 2
     assert difference(result.grads, undisturbed.grads) <= TOLERANCE

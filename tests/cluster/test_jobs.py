@@ -23,6 +23,7 @@ from gradbox import (
 from tests.cases import CASES
 from tests.client.test_scenarios import gradient_of
 from tests.cluster.conftest import ClusterBox
+from tests.cluster.processes import wait_until
 from tests.oracle import TOLERANCE, difference, naive
 
 WAIT_S = 120.0
@@ -52,6 +53,12 @@ def unhurried(number: int = 8, **given: object) -> Gradient:
         seed=5,
         **given,
     )
+
+
+def num_ranges(client: GradClient) -> int:
+    """Return on how many devices a job runs that would take all."""
+    receipt = client.submit(unhurried(6, devices="auto")).result(WAIT_S).manifest
+    return len(receipt.ranges or ())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -223,8 +230,7 @@ def test_a_cancelled_job_frees_its_devices(client: GradClient) -> None:
     job.cancel()
     with pytest.raises(JobCancelled):
         job.result(WAIT_S)
-    receipt = client.submit(unhurried(devices=2)).result(WAIT_S).manifest
-    assert receipt.ranges
+    wait_until(lambda: num_ranges(client) == 2, what="both devices")
 
 
 def test_a_job_over_its_time_is_stopped_on_all_devices(client: GradClient) -> None:

@@ -20,6 +20,8 @@ from gradbox_worker.cluster.ray_session import join
 from gradbox_worker.errors import DeviceNotStarted
 
 POLL_S: Final = 0.2
+# So long a coordinator waits, after its job, until the devices are idle again.
+IDLE_S: Final = 1.0
 
 
 class ClusterGone(Exception):
@@ -92,8 +94,8 @@ class JoinedCluster:
         self._pool.give_back.remote(name)
 
     def end(self, lease: str) -> None:
-        """Give all devices of a lease back."""
-        self._pool.end.remote(lease)
+        """Give all devices of a lease back; the next job finds them idle if they stop soon."""
+        ray.wait([self._pool.end.remote(lease)], timeout=IDLE_S)
 
     def check(self) -> None:
         """Look whether the head is the one that was joined.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -44,7 +44,7 @@ class Pool:
         self._leases = Leases()
         self._actors: dict[str, Any] = {}
         self._granted: dict[str, asyncio.Future[list[Lent]]] = {}
-        self._taking_back: set[str] = set()
+        self._taking_back: dict[str, asyncio.Task[None]] = {}
         self._coordinators: dict[str, int] = {}  # by lease: a file descriptor of the process
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -89,14 +89,14 @@ class Pool:
 
     async def give_back(self, name: str) -> None:
         """Take back a device that has ended its part, or has died."""
-        self._begin(self._taken_back(name))
+        self._take_back(name)
 
     async def end(self, lease: str) -> None:
-        """End a lease: its devices are stopped and made empty, and then lent again."""
+        """End a lease: stop its devices, make them empty, and lend them again; then return."""
         self._unwatch(lease)
         self._leases.withdraw(lease)
-        for name in self._leases.of(lease):
-            self._begin(self._taken_back(name))
+        devices = self._leases.of(lease)
+        await asyncio.gather(*(self._take_back(name) for name in devices))
 
     def _free(self, name: str) -> None:
         self._leases.free(name)
@@ -135,34 +135,36 @@ class Pool:
             asyncio.get_running_loop().remove_reader(descriptor)
             os.close(descriptor)
 
+    def _take_back(self, name: str) -> asyncio.Task[None]:
+        """Have a device made empty and lent again, once; the task ends when it is."""
+        if name not in self._taking_back:
+            task = self._taking_back[name] = self._begin(self._taken_back(name))
+            task.add_done_callback(lambda _: self._taking_back.pop(name))
+        return self._taking_back[name]
+
     async def _taken_back(self, name: str) -> None:
         """Have a device drop what it holds, and lend it again; one that died, once it is back."""
-        if name in self._taking_back:
-            return
-        self._taking_back.add(name)
-        try:
-            while (actor := self._actors.get(name)) is not None:
-                try:
-                    await actor.stop_all.remote()  # up to the next `empty`
-                    await asyncio.wait_for(_empty(actor), ABANDON_S)
-                    self._leases.free(name)
-                    self._grant()
-                    return
-                except TimeoutError:
-                    log.warning("device %s does not stop: killing it", name)
-                    ray.kill(actor, no_restart=False)
-                except ActorDiedError as error:
-                    log.warning("device %s is gone for good: %s", name, error)
-                    await self.remove(name)
-                except RayActorError:
-                    await asyncio.sleep(PAUSE_S)  # it is starting again
-        finally:
-            self._taking_back.discard(name)
+        while (actor := self._actors.get(name)) is not None:
+            try:
+                await actor.stop_all.remote()  # up to the next `empty`
+                await asyncio.wait_for(_empty(actor), ABANDON_S)
+                self._leases.free(name)
+                self._grant()
+                return
+            except TimeoutError:
+                log.warning("device %s does not stop: killing it", name)
+                ray.kill(actor, no_restart=False)
+            except ActorDiedError as error:
+                log.warning("device %s is gone for good: %s", name, error)
+                await self.remove(name)
+            except RayActorError:
+                await asyncio.sleep(PAUSE_S)  # it is starting again
 
-    def _begin(self, coroutine: Any) -> None:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)  # the loop holds tasks weakly
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 async def _empty(actor: Any) -> None:
