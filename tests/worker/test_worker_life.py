@@ -29,16 +29,6 @@ from tests.worker.box import (
 )
 
 
-def test_the_workers_parent_never_imports_torch() -> None:
-    code = (
-        "import sys, gradbox_worker.__main__, gradbox_worker.command, "
-        "gradbox_worker.turns.rq_worker, gradbox_worker.models.command, "
-        "gradbox_worker.device.main; "
-        "sys.exit(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')) != [])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_the_task_that_the_service_names_is_there() -> None:
     from rq.utils import import_attribute
 
@@ -166,7 +156,6 @@ def test_a_check_tells_a_living_worker_from_none(box: Box) -> None:
         command += ["--redis-url", box.redis_url, "--data", str(box.folder)]
         return subprocess.run(command, check=False, timeout=120).returncode
 
-    assert check() == 1
     presence = WorkerPresence(name="w5", device="cpu", state="idle", models={"m": "v"})
     box.backing.fleet.announce(presence, ttl_s=600.0)
     assert check() == 0
