@@ -63,6 +63,7 @@ def backward_of_an_index(z: Tensor) -> Tensor:
 def test_a_graph_whose_kernels_take_more_than_a_job_may_is_out_of_memory(
     box: Box, worker: WorkerProcess, attack: Callable[[Tensor], Tensor]
 ) -> None:
+    assert box.wait(box.submit(box.spec(shards_of(2)))).state is JobState.DONE  # loads the model
     device, loads = worker.child_pid, worker.device_log.count("loaded m (")
     record = box.wait(box.submit(box.spec(shards_of(2), loss=traced(attack))), timeout_s=60)
     assert (record.state, record.attempt) == (JobState.FAILED, 1)

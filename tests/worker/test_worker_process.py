@@ -112,6 +112,7 @@ def test_a_device_killed_at_the_same_shard_again_and_again_is_no_fault_of_the_jo
 def test_a_cancelled_job_stops_within_a_shard_and_the_model_stays(
     box: Box, worker: WorkerProcess
 ) -> None:
+    assert next_job_is_done(box)  # the model is loaded
     child = worker.child_pid
     loads = worker.device_log.count("loaded m (")
     box.order("dawdle")
