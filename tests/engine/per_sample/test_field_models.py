@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
@@ -212,11 +211,13 @@ class _Pooled(nn.Module):
         return z.flatten(1).square().mean(1, keepdim=True)
 
 
-def _model(name: str, **more: Any) -> nn.Module:
+def _model(name: str) -> nn.Module:
+    import transformers  # takes seconds
+
     torch.manual_seed(0)
     family, settings = MODELS[name]
     config_class = f"{family.removesuffix('Encoder')}Config"
-    config = getattr(transformers, config_class)(**settings, **more)
+    config = getattr(transformers, config_class)(**settings)
     built: nn.Module = getattr(transformers, f"{family}Model")(config).eval()
     for parameter in built.parameters():  # what begins at zero hides everything behind it
         nn.init.normal_(parameter, std=0.2) if not parameter.any() else None
