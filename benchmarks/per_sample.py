@@ -1,9 +1,12 @@
 """Per-sample gradients and Jacobians against one summed forward and backward of the same batch.
 
-What is timed is the public call on one shard, with all that it checks. Ratios of minimum CPU time
-over interleaved rounds, one thread, each workload in a process of its own, in two states of glibc's
-heap: as it is, where every large array is made of fresh pages, and keeping what is freed, so that
-memory is used again. `per_sample_jobs` measures the same through a box.
+What is timed is the public call on one shard, with all that it checks, from arguments to a result
+in hand that is then freed: wall time on one thread, medians over rounds in which the base and the
+calls take turns. gradbox's dense rows, its other results, and each peer have processes of their
+own, all of them in two states of glibc's heap: as it is, where every large array is made of new
+pages, and keeping what is freed. Every process has imported what a box's device process has. The
+first two calls are timed before anything else has run. All of it happens `RUNS` times, and a bar is
+met if it is in every run. `per_sample_jobs` measures the same through a box.
 
 The floor of a dense result is the base and the bytes of the result at the speed at which memory
 that is in use is copied into memory that is in use.
@@ -13,11 +16,12 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,12 +32,15 @@ from benchmarks.measure import QUIET
 from benchmarks.per_sample_peers import outputs_of, peers, wrong_shape
 from benchmarks.per_sample_workloads import WORKLOADS, Workload
 from gradbox_engine.per_sample import SampleResult, jacobian, per_sample_gradient
+from gradbox_service.store.room import Room
 from gradbox_worker.computations.factors import described
+from gradbox_worker.device.importing import import_for_jobs
 from gradbox_worker.files.result_file import write_result
 
-REPEATS = 3  # calls in a row, so that one method does not pay for another's cache misses
-SLOW_S = 0.5  # a call that takes longer is measured in fewer rounds, one at a time
+RUNS = 3
+ROUNDS_S, MOST_ROUNDS, FEWEST_ROUNDS = 2.0, 100, 3  # of one process: for so long, within these
 COPIED_BYTES = 256 * 2**20
+DENSE, OTHERS = "dense", "others"  # gradbox's processes; every other one is a peer's
 STOCK, WARM = "stock", "warm"
 HEAPS: Mapping[str, Mapping[str, str]] = {
     STOCK: {},
@@ -43,46 +50,70 @@ HEAPS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass
 class Measured:
-    """What one process found: least CPU seconds by method, and why a method gave none."""
+    """Wall seconds by method: each run's median, its first call and its second."""
 
     workload: str
     heap: str
-    seconds: dict[str, float] = field(default_factory=dict)
-    first_calls_s: list[float] = field(
-        default_factory=list
-    )  # wall, of the first two in the process
+    base_s: list[float] = field(default_factory=list)  # each process's, run by run
+    forward_s: list[float] = field(default_factory=list)
+    ratios: dict[str, list[float]] = field(default_factory=dict)  # to the base of their process
+    first_s: dict[str, list[float]] = field(default_factory=dict)
+    second_s: dict[str, list[float]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     dense_bytes: int = 0
     factored_bytes: int = 0
     copied_bytes_per_s: float = 0.0
 
+    def add(self, told: Mapping[str, Any]) -> None:
+        """Add what one process found."""
+        seconds = dict(told["seconds"])
+        base_s = seconds.pop("base")
+        self.base_s.append(base_s)
+        self.forward_s.append(seconds.pop("forward"))
+        for method, taken_s in seconds.items():
+            self.ratios.setdefault(method, []).append(taken_s / base_s)
+        for method, (first_s, second_s) in told["first_calls_s"].items():
+            self.first_s.setdefault(method, []).append(first_s)
+            self.second_s.setdefault(method, []).append(second_s)
+        self.absent.update(told["absent"])
+        for name in ("dense_bytes", "factored_bytes", "copied_bytes_per_s"):
+            setattr(self, name, told.get(name, getattr(self, name)))
+
     def ratio(self, method: str) -> float | None:
-        """Return a method's time to the base's."""
-        seconds = self.seconds.get(method)
-        return None if seconds is None else seconds / self.seconds["base"]
+        """Return a method's time to the base's, the median of the runs."""
+        found = self.ratios.get(method)
+        return None if not found else statistics.median(found)
 
     @property
-    def later_shard(self) -> float | None:
-        """Return what the factors of a further shard of a job take, to the base."""
-        one, three = self.ratio("factors"), self.ratio("factors, three shards")
-        return None if one is None or three is None else (three - one) / 2
+    def later_shards(self) -> list[float]:
+        """What the factors of a further shard of a job take to the base, run by run."""
+        one, three = (self.ratios.get(m, []) for m in ("factors", "factors, three shards"))
+        return [(many - single) / 2 for single, many in zip(one, three, strict=True)]
 
     @property
     def floor(self) -> float:
-        """Return the least that a dense result can take, to the base."""
-        return 1 + self.dense_bytes / self.copied_bytes_per_s / self.seconds["base"]
+        """The least that a dense result can take, to the base."""
+        return 1 + self.dense_bytes / self.copied_bytes_per_s / statistics.median(self.base_s)
 
 
-def measure_per_sample(names: list[str]) -> list[Measured]:
-    """Measure each workload in a fresh process for each state of the heap."""
-    return [_in_a_process(name, heap) for name in names for heap in HEAPS]
+def measure_per_sample(names: Sequence[str]) -> list[Measured]:
+    """Measure each workload, every method in fresh processes for each state of the heap."""
+    found = []
+    for name in names:
+        for heap in HEAPS:
+            one = Measured(name, heap)
+            for _ in range(RUNS):
+                for methods in (DENSE, OTHERS, *peers()):
+                    one.add(_in_a_process(name, heap, methods))
+            found.append(one)
+    return found
 
 
-def _in_a_process(name: str, heap: str) -> Measured:
-    command = [sys.executable, "-m", "benchmarks.per_sample", name, heap]
+def _in_a_process(name: str, heap: str, methods: str) -> Any:
+    command = [sys.executable, "-m", "benchmarks.per_sample", name, methods]
     env = {**os.environ, **QUIET, **HEAPS[heap], "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def call(work: Workload, *, shards: int = 1, **how: Any) -> SampleResult:
@@ -95,18 +126,17 @@ def call(work: Workload, *, shards: int = 1, **how: Any) -> SampleResult:
     )
 
 
-def methods(work: Workload) -> dict[str, Callable[[], Any]]:
-    """Return what is timed of gradbox, by name; "base" first."""
-    parameters = list(work.model.parameters())
+def methods_of(work: Workload, methods: str) -> dict[str, Callable[[], Any]]:
+    """Return what one process times, by name."""
+    if methods == DENSE:
+        return {"dense": lambda: call(work)}
+    if methods != OTHERS:
+        return {methods: peers()[methods](work)}
     found: dict[str, Callable[[], Any]] = {
-        "base": lambda: torch.autograd.grad(
-            work.loss(outputs_of(work)).sum(), parameters, allow_unused=True
-        ),
-        "dense": lambda: call(work),
-        "norms": lambda: call(work, reduce="norm"),
-        "gram": lambda: call(work, reduce="gram"),
         "factors": lambda: call(work, form="factored"),
         "factors, three shards": lambda: call(work, form="factored", shards=3),
+        "norms": lambda: call(work, reduce="norm"),
+        "gram": lambda: call(work, reduce="gram"),
         "smaller form": lambda: call(work, form="auto"),
     }
     if work.outputs > 1:
@@ -115,65 +145,73 @@ def methods(work: Workload) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def measure(work: Workload, heap: str) -> Measured:
-    """Time all methods in turn; a method that raises says so."""
-    found = Measured(work.name, heap)
-    ours = methods(work)
-    ours["base"]()
-    for _ in range(2):
-        start = time.perf_counter()
-        ours["factors"]()
-        found.first_calls_s.append(time.perf_counter() - start)
-    calls = {**ours, **peers(work)}
-    rounds = {name: _rounds(name, run, work, found) for name, run in calls.items()}
-    for index in range(work.rounds):
-        for name, (most, repeats) in rounds.items():
-            for _ in range(repeats if index < most else 0):
-                found.seconds[name] = min(found.seconds[name], _cpu_s(calls[name]))
-    _sizes(found, ours["smaller form"]().factors)
-    found.copied_bytes_per_s = _copying_speed()
+def measure(work: Workload, methods: str, *, rounds_s: float = ROUNDS_S) -> dict[str, Any]:
+    """Time the methods in turn with the base; a method that raises says so."""
+    calls = methods_of(work, methods)
+    first_calls_s, absent = {}, {}
+    for name, run in list(calls.items()):
+        try:
+            first_calls_s[name] = [_wall_s(run), _wall_s(run)]
+            made = run()
+            wrong = wrong_shape(work, made) if isinstance(made, dict) else None
+        except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
+            absent[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+        else:
+            absent |= {} if wrong is None else {name: f"the array of {wrong} has another shape"}
+        if name in absent:
+            first_calls_s.pop(name, None)
+            del calls[name]
+        made = None
+    beside = {"base": lambda: _base(work), "forward": lambda: outputs_of(work)}
+    seconds = _medians({**beside, **calls}, rounds_s)
+    found = {"seconds": seconds, "first_calls_s": first_calls_s, "absent": absent}
+    if methods == OTHERS:
+        found |= _sizes(calls["smaller form"]().factors)
+        found["copied_bytes_per_s"] = _copying_speed()
     return found
 
 
-def _rounds(name: str, run: Callable[[], Any], work: Workload, found: Measured) -> tuple[int, int]:
-    """Call once unmeasured, and return how many rounds and repeats a method is worth."""
-    try:
-        first = run()
-        once_s = _cpu_s(run)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
-        found.absent[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-        return (0, 0)
-    wrong = wrong_shape(work, first) if isinstance(first, dict) else None
-    if wrong is not None:
-        found.absent[name] = f"the array of {wrong} has another shape"
-        return (0, 0)
-    found.seconds[name] = once_s
-    return (2, 1) if once_s > SLOW_S else (work.rounds, REPEATS)
+def _base(work: Workload) -> Any:
+    parameters = list(work.model.parameters())
+    return torch.autograd.grad(work.loss(outputs_of(work)).sum(), parameters, allow_unused=True)
 
 
-def _cpu_s(run: Callable[[], Any]) -> float:
-    start = time.process_time_ns()
+def _medians(calls: Mapping[str, Callable[[], Any]], rounds_s: float) -> dict[str, float]:
+    taken_s: dict[str, list[float]] = {name: [] for name in calls}
+    start = time.perf_counter()
+    for number in range(MOST_ROUNDS):
+        if number >= FEWEST_ROUNDS and time.perf_counter() - start > rounds_s:
+            break
+        for name, run in calls.items():
+            taken_s[name].append(_wall_s(run))
+    return {name: statistics.median(found) for name, found in taken_s.items()}
+
+
+def _wall_s(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
     run()
-    return (time.process_time_ns() - start) / 1e9
+    return time.perf_counter() - start
 
 
-def _sizes(found: Measured, factors: Any) -> None:
+def _sizes(factors: Any) -> dict[str, int]:
     tensors, metadata = described(factors)
     with tempfile.TemporaryDirectory() as folder:
-        view = write_result(Path(folder) / "r.safetensors", tensors, metadata=metadata)
-    found.factored_bytes, found.dense_bytes = view.size_bytes, factors.dense_bytes
+        path = Path(folder)
+        view = write_result(path / "r.safetensors", tensors, metadata=metadata, room=Room(path))
+    return {"factored_bytes": view.size_bytes, "dense_bytes": factors.dense_bytes}
 
 
 def _copying_speed() -> float:
     source, target = (torch.ones(COPIED_BYTES // 4) for _ in range(2))
-    return COPIED_BYTES / min(_cpu_s(lambda: target.copy_(source)) for _ in range(5))
+    return COPIED_BYTES / min(_wall_s(lambda: target.copy_(source)) for _ in range(5))
 
 
-def main(arguments: list[str]) -> None:
-    """Measure one workload in this process and print what was found."""
-    name, heap = arguments
+def main(arguments: Sequence[str]) -> None:
+    """Measure one workload by some methods in this process, and print what was found."""
+    name, methods = arguments
     torch.set_num_threads(1)
-    print(json.dumps(vars(measure(WORKLOADS[name](), heap))))
+    import_for_jobs()
+    print(json.dumps(measure(WORKLOADS[name](), methods)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Other ways to the same arrays: the loop, torch.func, ExpandedWeights, Opacus, BackPACK.
 
-Each gives name → (B, *shape), or (B, Y, *shape) of a Jacobian, in memory of its own. The last two
+Each gives name → (B, *shape), or (B, Y, *shape) of a Jacobian, in memory of its own. torch.func
+vectorises models of transformers with eager attention alone, and is given that. The last two
 are measured where they are installed: `pip install -e '.[bench,peers]'`.
 """
 
@@ -20,17 +21,17 @@ from benchmarks.per_sample_workloads import Workload
 Arrays = dict[str, Tensor]
 
 
-def peers(work: Workload) -> dict[str, Callable[[], Arrays]]:
-    """Return the peers that are installed, by name."""
-    found: dict[str, Callable[[], Arrays]] = {
-        "loop": lambda: _loop(work),
-        "vmap": _vmapped(work),
-        "ExpandedWeights": _expanded(work),
+def peers() -> dict[str, Callable[[Workload], Callable[[], Arrays]]]:
+    """Return how to build the calls of the peers that are installed, by name."""
+    found: dict[str, Callable[[Workload], Callable[[], Arrays]]] = {
+        "loop": lambda work: lambda: _loop(work),
+        "vmap": _vmapped,
+        "ExpandedWeights": _expanded,
     }
     if importlib.util.find_spec("opacus") is not None:
-        found["Opacus"] = _opacus(work)
+        found["Opacus"] = _opacus
     if importlib.util.find_spec("backpack") is not None:
-        found["BackPACK"] = _backpack(work)
+        found["BackPACK"] = _backpack
     return found
 
 
@@ -79,11 +80,15 @@ def _loop(work: Workload) -> Arrays:
 
 
 def _vmapped(work: Workload) -> Callable[[], Arrays]:
-    parameters = {name: p.detach() for name, p in work.model.named_parameters()}
+    model = work.model
+    if hasattr(model, "set_attn_implementation"):  # fused kernels' masks branch on values
+        model = copy.deepcopy(model)
+        model.set_attn_implementation("eager")
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def one(weights: Arrays, arguments: dict[str, Any]) -> Tensor:
         batch = {name: x.unsqueeze(0) for name, x in arguments.items()}
-        z = _called(work, lambda *a, **k: functional_call(work.model, weights, a, k), batch)
+        z = _called(work, lambda *a, **k: functional_call(model, weights, a, k), batch)
         return z.flatten() if work.outputs > 1 else work.loss(z)[0]
 
     derivative = jacrev(one) if work.outputs > 1 else grad(one)

@@ -1,4 +1,4 @@
-"""The five workloads of the per-sample benchmark: models, inputs, losses, seeds fixed."""
+"""The workloads of the per-sample benchmark: models, inputs, losses, seeds fixed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ class Workload:
     loss: Callable[[Tensor], Tensor]
     outputs: int = 1
     output: str | None = None
-    rounds: int = 10
     wrt: tuple[str, ...] = ("*",)
 
 
 def _squares(z: Tensor) -> Tensor:
     return z.flatten(1).square().sum(1)
+
+
+def _mean_of_squares(z: Tensor) -> Tensor:
+    return z.mean(1).square().sum(1)
 
 
 def deep_mlp() -> Workload:
@@ -36,16 +39,15 @@ def deep_mlp() -> Workload:
     for _ in range(50):
         layers += [nn.Linear(300, 300), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Linear(300, 10))
-    return Workload("W1", model.eval(), {"0": torch.randn(100, 300)}, _squares, rounds=6)
+    return Workload("W1", model.eval(), {"0": torch.randn(100, 300)}, _squares)
 
 
 def small_mlp(samples: int) -> Workload:
     """W2: 784-20-10, a Jacobian of ten outputs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(784, 20), nn.Tanh(), nn.Linear(20, 10)).eval()
-    rounds = 300 if samples < 16 else 30
     shard = {"0": torch.randn(samples, 784)}
-    return Workload(f"W2 B={samples}", model, shard, _squares, outputs=10, rounds=rounds)
+    return Workload(f"W2 B={samples}", model, shard, _squares, outputs=10)
 
 
 def _convolution(channels: int, width: int, stride: int) -> list[nn.Module]:
@@ -69,7 +71,7 @@ def convolutions() -> Workload:
         nn.Flatten(),
         nn.Linear(128, 10),
     ).eval()
-    return Workload("W3", model, {"0": torch.randn(64, 3, 32, 32)}, _squares, rounds=5)
+    return Workload("W3", model, {"0": torch.randn(64, 3, 32, 32)}, _squares)
 
 
 def minilm() -> Workload:
@@ -79,15 +81,13 @@ def minilm() -> Workload:
 
     torch.manual_seed(0)
     model = AutoModel.from_pretrained(get_model_path()).eval()
-    ids = torch.randint(1000, 30000, (16, 32))
-    shard = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    shard = {"input_ids": torch.randint(1000, 30000, (16, 32))}
     return Workload(
         "W4",
         model,
         shard,
-        lambda z: z.mean(1).square().sum(1),
+        _mean_of_squares,
         output="last_hidden_state",
-        rounds=4,
     )
 
 
@@ -123,7 +123,27 @@ def resnet() -> Workload:
         nn.Flatten(),
         nn.Linear(64, 10),
     ).eval()
-    return Workload("W5", model, {"0": torch.randn(16, 3, 32, 32)}, _squares, outputs=10, rounds=4)
+    return Workload("W5", model, {"0": torch.randn(16, 3, 32, 32)}, _squares, outputs=10)
+
+
+def small(family: str) -> Workload:
+    """A model of 2 M parameters and 4 layers of 192 features with random weights, B = 8."""
+    import transformers
+
+    torch.manual_seed(0)
+    shared: dict[str, Any] = {
+        "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "intermediate_size": 768,
+    }  # fmt: skip
+    if family == "ViT":
+        shared |= {"image_size": 48, "patch_size": 8}
+        shard = {"pixel_values": torch.randn(8, 3, 48, 48)}
+    else:
+        shared |= {"vocab_size": 1000, "use_cache": False}
+        shard = {"input_ids": torch.randint(0, 1000, (8, 32))}
+    config = getattr(transformers, f"{family}Config")(**shared)
+    model = getattr(transformers, f"{family}Model")(config).eval()
+    return Workload(family, model, shard, _mean_of_squares, output="last_hidden_state")
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
@@ -133,6 +153,10 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "W3": convolutions,
     "W4": minilm,
     "W5": resnet,
+    "Llama": lambda: small("Llama"),
+    "Bert": lambda: small("Bert"),
+    "GPT2": lambda: small("GPT2"),
+    "ViT": lambda: small("ViT"),
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +34,6 @@ last place for float32, 8 for the 16-bit dtypes; another dropout mask moves z by
 
 MOST_DOUBLINGS = 120
 """Scales stay within float32, in which cotangents are scaled and sums divided."""
-
-_SWITCHES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 
 
 def replay_tolerance(precision: Precision, dtype: torch.dtype) -> float:
@@ -68,19 +67,24 @@ def arithmetic(precision: Precision) -> Iterator[None]:
     """
     matmul = "tf32" if precision == "tf32" else "ieee"
     older = _older_switch()
-    before = {name: _switch(name).fp32_precision for name in _SWITCHES}
+    library: Any = torch.backends  # whose stubs lack these
+    on_gpu = library.cuda.matmul, library.cudnn.conv, library.cudnn.rnn
+    on_cpu = library.mkldnn.matmul, library.mkldnn.conv, library.mkldnn.rnn
+    before = [(switch, switch.fp32_precision) for switch in (*on_gpu, *on_cpu)]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
         # torch refuses to read the older switch, as its compiler does, where the two disagree.
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-        for name in _SWITCHES:
-            _switch(name).fp32_precision = "ieee" if name.startswith("mkldnn") else matmul
+        for switch in on_gpu:
+            switch.fp32_precision = matmul
+        for switch in on_cpu:
+            switch.fp32_precision = "ieee"
         torch.backends.mha.set_fastpath_enabled(False)
         yield
     finally:
         torch.set_float32_matmul_precision(older)
-        for name, value in before.items():
-            _switch(name).fp32_precision = value
+        for switch, value in before:
+            switch.fp32_precision = value
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
@@ -98,9 +102,3 @@ def _older_switch() -> str:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
         return "highest"
-
-
-def _switch(name: str) -> torch.backends.cuda.cuBLASModule:
-    library, operation = name.split(".")
-    switch: torch.backends.cuda.cuBLASModule = getattr(getattr(torch.backends, library), operation)
-    return switch

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 try:
-    import numpy
+    import numpy.random  # which NumPy imports on first use
 except ImportError:
     numpy = None  # type: ignore[assignment]
 

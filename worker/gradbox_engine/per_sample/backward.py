@@ -24,6 +24,7 @@ from gradbox_engine.per_sample.derived_parameters import parameter_terms
 from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.planning.plan import Plan
 from gradbox_engine.per_sample.recording.function_calls import Key, StepRecorder
+from gradbox_engine.per_sample.recording.row_owners import RowOwners, row_owners
 from gradbox_factors import Block, Lookup, Outer, Positions, Term, Total, Zero
 
 Terms = dict[str, Term]
@@ -97,17 +98,23 @@ class RecordedGraph:
         gradients: Sequence[Tensor | None] = []
         if records:
             edges = [record.edge for record in records]
-            gradients = self._backward(edges, outputs, keep=looped or keep_graph)
+            keep = looped or keep_graph or self._plan.by_owner
+            gradients = self._backward(edges, outputs, keep=keep)
+        owners = self._row_owners(gradients, outputs) if self._plan.by_owner else {}
         found: dict[Key, list[Term]] = {}
         for record, gradient in zip(records, gradients, strict=True):
             if gradient is None:
+                continue
+            owned = owners.get(id(record))
+            if record.by_owner and owned is None:
                 continue
             if not record.input_unchanged():
                 raise RuntimeError(
                     "a layer's input was changed in place after the layer used it, which autograd "
                     "refuses in training as well: make the change out of place"
                 )
-            for key, term in record.terms(gradient):
+            terms = record.terms(gradient) if owned is None else record.terms(gradient, owned)
+            for key, term in terms:
                 found.setdefault(key, []).append(term)
         self._pull_back(found)
         if looped:
@@ -163,12 +170,31 @@ class RecordedGraph:
             for parts in zip(*rows, strict=True)
         ]
 
+    def _row_owners(
+        self, gradients: Sequence[Tensor | None], outputs: range
+    ) -> dict[int, RowOwners | None]:
+        """Return the owners of rows by the ids of their records; keeps the graph."""
+        records = zip(self._recorder.edges, gradients, strict=True)
+        wanted = [(r, g) for r, g in records if r.by_owner and g is not None]
+        value = self.value[:, outputs.start : outputs.stop]
+        mix_Y = torch.linspace(0.5, 1.5, len(outputs), dtype=value.dtype, device=value.device)
+
+        def weighted(weights_B: Tensor) -> Sequence[Tensor]:
+            cotangents = weights_B.to(value)[:, None] * mix_Y
+            edges = [record.edge for record, _ in wanted]
+            return torch.autograd.grad((value * cotangents).sum(), edges, retain_graph=True)
+
+        mixed = [torch.tensordot(mix_Y.to(g.dtype), g, 1) for _, g in wanted]
+        found = row_owners(mixed, weighted, self.samples) if wanted else []
+        return {id(record): owners for (record, _), owners in zip(wanted, found, strict=True)}
+
     def _pull_back(self, found: dict[Key, list[Term]]) -> None:
         """Turn terms of derived tensors into terms of the parameters they are made of."""
-        for key in [key for key in found if not isinstance(key, str)]:
-            terms = found.pop(key)
-            for name, term in parameter_terms(self._recorder.derived[key], terms, self._parameters):
-                found.setdefault(name, []).append(term)
+        terms: dict[Key, list[Term]] = {
+            key: found.pop(key) for key in list(found) if not isinstance(key, str)
+        }
+        for name, term in parameter_terms(self._recorder.derived, terms, self._parameters):
+            found.setdefault(name, []).append(term)
 
     def _loop(self, found: dict[Key, list[Term]], outputs: range) -> None:
         """One backward pass for each sample and output, for the parameters that need it."""

@@ -1,6 +1,7 @@
 """From the terms of a derived tensor q = h(θ) to the terms of the parameters it is made of.
 
-A transposed weight and an embedding of indices that no sample changes keep their factors; whatever
+A transposed weight and an embedding of indices that no sample changes keep their factors. Views of
+a parameter, as one expert's weight of many, are written into one array at their places. Whatever
 else h is, the array of q is pulled back through it, all samples and outputs in one backward.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradbox_engine.per_sample.recording.function_calls import Key
 from gradbox_engine.per_sample.rules.embedding import lookup
 from gradbox_engine.per_sample.rules.rule import Target
 from gradbox_factors import Block, Outer, Term, Total
@@ -21,9 +23,48 @@ _TRANSPOSED = ("TBackward0", "TransposeBackward0")
 
 
 def parameter_terms(
+    derived: Mapping[Key, Tensor],
+    terms: Mapping[Key, Sequence[Term]],
+    parameters: Mapping[str, Tensor],
+) -> Iterator[tuple[str, Term]]:
+    """Yield (parameter, term) pairs that stand for what `terms` are for the derived tensors."""
+    arrays: dict[str, Tensor] = {}  # of parameters of which there are views
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for key, found in terms.items():
+        q = derived[key]
+        name = names.get(id(q._base)) if _of_parts(q) else None
+        if name is None:
+            yield from _pulled_back(q, found, parameters)
+            continue
+        B, Y = found[0].samples, found[0].outputs
+        base = parameters[name]
+        if name not in arrays:
+            arrays[name] = base.new_zeros(B, Y, *base.shape)
+        size = base.numel()
+        strides, at = (Y * size, size, *q.stride()), q.storage_offset() - base.storage_offset()
+        part = arrays[name].as_strided((B, Y, *q.shape), strides, at)
+        for term in found:
+            part += term.block()
+    for name, array in arrays.items():
+        yield name, Block(name, tuple(array.shape[2:]), array)
+
+
+def _of_parts(q: Tensor) -> bool:
+    """Return whether q is a view of some of a contiguous tensor's entries, each once."""
+    base = q._base
+    if base is None or not base.is_contiguous() or q.numel() >= base.numel():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(q.stride(), q.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return q.dtype == base.dtype
+
+
+def _pulled_back(
     q: Tensor, terms: Sequence[Term], parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Term]]:
-    """Yield (parameter, term) pairs that stand for what `terms` are for q."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     leaf = _leaf(q.grad_fn)
     name = names.get(id(leaf))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.errors import CoupledSamples
-from gradbox_engine.per_sample.planning.plan import ProbeUses
+from gradbox_engine.per_sample.planning.probed_use import ProbeUses
 from gradbox_engine.per_sample.recording.batch_axis import (
     BatchAxis,
     changed_dim,

@@ -23,13 +23,14 @@ from gradbox_engine.per_sample.planning.coupling import (
     refuse_coupling,
 )
 from gradbox_engine.per_sample.planning.model import CALL_ERRORS, CallableModel, copied
-from gradbox_engine.per_sample.planning.plan import Plan, ProbeUses, make_plan
+from gradbox_engine.per_sample.planning.plan import Plan, make_plan
+from gradbox_engine.per_sample.planning.probed_use import ProbeUses
 from gradbox_engine.per_sample.recording.batch_axis import EXTRA, BatchAxis
-from gradbox_engine.per_sample.recording.function_calls import Use, UseLog
+from gradbox_engine.per_sample.recording.function_calls import Use, UseLog, same_calls
 from gradbox_engine.per_sample.recording.index_selections import Selection, may_reorder
 
-SAMPLES = 4
-CHANGED = 2
+SAMPLES = 3
+CHANGED = 1  # samples before it and behind it may see it
 
 Axes = Mapping[str, int]
 
@@ -54,15 +55,18 @@ def plan_for(
         CoupledSamples: one sample's output changes when another sample does.
     """
     axes, first, second = _sized_runs(model, shard, index, samples)
-    more = resized(shard, axes, samples + EXTRA)
-    third = _probe_replaced(model, more, axes, index)
-    uses = ProbeUses(first.uses, second.uses, third.uses, samples, CHANGED)
+    third = _probe_replaced(model, resized(shard, axes, samples, EXTRA), axes, index)
+    if not same_calls((first.uses, third.uses)):  # noise may take a way of its own
+        third = _probe(
+            model, _replaced(resized(shard, axes, samples, EXTRA), axes, noise=False), index
+        )
+    selects = may_reorder(first.selections, second.selections)
+    uses = ProbeUses(first.uses, second.uses, third.uses, samples, CHANGED, selects)
     coupled = others_differ(second.z, third.z, BatchAxis(0), changed=CHANGED)
     if coupled and "coupling" not in model.unchecked:
         refuse_coupling(uses)
     plan = make_plan(uses, model.parameters)
-    selects = may_reorder(first.selections, second.selections)
-    plan.reorders = selects or (uses.alike and any(mixing_layers(uses)))
+    plan.reorders = selects or plan.by_owner or (uses.alike and any(mixing_layers(uses)))
     plan.rounding = _coarsest(first.uses, model.rounding)
     exact = plan.rounding.itemsize > 2 and model.options.precision != "tf32"
     plan.alone = exact and not (first.draws or second.draws or third.draws)
@@ -82,7 +86,7 @@ def _sized_runs(
             first = _probe(model, resized(shard, axes, samples), index)
             if first.z.shape[0] != samples:
                 continue
-            second = _probe(model, resized(shard, axes, samples + EXTRA), index)
+            second = _probe(model, resized(shard, axes, samples, EXTRA), index)
         except CALL_ERRORS as error:
             failure = failure or error
             continue
@@ -109,11 +113,17 @@ def _guesses(shard: Mapping[str, Any]) -> Iterator[Axes]:
             yield {n: dim for n, x in tensors.items() if x.dim() > dim and x.shape[dim] == 1}
 
 
-def resized(shard: Mapping[str, Any], axes: Axes, samples: int) -> dict[str, Any]:
-    """Return the shard with `samples` of its samples, repeated where it has fewer."""
+def resized(shard: Mapping[str, Any], axes: Axes, samples: int, extra: int = 0) -> dict[str, Any]:
+    """Return the shard with `samples` of its samples, repeated where it has fewer.
+
+    Args:
+        extra: how many times sample `CHANGED` follows, so that data decide the same where it is
+            replaced.
+    """
     sized = dict(shard)
     for name, dim in axes.items():
-        index = torch.arange(samples, device=shard[name].device) % shard[name].shape[dim]
+        index = torch.tensor([*range(samples), *[CHANGED] * extra], device=shard[name].device)
+        index %= shard[name].shape[dim]
         sized[name] = shard[name].index_select(dim, index)
     return sized
 

@@ -163,8 +163,12 @@ def gradients_at(
     tensor: Tensor, cotangent: Tensor, parameters: Mapping[str, Tensor], *, keep_graph: bool
 ) -> dict[str, Tensor | None]:
     """Return autograd's gradient by parameter, None where no path leads to one."""
+    # Of a number, for which autograd imports nothing: a first cotangent takes 500 modules, 0.5 s.
     gradients = torch.autograd.grad(
-        tensor, list(parameters.values()), cotangent, retain_graph=keep_graph, allow_unused=True
+        (tensor * cotangent).sum(),
+        list(parameters.values()),
+        retain_graph=keep_graph,
+        allow_unused=True,
     )
     return dict(zip(parameters, gradients, strict=True))
 

@@ -2,5 +2,6 @@
 
 Read `function_calls` (the function mode, the log of a probe run, the run by a plan), `steps` (how a
 planned use runs); `decompositions`, `pointwise` and `index_selections` say what is known of single
-functions, `batch_axis` which dim of a tensor holds the samples.
+functions, `batch_axis` which dim of a tensor holds the samples, `row_owners` whose each row is
+where none does.
 """

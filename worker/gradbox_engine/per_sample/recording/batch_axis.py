@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-EXTRA = 3
+EXTRA = 1
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Embeddings: a sample's row is zero but for the table rows that its indices name.
+"""Embeddings, and tables read by index: rows are zero but for the table rows that indices name.
 
 Shapes: B samples, Y outputs, T positions, D features.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -38,6 +39,19 @@ def _bind_embedding(
     return Layer(input, {"weight": weight}, detail=padding_idx, first_dims=input.dim())
 
 
+def _bind_index(table: Tensor, index: Any) -> Layer | None:
+    of_rows = isinstance(index, Tensor) and index.dtype == torch.int64 and index.dim() > 0
+    if not of_rows or table.dim() != 2:
+        return None
+    return Layer(index, {"weight": table}, first_dims=index.dim())
+
+
+def _counted_from_zero(layer: Layer) -> Tensor:
+    table = layer.parameters["weight"]
+    assert table is not None
+    return layer.input.remainder(len(table))
+
+
 def lookup(ids: Tensor, g: Tensor, weight: Target, padding_idx: int | None) -> Lookup:
     """Return the term of an embedding: ids (B, ...) and g (Y, B, ..., D)."""
     ids_BT = ids.reshape(ids.shape[0], -1)
@@ -52,5 +66,6 @@ def _embedding_terms(layer: Layer, x: Tensor, g: Tensor, targets: Targets) -> It
 
 
 RULES: dict[Callable[..., Any], Rule] = {
-    F.embedding: Rule("embedding", _bind_embedding, _embedding_terms)
+    F.embedding: Rule("embedding", _bind_embedding, _embedding_terms),
+    Tensor.__getitem__: Rule("index", _bind_index, _embedding_terms, _counted_from_zero),
 }

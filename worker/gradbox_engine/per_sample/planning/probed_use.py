@@ -1,0 +1,235 @@
+"""How one use of a parameter is treated: a step for it, chosen by what three probe runs show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from gradbox_engine.errors import CoupledSamples
+from gradbox_engine.per_sample.recording.batch_axis import BatchAxis, changed_dim, find
+from gradbox_engine.per_sample.recording.function_calls import Key, Use, same_calls
+from gradbox_engine.per_sample.recording.pointwise import EXPANDING, broadcast_size
+from gradbox_engine.per_sample.recording.steps import (
+    CopiesStep,
+    DerivedStep,
+    ExpandStep,
+    RuleStep,
+    Step,
+    VmapStep,
+)
+from gradbox_engine.per_sample.rules import RULES
+from gradbox_engine.per_sample.rules.rule import Layer, Rule
+
+LOOP = "loop"
+
+
+@dataclass(frozen=True)
+class ProbeUses:
+    """The uses of the three probe runs, and the sample that the third one replaced."""
+
+    first: Sequence[Use]
+    second: Sequence[Use]
+    third: Sequence[Use]
+    samples: int
+    changed: int
+    selects: bool = False  # whether data may decide which samples go where
+
+    @property
+    def alike(self) -> bool:
+        """Whether all three runs called the same functions."""
+        return same_calls((self.first, self.second, self.third))
+
+
+class ProbedUse:
+    """One use in the three probe runs; `real` are its parameters and derived tensors."""
+
+    def __init__(self, probes: ProbeUses, number: int, parents: Mapping[Key, Any]) -> None:
+        self.probes, self.number = probes, number
+        self.first, self.second, self.third = (
+            run[number] for run in (probes.first, probes.second, probes.third)
+        )
+        self.real = tuple(key for key in self.first.keys if key is not None and key in parents)
+
+    @property
+    def title(self) -> str:
+        """The function and where it is called, for people."""
+        name = getattr(self.first.function, "__name__", str(self.first.function))
+        return f"{name} in {self.first.module or 'the model'}"
+
+    def axis(self, tensors: Callable[[Use], Sequence[Tensor]], index: int) -> BatchAxis | None:
+        """Return which dim of one of the use's tensors holds the samples."""
+        first, second, third = (
+            tensors(run)[index] for run in (self.first, self.second, self.third)
+        )
+        axis = find(first, second, third, self.probes.samples, self.probes.changed)
+        if axis is not None and axis.merged and self.probes.selects:
+            # Sorted numbers of experts fit an order that they do not have.
+            shown = first.is_floating_point() and not torch.equal(second, third)
+            return axis if shown else None
+        return axis
+
+    def step(self) -> Step:
+        """Choose the route."""
+        function = self.first.function
+        runs = (self.first, self.second, self.third)
+        if len({(len(run.inputs), len(run.outputs)) for run in runs}) > 1:
+            return Step(function, self.number, LOOP)  # `torch.cat([q] * B)`: a tensor a sample
+        if function is Tensor.__setitem__:
+            return Step(function, self.number, LOOP)
+        if self._of_parameters_alone():
+            shapes = tuple(x.shape for x in (*self.first.inputs, *self.first.outputs))
+            return DerivedStep(function, self.number, "derived", shapes)
+        for choose in (
+            self._rule, self._expand, self._copies, self._vmap, self._rule_by_owner,
+        ):  # fmt: skip
+            step = choose()
+            if step is not None:
+                return step
+        return Step(function, self.number, LOOP)
+
+    def _of_parameters_alone(self) -> bool:
+        """Return whether no tensor grows with the samples, and no activation enters."""
+        activations = any(
+            key is not None and key not in self.real and x.requires_grad
+            for key, x in zip(self.first.keys, self.first.inputs, strict=True)
+        )
+        return not activations and not any(dim is not None for dim in self._changes())
+
+    def _changes(self) -> list[int | None]:
+        pairs = zip(
+            (*self.first.inputs, *self.first.outputs),
+            (*self.second.inputs, *self.second.outputs),
+            strict=True,
+        )
+        return [changed_dim(one.shape, two.shape) for one, two in pairs]
+
+    def _output_axis(self) -> BatchAxis | None:
+        if len(self.first.outputs) != 1:
+            return None
+        return self.axis(lambda run: run.outputs, 0)
+
+    def _rule(self) -> Step | None:
+        output_axis = self._output_axis()
+        if self._bound is None or output_axis is None:
+            return None
+        rule, layer, roles = self._bound
+        index = next(i for i, x in enumerate(self.first.inputs) if x is layer.input)
+        input_axis = self.axis(lambda run: run.inputs, index)
+        if input_axis is None or input_axis.dim >= layer.first_dims:
+            return None
+        if (input_axis.before, input_axis.after) != (output_axis.before, output_axis.after):
+            return None
+        return RuleStep(
+            self.first.function, self.number, rule.name, rule, input_axis, output_axis, roles
+        )
+
+    def _rule_by_owner(self) -> Step | None:
+        if self._bound is None or len(self.first.outputs) != 1:
+            return None
+        rule, layer, roles = self._bound
+        if layer.input.shape[:1] != self.first.outputs[0].shape[:1]:
+            return None
+        step = RuleStep(self.first.function, self.number, rule.name, rule, None, None, roles)
+        return step.owned()
+
+    @cached_property
+    def _bound(self) -> tuple[Rule, Layer, tuple[tuple[str, Key], ...]] | None:
+        """The rule of the use's function, how it reads the call, and which parameters it takes."""
+        rule = RULES.get(self.first.function)
+        try:
+            layer = None if rule is None else rule.bind(*self.first.args, **self.first.kwargs)
+        except CoupledSamples as error:
+            raise CoupledSamples(f"module {self.first.module!r}: {error}") from None
+        roles = None if layer is None else self._roles(layer)
+        return None if rule is None or layer is None or roles is None else (rule, layer, roles)
+
+    def _roles(self, layer: Layer) -> tuple[tuple[str, Key], ...] | None:
+        """Match the tracked tensors with the layer's parameters; None unless all are matched."""
+        known = {
+            id(tensor): key
+            for tensor, key in zip(self.first.inputs, self.first.keys, strict=True)
+            if key in self.real
+        }
+        roles = tuple(
+            (role, known[id(tensor)])
+            for role, tensor in layer.parameters.items()
+            if tensor is not None and id(tensor) in known
+        )
+        used = [tensor for tensor in self.first.inputs if id(tensor) in known]
+        return roles if len(roles) == len(used) and roles else None
+
+    def _expand(self) -> Step | None:
+        axis = self._output_axis()
+        if self.first.function not in EXPANDING or axis is None:
+            return None
+        q, out = self.first.inputs[0], self.first.outputs[0]
+        if len(self.first.inputs) > 1 and self.first.keys[1] in self.real:
+            return None
+        if axis.after % _padded(q, out.dim())[axis.dim]:
+            return None
+        return ExpandStep(self.first.function, self.number, "birth", axis)
+
+    def _copies(self) -> Step | None:
+        axis, use = self._output_axis(), self.first
+        if axis is None or use.checkpointed:
+            return None
+        if use.outputs[0] is use.inputs[0] and use.keys[0] in self.real:
+            return None
+        for tensor, key in zip(use.inputs, use.keys, strict=True):
+            if key in self.real:
+                sizes = broadcast_size(use.function, use.args, use.kwargs, tensor)
+                if sizes is None or _padded(tensor, len(sizes))[axis.dim] != 1:
+                    return None
+        return CopiesStep(use.function, self.number, "copies", axis)
+
+    def _vmap(self) -> Step | None:
+        """Accept vectorisation only where it reproduces the function's numbers."""
+        changes = self._changes()[: len(self.first.inputs)]
+        axes = [
+            None if change is None else self.axis(lambda run: run.inputs, index)
+            for index, change in enumerate(changes)
+        ]
+        output_axis = self._output_axis()
+        unclear = any(
+            change is not None and axis is None for change, axis in zip(changes, axes, strict=True)
+        )
+        if unclear or output_axis is None or self.first.checkpointed:
+            return None
+        if self._plain_arguments(self.first) != self._plain_arguments(self.second):
+            return None
+        if any(out is one for out in self.first.outputs for one in self.first.inputs):
+            return None
+        step = VmapStep(self.first.function, self.number, "vmap", tuple(axes), output_axis)
+        return step if self._reproduced(step) else None
+
+    def _plain_arguments(self, use: Use) -> str:
+        leaves, tree = tree_flatten((use.args, use.kwargs))
+        plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        return f"{plain}{tree}"
+
+    def _reproduced(self, step: VmapStep) -> bool:
+        tracked = {
+            id(tensor): key
+            for tensor, key in zip(self.first.inputs, self.first.keys, strict=True)
+            if key in self.real
+        }
+        try:
+            out = step.vectorised(tracked, self.first.args, self.first.kwargs, lambda *_: None)
+        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+            return False
+        # Not what the probe run got from it: later calls may have written to that.
+        expected = self.first.function(*self.first.args, **self.first.kwargs)
+        return out.shape == expected.shape and torch.allclose(
+            out, expected, rtol=1e-3, atol=1e-5, equal_nan=True
+        )
+
+
+def _padded(q: Tensor, num_dims: int) -> list[int]:
+    """Return the shape that q is broadcast from."""
+    return [1] * (num_dims - q.dim()) + list(q.shape)
