@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from itertools import count
+from types import MethodDescriptorType
 from typing import Any, Final
 
 import torch
@@ -218,7 +219,7 @@ class Recorder(TorchFunctionMode):
         if name in _MAKES and not _has_symbol(args):
             return self._constant(func, args, kwargs)
         check_default_dtype(name, args, kwargs)
-        if torch.overrides.is_tensor_method_or_property(func):
+        if _is_method(func):
             return self._recording.create_proxy("call_method", name, args, kwargs)
         return self._recording.create_proxy("call_function", func, args, kwargs)
 
@@ -257,6 +258,12 @@ def _writes(kind: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
         return target in allow_list.IN_PLACE
     name = targets.name_of(target)
     return name in allow_list.WRITING_FUNCTIONS or writes_in_place(name, args, kwargs)
+
+
+def _is_method(func: Any) -> bool:
+    # Torch does not count new_zeros and its like among the methods.
+    method: bool = torch.overrides.is_tensor_method_or_property(func)
+    return method or isinstance(func, MethodDescriptorType)
 
 
 def _foreign(tensor: torch.Tensor) -> str:
