@@ -17,6 +17,7 @@ from tests.chaos.processes import Process
 from tests.chaos.proxy import Proxy
 from tests.chaos.recovery import Observer, Recoveries
 
+BESIDE: Final = ("template", "beside")
 LONG_FREEZE_S: Final = 24.0
 """Longer than a worker's lease, and than `gradbox up` waits for a worker that says nothing."""
 
@@ -71,14 +72,14 @@ class Fault:
 # --- kills ---------------------------------------------------------------------------------------
 
 
-def _one(scene: Scene, role: str) -> Process | None:
-    found = sorted(scene.box.processes(role), key=lambda process: process.pid)
-    return scene.rng.choice(found) if found else None
+def _one(scene: Scene, *roles: str) -> Process | None:
+    found = [process for role in roles for process in scene.box.processes(role)]
+    return scene.rng.choice(sorted(found, key=lambda process: process.pid)) if found else None
 
 
-def _kill(role: str) -> Inject:
+def _kill(*roles: str) -> Inject:
     def kill(scene: Scene) -> str | None:
-        process = _one(scene, role)
+        process = _one(scene, *roles)
         return process.name if process and process.signal(signal.SIGKILL) else None
 
     return kill
@@ -113,6 +114,20 @@ def _kill_worker(scene: Scene) -> str | None:
             scene.recoveries.add("worker's job resumed", seconds)
         seconds = scene.observer.until_working(process.name, since_s=since_s)
         scene.recoveries.add("worker working again", seconds)
+
+    scene.watch(measure)
+    return process.name
+
+
+def _kill_beside(scene: Scene) -> str | None:
+    """Kill a template, or the guardian of what a device started."""
+    process = _one(scene, *BESIDE)
+    if process is None or not process.signal(signal.SIGKILL):
+        return None
+
+    def measure() -> None:
+        seconds = scene.observer.until_template(process.name)
+        scene.recoveries.add("template ready", seconds)
 
     scene.watch(measure)
     return process.name
@@ -240,7 +255,7 @@ FAULTS = (
     Fault("kill a worker", 3, _kill_worker, _kill("worker")),
     Fault("kill the service", 3, _kill_service, _kill("service")),
     Fault("kill valkey", 3, _kill_valkey, _kill("valkey")),
-    Fault("kill what stands beside a device", 1, _kill("beside"), _kill("beside")),
+    Fault("kill what stands beside a device", 1, _kill_beside, _kill(*BESIDE)),
     Fault("freeze a device", 2, _freeze("device", 0.2, 3.0)),
     Fault("freeze a worker", 2, _freeze("worker", 0.2, 3.0)),
     Fault("freeze the service", 2, _freeze("service", 0.2, 2.0)),

@@ -109,8 +109,8 @@ def judge_processes(box: Box, findings: Findings) -> None:
     expected |= {"worker": box.num_workers, "device": box.num_workers}
     give_up = time.monotonic() + 30.0
     while True:
-        # A worker may keep one process beside its device.
-        found = [p for p in box.processes() if p.role != "beside"]
+        # What a worker keeps beside its device is started again as it is needed.
+        found = [p for p in box.processes() if p.role not in ("template", "beside")]
         if Counter(p.role for p in found) == expected or time.monotonic() > give_up:
             break
         time.sleep(0.2)

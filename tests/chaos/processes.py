@@ -3,7 +3,8 @@
 gradbox up ─┬─ valkey
             ├─ service
             └─ worker ─┬─ device
-                       └─ what else it keeps beside the device: a guardian, the template
+                       ├─ template, once it can be forked
+                       └─ what else it keeps beside the device: a guardian, what becomes a template
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Role = Literal["up", "valkey", "service", "worker", "device", "beside", "other"]
+Role = Literal["up", "valkey", "service", "worker", "device", "template", "beside", "other"]
 # An entry of the environment that `gradbox up` and all that it starts inherit.
 MARK = "GRADBOX_CHAOS"
-# What a device process calls itself; the one that it was forked from has another name.
-DEVICE_NAME = "gradbox-device"
+# What processes call themselves.
+NAMES: dict[str, Role] = {"gradbox-device": "device", "gradbox-templ": "template"}
+BELOW_A_WORKER: tuple[Role, ...] = ("device", "template", "beside")
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,9 @@ def processes_of(mark: str, data: Path) -> list[Process]:
     for pid, (parent, state, command) in found.items():
         role, above = roles[pid], roles.get(parent)
         if role == "other" and above == "worker":
-            role = "device" if _called(pid) == DEVICE_NAME else "beside"
-        holder = found[parent][2] if role in ("device", "beside") else command
-        name = _worker_name(holder) if role in ("worker", "device", "beside") else role
+            role = NAMES.get(_called(pid), "beside")
+        holder = found[parent][2] if role in BELOW_A_WORKER else command
+        name = _worker_name(holder) if role in ("worker", *BELOW_A_WORKER) else role
         result.append(Process(pid, parent, role, name, state in "Tt", " ".join(command)))
     return result
 

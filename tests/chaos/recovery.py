@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -29,9 +30,25 @@ BARS: Mapping[str, float] = {
 
 
 @dataclass
+class Log:
+    """What happened when, in seconds since the run began; printed as it happens if `verbose`."""
+
+    verbose: bool
+    lines: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    def note(self, what: str) -> None:
+        """Add a line."""
+        self.lines.append(f"{time.monotonic() - self.began:6.1f} s  {what}")
+        if self.verbose:
+            print(self.lines[-1], flush=True)
+
+
+@dataclass
 class Recoveries:
     """Seconds by what recovered; alone is what no other fault came into."""
 
+    log: Log
     alone: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     never: list[str] = field(default_factory=list)
 
@@ -41,6 +58,8 @@ class Recoveries:
             self.never.append(f"{what}: not within {GIVE_UP_S:.0f} s")
         else:
             self.alone[what].append(seconds)
+            late = ", LATE" if seconds > BARS.get(what, math.inf) else ""
+            self.log.note(f"{what} after {seconds:.2f} s{late}")
 
     def summary(self) -> list[dict[str, Any]]:
         """Return number, median, maximum and bar of everything that was measured."""
@@ -51,7 +70,7 @@ class Recoveries:
                 "median_s": round(statistics.median(seconds), 2),
                 "max_s": round(max(seconds), 2),
                 "bar_s": BARS.get(what),
-                "late": sum(one > BARS.get(what, float("inf")) for one in seconds),
+                "late": sum(one > BARS.get(what, math.inf) for one in seconds),
             }
             for what, seconds in sorted(self.alone.items())
         ]
@@ -123,14 +142,20 @@ class Observer:
         def whole() -> bool:
             found = self._box.processes()
             counts = {role: sum(p.role == role for p in found) for role in ("service", "valkey")}
-            num_workers = len({p.name for p in found if p.role == "device"})
+            devices, templates = (
+                {p.name for p in found if p.role == role} for role in ("device", "template")
+            )
             return (
                 counts == {"service": 1, "valkey": 1}
-                and num_workers == self._box.num_workers
+                and len(devices) == len(templates) == self._box.num_workers
                 and self._answers("/readyz")
             )
 
         return seconds_until(whole)
+
+    def until_template(self, worker: str) -> float | None:
+        """Return the seconds until the next device of a worker can be forked."""
+        return seconds_until(lambda: any(p.name == worker for p in self._box.processes("template")))
 
     def _answers(self, path: str) -> bool:
         token = next(iter(self._box.tokens.values()))

@@ -22,7 +22,7 @@ from tests.chaos.invariants import Findings
 from tests.chaos.ledger import Ledger
 from tests.chaos.problems import know_the_answers
 from tests.chaos.proxy import Proxy
-from tests.chaos.recovery import Observer, Recoveries
+from tests.chaos.recovery import Log, Observer, Recoveries
 from tests.chaos.sessions import RESULT_WITHIN_S, Session
 
 NUM_SESSIONS = 5
@@ -88,12 +88,13 @@ def run(plan: Plan) -> Outcome:
         stack.callback(proxy.close)
         observer = Observer(box)
         stack.callback(observer.close)
-        ledger, recoveries = Ledger(), Recoveries()
+        ledger, log = Ledger(), Log(plan.verbose)
+        recoveries = Recoveries(log)
         scene = Scene(box, proxy, observer, ledger, recoveries, random.Random(plan.seed))
         sessions = _sessions(box, proxy, ledger, seed=plan.seed)
         for session in sessions:
             session.start()
-        injected, log = _inject(scene, plan, full_disk=bool(full_disk))
+        injected = _inject(scene, plan, log, full_disk=bool(full_disk))
         findings = Findings(never_recovered=recoveries.never)
         _finish(sessions, findings)
         jobs = invariants.states_when_settled(box, findings)
@@ -113,7 +114,7 @@ def run(plan: Plan) -> Outcome:
         skipped=skipped,
         seconds=time.monotonic() - begin,
         load=os.getloadavg(),
-        log=log,
+        log=log.lines,
     )
 
 
@@ -131,10 +132,9 @@ def _sessions(box: Box, proxy: Proxy, ledger: Ledger, *, seed: int) -> list[Sess
     ]
 
 
-def _inject(scene: Scene, plan: Plan, *, full_disk: bool) -> tuple[Counter[str], list[str]]:
+def _inject(scene: Scene, plan: Plan, log: Log, *, full_disk: bool) -> Counter[str]:
     """Inject faults until time is over, one after another or several at once."""
     injected: Counter[str] = Counter()
-    log: list[str] = []
     begin = time.monotonic()
     rare = _rare(scene, plan, full_disk=full_disk)
 
@@ -142,9 +142,7 @@ def _inject(scene: Scene, plan: Plan, *, full_disk: bool) -> tuple[Counter[str],
         if hit is None:
             return
         injected[fault.name] += 1
-        log.append(f"{time.monotonic() - begin:6.1f} s  {fault.name}: {hit}")
-        if plan.verbose:
-            print(log[-1], flush=True)
+        log.note(f"{fault.name}: {hit}")
 
     while time.monotonic() - begin < plan.minutes * 60:
         if scene.recovering:
@@ -166,7 +164,7 @@ def _inject(scene: Scene, plan: Plan, *, full_disk: bool) -> tuple[Counter[str],
         watch.join()
     if scene.observer.until_whole() is None:
         scene.recoveries.never.append("the box after the last fault")
-    return injected, log
+    return injected
 
 
 def _storm(scene: Scene) -> Iterator[tuple[Fault, str | None]]:

@@ -14,7 +14,11 @@ import torch
 
 from gradbox_engine import Checkpoint
 from gradbox_service.store import Room
-from gradbox_worker.computations.checkpoints import CheckpointFile, Pace
+from gradbox_worker.computations.checkpoints import (
+    SLOW_DISK_BYTES_PER_S,
+    CheckpointFile,
+    Pace,
+)
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients
 
@@ -39,8 +43,10 @@ def clock() -> Clock:
 
 
 def checkpoint(folder: Path, *, attempt: int = 1, **given: Any) -> CheckpointFile:
+    """Return a file that may be written to at any time, unless it is told the time."""
+    pace = Pace() if "clock" in given else Pace.after(0)
     return CheckpointFile(
-        folder, job_id="j", attempt=attempt, **{"identity": IDENTITY, "pace": Pace(), **given}
+        folder, job_id="j", attempt=attempt, **{"identity": IDENTITY, "pace": pace, **given}
     )
 
 
@@ -84,6 +90,20 @@ def test_writing_takes_three_percent_of_the_time_at_most(tmp_path: Path, clock: 
         spent += 3.0
     # The first one's cost is not known before it is written.
     assert spent - 3.0 <= 0.03 * (clock.now - began)
+
+
+def test_a_large_first_one_waits_until_a_slow_disk_could_take_it(
+    tmp_path: Path, clock: Clock
+) -> None:
+    file = checkpoint(tmp_path, clock=clock)
+    large = Checkpoint({"x": torch.empty(SLOW_DISK_BYTES_PER_S, dtype=torch.uint8)}, {})
+    clock.now += 32
+    file.write(large)
+    assert not list(tmp_path.iterdir())
+    clock.now += 28
+    assert file.due()
+    file.write(large)
+    assert list(tmp_path.iterdir())
 
 
 def test_a_pace_of_zero_writes_one_after_every_shard(tmp_path: Path, clock: Clock) -> None:

@@ -21,7 +21,15 @@ from typing import BinaryIO
 
 from gradbox.errors import BlobRejected
 from gradbox.tensors.safetensors_header import SafetensorsHeader, read_header
-from gradbox_service.store.files import FileUse, make_folder, put_in_place, touch, use_of
+from gradbox_service.store.files import (
+    WRITE_OUT_BYTES,
+    FileUse,
+    begin_to_write_out,
+    make_folder,
+    put_in_place,
+    touch,
+    use_of,
+)
 from gradbox_service.store.room import Room
 
 # Headers kept in memory hold this many tensors together, about 250 MB.
@@ -172,7 +180,10 @@ class Upload:
         with self._room.noticing_a_full_disk(what=BLOB):
             self._file.write(chunk)
         self._hash.update(chunk)
-        self.size_bytes += len(chunk)
+        before, self.size_bytes = self.size_bytes, self.size_bytes + len(chunk)
+        if self.size_bytes // WRITE_OUT_BYTES > before // WRITE_OUT_BYTES:
+            self._file.flush()
+            begin_to_write_out(self._file.fileno())
 
     def commit(self) -> SafetensorsHeader:
         """Check what was written, put it in its place, and return its header.

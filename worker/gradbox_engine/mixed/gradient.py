@@ -38,35 +38,24 @@ from torch import Tensor, nn
 
 from gradbox_engine.checkpoint import Checkpoints
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.mixed.inner import Inner
-from gradbox_engine.mixed.jacobian_products import ShardJacobians
+from gradbox_engine.mixed.equipment import equipped
 from gradbox_engine.mixed.phases import (
-    Equipment,
     TangentPass,
     differentiate_outer,
     first_pass,
     tangent_pass,
 )
 from gradbox_engine.mixed.sums import LeafSums
-from gradbox_engine.model.kernels import differentiable_kernels
-from gradbox_engine.model.prepared import prepared
-from gradbox_engine.model.wrt import Selection
 from gradbox_engine.replay.checkpoint import JobCheckpoint
-from gradbox_engine.replay.cotangents import trainable
 from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.requests import (
     CallKeywords,
-    CallOptions,
     Group,
     MixedResult,
     MixedReturned,
     Objective,
     Observer,
-    Silent,
 )
-
-NOTHING = Selection({}, ())
-"""No parameter of G is differentiated."""
 
 
 def mixed_gradient(
@@ -101,23 +90,12 @@ def mixed_gradient(
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
     leaves = _leaves(inner, outer)
-    told = CallOptions(**options).without_penalties("mixed_gradient")
-    with (
-        prepared(model, [group], NOTHING, told) as ready,
-        trainable(leaves, widened=told.widened),
-        differentiable_kernels(),
-    ):
-        equipment = Equipment(
-            ready=ready,
-            jacobians=ShardJacobians(ready, argument=z, scaled=told.precision == "fp16"),
-            inner=Inner(inner, device=ready.device, seed=told.seed, widened=told.widened),
-            observer=observer or Silent(),
-        )
+    with equipped(model, group, inner, leaves, z=z, observer=observer, **options) as equipment:
         sums = LeafSums(leaves)
-        checkpoint = JobCheckpoint(checkpoints, ready, sums)
+        checkpoint = JobCheckpoint(checkpoints, equipment.ready, sums)
         resumed = checkpoint.resumed()
         went = TangentPass(**resumed.second.facts) if resumed.second else TangentPass()
-        clock = PhaseTimer(ready.device)
+        clock = PhaseTimer(equipment.ready.device)
         with clock.timed("forward"):
             first = first_pass(equipment, resumed.records, after_shard=checkpoint.after_first_call)
         with clock.timed("cotangents"):

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.errors import BadInputs, ModelCallFailed
-from gradbox_engine.mixed.inner import Contraction, Inner, norm
-from gradbox_engine.mixed.jacobian_products import Linearised, ShardJacobians, missing_rule
+from gradbox_engine.mixed.equipment import Equipment
+from gradbox_engine.mixed.inner import Contraction, norm
+from gradbox_engine.mixed.jacobian_products import Linearised, missing_rule
 from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.model.outputs import BARE, Outputs
 from gradbox_engine.model.precision import replay_tolerance
-from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.cotangents import differentiate, nonzero
 from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.replay.z import ShardRows, concatenated
-from gradbox_engine.requests import SOLE_GROUP, CallOptions, Group, Objective, Observer
+from gradbox_engine.requests import SOLE_GROUP, CallOptions, Group, Objective
 
 SKETCH_ENTRIES = 4096
 """How many entries of v are kept of each shard and output, at equal distances, to compare with."""
@@ -32,16 +32,6 @@ DFDZ = "dfdz"
 """What dfdz_i is called in a shard's record, beside the entries of v."""
 
 DISAGREES = "forward mode that disagrees with reverse mode"
-
-
-@dataclass(frozen=True)
-class Equipment:
-    """A model made ready for one job, and everything that puts shards through it."""
-
-    ready: Prepared
-    jacobians: ShardJacobians
-    inner: Inner
-    observer: Observer
 
 
 @dataclass(frozen=True)

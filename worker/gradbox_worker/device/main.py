@@ -113,11 +113,11 @@ def main(arguments: list[str], *, serving: str = "gradbox_worker.device.serving"
 def _forked(options: argparse.Namespace) -> Connection:
     """Be the template; returns in each device process that was forked, with its pipe."""
     _end_with_worker(options.parent)
-    _be_called(TEMPLATE_NAME)
     from gradbox_worker.device.forking import forked_device
     from gradbox_worker.device.importing import import_for_devices, import_for_jobs
 
     import_for_devices(options.models)
+    _be_called(TEMPLATE_NAME)  # from here on a fork takes milliseconds
     requests = socket.socket(fileno=options.fd)
     return forked_device(requests, import_more=import_for_jobs)
 

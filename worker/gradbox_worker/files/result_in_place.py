@@ -29,7 +29,13 @@ import torch
 from torch import Tensor
 
 from gradbox.protocol import ResultView
-from gradbox_service.store.files import flush_folder, make_folder, put_in_place
+from gradbox_service.store.files import (
+    WRITE_OUT_BYTES,
+    begin_to_write_out,
+    flush_folder,
+    make_folder,
+    put_in_place,
+)
 from gradbox_service.store.room import Room
 from gradbox_worker.files.result_file import (
     ALIGNMENT_BYTES,
@@ -78,6 +84,7 @@ class ResultOnDisk:
         self._entries: dict[str, dict[str, Any]] = {}
         self._regions: dict[str, Region] = {}
         self._room = self._end = 0
+        self._in_cache_bytes = 0
         self._kept: Path | None = None
 
     def __enter__(self) -> ResultOnDisk:
@@ -268,6 +275,10 @@ class ResultOnDisk:
             while len(data):
                 written = os.pwrite(self._descriptor, data, offset)
                 data, offset = data[written:], offset + written
+                self._in_cache_bytes += written
+        if self._in_cache_bytes >= WRITE_OUT_BYTES:
+            self._in_cache_bytes = 0
+            begin_to_write_out(self._descriptor)
 
 
 def _locked(descriptor: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Annotated
@@ -18,6 +19,7 @@ from gradbox_service.http.bodies import announced_bytes
 from gradbox_service.http.openapi import BLOB_BODY
 from gradbox_service.ownership import OwnBlobs
 from gradbox_service.settings import MIB, Settings
+from gradbox_service.store import Upload
 from gradbox_service.tokens import TokenInfo
 
 router = APIRouter(prefix="/v1/blobs", tags=["blobs"])
@@ -86,8 +88,7 @@ async def put_blob(
         partial(box.blobs.upload, digest, announced_bytes=said_bytes)
     )
     with upload:
-        async for piece in pieces:
-            await anyio.to_thread.run_sync(upload.write, piece)
+        await _write(upload, pieces)
         size_bytes = upload.size_bytes
         await anyio.to_thread.run_sync(partial(within_quota, more_bytes=size_bytes))
         await anyio.to_thread.run_sync(upload.commit)
@@ -118,6 +119,19 @@ async def _pieces(request: Request, *, limit_bytes: int) -> AsyncIterator[bytear
             piece = bytearray()
     if piece:
         yield piece
+
+
+async def _write(upload: Upload, pieces: AsyncIterator[bytearray]) -> None:
+    """Write and hash each piece while the next one is received."""
+    writing: asyncio.Task[None] | None = None
+    try:
+        async for piece in pieces:
+            if writing is not None:
+                await writing
+            writing = asyncio.create_task(anyio.to_thread.run_sync(upload.write, piece))
+    finally:
+        if writing is not None:
+            await writing  # also after an error: the file is closed next
 
 
 def _too_large(found_bytes: int, limit_bytes: int) -> BlobTooLarge:

@@ -15,21 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.mixed.gradient import NOTHING
-from gradbox_engine.mixed.inner import Inner
-from gradbox_engine.mixed.jacobian_products import ShardJacobians
+from gradbox_engine.mixed.equipment import Equipment, equipped
 from gradbox_engine.mixed.phases import (
     DFDZ,
-    Equipment,
     TangentPass,
     first_pass,
     sketch,
     tangent_pass,
 )
 from gradbox_engine.mixed.sums import LeafSums
-from gradbox_engine.model.kernels import differentiable_kernels
 from gradbox_engine.model.outputs import BARE
-from gradbox_engine.model.prepared import prepared
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.independence import check_independence
@@ -42,17 +37,14 @@ from gradbox_engine.ranges.protocol import (
     RangeGradient,
     RangeOutputs,
 )
-from gradbox_engine.replay.cotangents import trainable
 from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.replay.z import ShardRows, concatenated
 from gradbox_engine.requests import (
     CallKeywords,
-    CallOptions,
     Group,
     Objective,
     Observer,
-    Silent,
 )
 
 
@@ -93,18 +85,7 @@ def held_mixed(
     Args:
         leaves: y by name, those that outer alone reads too.
     """
-    told = CallOptions(**options).without_penalties("mixed_gradient")
-    with (
-        prepared(model, [group], NOTHING, told) as ready,
-        trainable(leaves, widened=told.widened),
-        differentiable_kernels(),
-    ):
-        equipment = Equipment(
-            ready=ready,
-            jacobians=ShardJacobians(ready, argument=z, scaled=told.precision == "fp16"),
-            inner=Inner(inner, device=ready.device, seed=told.seed, widened=told.widened),
-            observer=observer or Silent(),
-        )
+    with equipped(model, group, inner, leaves, z=z, observer=observer, **options) as equipment:
         yield HeldMixed(equipment, model, group, leaves)
 
 
