@@ -23,8 +23,10 @@ def duration(seconds: float) -> str:
 
 
 def brief(seconds: float) -> str:
-    """Return how long something took, which may be less than a second: `0.03 s`, `2.5 s`."""
-    return f"{seconds:.2g} s" if 0 < seconds < 9.5 else duration(seconds)
+    """Return how long something took, which may be less than a second: `21 ms`, `2.5 s`."""
+    if 0 < seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 10 else duration(seconds)
 
 
 def ago(time_s: float, *, now_s: float | None = None) -> str:
