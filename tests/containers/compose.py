@@ -44,13 +44,21 @@ class Part:
 
 def parts() -> list[Part]:
     """Return the services of the file, each after those that it depends on."""
-    text = _VARIABLE.sub(
-        lambda found: os.environ.get(found[1], found[2]), (ROOT / "docker-compose.yml").read_text()
-    )
-    described = {
-        name: _part(name, entry) for name, entry in yaml.safe_load(text)["services"].items()
-    }
-    return list(_ordered(described))
+    file = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    services = _interpolated(file["services"])
+    return list(_ordered({name: _part(name, entry) for name, entry in services.items()}))
+
+
+def _interpolated(value: Any) -> Any:
+    """Put in variables of the environment: after parsing, so that an empty one is a string."""
+    match value:
+        case dict():
+            return {key: _interpolated(entry) for key, entry in value.items()}
+        case list():
+            return [_interpolated(entry) for entry in value]
+        case str():
+            return _VARIABLE.sub(lambda found: os.environ.get(found[1], found[2]), value)
+    return value
 
 
 def _part(name: str, entry: dict[str, Any]) -> Part:

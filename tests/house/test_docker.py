@@ -14,6 +14,7 @@ from gradbox.cli import main
 from gradbox.cli.exits import run_alone
 from gradbox_service.http.listening import check_exposure, is_loopback
 from gradbox_service.settings import Settings, takes_settings
+from tests.containers.compose import parts
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -137,3 +138,11 @@ def test_the_command_line_of_an_image_is_understood(
     assert main([command, "--help"]) == 0
     said = capsys.readouterr().out
     assert all(flag in said for flag in flags), shlex.join(options)
+
+
+def test_a_variable_that_is_not_set_reaches_a_container_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    given = {part.name: part.environment for part in parts()}
+    assert given["service"]["OTEL_EXPORTER_OTLP_ENDPOINT"] == ""
