@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from itertools import count
-from types import MethodDescriptorType
 from typing import Any, Final
 
 import torch
@@ -19,7 +18,7 @@ from gradbox.graphs import allow_list, targets
 from gradbox.graphs.argument_rules import argument, writes_in_place
 from gradbox.graphs.check import MAX_NODES, is_zero
 from gradbox.tracing.default_dtype import check_default_dtype
-from gradbox.tracing.plain_method import plain_method
+from gradbox.tracing.plain_method import is_method, plain_method
 from gradbox.tracing.refusals import ON_YOUR_SIDE, instead_of
 from gradbox.tracing.source_location import untraceable
 from gradbox.tracing.symbols import Symbol
@@ -219,7 +218,7 @@ class Recorder(TorchFunctionMode):
         if name in _MAKES and not _has_symbol(args):
             return self._constant(func, args, kwargs)
         check_default_dtype(name, args, kwargs)
-        if _is_method(func):
+        if is_method(func):
             return self._recording.create_proxy("call_method", name, args, kwargs)
         return self._recording.create_proxy("call_function", func, args, kwargs)
 
@@ -258,12 +257,6 @@ def _writes(kind: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
         return target in allow_list.IN_PLACE
     name = targets.name_of(target)
     return name in allow_list.WRITING_FUNCTIONS or writes_in_place(name, args, kwargs)
-
-
-def _is_method(func: Any) -> bool:
-    # Torch does not count new_zeros and its like among the methods.
-    method: bool = torch.overrides.is_tensor_method_or_property(func)
-    return method or isinstance(func, MethodDescriptorType)
 
 
 def _foreign(tensor: torch.Tensor) -> str:
