@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import http.server
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from typing import Any
 
+import pytest
+
+from gradbox.cli import main
 from tests.attacks.attack import attack
 from tests.attacks.graphs import call
 from tests.attacks.target import NODE_Z, SUM, Target, graph_loss
-from tests.boxes import ROOT
 
 # Clears the screen, sets the title, writes to the clipboard, turns the text around, forges a line.
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x1b]52;c;ZXZpbA==\x07\x9b31m\u202e\r\nERROR forged\x00"
@@ -41,10 +41,9 @@ def _job_name(target: Target) -> None:
         job = answer.json()["id"]
         target.ended(target.eve, job)
         for verb in (("list",), ("show", job)):
-            done = target.command("jobs", *verb)
-            assert not _obeyed(done.stdout + done.stderr), repr(done.stdout)
-            lines = (done.stdout + done.stderr).splitlines()
-            assert not any(line.startswith("ERROR forged") for line in lines)
+            said = _said_by("jobs", *verb, url=target.url, token=target.box.tokens["eve"])
+            assert not _obeyed(said), repr(said)
+            assert not any(line.startswith("ERROR forged") for line in said.splitlines())
 
 
 @attack(
@@ -111,16 +110,21 @@ def _hostile_box(target: Target) -> None:
         (200, {"jobs": HOSTILE}, ("list",)),
     ):
         with _answering(status, body) as url:
-            done = subprocess.run(
-                [sys.executable, "-m", "gradbox", "jobs", *verb],
-                capture_output=True,
-                text=True,
-                cwd=ROOT,
-                env=os.environ | {"GRADBOX_URL": url, "GRADBOX_TOKEN": "gbx_x"},
-                timeout=500,
-            )
-        assert not _obeyed(done.stdout + done.stderr), repr(done.stdout + done.stderr)
-        assert "Traceback" not in done.stderr
+            said = _said_by("jobs", *verb, url=url, token="gbx_x")
+        assert not _obeyed(said), repr(said)
+        assert "Traceback" not in said
+
+
+def _said_by(*arguments: str, url: str, token: str) -> str:
+    """Return what `gradbox` prints, here rather than in a process that imports it anew."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv("GRADBOX_URL", url)
+        patch.setenv("GRADBOX_TOKEN", token)
+        said = StringIO()
+        stack.enter_context(redirect_stdout(said))
+        stack.enter_context(redirect_stderr(said))
+        main([*arguments])
+    return said.getvalue()
 
 
 @contextmanager

@@ -5,22 +5,25 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
-import matplotlib as mpl
 import pytest
 import torch
-from matplotlib import pyplot
 
 from gradbox import Gradient, GradResult, InvalidInputs, InvalidJob, Jacobian, PerSampleGradient
 from tests.boxes import TestBox
 
-mpl.use("agg")
 SHARDS = [torch.linspace(-1, 2, 30).reshape(6, 5).double()]
 
 
 @pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
+def pyplot() -> Iterator[ModuleType]:
+    """matplotlib that draws into memory; whatever a test drew is closed behind it."""
+    import matplotlib as mpl
+    from matplotlib import pyplot
+
+    mpl.use("agg")
+    yield pyplot
     pyplot.close("all")
 
 
@@ -56,7 +59,7 @@ def test_rows_draw_their_largest_samples(twin: TestBox) -> None:
     assert len(result.plot("layers").patches) == 3
 
 
-def test_a_gram_matrix_is_an_image(twin: TestBox) -> None:
+def test_a_gram_matrix_is_an_image(twin: TestBox, pyplot: ModuleType) -> None:
     result = per_sample(twin, reduce="gram")
     _, given = pyplot.subplots()
     ax = result.plot(ax=given)

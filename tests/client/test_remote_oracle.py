@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from gradbox_engine import shard_stream
@@ -56,6 +55,8 @@ def by_numpy(z: Tensor) -> Tensor:
 
 def assigned(z: Tensor) -> Tensor:
     """Hungarian matching of the samples to a fixed set (Carion et al. 2020, eq. 1)."""
+    from scipy.optimize import linear_sum_assignment
+
     targets = torch.linspace(-1, 1, z.numel(), dtype=z.dtype).reshape(z.shape).flip(0)
     cost = torch.cdist(z, targets)
     rows, columns = linear_sum_assignment(cost.detach().numpy())

@@ -225,8 +225,8 @@ def test_without_a_models_file_an_example_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [("--port", "http"), ("--workers", "0"), ("--device", ",")])
 def test_arguments_that_mean_nothing_are_refused(
-    start: Callable[..., Up], arguments: tuple[str, ...]
+    models: Path, tmp_path: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, said = start(*arguments).finish()
-    assert code == 2
-    assert "expected" in said
+    given = ("--port", "0", "--models", str(models), "--data", str(tmp_path / "data"), *arguments)
+    assert main(["up", *given]) == 2
+    assert "expected" in capsys.readouterr().err

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.fx import Graph as FxGraph
 
@@ -71,6 +70,8 @@ def numpy_array(z: Tensor) -> Tensor:
 
 
 def scipy(z: Tensor) -> Tensor:
+    from scipy.optimize import linear_sum_assignment
+
     rows, columns = linear_sum_assignment(z)  # here
     return z[rows, columns].sum()
 

@@ -53,15 +53,26 @@ def modules_loaded_by(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "statement",
+    ("statement", "also_not"),
     [
-        "import gradbox, gradbox.protocol, gradbox.graphs.check, gradbox.cli",
-        "import gradbox_service.http.app, gradbox_service.up.command",
-        "import gradbox_worker.turns.rq_worker, gradbox_worker.turns.turn",
+        ("import gradbox, gradbox.protocol, gradbox.graphs.check, gradbox.cli", "redis"),
+        (
+            "import gradbox_service.http.app, gradbox_service.commands, "
+            "gradbox_service.up.command, gradbox_service.up.box",
+            "transformers",
+        ),
+        (
+            "import gradbox_worker.__main__, gradbox_worker.command, "
+            "gradbox_worker.models.command, gradbox_worker.turns.rq_worker, "
+            "gradbox_worker.turns.turn, gradbox_worker.device.main",
+            "numpy",
+        ),
+        ("import gradbox_worker.cluster.main, gradbox_worker.cluster.leases", "fastapi"),
     ],
+    ids=["client", "service", "worker", "coordinator"],
 )
-def test_import_loads_no_torch(statement: str) -> None:
-    assert "torch" not in modules_loaded_by(statement)
+def test_import_loads_neither_torch_nor_ray(statement: str, also_not: str) -> None:
+    assert not {"torch", "ray", also_not} & modules_loaded_by(statement)
 
 
 def test_the_client_imports_none_of_the_others() -> None:

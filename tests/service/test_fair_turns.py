@@ -210,6 +210,36 @@ def test_changes_that_were_trimmed_unread_are_not_missed(
     assert dispatcher.jobs.queued("a") is None
 
 
+def test_ends_among_changes_that_were_trimmed_are_noted_once(
+    redis_settings: Settings, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradbox_service.jobs.redis_records.CHANGES_READ", 4)
+    box = Backing.on_redis(redis_settings)
+    queue(box.records, "a", "b")
+    ended: list[str] = []
+    dispatcher = Dispatcher(
+        box.records,
+        box.turns,
+        box.fleet,
+        box.leadership,
+        clock=FakeTime(),
+        ended=lambda record: ended.append(record.id),
+    )
+    dispatcher.tick()
+    end = partial(JobRecord.request_cancel, now_s=FakeTime()())
+    box.records.update("a", end)  # its change is trimmed
+    queue(box.records, "c")
+    box.records.update("b", end)  # its change is read together with "missed"
+    queue(box.records, "d")
+    box.records.update("d", end)  # was never held here
+    connection.xtrim(redis_changes.CHANGES, maxlen=4, approximate=False)
+    dispatcher.tick()
+    assert sorted(ended) == ["a", "b", "d"]
+    box.records.update("c", end)
+    dispatcher.tick()
+    assert sorted(ended) == ["a", "b", "c", "d"]
+
+
 def test_what_no_change_told_is_found_by_comparing(
     redis_settings: Settings, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

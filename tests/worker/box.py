@@ -150,6 +150,11 @@ class WorkerProcess:
         self.name = name
 
     @property
+    def device_log(self) -> str:
+        """What its device processes have printed, where that goes to a file of its own."""
+        return (self._box.folder / "logs" / "device.log").read_text()
+
+    @property
     def child_pid(self) -> int:
         """Its device process; ValueError if there is none."""
         return child_called("gradbox-device", of=self.process.pid)

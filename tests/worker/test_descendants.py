@@ -8,48 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gradbox_worker.device.descendants import MARK, end_descendants
-from tests.worker.box import (
-    Box,
-    WorkerProcess,
-    is_zombie,
-    register_misbehaving,
-    running,
-    running_box,
-    running_worker,
-    shards_of,
-)
+from tests.worker.box import Box, WorkerProcess, is_zombie, running, shards_of
 
 NUM_CHILDREN = 3  # of zoo.leave_children
-
-
-@pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
-    with running_box(tmp_path_factory.mktemp("descendants")) as box:
-        register_misbehaving(box)
-        yield box
-
-
-@pytest.fixture(scope="module")
-def living_worker(box: Box) -> Iterator[Callable[[], WorkerProcess]]:
-    """Gives a worker that is idle: the same one again as long as it lives."""
-    with ExitStack() as stack:
-        started: list[WorkerProcess] = []
-
-        def living() -> WorkerProcess:
-            if not started or started[-1].process.poll() is not None:
-                name = f"w-{secrets.token_hex(2)}"
-                started.append(stack.enter_context(running_worker(box, name=name)))
-            started[-1].wait_until_ready()
-            return started[-1]
-
-        yield living
 
 
 def kill_device(worker: WorkerProcess) -> None:
@@ -87,12 +54,8 @@ def stop_worker(worker: WorkerProcess) -> None:
     ids=lambda how: how.__name__,
 )
 def test_children_of_a_model_end_with_its_device(
-    box: Box,
-    living_worker: Callable[[], WorkerProcess],
-    how: Callable[[WorkerProcess], None],
+    box: Box, worker: WorkerProcess, how: Callable[[WorkerProcess], None]
 ) -> None:
-    worker = living_worker()
-    (box.folder / "children").unlink(missing_ok=True)
     box.order("leave_children_and_sleep")
     job = box.submit(box.spec(shards_of(1) * 200))
     box.wait(job, lambda record: running(record) and (box.folder / "children").exists())
@@ -104,7 +67,6 @@ def test_children_of_a_model_end_with_its_device(
     while any(lives(child) for child in children):
         assert time.monotonic() < deadline, children
         time.sleep(0.02)
-    (box.folder / "order").unlink()
     box.cancel(job)
 
 

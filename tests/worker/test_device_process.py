@@ -7,18 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradbox_service.backing import Backing
-from gradbox_worker.device import DeviceProcess, DeviceSettings
+from gradbox_worker.device import DeviceProcess
 from gradbox_worker.device.exits import exit_of
-from gradbox_worker.work import Died, Finished, StopOrder, Work
-from tests.worker.box import Box, register_misbehaving, shards_of
-
-
-class Watching:
-    """Supervision that lets the job run."""
-
-    def progress(self, phase: str, done: int, total: int) -> None: ...
-    def poll(self) -> StopOrder | None: ...
+from gradbox_worker.work import Died, Finished
+from tests.worker.box import Box, register_misbehaving
+from tests.worker.devices import Watching, box_in, device_of, work_of
 
 
 class Failing(Watching):
@@ -30,40 +23,25 @@ class Failing(Watching):
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
-    folder = tmp_path_factory.mktemp("device")
-    box = Box(folder, Backing.in_memory(folder))
+    box = box_in(tmp_path_factory.mktemp("device"))
     register_misbehaving(box)
     return box
 
 
 @pytest.fixture(scope="module")
 def device(box: Box) -> Iterator[DeviceProcess]:
-    device = DeviceProcess(
-        DeviceSettings(models_file=box.models_file, data=box.folder, device="cpu")
-    )
+    device = device_of(box)
     device.ensure()
     yield device
     device.close()
-
-
-def work(box: Box, device: DeviceProcess, *, seed: int = 0) -> Work:
-    return Work(
-        job_id="j",
-        attempt=1,
-        model="m",
-        model_version=device.models[0].version,
-        spec=box.spec(shards_of(3), seed=seed),
-        result_path=box.folder / "results" / "j.1.safetensors",
-        queued_s=0.0,
-    )
 
 
 def test_a_watcher_that_fails_does_not_leave_an_answer_for_the_next_job(
     box: Box, device: DeviceProcess
 ) -> None:
     with pytest.raises(ArithmeticError):
-        device.run(work(box, device, seed=1), Failing())
-    outcome = device.run(work(box, device, seed=2), Watching())
+        device.run(work_of(box, device, seed=1), Failing())
+    outcome = device.run(work_of(box, device, seed=2), Watching())
     assert isinstance(outcome, Finished)
     assert outcome.receipt.seed == 2
 
@@ -73,7 +51,7 @@ def test_a_death_is_noticed_while_the_models_own_child_lives_on(
 ) -> None:
     box.order("die_leaving_a_child")
     began = time.monotonic()
-    outcome = device.run(work(box, device), Watching())
+    outcome = device.run(work_of(box, device), Watching())
     (box.folder / "order").unlink()
     assert outcome == Died("it was killed by SIGKILL, perhaps by the kernel for lack of memory")
     assert time.monotonic() - began < 50  # the child lives for 60 s

@@ -10,42 +10,20 @@ from collections.abc import Iterator
 import pytest
 
 from gradbox.protocol import JobState, ModelView
-from gradbox_service.backing import Backing
-from gradbox_worker.device import DeviceProcess, DeviceSettings
+from gradbox_service.jobs import WorkerPresence
+from gradbox_worker.device import DeviceProcess
 from tests.worker import zoo
-from tests.worker.box import (
-    Box,
-    WorkerProcess,
-    child_called,
-    eventually,
-    running_box,
-    running_worker,
-    shards_of,
-)
-
-NUM_MODELS = 16
+from tests.worker.box import Box, WorkerProcess, child_called, eventually, shards_of
+from tests.worker.devices import box_in, device_of, kill
 
 
-def register_affine(box: Box, *, num: int = NUM_MODELS) -> None:
+def register_affine(box: Box, *, num: int) -> None:
     box.models_file.write_text(
         "".join(
             f'[models.m{index}]\nbuilder = "python"\nsource = "{zoo.__file__}:affine"\n'
             for index in range(num)
         )
     )
-
-
-@pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
-    with running_box(tmp_path_factory.mktemp("restarts")) as box:
-        register_affine(box)
-        yield box
-
-
-@pytest.fixture(scope="module")
-def worker(box: Box) -> Iterator[WorkerProcess]:
-    with running_worker(box) as worker:
-        yield worker
 
 
 def test_a_device_killed_as_it_starts_is_started_again_by_the_same_worker(
@@ -64,12 +42,11 @@ def test_a_device_killed_as_it_starts_is_started_again_by_the_same_worker(
 def test_a_new_device_loads_only_the_model_that_a_job_needs(
     box: Box, worker: WorkerProcess
 ) -> None:
-    worker.wait_until_ready()
-    loads = worker.log.read_text().count("loaded m")
+    loads = worker.device_log.count("loaded m")
     os.kill(worker.child_pid, signal.SIGKILL)
     job = box.submit(box.spec(shards_of(2), model="m7"), version=version_of(box, worker, "m7"))
     assert box.wait(job).state is JobState.DONE
-    log = worker.log.read_text()
+    log = worker.device_log
     assert log.count("loaded m") == loads + 1
     assert log.rpartition("loaded m")[2].startswith("7 ")
 
@@ -77,24 +54,22 @@ def test_a_new_device_loads_only_the_model_that_a_job_needs(
 def test_the_models_are_announced_while_a_new_device_starts(
     box: Box, worker: WorkerProcess
 ) -> None:
-    worker.wait_until_ready()
-    device = worker.child_pid
-    os.kill(device, signal.SIGKILL)
+    before = presence(box, worker)
+    os.kill(worker.child_pid, signal.SIGKILL)
     states = set()
-    while "starting" not in states or worker_state(box, worker) != "idle":
-        presence = next(w for w in box.backing.fleet.workers() if w.name == worker.name)
-        assert len(presence.models) == NUM_MODELS
-        states.add(presence.state)
+    while "starting" not in states or presence(box, worker).state != "idle":
+        found = presence(box, worker)
+        assert found.models == before.models
+        states.add(found.state)
         time.sleep(0.02)
 
 
 def version_of(box: Box, worker: WorkerProcess, model: str) -> str:
-    presence = next(w for w in box.backing.fleet.workers() if w.name == worker.name)
-    return presence.models[model]
+    return presence(box, worker).models[model]
 
 
-def worker_state(box: Box, worker: WorkerProcess) -> str:
-    return next(w.state for w in box.backing.fleet.workers() if w.name == worker.name)
+def presence(box: Box, worker: WorkerProcess) -> WorkerPresence:
+    return next(found for found in box.backing.fleet.workers() if found.name == worker.name)
 
 
 # The device process by itself, without a worker around it.
@@ -102,22 +77,14 @@ def worker_state(box: Box, worker: WorkerProcess) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Box:
-    folder = tmp_path_factory.mktemp("device")
-    return Box(folder, Backing.in_memory(folder))
+    return box_in(tmp_path_factory.mktemp("device"))
 
 
 @pytest.fixture(scope="module")
 def device(folder: Box) -> Iterator[DeviceProcess]:
-    settings = DeviceSettings(models_file=folder.models_file, data=folder.folder, device="cpu")
-    device = DeviceProcess(settings)
+    device = device_of(folder)
     yield device
     device.close()
-
-
-def kill(device: DeviceProcess) -> None:
-    device.kill()
-    while device.ready:
-        time.sleep(0.01)
 
 
 def names(models: list[ModelView]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a serving device process has imported: all of torch that a first job needs, no network."""
+"""What a serving device has imported: all of torch that a first job needs, no network, no Ray."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ def imported() -> tuple[set[str], set[str]]:
     return set(serving.split()), set(first_job.split())
 
 
-def test_a_device_imports_nothing_of_the_network(imported: tuple[set[str], set[str]]) -> None:
+def test_a_device_imports_nothing_of_the_network_or_of_ray(
+    imported: tuple[set[str], set[str]],
+) -> None:
     serving, _ = imported
     assert "torch" in serving
-    assert not {"httpx", "redis", "rq", "typer", "fastapi"} & serving
+    assert not {"httpx", "redis", "rq", "typer", "fastapi", "ray"} & serving
 
 
 def test_a_first_job_imports_nothing_of_torch(imported: tuple[set[str], set[str]]) -> None:

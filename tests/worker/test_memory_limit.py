@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,6 @@ from gradbox_worker.computations.memory_limit import RESERVE_BYTES, MemoryLimit
 from tests.worker.box import (
     Box,
     WorkerProcess,
-    register_misbehaving,
-    running_box,
-    running_worker,
     shards_of,
     traced,
 )
@@ -58,19 +55,6 @@ def backward_of_an_index(z: Tensor) -> Tensor:
     return z.sum().expand(NUM)[0]
 
 
-@pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
-    with running_box(tmp_path_factory.mktemp("limit")) as box:
-        register_misbehaving(box)
-        yield box
-
-
-@pytest.fixture(scope="module")
-def worker(box: Box) -> Iterator[WorkerProcess]:
-    with running_worker(box, "--job-memory-gib", "0.5") as worker:
-        yield worker
-
-
 @pytest.mark.parametrize(
     "attack",
     [kthvalue, median, sort, mv, matmul, conv, backward_of_an_index],
@@ -79,14 +63,15 @@ def worker(box: Box) -> Iterator[WorkerProcess]:
 def test_a_graph_whose_kernels_take_more_than_a_job_may_is_out_of_memory(
     box: Box, worker: WorkerProcess, attack: Callable[[Tensor], Tensor]
 ) -> None:
-    device, loads = worker.child_pid, worker.log.read_text().count("loaded m (")
+    assert box.wait(box.submit(box.spec(shards_of(2)))).state is JobState.DONE  # loads the model
+    device, loads = worker.child_pid, worker.device_log.count("loaded m (")
     record = box.wait(box.submit(box.spec(shards_of(2), loss=traced(attack))), timeout_s=60)
     assert (record.state, record.attempt) == (JobState.FAILED, 1)
     assert record.error is not None
     assert record.error.code == "out-of-memory", record.error
     assert box.wait(box.submit(box.spec(shards_of(2)))).state is JobState.DONE
     assert worker.child_pid == device
-    assert worker.log.read_text().count("loaded m (") == loads
+    assert worker.device_log.count("loaded m (") == loads
 
 
 def test_a_job_gets_all_of_the_room_it_may_have() -> None:

@@ -16,18 +16,11 @@ from tests.worker.box import (
     register_misbehaving,
     running,
     running_box,
-    running_worker,
     shards_of,
 )
 
 LEASE_S = 2.0
 REFUSED = "Redis refuses for now, waiting"
-
-
-@pytest.fixture(scope="module")
-def worker(box: Box) -> Iterator[WorkerProcess]:
-    with running_worker(box, "--lease-s", str(LEASE_S)) as worker:
-        yield worker
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +51,25 @@ def wait_until_refused(worker: WorkerProcess) -> None:
         time.sleep(0.05)
 
 
+@pytest.fixture(scope="module")
+def worker(box: Box) -> Iterator[WorkerProcess]:
+    """A worker that was started while Redis refused to take its name."""
+    with refusing(box.redis_url):
+        worker = WorkerProcess(box, "--lease-s", str(LEASE_S))
+        wait_until_refused(worker)
+    yield worker
+    if worker.process.poll() is None:
+        worker.stop()
+
+
+def test_a_worker_starts_as_soon_as_redis_takes_its_name(worker: WorkerProcess) -> None:
+    worker.wait_until_ready()
+
+
 def test_a_job_that_runs_and_ends_while_redis_refuses_loses_no_attempt(
     box: Box, worker: WorkerProcess
 ) -> None:
+    worker.wait_until_ready()
     box.order("dawdle")
     job = box.submit(box.spec(shards_of(8)))
     box.wait(job, running)
@@ -81,13 +90,3 @@ def test_an_idle_worker_waits_and_takes_the_next_job(box: Box, worker: WorkerPro
     worker.wait_until_ready()
     record = box.wait(box.submit(box.spec(shards_of(1))))
     assert (record.state, record.attempt) == (JobState.DONE, 1)
-
-
-def test_a_worker_starts_as_soon_as_redis_takes_its_name(box: Box) -> None:
-    with refusing(box.redis_url):
-        worker = WorkerProcess(box, name="late")
-        wait_until_refused(worker)
-    try:
-        worker.wait_until_ready()
-    finally:
-        assert worker.stop() == 0

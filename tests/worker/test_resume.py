@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,39 +32,23 @@ from gradbox.tensors.safetensors_header import read_header
 from gradbox.tracing.trace import trace
 from gradbox_service.jobs import JobRecord
 from gradbox_worker.computations.checkpoints import METADATA_KEY, checkpoint_path
-from tests.worker.box import (
-    Box,
-    WorkerProcess,
-    register_misbehaving,
-    running_box,
-    running_worker,
-    shards_of,
-)
+from tests.worker.box import Box, WorkerProcess, shards_of
 
 NUM_SHARDS = 60
 KILLED_AT = 50
-AFTER_EVERY_SHARD = ("--checkpoint-after-s", "0")
 MAX_PLAN_CALLS = 10  # that a per-sample job makes before and beside its shards
 
 
 class ResumeBox:
-    """A box with one worker, which is started anew once it was killed."""
+    """The shared box, whose worker keeps a checkpoint after every shard."""
 
-    def __init__(self, box: Box, stack: ExitStack) -> None:
+    def __init__(self, box: Box, living_worker: Callable[[], WorkerProcess]) -> None:
         self.box = box
-        self._stack = stack
-        self._worker: WorkerProcess | None = None
+        self.living_worker = living_worker
         self.expected: dict[str, dict[str, Tensor]] = {}
 
-    @property
-    def worker(self) -> WorkerProcess:
-        if self._worker is None or self._worker.process.poll() is not None:
-            self._worker = self._stack.enter_context(running_worker(self.box, *AFTER_EVERY_SHARD))
-        return self._worker
-
-    def kill_at_call(self, number: int, *, device: bool) -> None:
+    def kill_at_call(self, worker: WorkerProcess, number: int, *, device: bool) -> None:
         """Kill the worker, or its device alone, in a call of the model."""
-        worker = self.worker
         deadline = time.monotonic() + 120
         while self.num_calls() < number:
             assert time.monotonic() < deadline, "the job never came so far"
@@ -85,14 +68,14 @@ class ResumeBox:
         calls = self.box.folder / "calls"
         return calls.stat().st_size if calls.exists() else 0
 
-    def checkpoints(self, job: str = "") -> list[str]:
+    def checkpoints(self, job: str) -> list[str]:
         return [path.name for path in (self.box.folder / "checkpoints").glob(f"{job}*")]
 
-    def wait_until_nothing_is_kept(self) -> None:
+    def wait_until_nothing_is_kept(self, job: str) -> None:
         """Files go right after the record has changed."""
         deadline = time.monotonic() + 60
-        while self.checkpoints():
-            assert time.monotonic() < deadline, self.checkpoints()
+        while self.checkpoints(job):
+            assert time.monotonic() < deadline, self.checkpoints(job)
             time.sleep(0.01)
 
     def facts(self, job: str) -> dict[str, Any]:
@@ -103,10 +86,8 @@ class ResumeBox:
 
 
 @pytest.fixture(scope="module")
-def resuming(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResumeBox]:
-    with running_box(tmp_path_factory.mktemp("resume")) as box, ExitStack() as stack:
-        register_misbehaving(box)
-        yield ResumeBox(box, stack)
+def resuming(box: Box, living_worker: Callable[[], WorkerProcess]) -> ResumeBox:
+    return ResumeBox(box, living_worker)
 
 
 def squares(z: Tensor) -> Tensor:
@@ -215,7 +196,6 @@ def undisturbed(resuming: ResumeBox, name: str) -> dict[str, Tensor]:
     if name not in resuming.expected:
         box = resuming.box
         (box.folder / "order").unlink(missing_ok=True)
-        resuming.worker.wait_until_ready()
         record = box.wait(box.submit(KINDS[name].spec(box)))
         assert record.state is JobState.DONE, record.error
         resuming.expected[name] = arrays(box, record)
@@ -242,7 +222,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_a_killed_job_goes_on_from_its_checkpoint(
-    resuming: ResumeBox, name: str, killed: str
+    resuming: ResumeBox, worker: WorkerProcess, name: str, killed: str
 ) -> None:
     kind = KINDS[name]
     expected = undisturbed(resuming, name)
@@ -250,9 +230,9 @@ def test_a_killed_job_goes_on_from_its_checkpoint(
     call = kind.calls_before + KILLED_AT
     resuming.hold_at_call(call)
     job = box.submit(kind.spec(box))
-    resuming.kill_at_call(call, device=killed == "device")
+    resuming.kill_at_call(worker, call, device=killed == "device")
     num_done = kind.num_done(resuming.facts(job))
-    resuming.worker.wait_until_ready()
+    resuming.living_worker()
     record = box.wait(job)
     assert record.state is JobState.DONE, record.error
     found, (_, receipt) = arrays(box, record), box.result(record)
@@ -262,31 +242,34 @@ def test_a_killed_job_goes_on_from_its_checkpoint(
     # The call in which it was killed, and those behind it.
     assert num_done >= KILLED_AT - 1 - MAX_PLAN_CALLS
     assert 0 <= resuming.num_calls() - call - (NUM_SHARDS - num_done) <= MAX_PLAN_CALLS
-    resuming.wait_until_nothing_is_kept()
+    resuming.wait_until_nothing_is_kept(job)
 
 
 @pytest.mark.slow
-def test_a_job_is_resumed_as_often_as_it_is_killed(resuming: ResumeBox) -> None:
+def test_a_job_is_resumed_as_often_as_it_is_killed(
+    resuming: ResumeBox, worker: WorkerProcess
+) -> None:
     expected = undisturbed(resuming, "dense rows")
     box = resuming.box
     resuming.hold_at_call(30)
     job = box.submit(rows(box, form="dense"))
-    resuming.kill_at_call(30, device=True)
+    resuming.kill_at_call(worker, 30, device=True)
     first = resuming.facts(job)["facts"]["shards"]
     resuming.hold_at_call(25)
-    resuming.kill_at_call(25, device=True)
+    resuming.kill_at_call(worker, 25, device=True)
     assert resuming.facts(job)["facts"]["shards"] > first
     record = box.wait(job)
     assert record.state is JobState.DONE, record.error
     found, receipt = box.result(record)
     assert (receipt.attempts, receipt.resumed) == (3, 2)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    resuming.wait_until_nothing_is_kept()
+    resuming.wait_until_nothing_is_kept(job)
 
 
 @pytest.mark.parametrize("name", ["gradient", "dense rows"])
-def test_a_cancelled_job_leaves_no_checkpoint(resuming: ResumeBox, name: str) -> None:
-    resuming.worker.wait_until_ready()
+def test_a_cancelled_job_leaves_no_checkpoint(
+    resuming: ResumeBox, worker: WorkerProcess, name: str
+) -> None:
     box, kind = resuming.box, KINDS[name]
     call = kind.calls_before + KILLED_AT
     resuming.hold_at_call(call)
@@ -299,5 +282,5 @@ def test_a_cancelled_job_leaves_no_checkpoint(resuming: ResumeBox, name: str) ->
     box.order("dawdle")
     (box.folder / "hold").unlink()
     assert box.wait(job).state is JobState.CANCELLED
-    resuming.wait_until_nothing_is_kept()
+    resuming.wait_until_nothing_is_kept(job)
     assert not list((box.folder / "results").glob(f"{job}.*"))

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gradbox_service.backing import Backing
 from gradbox_worker.computations.memory_limit import MemoryLimit
-from gradbox_worker.device import DeviceProcess, DeviceSettings
+from gradbox_worker.device import DeviceProcess
 from gradbox_worker.exceptions_to_problems import wanted_bytes
-from gradbox_worker.work import Failed, Finished, Outcome, StopOrder, Work
+from gradbox_worker.work import Failed, Finished, Outcome, Work
 from tests.worker import zoo
 from tests.worker.box import Box, shards_of
+from tests.worker.devices import Watching, box_in, device_of
 
 MIB = 2**20
 WEIGHTS_MIB = 64
@@ -26,17 +26,9 @@ SLACK_MIB = 48
 SCRATCH_MIB = {"small": 1, "other": 1, "large": 56, "absurd": 2**30}
 
 
-class Watching:
-    """Supervision that lets the job run."""
-
-    def progress(self, phase: str, done: int, total: int) -> None: ...
-    def poll(self) -> StopOrder | None: ...
-
-
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
-    folder = tmp_path_factory.mktemp("short")
-    box = Box(folder, Backing.in_memory(folder))
+    box = box_in(tmp_path_factory.mktemp("short"))
     box.models_file.write_text(
         "".join(
             f'[models.{name}]\nbuilder = "python"\nsource = "{zoo.__file__}:large"\n'
@@ -49,13 +41,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
 
 @pytest.fixture(scope="module")
 def device(box: Box) -> Iterator[DeviceProcess]:
-    settings = DeviceSettings(
-        models_file=box.models_file,
-        data=box.folder,
-        device="cpu",
-        model_memory_bytes=10 * WEIGHTS_MIB * MIB,
-    )
-    device = DeviceProcess(settings)
+    device = device_of(box, model_memory_bytes=10 * WEIGHTS_MIB * MIB)
     device.ensure()
     yield device
     device.close()

@@ -7,74 +7,48 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gradbox.protocol import JobState
-from gradbox_service.backing import Backing
-from gradbox_worker.device import DeviceProcess, DeviceSettings
-from gradbox_worker.work import Finished, StopOrder, Work
+from gradbox_worker.device import DeviceProcess
+from gradbox_worker.work import Finished
 from tests.worker import zoo
-from tests.worker.box import (
-    Box,
-    WorkerProcess,
-    child_called,
-    eventually,
-    running_box,
-    running_worker,
-    shards_of,
-)
+from tests.worker.box import Box, WorkerProcess, child_called, eventually, shards_of
+from tests.worker.devices import Watching, box_in, device_of, kill, work_of
 
 
-@pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
-    with running_box(tmp_path_factory.mktemp("template")) as box:
-        builder = box.folder / "builder.py"
-        builder.write_text(
-            Path(zoo.__file__).read_text()
-            + "\nimport numpy\n"
-            + f"with open({str(drawn_by_devices(box))!r}, 'a') as file:\n"
-            + "    print(numpy.random.random(), file=file)\n"
-        )
-        box.models_file.write_text(f'[models.m]\nbuilder = "python"\nsource = "{builder}:affine"\n')
-        yield box
-
-
-@pytest.fixture(scope="module")
-def worker(box: Box) -> Iterator[WorkerProcess]:
-    log = box.folder / "logs" / "device.log"
-    with running_worker(box, "--device-log", str(log)) as worker:
-        yield worker
-
-
-def drawn_by_devices(box: Box) -> Path:
-    """A line for each device process that built the model: a number that NumPy drew."""
-    return box.folder / "drawn"
+def drawn_by_devices(box: Box) -> list[str]:
+    """A line for each device process that built "drawing": a number that NumPy drew."""
+    return (box.folder / "drawn").read_text().splitlines()
 
 
 def next_job_is_done(box: Box) -> bool:
-    version = box.backing.fleet.workers()[0].models["m"]
-    return box.wait(box.submit(box.spec(shards_of(2)), version=version)).state is JobState.DONE
+    version = box.backing.fleet.workers()[0].models["drawing"]
+    job = box.submit(box.spec(shards_of(2), model="drawing"), version=version)
+    return box.wait(job).state is JobState.DONE
 
 
 def test_a_device_that_was_killed_is_replaced_from_the_same_template(
     box: Box, worker: WorkerProcess
 ) -> None:
     device, template = worker.child_pid, worker.template_pid
-    assert len(drawn_by_devices(box).read_text().splitlines()) == 1  # by the first device alone
+    drawn = drawn_by_devices(box)
     os.kill(device, signal.SIGKILL)
     assert next_job_is_done(box)
     assert worker.child_pid not in (device, template)
     assert worker.template_pid == template
+    assert drawn_by_devices(box)[:-1] == drawn  # by the new device alone, and once
 
 
 def test_devices_of_one_template_draw_different_numbers(box: Box, worker: WorkerProcess) -> None:
-    os.kill(worker.child_pid, signal.SIGKILL)
-    assert next_job_is_done(box)
-    drawn = drawn_by_devices(box).read_text().splitlines()
+    for _ in range(2):
+        os.kill(worker.child_pid, signal.SIGKILL)
+        assert next_job_is_done(box)
+        worker.wait_until_ready()
+    drawn = drawn_by_devices(box)
     assert len(set(drawn)) == len(drawn) > 1
 
 
@@ -91,14 +65,8 @@ def test_a_template_that_was_killed_is_replaced_and_its_device_too(
 
 
 def test_what_a_device_prints_is_in_its_log(box: Box, worker: WorkerProcess) -> None:
-    assert "loaded m" in (box.folder / "logs" / "device.log").read_text()
+    assert "loaded m" in worker.device_log
     assert "loaded m" not in worker.log.read_text()
-
-
-def test_a_worker_that_ends_leaves_no_template(box: Box, worker: WorkerProcess) -> None:
-    template = eventually(lambda: worker.template_pid)
-    assert worker.stop() == 0
-    assert not Path(f"/proc/{template}").exists()
 
 
 # The device process by itself, without a worker around it.
@@ -120,17 +88,9 @@ def parallel():
 """
 
 
-class Watching:
-    """Supervision that lets the job run."""
-
-    def progress(self, phase: str, done: int, total: int) -> None: ...
-    def poll(self) -> StopOrder | None: ...
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Box:
-    folder = tmp_path_factory.mktemp("forked")
-    return Box(folder, Backing.in_memory(folder))
+    return box_in(tmp_path_factory.mktemp("forked"))
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +98,6 @@ def device(folder: Box) -> Iterator[DeviceProcess]:
     device = device_of(folder)
     yield device
     device.close()
-
-
-def device_of(folder: Box) -> DeviceProcess:
-    settings = DeviceSettings(models_file=folder.models_file, data=folder.folder, device="cpu")
-    return DeviceProcess(settings)
 
 
 def register(folder: Box, source: str) -> None:
@@ -170,22 +125,11 @@ def test_a_forked_device_computes_on_several_threads(folder: Box, device: Device
     builder = folder.folder / "builder.py"
     builder.write_text(PARALLEL)
     register(folder, f"{builder}:parallel")
-    device.kill()
-    while device.ready:
-        time.sleep(0.01)
+    kill(device)
     device.ensure()
     (view,) = device.models
     assert view.usable, view.reason
-    work = Work(
-        job_id="j",
-        attempt=1,
-        model="m",
-        model_version=view.version,
-        spec=folder.spec(shards_of(3)),
-        result_path=folder.folder / "results" / "j.1.safetensors",
-        queued_s=0.0,
-    )
-    assert isinstance(device.run(work, Watching()), Finished)
+    assert isinstance(device.run(work_of(folder, device), Watching()), Finished)
 
 
 def test_a_template_with_a_thread_is_given_up(

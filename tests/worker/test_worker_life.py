@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from rq import Queue
 
 from gradbox.protocol import JobState
 from gradbox_service.jobs import QUEUE, TASK, WorkerPresence
-from gradbox_worker.turns.presence import NameLock
 from tests.worker.box import (
     Box,
     WorkerProcess,
@@ -29,23 +29,6 @@ from tests.worker.box import (
 )
 
 
-@pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
-    with running_box(tmp_path_factory.mktemp("life")) as box:
-        register_misbehaving(box)
-        yield box
-
-
-def test_the_workers_parent_never_imports_torch() -> None:
-    code = (
-        "import sys, gradbox_worker.__main__, gradbox_worker.command, "
-        "gradbox_worker.turns.rq_worker, gradbox_worker.models.command, "
-        "gradbox_worker.device.main; "
-        "sys.exit(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')) != [])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_the_task_that_the_service_names_is_there() -> None:
     from rq.utils import import_attribute
 
@@ -54,77 +37,79 @@ def test_the_task_that_the_service_names_is_there() -> None:
     assert import_attribute(TASK) is run_turn
 
 
-def test_a_worker_killed_with_its_device_takes_its_job_up_again_at_once(box: Box) -> None:
-    box.order("sleep")
-    # Its lease would hold for longer than this test waits.
-    with running_worker(box, "--lease-s", "600") as victim:
-        job = box.submit(box.spec(shards_of(1) * 1000))
-        box.wait(job, running)
-        device = victim.child_pid
-        victim.process.kill()
-        victim.process.wait()
-        os.kill(device, signal.SIGKILL)
+def test_a_worker_killed_with_its_device_takes_its_job_up_again_at_once(
+    box: Box, worker: WorkerProcess, living_worker: Callable[[], WorkerProcess]
+) -> None:
+    box.order("sleep_at_first")
+    job = box.submit(box.spec(shards_of(2)))
+    box.wait(job, lambda record: record.state is JobState.RUNNING)
+    device = worker.child_pid
+    worker.process.kill()
+    worker.process.wait()
+    os.kill(device, signal.SIGKILL)
     (box.folder / "order").unlink()
-    assert box.record(job).state is JobState.RUNNING
+    assert box.record(job).state is JobState.RUNNING  # its lease holds for longer than this waits
     # As if it had been killed in its maintenance.
     turns = Queue(QUEUE, connection=redis.Redis.from_url(box.redis_url))
     assert turns.acquire_maintenance_lock()
-    with running_worker(box) as restarted:
-        record = box.wait(job)
-        assert (record.state, record.attempt, record.losses) == (JobState.DONE, 2, 1)
-        assert restarted.stop() == 0
-    assert turns.acquire_maintenance_lock()
-    turns.release_maintenance_lock()
+    living_worker()
+    record = box.wait(job)
+    assert (record.state, record.attempt, record.losses) == (JobState.DONE, 2, 1)
 
 
-def test_another_worker_takes_the_job_when_the_lease_has_run_out(box: Box) -> None:
-    with running_worker(box, "--lease-s", "2", name="victim") as victim:
-        box.order("sleep")
-        job = box.submit(box.spec(shards_of(1) * 1000, timeout_s=600))
-        box.wait(job, running)
-        with running_worker(box, name="heir") as heir:
-            victim.process.kill()
-            victim.process.wait()
-            (box.folder / "order").unlink()
-            record = box.wait(job)
-            assert (record.state, record.worker, record.losses) == (JobState.DONE, "heir", 1)
-            assert heir.process.poll() is None
-
-
-def test_a_device_does_not_outlive_its_worker(box: Box) -> None:
-    with running_worker(box) as worker:
-        box.order("swallow")
-        job = box.submit(box.spec(shards_of(1)))
-        box.wait(job, running)
-        box.cancel(job)
-        device = worker.child_pid
-        worker.process.kill()
-        worker.process.wait()
-        deadline = time.monotonic() + 60
-        while Path(f"/proc/{device}").exists() and not is_zombie(device):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    (box.folder / "order").unlink()
-
-
-def test_a_worker_asked_to_leave_gives_its_job_back_unharmed(box: Box) -> None:
+def test_a_worker_asked_to_leave_gives_its_job_back_unharmed_and_leaves_no_process(
+    box: Box, worker: WorkerProcess
+) -> None:
     box.order("sleep")
-    with running_worker(box) as worker:
-        job = box.submit(box.spec(shards_of(1) * 1000))
-        box.wait(job, running)
-        assert worker.stop(signal.SIGTERM) == 0
+    job = box.submit(box.spec(shards_of(1) * 1000))
+    box.wait(job, running)
+    processes = (worker.child_pid, worker.template_pid)
+    assert worker.stop(signal.SIGTERM) == 0
     record = box.record(job)
     assert (record.state, record.losses) == (JobState.QUEUED, 0)
     assert worker.name not in [other.name for other in box.backing.fleet.workers()]
+    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+    turns = Queue(QUEUE, connection=redis.Redis.from_url(box.redis_url))
+    assert turns.acquire_maintenance_lock()
+    turns.release_maintenance_lock()
     box.cancel(job)
-    (box.folder / "order").unlink()
 
 
-def test_a_second_worker_of_the_same_name_is_refused(box: Box) -> None:
-    with NameLock(box.folder, "w1"):
-        second = WorkerProcess(box, name="w1")
-        assert second.process.wait(timeout=120) == 2
-        assert "another --name" in second.log.read_text()
+def test_a_device_does_not_outlive_its_worker(box: Box, worker: WorkerProcess) -> None:
+    box.order("swallow")
+    job = box.submit(box.spec(shards_of(1)))
+    box.wait(job, running)
+    box.cancel(job)
+    device = worker.child_pid
+    worker.process.kill()
+    worker.process.wait()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{device}").exists() and not is_zombie(device):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_another_worker_takes_the_job_when_the_lease_has_run_out(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        box = stack.enter_context(running_box(tmp_path))
+        register_misbehaving(box)
+        victim = stack.enter_context(running_worker(box, "--lease-s", "2", name="victim"))
+        box.order("sleep")
+        job = box.submit(box.spec(shards_of(1) * 1000, timeout_s=600))
+        box.wait(job, running)
+        heir = stack.enter_context(running_worker(box, name="heir"))
+        victim.process.kill()
+        victim.process.wait()
+        (box.folder / "order").unlink()
+        record = box.wait(job)
+        assert (record.state, record.worker, record.losses) == (JobState.DONE, "heir", 1)
+        assert heir.process.poll() is None
+
+
+def test_a_second_worker_of_the_same_name_is_refused(box: Box, worker: WorkerProcess) -> None:
+    second = WorkerProcess(box, name=worker.name)
+    assert second.process.wait(timeout=120) == 2
+    assert "another --name" in second.log.read_text()
 
 
 @pytest.mark.parametrize(
@@ -171,7 +156,6 @@ def test_a_check_tells_a_living_worker_from_none(box: Box) -> None:
         command += ["--redis-url", box.redis_url, "--data", str(box.folder)]
         return subprocess.run(command, check=False, timeout=120).returncode
 
-    assert check() == 1
     presence = WorkerPresence(name="w5", device="cpu", state="idle", models={"m": "v"})
     box.backing.fleet.announce(presence, ttl_s=600.0)
     assert check() == 0

@@ -4,43 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from gradbox.protocol import JobState
 from tests.worker import zoo
-from tests.worker.box import (
-    Box,
-    WorkerProcess,
-    register_misbehaving,
-    running,
-    running_box,
-    running_worker,
-    shards_of,
-)
-
-
-@pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
-    with running_box(tmp_path_factory.mktemp("box")) as box:
-        register_misbehaving(box)
-        yield box
-
-
-@pytest.fixture(scope="module")
-def shared_worker(box: Box) -> Iterator[WorkerProcess]:
-    with running_worker(box, "--cancel-grace-s", "1.5") as worker:
-        yield worker
-
-
-@pytest.fixture
-def worker(box: Box, shared_worker: WorkerProcess) -> Iterator[WorkerProcess]:
-    """Give the shared worker, with models that behave, and leave it so."""
-    shared_worker.wait_until_ready()
-    yield shared_worker
-    (box.folder / "order").unlink(missing_ok=True)
+from tests.worker.box import Box, WorkerProcess, running, shards_of
 
 
 def next_job_is_done(box: Box) -> bool:
@@ -69,9 +39,10 @@ def test_a_job_gives_the_gradient_that_autograd_gives(box: Box, worker: WorkerPr
 def test_the_model_stays_loaded_between_jobs(box: Box, worker: WorkerProcess) -> None:
     child = worker.child_pid
     assert next_job_is_done(box)
+    loads = worker.device_log.count("loaded m (")
     assert next_job_is_done(box)
     assert worker.child_pid == child
-    assert worker.log.read_text().count("loaded m (") == 1
+    assert worker.device_log.count("loaded m (") == loads
 
 
 def test_a_device_process_killed_in_the_middle_runs_the_job_again(
@@ -141,8 +112,9 @@ def test_a_device_killed_at_the_same_shard_again_and_again_is_no_fault_of_the_jo
 def test_a_cancelled_job_stops_within_a_shard_and_the_model_stays(
     box: Box, worker: WorkerProcess
 ) -> None:
+    assert next_job_is_done(box)  # the model is loaded
     child = worker.child_pid
-    loads = worker.log.read_text().count("loaded m (")
+    loads = worker.device_log.count("loaded m (")
     box.order("dawdle")
     job = box.submit(box.spec(shards_of(1) * 500))  # of 0.3 s, longer than anything here waits
     box.wait(job, running)
@@ -150,7 +122,7 @@ def test_a_cancelled_job_stops_within_a_shard_and_the_model_stays(
     assert box.wait(job).state is JobState.CANCELLED
     assert next_job_is_done(box)
     assert worker.child_pid == child
-    assert worker.log.read_text().count("loaded m (") == loads
+    assert worker.device_log.count("loaded m (") == loads
 
 
 def test_a_cancelled_job_that_does_not_stop_is_killed_after_the_grace(

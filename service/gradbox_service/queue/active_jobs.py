@@ -67,7 +67,7 @@ class ActiveJobs:
         self._num_of: dict[str, int] = {}  # active jobs by owner
         self._cursor: str | None = None
         self._compared_at = 0.0
-        self._loaded_s = 0.0
+        self._began_s = 0.0  # since when this process leads, or leads again
         self._noted_ends: dict[str, None] = {}
 
     def forget(self) -> None:
@@ -96,11 +96,14 @@ class ActiveJobs:
     def sync(self, *, wait_s: float = 0.0) -> bool:
         """Read what changed, waiting for it; True if something that matters here did."""
         if self._cursor is None:
+            self._began_s = self._clock()
             self._load()
             return True
         self._cursor, changes = self._changes(self._cursor, wait_s=wait_s)
         if any(change.kind == "missed" for change in changes):
+            known = self._jobs.keys() | {change.job_id for change in changes if change.final}
             self._load()
+            self.read(known - self._jobs.keys())  # they have ended meanwhile
             return True
         if changes:
             self._note_lag(self._cursor)
@@ -170,7 +173,7 @@ class ActiveJobs:
         self.box_changed = True
         # The cursor first: a change while the rest is read is read again.
         self._cursor, _ = self._changes(None, wait_s=0.0)
-        now_s = self._loaded_s = self._clock()
+        now_s = self._clock()
         hour = int(now_s // HOUR_S)
         first = hour - int(HALF_LIVES_READ * self.shares.half_life_s // HOUR_S) - 1
         self.shares.load(
@@ -233,9 +236,9 @@ class ActiveJobs:
             self.waiting.move(after.owner)
 
     def _note_end(self, record: JobRecord) -> None:
-        """Call `ended` the first time that a job is seen to have ended since the last load."""
-        since_load = (record.finished_s or 0.0) >= self._loaded_s
-        if not since_load or record.id in self._noted_ends:
+        """Call `ended` the first time that a job is seen to have ended since this process leads."""
+        since_lead = (record.finished_s or 0.0) >= self._began_s
+        if not since_lead or record.id in self._noted_ends:
             return
         self._noted_ends[record.id] = None
         if len(self._noted_ends) > MAX_CHANGES:  # older changes are not read any more

