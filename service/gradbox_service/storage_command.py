@@ -18,7 +18,7 @@ import redis
 import typer
 
 from gradbox.cli.exits import DONE, UNREACHABLE, WRONG_USAGE
-from gradbox.cli.output import AsJson
+from gradbox.cli.output import AsJson, say_table
 from gradbox.printable import printable
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
@@ -155,10 +155,8 @@ def _print_owners(box: Backing, *, json: bool) -> int:
         }
         print(jsons.dumps(report))
         return DONE
-    print(f"{'owner':30} {'blobs':>12} {'results':>12}")
-    for owner in owners:
-        sizes = (in_units(blobs.get(owner, 0)), in_units(results.get(owner, 0)))
-        print(f"{printable(owner):30} {sizes[0]:>12} {sizes[1]:>12}")
+    rows = [(o, in_units(blobs.get(o, 0)), in_units(results.get(o, 0))) for o in owners]
+    say_table([("OWNER", "BLOBS", "RESULTS"), *rows] if rows else [("nothing is stored",)])
     print(f"free on the disk: {in_units(free_bytes)}, of it {in_units(left_bytes)} above reserve")
     bound = "" if memory.bound_bytes is None else f" of {in_units(memory.bound_bytes)}"
     print(f"in Redis: {in_units(memory.used_bytes)}{bound}")

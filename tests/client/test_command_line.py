@@ -24,7 +24,7 @@ from gradbox.cli import main
 from gradbox.cli.jobs import _described, _state, how_far
 from gradbox.cli.lazy import LazyCommand
 from gradbox.cli.overview import entries, line_of
-from gradbox.cli.times import ago, duration
+from gradbox.cli.times import ago, brief, duration
 from gradbox.protocol import JobState
 from gradbox.settings import login_file
 from tests.boxes import TestBox
@@ -95,6 +95,18 @@ def test_a_failed_job_is_exit_code_1(
     assert main(["result", job_id, "-o", str(tmp_path / "x")]) == 1
     assert "loss-not-scalar" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_a_problem_is_shown_in_its_own_lines(
+    at_box: TestBox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_id = submitted(at_box, loss=lambda z: z @ z.new_ones((99, 3)))
+    assert main(["jobs", "watch", job_id]) == 1
+    capsys.readouterr()
+    assert main(["jobs", "show", job_id]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(" " * 13) and "hint: " in line for line in shown)
+    assert not any("\\n" in line for line in shown)
 
 
 def test_cancelling_says_what_became_of_the_job(
@@ -238,6 +250,8 @@ def test_a_job_that_waits_is_shown_with_whom_it_waits_for() -> None:
     waits = {"queue_position": 3, "waiting_for": {"ann": 2}, "seconds_left": 200.0}
     view = job_view(JobState.QUEUED).model_copy(update=waits)
     assert how_far(view) == "position 3, begins in 3 min"
+    held = view.model_copy(update={"hold": "paused by ann"})
+    assert how_far(held) == "position 3, the box is paused by ann"
     assert _described(view)["waits for"] == "2 of ann"
     assert _state(view) == "queued, position 3, after 2 of ann, begins in 3 min"
 
@@ -249,6 +263,10 @@ def test_a_job_that_waits_is_shown_with_whom_it_waits_for() -> None:
 def test_durations_have_two_units_at_most(seconds: float, says: str) -> None:
     assert duration(seconds) == says
     assert ago(1000.0, now_s=1000.0 + seconds) == f"{says} ago"
+
+
+def test_what_is_over_within_seconds_took_more_than_nothing() -> None:
+    assert [brief(seconds) for seconds in (0.021, 2.54, 75)] == ["21 ms", "2.5 s", "1 min"]
 
 
 def test_a_mistyped_command_names_the_one_that_was_meant(

@@ -141,8 +141,12 @@ def test_another_version_and_a_redis_that_is_gone_are_found(
 class SlowClock(BaseHTTPRequestHandler):
     """Answers everything, and tells a time of two hours ago."""
 
+    models: tuple[dict[str, Any], ...] = ()
+
     def do_GET(self) -> None:
-        body = json.dumps({"workers": 1, "models": [], "info": {"version": "0.1.0"}}).encode()
+        listed: Any = self.models if self.path == "/v1/models" else []
+        said = {"workers": 1, "models": listed, "info": {"version": "0.1.0"}}
+        body = json.dumps(said).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -157,11 +161,29 @@ class SlowClock(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_clock_that_is_wrong_is_found(examine: Any) -> None:
-    with HTTPServer(("127.0.0.1", 0), SlowClock) as server:
+def examined(examine: Any, handler: type[SlowClock]) -> Any:
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         found = examine(url=f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
+    return found
+
+
+def test_models_that_cannot_be_used_are_named(examine: Any) -> None:
+    class OneUnusable(SlowClock):
+        models = (
+            {"name": "old", "usable": False, "reason": "no such folder"},
+            {"name": "new", "usable": True, "reason": ""},
+        )
+
+    found = examined(examine, OneUnusable)
+    assert "models" in problems(found)
+    assert found["models"]["says"] == "old: no such folder"
+    assert "gradbox models reload" in found["models"]["fix"]
+
+
+def test_a_clock_that_is_wrong_is_found(examine: Any) -> None:
+    found = examined(examine, SlowClock)
     assert problems(found) == ["clock"]
     assert "2 h 00 min behind" in found["clock"]["says"]
 

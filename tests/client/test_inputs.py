@@ -158,7 +158,7 @@ BAD_FIELDS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "returns": (InvalidJob, "returns", {"returns": ("gradients",)}),
     "wrt": (InvalidJob, "wrt", {"wrt": []}),
     "loss": (InvalidJob, "Builtin", {"loss": "info_nce"}),
-    "builtin": (InvalidJob, "no builtin", {"loss": Builtin("info")}),
+    "builtin": (InvalidJob, "did you mean .info_nce.", {"loss": Builtin("info_nc")}),
     "option": (InvalidJob, "heat", {"loss": Builtin("info_nce", heat=1.0)}),
     "loss input": (InvalidInputs, "as_tensor", {"loss_inputs": {"labels": [1, 2]}}),
     "weights": (InvalidInputs, "state_dict", {"weights": torch.nn.Linear(2, 2)}),

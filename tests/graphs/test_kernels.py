@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,11 +15,7 @@ from gradbox.tracing.trace import trace
 from tests.graphs.test_refused import NODE_Z, call, graph_of
 
 UNCHECKED = [
-    "torch.nn.functional.ctc_loss",
     "torch.nn.functional.grid_sample",
-    "torch.nn.functional.conv_transpose1d",
-    "torch.nn.functional.conv_transpose2d",
-    "torch.nn.functional.conv_transpose3d",
     "torch.linalg.lu_solve",
     "torch.linalg.ldl_solve",
     "torch.nn.functional.embedding_bag",
@@ -26,6 +24,12 @@ UNCHECKED = [
 ]
 T = {"node": "t"}
 N = "torch.nn.functional."
+
+
+def aligned(input_lengths: list[float], target_lengths: list[float]) -> dict[str, Any]:
+    return call(N + "ctc_loss", NODE_Z, T, input_lengths, target_lengths)
+
+
 TRUSTING = {
     "a label above the classes": ([9, 0], call(N + "multi_margin_loss", NODE_Z, T)),
     "a label below the classes": ([-1, 0], call(N + "multi_margin_loss", NODE_Z, T)),
@@ -58,6 +62,30 @@ TRUSTING = {
         [0],
         call(N + "conv2d", NODE_Z, NODE_Z, stride=[1, 4096]),
     ),
+    "a transposed stride": (
+        [0],
+        call(N + "conv_transpose1d", NODE_Z, NODE_Z, None, 65),
+    ),
+    "a transposed stride, by name": (
+        [0],
+        call(N + "conv_transpose2d", NODE_Z, NODE_Z, stride=[1, 2**62]),
+    ),
+    "an output padding that wraps around": (
+        [0],
+        call(N + "conv_transpose3d", NODE_Z, NODE_Z, output_padding=2**62),
+    ),
+    "places from windows that wrap around": (
+        [0],
+        call(N + "max_pool2d_with_indices", NODE_Z, 2**61),
+    ),
+    "a sound above the classes": ([[1, 2]], aligned([2], [2])),
+    "a sound below the classes": ([[1, -1]], aligned([2], [2])),
+    "sounds that are not integers": ([[0.5, 1.0]], aligned([2], [2])),
+    "more positions than there are": ([[1, 1]], aligned([3], [2])),
+    "fewer positions than none": ([[1, 1]], aligned([-1], [2])),
+    "more sounds than there are": ([[1, 1]], aligned([2], [2**40])),
+    "lengths that do not add up": ([1, 1], aligned([2], [1])),
+    "lengths in halves": ([[1, 1]], aligned([2], [0.5])),
     "a negative padding": ([0], call(N + "pad", NODE_Z, [-(2**62), 2**62])),
 }
 
@@ -77,11 +105,44 @@ def test_what_a_kernel_would_believe_is_refused_before_it_runs(attack: str) -> N
 
 
 def test_a_refused_loss_says_what_to_do() -> None:
-    def ctc(z: torch.Tensor) -> torch.Tensor:
-        return F.ctc_loss(z, torch.ones(1, 1), (1,), (1,))
+    def sampled(z: torch.Tensor) -> torch.Tensor:
+        return F.grid_sample(z, z)
 
     with pytest.raises(UntraceableLoss, match="on your side"):
-        trace(ctc, positional=1)
+        trace(sampled, positional=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_convolution_in_sixteen_bits_is_rounded_once(dtype: torch.dtype) -> None:
+    weight = torch.randn(2, 3, 2, dtype=dtype)
+
+    def function(z: torch.Tensor) -> torch.Tensor:
+        return F.conv_transpose1d(F.conv1d(z, weight.mT), weight=weight)
+
+    z = torch.randn(1, 2, 9, dtype=dtype, requires_grad=True)
+    traced = trace(function, positional=1)
+    found = build(traced.graph, traced.tensors, device="cpu")(z)
+    middle = F.conv1d(z.float(), weight.mT.float()).to(dtype)
+    assert torch.equal(found, F.conv_transpose1d(middle.float(), weight.float()).to(dtype))
+    (gradient,) = torch.autograd.grad(found.sum(), z)
+    assert gradient.dtype == dtype
+
+
+@pytest.mark.parametrize("offsets", [[1, 2], [0, 3, 2], [0, 5]])
+def test_offsets_of_bags_are_in_order(offsets: list[int]) -> None:
+    bag = torch.nn.EmbeddingBag(5, 2).requires_grad_(False)
+
+    def function(z: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return bag(ids, offsets).sum() * z
+
+    traced = trace(function, positional=1, arguments=["ids", "offsets"])
+    run = build(traced.graph, traced.tensors, device="cpu")
+    ids = torch.tensor([0, 1, 4, 2])
+    run(torch.ones(()), ids=ids, offsets=torch.tensor([0, 2, 2]))
+    with pytest.raises(AssertionError, match="offsets"):
+        run(torch.ones(()), ids=ids, offsets=torch.tensor(offsets))
+    with pytest.raises(IndexError):
+        run(torch.ones(()), ids=ids + 3, offsets=torch.tensor([0]))
 
 
 def test_counts_and_labels_that_are_right_pass() -> None:

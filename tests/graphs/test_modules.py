@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,123 +14,11 @@ from torch import Tensor, nn
 from gradbox.errors import GraphRefused, UntraceableLoss
 from gradbox.interpreting.build import GraphFunction, build
 from gradbox.tracing.trace import Traced, trace
+from tests.graphs.module_losses import Attention, D, N, Recurrence, Twice
+from tests.graphs.modules import ABSTRACT, RECORDED, REFUSED
 
 TOLERANCE = 1e-12
-N, D = 6, 8
-
-
-class Attention(nn.Module):
-    """Z attends to itself, as one sequence without a batch dimension or as a batch of one."""
-
-    def __init__(self, *, batched: bool = True, mask: Tensor | None = None, **given: Any) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(D, 2, **given)
-        self.batched = batched
-        self.mask = mask
-
-    def forward(self, z: Tensor) -> Tensor:
-        z = z[None] if self.batched else z
-        output, weights = self.attention(z, z, z, key_padding_mask=self.mask)
-        return output.sum(0) + weights.square().sum()
-
-
-class Twice(nn.Module):
-    """One projector on two views of Z, as Barlow Twins has it: its statistics move twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.projector = nn.Sequential(
-            nn.Linear(D, 5, bias=False), nn.BatchNorm1d(5), nn.ReLU(inplace=True), nn.Linear(5, 3)
-        )
-        self.last = nn.BatchNorm1d(3, affine=False)
-
-    def forward(self, z: Tensor) -> Tensor:
-        left, right = (self.last(self.projector(view)) for view in (z, z.flip(1)))
-        return left.T @ right / z.shape[0]
-
-
-class Recurrence(nn.Module):
-    """Z as sequences of two steps, and what the layer ends with."""
-
-    def __init__(self, layer: nn.RNNBase, *, begin: bool = False) -> None:
-        super().__init__()
-        self.layer = layer
-        self.begin = begin
-
-    def forward(self, z: Tensor) -> Tensor:
-        steps = z.unflatten(1, (2, 4))
-        if not self.begin:
-            output, state = self.layer(steps)
-        else:
-            first = z[None, :2, :3].contiguous()
-            output, state = self.layer(steps, (first, first.sin()))
-        ends = state if isinstance(self.layer, nn.LSTM) else (state,)
-        return output.sum() + sum(end.square().sum() for end in ends)
-
-
-class Fused(nn.Module):
-    def forward(self, z: Tensor) -> Tensor:
-        q = z.unflatten(1, (2, 4)).transpose(0, 1)
-        return F.scaled_dot_product_attention(q, q, q.flip(-1), is_causal=True)
-
-
-def of_shape(*shape: int, module: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Unflatten(1, shape), module)
-
-
-MODULES: dict[str, Callable[[], nn.Module]] = {
-    "batch norm": lambda: nn.BatchNorm1d(D),
-    "batch norm in eval mode": lambda: nn.BatchNorm1d(D).eval(),
-    "batch norm without statistics": lambda: nn.BatchNorm1d(D, track_running_stats=False),
-    "batch norm of sequences": lambda: of_shape(2, 4, module=nn.BatchNorm1d(2)),
-    "batch norm of images": lambda: of_shape(2, 2, 2, module=nn.BatchNorm2d(2)),
-    "batch norm of volumes": lambda: of_shape(2, 2, 2, 1, module=nn.BatchNorm3d(2)),
-    "batch norm that averages": lambda: nn.BatchNorm1d(D, momentum=None),
-    "batch norm that averages images": lambda: of_shape(
-        2, 2, 2, module=nn.Sequential(*[nn.BatchNorm2d(2, momentum=None)] * 2)
-    ),
-    "synchronised batch norm": lambda: nn.SyncBatchNorm(D),
-    "a projector used twice": Twice,
-    "an RNN": lambda: Recurrence(nn.RNN(4, 3, nonlinearity="relu")),
-    "a GRU": lambda: Recurrence(nn.GRU(4, 3, num_layers=2, bidirectional=True)),
-    "an LSTM": lambda: Recurrence(nn.LSTM(4, 3, num_layers=2, batch_first=True)),
-    "an LSTM with projections": lambda: Recurrence(nn.LSTM(4, 3, proj_size=2, bias=False)),
-    "an LSTM that begins elsewhere": lambda: Recurrence(nn.LSTM(4, 3), begin=True),
-    "instance norm": lambda: of_shape(
-        2, 4, module=nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
-    ),
-    "instance norm of images": lambda: of_shape(2, 2, 2, module=nn.InstanceNorm2d(2)),
-    "layer norm": lambda: nn.LayerNorm(D),
-    "group norm": lambda: nn.GroupNorm(2, D),
-    "RMS norm": lambda: nn.RMSNorm(D),
-    "convolution": lambda: of_shape(2, 4, module=nn.Conv1d(2, 3, 3, padding="same")),
-    "circular convolution": lambda: of_shape(
-        2, 4, module=nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular")
-    ),
-    "pooling of volumes": lambda: of_shape(1, 2, 2, 2, module=nn.AvgPool3d(2)),
-    "the largest of volumes": lambda: of_shape(1, 2, 2, 2, module=nn.MaxPool3d(2)),
-    "adaptive pooling of volumes": lambda: of_shape(1, 2, 2, 2, module=nn.AdaptiveMaxPool3d(1)),
-    "softmax over channels": lambda: of_shape(2, 2, 2, module=nn.Softmax2d()),
-    "circular padding": lambda: of_shape(2, 4, module=nn.CircularPad1d(1)),
-    "shuffled channels": lambda: of_shape(4, 2, module=nn.ChannelShuffle(2)),
-    "attention": lambda: Attention(batched=False),
-    "attention with its batch first": lambda: Attention(batch_first=True),
-    "attention without a batch": lambda: Attention(batched=False, batch_first=True),
-    "attention with more keys": lambda: Attention(add_bias_kv=True, add_zero_attn=True),
-    "attention of other widths": lambda: Attention(kdim=D, vdim=D, batch_first=True),
-    "attention under a mask": lambda: Attention(
-        batch_first=True, mask=torch.tensor([[False] * (N - 1) + [True]])
-    ),
-    "attention in eval mode": lambda: Attention(dropout=0.5, batch_first=True).eval(),
-    "attention as a function": Fused,
-    "a transformer layer": lambda: nn.TransformerEncoderLayer(D, 2, 16, dropout=0.0),
-    "a transformer": lambda: nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(D, 2, 16, dropout=0.5, norm_first=True),
-        2,
-        norm=nn.LayerNorm(D),
-        enable_nested_tensor=False,
-    ).eval(),
-}
+GRAPHS_PAGE = Path(__file__).parents[2] / "docs" / "graphs.md"
 
 
 class Loss(nn.Module):
@@ -147,14 +36,21 @@ def drawn() -> Tensor:
     return torch.randn(N, D, generator=generator, dtype=torch.float64).requires_grad_()
 
 
+def dense(gradient: Tensor | None, of: Tensor) -> Tensor:
+    """A parameter that the loss does not read has the gradient 0."""
+    if gradient is None:
+        return torch.zeros_like(of)
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
 def on_the_box(traced: Traced) -> GraphFunction:
     return build(traced.graph, traced.tensors, device="cpu", buffers=[*traced.buffers])
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", RECORDED)
 def test_a_module_in_a_loss_is_exact(name: str) -> None:
     torch.manual_seed(0)
-    loss, z = Loss(MODULES[name]()).double(), drawn()
+    loss, z = Loss(RECORDED[name]()).double(), drawn()
     before = {key: value.clone() for key, value in loss.state_dict().items()}
     traced = trace(loss, positional=1)
     function = on_the_box(traced)
@@ -162,18 +58,53 @@ def test_a_module_in_a_loss_is_exact(name: str) -> None:
     assert traced.parameters.keys() == parameters.keys()
     value = function(z)
     function(z)  # a second call begins where the first began
-    gradients = torch.autograd.grad(value, [z, *parameters.values()])
+    gradients = torch.autograd.grad(value, [z, *parameters.values()], allow_unused=True)
     state = loss.state_dict()
     assert all(torch.equal(state[key], was) for key, was in before.items())
 
     expected = loss(z)
-    naive = torch.autograd.grad(expected, [z, *parameters.values()])
+    naive = torch.autograd.grad(expected, [z, *parameters.values()], allow_unused=True)
     torch.testing.assert_close(value, expected, rtol=TOLERANCE, atol=TOLERANCE)
-    for found, right in zip(gradients, naive, strict=True):
+    for found, right, of in zip(gradients, naive, [z, *parameters.values()], strict=True):
+        found, right = (dense(grad, of) for grad in (found, right))
         torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
     for buffer, right in loss.named_buffers():
         left = function.buffers[buffer] if buffer in function.buffers else before[buffer]
         torch.testing.assert_close(left, right, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_module_that_no_graph_can_hold_is_refused_by_its_name(name: str) -> None:
+    make, instead = REFUSED[name]
+    with pytest.raises(UntraceableLoss) as refused:
+        trace(Loss(make()), positional=1)
+    assert f"nn.{name}" in str(refused.value)
+    assert instead in str(refused.value)
+
+
+def test_every_module_of_torch_is_recorded_or_refused() -> None:
+    every = {
+        name
+        for name, kind in vars(nn).items()
+        if isinstance(kind, type) and issubclass(kind, nn.Module)
+    }
+    held = {type(module).__name__ for make in RECORDED.values() for module in make().modules()}
+    assert every - held == (REFUSED.keys() | ABSTRACT) - held
+    assert REFUSED.keys() <= every
+
+
+def test_the_page_names_what_is_refused() -> None:
+    table = GRAPHS_PAGE.read_text().split("| refused module |")[1].split("\n\n")[0]
+    named = {
+        name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+    assert named == REFUSED.keys()
+
+
+def test_a_lazy_module_that_was_called_is_the_module_that_it_became() -> None:
+    lazy = nn.LazyBatchNorm1d()
+    lazy(torch.ones(2, D))
+    trace(Loss(lazy), positional=1)
 
 
 def test_buffers_hold_no_graph() -> None:

@@ -64,6 +64,7 @@ def test_an_operation_is_traced_as_itself() -> None:
         rest, expected = found
         first = isinstance(function(Z.clone(), *rest), tuple | list)
         got = traced_again(function, rest, first=first)
-        assert torch.equal(got.nan_to_num(), expected.nan_to_num()), name
+        # LAPACK's last bit depends on where in memory its arguments lie.
+        torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13, equal_nan=True, msg=name)
         agreed.append(name)
     assert len(agreed) > 500

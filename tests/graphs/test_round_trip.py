@@ -201,3 +201,14 @@ def test_devices_of_the_author_become_the_device_of_the_job() -> None:
     assert "cuda" not in traced.graph.model_dump_json()
     function = build(traced.graph, {}, device="meta")
     assert function(torch.ones(2, 2, device="meta")).device.type == "meta"
+
+
+def test_a_real_tensor_makes_others_of_a_size_that_is_not_known_yet() -> None:
+    scale = torch.ones(2)
+
+    def loss(z: Tensor) -> Tensor:
+        return (z + scale.new_full((z.shape[0], 1), 0.5)).sum() + scale.new_zeros((1,)).sum()
+
+    z = torch.arange(6.0).reshape(3, 2)
+    traced = trace(loss, positional=1)
+    assert build(traced.graph, traced.tensors, device="cpu")(z) == loss(z)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Final
 
 from gradbox.errors import InvalidInputs, InvalidJob
@@ -141,8 +142,10 @@ def check_builtin(
     """
     signature = BUILTIN_SIGNATURES.get(name)
     if signature is None:
+        close = get_close_matches(name, BUILTIN_SIGNATURES, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
         raise InvalidJob(
-            f"loss: no builtin is called {name!r}; there are {', '.join(BUILTIN_SIGNATURES)}"
+            f"loss: no builtin is called {name!r}; there are {', '.join(BUILTIN_SIGNATURES)}{hint}"
         )
     for option, value in options.items():
         if option not in signature.options:

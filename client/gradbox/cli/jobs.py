@@ -10,7 +10,7 @@ import typer
 
 from gradbox.cli.job_ids import JobId, JobIds, find_job
 from gradbox.cli.output import SHOWN_LENGTH, AsJson, coloured, complain, say, say_json, say_table
-from gradbox.cli.times import ago, duration, local
+from gradbox.cli.times import ago, brief, duration, local
 from gradbox.client import GradClient
 from gradbox.job import Job
 from gradbox.printable import printable
@@ -62,7 +62,9 @@ def show_job(id: JobId, *, json: AsJson = False) -> int:
         say_json(view.model_dump(mode="json"))
         return 0
     for name, value in _described(view).items():
-        say(f"{name:<12} {printable(value)}")
+        # A problem has several lines; all other text is somebody's, and stays on one.
+        lines = printable(value, lines=name == "error").split("\n")
+        say("\n             ".join([f"{name:<12} {lines[0]}", *lines[1:]]))
     return 0
 
 
@@ -148,10 +150,10 @@ def how_far(view: JobView) -> str:
         soon = "" if left is None else f", {duration(left)} left"
         return f"{view.progress.phase} {view.progress.done}/{view.progress.total}{soon}"
     if view.queue_position is not None:
-        soon = begins_in(view)
+        soon = begins_in(view) if view.hold is None else f"the box is {view.hold}"
         return f"position {view.queue_position}" + (f", {soon}" if soon else "")
     if view.state is JobState.DONE and view.started_s is not None and view.finished_s is not None:
-        return f"took {duration(view.finished_s - view.started_s)}"
+        return f"took {brief(view.finished_s - view.started_s)}"
     return ""
 
 

@@ -57,7 +57,11 @@ def fetch(job: Job, output: Path, *, json: bool) -> int:
         return 0
     loss = result.manifest.loss
     counted = {"gradients": result.grads, "outputs": result.outputs}
-    found = ", ".join(f"{len(named)} {what}" for what, named in counted.items() if named)
+    found = ", ".join(
+        f"{len(named)} {what if len(named) > 1 else what.removesuffix('s')}"
+        for what, named in counted.items()
+        if named
+    )
     say(f"{output}: {'' if loss is None else f'loss {loss:.6g}, '}{found}")
     return 0
 

@@ -22,6 +22,13 @@ def duration(seconds: float) -> str:
     return f"{whole // DAY_S} d {whole % DAY_S // HOUR_S} h"
 
 
+def brief(seconds: float) -> str:
+    """Return how long something took, which may be less than a second: `21 ms`, `2.5 s`."""
+    if 0 < seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 10 else duration(seconds)
+
+
 def ago(time_s: float, *, now_s: float | None = None) -> str:
     """Return how long ago a time was, given in seconds since 1970."""
     return f"{duration((time.time() if now_s is None else now_s) - time_s)} ago"

@@ -4,9 +4,10 @@ The rule. A name is here if what it does depends on its arguments alone, if it w
 into tensors of the graph, and if its result is a tensor, a number, a size or a tuple of those. So
 there is nothing random, nothing that reads uninitialised memory (`empty`), nothing that takes a
 callable or a string to evaluate, no input or output, no storage and no autograd engine. Nor is
-there a function whose kernel believes values that it should check (`ctc_loss`, `grid_sample`,
-`linalg.lu_solve`, `linalg.ldl_solve`, transposed convolutions): it would reach any memory of the
-box. What such a kernel can be spared by a check is in `gradbox.interpreting.kernel_arguments`.
+there a function whose kernel believes values that it should check (`grid_sample`,
+`linalg.lu_solve`, `linalg.ldl_solve`, `embedding_bag`, `max_unpool2d`): it would reach any memory
+of the box. What such a kernel can be spared by a check is in
+`gradbox.interpreting.kernel_arguments`.
 
 A function with two names has one here, the first of `FUNCTIONS` that is the same object; `targets`
 looks functions up by identity. A method's in-place twin (`add_`) is listed where gradients flow
@@ -73,17 +74,20 @@ _FACTORIES = """
 
 _FUNCTIONAL = """
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
-    adaptive_max_pool2d adaptive_max_pool3d affine_grid avg_pool1d avg_pool2d avg_pool3d
-    batch_norm bilinear binary_cross_entropy binary_cross_entropy_with_logits celu conv1d conv2d
-    conv3d cosine_embedding_loss cross_entropy elu embedding fold gaussian_nll_loss gelu glu
+    adaptive_max_pool1d_with_indices adaptive_max_pool2d adaptive_max_pool2d_with_indices
+    adaptive_max_pool3d adaptive_max_pool3d_with_indices affine_grid avg_pool1d avg_pool2d
+    avg_pool3d batch_norm bilinear binary_cross_entropy binary_cross_entropy_with_logits celu
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+    cosine_embedding_loss cross_entropy ctc_loss elu embedding fold gaussian_nll_loss gelu glu
     group_norm hardshrink hardsigmoid hardswish hardtanh hinge_embedding_loss huber_loss
     instance_norm interpolate kl_div l1_loss layer_norm leaky_relu linear local_response_norm
-    log_softmax logsigmoid lp_pool1d lp_pool2d margin_ranking_loss max_pool1d max_pool2d
-    max_pool3d mish mse_loss multi_head_attention_forward multi_margin_loss multilabel_margin_loss
-    multilabel_soft_margin_loss nll_loss normalize one_hot pad pixel_shuffle pixel_unshuffle
-    poisson_nll_loss relu relu6 rms_norm scaled_dot_product_attention selu sigmoid silu
-    smooth_l1_loss soft_margin_loss softmax softmin softplus softshrink softsign tanhshrink
-    threshold triplet_margin_loss unfold
+    log_softmax logsigmoid lp_pool1d lp_pool2d lp_pool3d margin_ranking_loss max_pool1d
+    max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d
+    max_pool3d_with_indices mish mse_loss multi_head_attention_forward multi_margin_loss
+    multilabel_margin_loss multilabel_soft_margin_loss nll_loss normalize one_hot pad
+    pixel_shuffle pixel_unshuffle poisson_nll_loss relu relu6 rms_norm
+    scaled_dot_product_attention selu sigmoid silu smooth_l1_loss soft_margin_loss softmax
+    softmin softplus softshrink softsign tanhshrink threshold triplet_margin_loss unfold
 """
 
 _RECURRENT = "gru lstm rnn_relu rnn_tanh"

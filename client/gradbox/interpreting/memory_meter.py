@@ -166,6 +166,12 @@ def _histogram(tensor: torch.Tensor, bins: int = 100, *rest: Any, **kwargs: Any)
     return bins * tensor.element_size()
 
 
+def _alignments(log_probs: torch.Tensor, targets: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
+    length = targets.shape[-1] if targets.ndim > 1 else targets.numel()
+    positions = log_probs.numel() // max(log_probs.shape[-1], 1)
+    return positions * (2 * length + 1) * log_probs.element_size()
+
+
 _aten: Final = torch.ops.aten
 _BOUNDS: Final[dict[Any, Callable[..., int]]] = {
     _aten.nonzero: _nonzero,
@@ -177,4 +183,5 @@ _BOUNDS: Final[dict[Any, Callable[..., int]]] = {
     _aten.bincount: _counts,
     _aten.repeat_interleave: _repeated,
     _aten.histc: _histogram,
+    _aten._ctc_loss: _alignments,
 }

@@ -33,7 +33,7 @@ class OperationView(View):
     since_s: float | None = None
 
     def __str__(self) -> str:
-        by = f" by {self.by}" if self.by else ""
+        by = f" by {self.by}" if self.by and self.mode is not OperationMode.RUNNING else ""
         return f"{self.mode}{by}{f': {self.reason}' if self.reason else ''}"
 
 

@@ -19,7 +19,7 @@ from gradbox.graphs import allow_list
 from gradbox.tracing.recording import Recording
 from gradbox.tracing.refusals import instead_of
 from gradbox.tracing.source_location import is_user_code, untraceable
-from gradbox.tracing.torch_modules import recorded_modules
+from gradbox.tracing.torch_modules.table import recorded_modules
 
 Namespace = dict[str, Any]
 

@@ -7,6 +7,7 @@ operands exchanged.
 from __future__ import annotations
 
 import operator
+from types import MethodDescriptorType
 from typing import Any, Final
 
 import torch
@@ -30,3 +31,9 @@ def plain_method(
     if name.startswith("__r") and reflected is not None:
         return reflected, args[::-1], kwargs
     return name, args, kwargs
+
+
+def is_method(function: Any) -> bool:
+    """Tell whether a function is a method of tensors; torch does not count new_zeros among them."""
+    known: bool = torch.overrides.is_tensor_method_or_property(function)
+    return known or isinstance(function, MethodDescriptorType)

@@ -18,7 +18,7 @@ from gradbox.graphs import allow_list, targets
 from gradbox.graphs.argument_rules import argument, writes_in_place
 from gradbox.graphs.check import MAX_NODES, is_zero
 from gradbox.tracing.default_dtype import check_default_dtype
-from gradbox.tracing.plain_method import plain_method
+from gradbox.tracing.plain_method import is_method, plain_method
 from gradbox.tracing.refusals import ON_YOUR_SIDE, instead_of
 from gradbox.tracing.source_location import untraceable
 from gradbox.tracing.symbols import Symbol
@@ -218,7 +218,7 @@ class Recorder(TorchFunctionMode):
         if name in _MAKES and not _has_symbol(args):
             return self._constant(func, args, kwargs)
         check_default_dtype(name, args, kwargs)
-        if torch.overrides.is_tensor_method_or_property(func):
+        if is_method(func):
             return self._recording.create_proxy("call_method", name, args, kwargs)
         return self._recording.create_proxy("call_function", func, args, kwargs)
 

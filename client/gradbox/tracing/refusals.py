@@ -43,9 +43,10 @@ INSTEAD: Final[dict[str, str]] = {
     **dict.fromkeys("data __set__".split(), _DETACH),
     **dict.fromkeys("empty empty_like new_empty empty_strided new".split(), _FILLED),
     **dict.fromkeys("tensor as_tensor asarray from_numpy new_tensor".split(), _STACK),
-    **dict.fromkeys("ctc_loss grid_sample grid_sampler".split(), _UNCHECKED),
-    **dict.fromkeys("conv_transpose1d conv_transpose2d conv_transpose3d".split(), _UNCHECKED),
+    **dict.fromkeys("grid_sample grid_sampler".split(), _UNCHECKED),
     **dict.fromkeys("linalg_lu_solve linalg_ldl_solve".split(), _SOLVE),
+    **{f"max_unpool{dims}d": f"use nn.MaxUnpool{dims}d" for dims in (1, 2, 3)},
+    "embedding_bag": "use nn.EmbeddingBag",
     "type": _DTYPE,
 }
 

@@ -11,8 +11,8 @@ import torch
 
 from gradbox.errors import UntraceableLoss
 
-_OURS = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
+_OURS = f"{Path(__file__).parents[1]}/"  # the client, whose losses are no user's code either
+_TORCH = f"{Path(torch.__file__).parent}/"
 
 
 def untraceable(what: str, instead: str, *, frame: FrameType | None = None) -> UntraceableLoss:
@@ -48,7 +48,7 @@ def raised_line(traceback: TracebackType | None) -> str:
 
 
 def is_user_code(filename: str) -> bool:
-    """Tell whether a file is neither torch's nor the tracer's own."""
+    """Tell whether a file is neither torch's nor the client's own."""
     return not filename.startswith((_OURS, _TORCH, "<frozen"))
 
 

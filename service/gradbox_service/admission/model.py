@@ -70,7 +70,7 @@ def _unknown(name: str, offered: list[str]) -> str:
     hint = (
         f"did you mean {close[0]!r}?" if close else "ask the box's owner to add it to models.toml"
     )
-    return f"no model {name[:80]!r} is on this box; it has {offered}; {hint}"
+    return f"no model {name[:80]!r} is on this box; it has {', '.join(offered)}; {hint}"
 
 
 def _shortened(versions: list[str]) -> list[str]:

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], Sequence[str]
         [
             "arguments: argument 0 float64 (5, 3)",
             "submodule: 0 (Linear)",
-            "hint: the model is float32 and 0 is float64",
+            "hint: the model is float32 and argument 0 is float64",
             "torch.float32",
             "precision='fp64'",
         ],

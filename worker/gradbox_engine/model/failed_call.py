@@ -144,7 +144,9 @@ def _dtype(call: FailedCall) -> str:
     if not other:
         return "two tensors have different dtypes: convert one of them with .to(other.dtype)"
     wanted = str(call.dtype).removeprefix("torch.")
-    named = ", ".join(f"{name} is {dtype.removeprefix('torch.')}" for name, dtype in other.items())
+    named = ", ".join(
+        f"{_name(name)} is {dtype.removeprefix('torch.')}" for name, dtype in other.items()
+    )
     return (
         f"the model is {wanted} and {named}: convert the inputs with .to(torch.{wanted}), or "
         f"compute in float64 with precision='fp64'"
@@ -159,7 +161,9 @@ def _index(call: FailedCall) -> str:
         if tensor.numel()
         and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     }
-    named = ", ".join(f"{name} holds {low} to {high}" for name, (low, high) in ranges.items())
+    named = ", ".join(
+        f"{_name(name)} holds {low} to {high}" for name, (low, high) in ranges.items()
+    )
     if rows is not None:
         return (
             f"the embedding has rows 0 to {rows - 1}, and {named or 'an index is none of them'}: "

@@ -14,6 +14,7 @@ import typer
 
 from gradbox.cli.completion import complete_model
 from gradbox.cli.output import AsJson, complain, say, say_json, say_table
+from gradbox.html import size
 
 if TYPE_CHECKING:
     from gradbox.protocol import ModelView
@@ -75,7 +76,7 @@ def show_model(
         complain(f"{view.name} cannot be used: {view.reason}")
     else:
         say(f"# {view.name}@{view.version}")
-        say(f"# {view.num_parameters:,} parameters, {view.size_bytes / 1e6:,.1f} MB of weights")
+        say(f"# {view.num_parameters:,} parameters, {size(view.size_bytes)} of weights")
         for method, call in view.methods.items():
             say(f"# {method}({', '.join(call.arguments)})")
         say(f"\n{view.example_code().rstrip()}")
@@ -240,8 +241,8 @@ def _say_models(views: list[ModelView], *, json: bool) -> None:
 def _row(view: ModelView) -> tuple[str, ...]:
     if not view.usable:
         return (view.name, "", "", "", f"not usable: {view.reason}")
-    size = f"{view.size_bytes / 1e6:,.1f} MB"
-    return (view.name, f"{view.num_parameters:,}", size, view.version[:12], "usable")
+    memory = size(view.size_bytes)
+    return (view.name, f"{view.num_parameters:,}", memory, view.version[:12], "usable")
 
 
 def _wrong(text: str) -> int:

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from gradbox.html import size
 from gradbox.protocol import ModelView
 from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.models.builders import build_model, source_code_digest
@@ -56,7 +57,8 @@ class Verdict:
         """Return what is printed for a person."""
         if self.view is None:
             return [f"{self.name}: NOT USABLE: {self.problem}"]
-        view, mb = self.view, self.view.size_bytes / 1e6
+        view = self.view
+        weights, both = size(view.size_bytes), size(2 * view.size_bytes)
         calls = [
             f"  call        {method}({', '.join(call.arguments)})"
             for method, call in view.methods.items()
@@ -66,7 +68,7 @@ class Verdict:
             f"{self.name}: {f'CHANGED: {self.problem}' if self.changed else 'usable'}",
             f"  version     {view.version}",
             f"  parameters  {view.num_parameters:,} in {len(view.parameters)} tensors",
-            f"  memory      {mb:,.1f} MB of weights, {2 * mb:,.1f} MB with their gradients",
+            f"  memory      {weights} of weights, {both} with their gradients",
             *calls,
             f"  example     {example}",
             f"  built in    {self.build_s:.1f} s, and again to the same version",

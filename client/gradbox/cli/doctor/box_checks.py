@@ -52,6 +52,7 @@ def _check_answers(settings: ClientSettings, connection: Connection) -> Iterator
     yield _clock(alive)
     yield _readiness(connection)
     yield _token(settings, connection)
+    yield _models(connection)
     yield _version(connection)
 
 
@@ -94,7 +95,8 @@ def _readiness(connection: Connection) -> Finding:
     if answer.is_success:
         mode = said.get("mode", "running")
         held = "" if mode == "running" else f"; {mode}: {said.get('reason') or 'no reason given'}"
-        return fine("workers", f"{said['workers']} ready, models {said['models']}{held}")
+        models = ", ".join(said["models"]) or "none"
+        return fine("workers", f"{said['workers']} ready, with the models {models}{held}")
     detail = str(said.get("detail", answer.text))
     if "Redis" in detail:
         fix = "start the Redis that the service was given (GRADBOX_REDIS_URL); `up` does so itself"
@@ -111,6 +113,18 @@ def _token(settings: ClientSettings, connection: Connection) -> Finding:
     except GradboxError as error:
         return skipped("token", f"the box cannot look it up now: {error}")
     return fine("token", "the box knows it")
+
+
+def _models(connection: Connection) -> Finding:
+    try:
+        models = connection.request("GET", "/v1/models").json()["models"]
+    except GradboxError as error:
+        return skipped("models", f"the box does not list them now: {error}")
+    unusable = [f"{m['name']}: {m['reason']}" for m in models if not m["usable"]]
+    if not unusable:
+        return fine("models", f"all {len(models)} can be used")
+    fix = "mend it on the box's machine, then gradbox models reload"
+    return problem("models", "; ".join(unusable), fix=fix)
 
 
 def _version(connection: Connection) -> Finding:

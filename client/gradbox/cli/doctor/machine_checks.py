@@ -71,7 +71,7 @@ def _device(device: str | None) -> Finding:
     wanted = device is not None and device.startswith("cuda")
     has_driver = any(path.exists() for path in DRIVER)
     if not (wanted or (has_driver and device is None)):
-        return skipped(check, "none was asked for (--device cuda:0), and there is no driver")
+        return skipped(check, "there is no driver, and none was asked for with --device cuda:0")
     if importlib.util.find_spec("torch") is None:
         fix = "pip install 'gradbox[worker]'"
         return problem(check, "torch is not installed, which computes", fix=fix)

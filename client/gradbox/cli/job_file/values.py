@@ -140,7 +140,7 @@ def known(given: Mapping[str, Any], names: frozenset[str] | set[str], *, key: st
             where = f"{key}.{name}" if key else name
             close = get_close_matches(name, names, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise InvalidJob(f"{where}: expected one of the keys {sorted(names)}{hint}")
+            raise InvalidJob(f"{where}: expected one of the keys {', '.join(sorted(names))}{hint}")
     return given
 
 

@@ -84,7 +84,7 @@ function nothing(state) {
   if (state) return [h("p", { text: `No job of yours is ${state === "queued" ? "waiting" : state}.` })];
   return [
     h("p", { text: "You have no jobs yet." }),
-    h("p", {}, "On your laptop: ", h("code", { text: "pip install 'gradbox[torch]'" }), ", then ", h("code", { text: `gradbox login ${location.origin}` }), " with the token that you logged in with here. What you submit then shows up by itself."),
+    h("p", {}, "On your laptop: ", h("code", { text: "pip install -c constraints.txt '.[torch]'" }), " in a clone of gradbox, then ", h("code", { text: `gradbox login --url ${location.origin}` }), " with the token that you logged in with here. What you submit then shows up by itself."),
   ];
 }
 

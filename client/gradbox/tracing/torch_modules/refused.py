@@ -1,0 +1,53 @@
+"""Modules that no graph can hold, each with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+import torch.nn.functional as F
+from torch import nn
+
+from gradbox.tracing.refusals import instead_of
+from gradbox.tracing.source_location import untraceable
+
+_EVAL: Final = f"call .eval() on it; {instead_of('dropout')}"
+
+
+def dropout(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what refuses a dropout in train mode, and records it otherwise."""
+
+    def record(module: Any, input: Any) -> Any:
+        if module.training and module.p:
+            raise untraceable(f"nn.{type(module).__name__} drops entries in train mode", _EVAL)
+        return own(module, input)
+
+    return record
+
+
+def rrelu(module: nn.RReLU, input: Any) -> Any:
+    """Record the mean slope of eval mode."""
+    if module.training:
+        raise untraceable("nn.RReLU draws its slopes in train mode", _EVAL)
+    return F.leaky_relu(input, (module.lower + module.upper) / 2, module.inplace)
+
+
+def always(what: str, instead: str) -> Callable[..., NoReturn]:
+    """Return what refuses a module, which `what` has as {}."""
+
+    def refuse(module: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+        raise untraceable(what.format(f"nn.{type(module).__name__}"), instead)
+
+    return refuse
+
+
+fractional_pooling: Final = always(
+    "{} draws its windows", "use nn.MaxPool2d or nn.AdaptiveMaxPool2d"
+)
+several_devices: Final = always("{} cuts Z over devices", "hold its .module: Z is whole on the box")
+cross_map_norm: Final = always(
+    "{} is a custom autograd function, which would lose its backward", "use nn.LocalResponseNorm"
+)
+not_initialised: Final = always(
+    "{} has no parameters yet", "call it once on a tensor as it will get, before it is traced"
+)

@@ -1,0 +1,120 @@
+"""Which modules are recorded by a function of their own, and how it takes its place.
+
+While a function is traced, the methods named here are replaced for the thread that traces it; for
+every other thread they are as before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.modules.conv import _ConvTransposeNd, _LazyConvXdMixin
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from gradbox.tracing.torch_modules import (
+    attention,
+    convolution,
+    lookup,
+    losses,
+    normalisation,
+    pooling,
+    recurrent,
+    refused,
+    spectral,
+)
+from gradbox.tracing.torch_modules.assertions import of_rank
+
+
+@contextmanager
+def recorded_modules() -> Iterator[None]:
+    """Let these modules be recorded by this thread."""
+    before = [(kind, name, vars(kind).get(name)) for kind, name in _INSTEAD]
+    for (kind, name), recorded in _INSTEAD.items():
+        setattr(kind, name, _for_this_thread(getattr(kind, name), recorded))
+    try:
+        yield
+    finally:
+        for kind, name, method in before:
+            setattr(kind, name, method) if method is not None else delattr(kind, name)
+
+
+def _for_this_thread(original: Callable[..., Any], recorded: Callable[..., Any]) -> Any:
+    tracing = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        method = recorded if threading.get_ident() == tracing else original
+        return method(*args, **kwargs)
+
+    return call
+
+
+def _softmax_2d(module: nn.Softmax2d, input: Any) -> Any:
+    of_rank(3, 4)(module, input)
+    return F.softmax(input, -3)
+
+
+_DROPOUTS: Final[tuple[Any, ...]] = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+# By class and method, what records the call.
+_INSTEAD: Final[dict[tuple[type, str], Callable[..., Any]]] = {
+    (nn.BatchNorm1d, "_check_input_dim"): of_rank(2, 3),
+    (nn.BatchNorm2d, "_check_input_dim"): of_rank(4),
+    (nn.BatchNorm3d, "_check_input_dim"): of_rank(5),
+    (nn.SyncBatchNorm, "_check_input_dim"): of_rank(2, 3, 4, 5),
+    (nn.SyncBatchNorm, "forward"): normalisation.batch_norm,
+    (_BatchNorm, "forward"): normalisation.batch_norm,
+    (_InstanceNorm, "forward"): normalisation.instance_norm,
+    (_SpectralNorm, "_power_method"): spectral.power_method,
+    (SpectralNorm, "compute_weight"): spectral.spectral_norm,
+    (_WeightNorm, "forward"): spectral.weight_norm,
+    (WeightNorm, "compute_weight"): spectral.weight_norm_of_hook,
+    (nn.CircularPad1d, "_check_input_dim"): of_rank(2, 3),
+    (nn.CircularPad2d, "_check_input_dim"): of_rank(3, 4),
+    (nn.CircularPad3d, "_check_input_dim"): of_rank(4, 5),
+    (nn.Softmax2d, "forward"): _softmax_2d,
+    (nn.RNN, "forward"): recurrent.recurrent,
+    (nn.GRU, "forward"): recurrent.recurrent,
+    (nn.LSTM, "forward"): recurrent.recurrent,
+    (nn.RNNCell, "forward"): recurrent.rnn_cell,
+    (nn.GRUCell, "forward"): recurrent.gru_cell,
+    (nn.LSTMCell, "forward"): recurrent.lstm_cell,
+    (nn.MultiheadAttention, "forward"): attention.attention,
+    (nn.TransformerEncoderLayer, "forward"): attention.encoder_layer,
+    (nn.TransformerEncoder, "forward"): attention.encoder,
+    (nn.TransformerDecoder, "forward"): attention.decoder,
+    (nn.Transformer, "forward"): attention.transformer,
+    (nn.EmbeddingBag, "forward"): lookup.embedding_bag,
+    (nn.AdaptiveLogSoftmaxWithLoss, "forward"): lookup.adaptive_softmax,
+    (nn.AdaptiveLogSoftmaxWithLoss, "log_prob"): lookup.adaptive_log_prob,
+    (nn.MaxUnpool1d, "forward"): pooling.max_unpool,
+    (nn.MaxUnpool2d, "forward"): pooling.max_unpool,
+    (nn.MaxUnpool3d, "forward"): pooling.max_unpool,
+    (_ConvTransposeNd, "_output_padding"): convolution.output_padding,
+    (nn.LinearCrossEntropyLoss, "forward"): losses.linear_cross_entropy,
+    (nn.TripletMarginWithDistanceLoss, "forward"): losses.triplet_with_distance,
+    **{(kind, "forward"): refused.dropout(kind.forward) for kind in _DROPOUTS},
+    (nn.RReLU, "forward"): refused.rrelu,
+    (nn.FractionalMaxPool2d, "forward"): refused.fractional_pooling,
+    (nn.FractionalMaxPool3d, "forward"): refused.fractional_pooling,
+    (nn.DataParallel, "forward"): refused.several_devices,
+    (nn.CrossMapLRN2d, "forward"): refused.cross_map_norm,
+    (nn.LazyLinear, "initialize_parameters"): refused.not_initialised,
+    (_LazyConvXdMixin, "initialize_parameters"): refused.not_initialised,
+    (_LazyNormBase, "initialize_parameters"): refused.not_initialised,
+}
