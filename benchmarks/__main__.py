@@ -154,7 +154,17 @@ def _mixed(args: argparse.Namespace) -> str:
 def _cluster(args: argparse.Namespace) -> str:
     from benchmarks.cluster import ClusterPlan, cluster_section, measure_cluster
 
-    return cluster_section(measure_cluster(ClusterPlan(args.cluster_pairs, 8, args.rounds)))
+    plan = ClusterPlan(args.cluster_pairs, 8, args.rounds, num_samples=args.cluster_samples)
+    return cluster_section(measure_cluster(plan))
+
+
+def _scale(args: argparse.Namespace) -> str:
+    from benchmarks.scale_report import ScalePlan, measure_scale, plot_scale, scale_section
+
+    found = measure_scale(ScalePlan(pairs=args.scale_pairs))
+    if args.plot is not None:
+        plot_scale(found, args.plot)
+    return scale_section(found)
 
 
 def _autograd(args: argparse.Namespace) -> str:
@@ -191,6 +201,7 @@ ALL: Final[Mapping[str, Callable[[argparse.Namespace], str]]] = {
     "mixed": _mixed,
     "autograd": _autograd,
     "cluster": _cluster,
+    "scale": _scale,
     "per-sample": _per_sample,
 }
 SHORT: Final = ("service", "small-jobs")
@@ -223,6 +234,12 @@ def _parser() -> argparse.ArgumentParser:
         "--cluster-pairs", type=int, default=512, help="for the cluster: 60 s or more [512]"
     )
     parser.add_argument(
+        "--cluster-samples", type=int, default=2000, help="whose rows it projects [2000]"
+    )
+    parser.add_argument(
+        "--scale-pairs", type=int, default=64, help="measured, to simulate with [64]"
+    )
+    parser.add_argument(
         "--autograd-pairs", type=int, default=64, help="for remote autograd: 5 s or more [64]"
     )
     parser.add_argument("--tasks", type=_names, default=tuple(ENCODERS), help="for retention [all]")
@@ -251,7 +268,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ends", action="store_true", help="of retention, only nothing and everything kept"
     )
-    parser.add_argument("--plot", type=Path, help="draw time against memory into this file")
+    parser.add_argument(
+        "--plot", type=Path, help="draw the curves of retention, or of scale, into this file"
+    )
     parser.add_argument("--report", help="name of the report [the benchmark's]")
     parser.add_argument(
         "--mixed-shards",

@@ -23,6 +23,7 @@ class ClusterBox:
 
     box: TestBox
     mark: str
+    models: Path
 
     def processes(self) -> list[int]:
         """Return its living processes."""
@@ -46,8 +47,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterBox]:
     folder = tmp_path_factory.mktemp("cluster")
     models = write_cluster_models(folder / "models.toml")
     mark = uuid.uuid4().hex
-    arguments = ("--cluster", "local", "--device", "cpu,cpu", "--no-template")
+    # One worker, for its start takes as long as a device's; jobs come one after the other.
+    arguments = ("--cluster", "local", "--device", "cpu,cpu", "--no-template", "--workers", "1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, mark)
         with running_box(folder / "data", models=models, arguments=arguments) as box:
-            yield ClusterBox(box, mark)
+            yield ClusterBox(box, mark, models)

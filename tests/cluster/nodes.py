@@ -1,14 +1,19 @@
 """Three nodes of a Ray cluster on this machine: `python -m tests.cluster.nodes`.
 
 Prints the address once all are there; then each line of its input kills one node that is not the
-first, or adds one ("join"). It ends with its input.
+first, or adds one ("join"), which may find a folder empty, as do all later ones ("join without
+FOLDER", which wants root). It ends with its input.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import subprocess
 import sys
 from pathlib import Path
+
+CLONE_NEWNS = 0x00020000  # of sched.h
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback alone
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -25,12 +30,23 @@ def main() -> None:
     others = [cluster.add_node(num_cpus=1) for _ in range(2)]
     print(cluster.address, flush=True)
     for line in sys.stdin:
-        if line.strip() == "join":
+        if line.startswith("join without "):
+            _hide(line.split()[-1])
+        if line.startswith("join"):
             others.append(cluster.add_node(num_cpus=1))
         else:
             cluster.remove_node(others.pop(), allow_graceful=False)
         print("done", flush=True)
     cluster.shutdown()
+
+
+def _hide(folder: str) -> None:
+    """Have processes that are started from now on find this folder empty, as other machines do."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True)
+    os.environ["TMPDIR"] = sys.argv[1]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradbox import GradClient, Gradient, GradResult, Job
+from gradbox import GradClient, Gradient, GradResult, Jacobian, Job
 from tests.cluster.conftest import ClusterBox
 from tests.cluster.processes import kill, parent, running, wait_until
 from tests.cluster.test_jobs import WAIT_S, num_ranges, shards, sum_of_squares
@@ -74,6 +74,26 @@ def test_a_device_that_dies_costs_its_range_alone(
     assert sorted(lost) == [0, 1]
     assert result.manifest.attempts == 1
     assert max(found.rerun_difference for found in result.manifest.ranges or ()) == 0
+
+
+def rows_job(form: str, **given: object) -> Jacobian:
+    reduce = {"reduce": "gram"} if form == "gram" else {"form": form}
+    return Jacobian(model="unhurried", inputs=shards(60), **reduce, **given)
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["dense", *(pytest.param(form, marks=pytest.mark.slow) for form in ("factored", "gram"))],
+)
+def test_a_device_that_dies_costs_its_range_of_samples_alone(
+    cluster: ClusterBox, client: GradClient, form: str
+) -> None:
+    expected = client.submit(rows_job(form, devices=2)).result(WAIT_S)
+    result = killed_in("samples", ACTOR, cluster, client.submit(rows_job(form, devices=2)))
+    wanted = GradResult.gram if form == "gram" else GradResult.flat
+    assert torch.equal(wanted(result), wanted(expected))
+    assert sorted(run.devices_lost for run in result.manifest.ranges or ()) == [0, 1]
+    assert result.manifest.attempts == 1
 
 
 @pytest.mark.slow

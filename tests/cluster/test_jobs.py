@@ -200,13 +200,6 @@ def test_naive_code_runs_over_remote_calls_that_are_split(client: GradClient, mo
     assert difference(f.grads, expected.grads) <= TOLERANCE
 
 
-def test_computations_that_are_not_split_run_on_one_device(client: GradClient) -> None:
-    job = Jacobian(model="mlp", inputs=shards(2), devices="auto", form="dense")
-    result = client.submit(job).result(WAIT_S)
-    assert result.flat().shape[:2] == (8, 3)
-    assert result.manifest.ranges is None
-
-
 def test_an_error_on_a_device_is_told_as_from_one_device(client: GradClient) -> None:
     wrong = [torch.zeros(4, 6, dtype=torch.float64) for _ in range(4)]
     said = []
@@ -224,8 +217,19 @@ def test_a_number_of_devices_that_is_none_is_refused(client: GradClient, devices
         client.submit(unhurried(4, devices=devices))
 
 
-def test_a_cancelled_job_frees_its_devices(client: GradClient) -> None:
-    job = client.submit(unhurried(400, devices="auto"))
+def long_rows(**given: object) -> Jacobian:
+    return Jacobian(model="unhurried", inputs=shards(400), form="dense", **given)
+
+
+LONG = {
+    "a set gradient": lambda **given: unhurried(400, **given),
+    "rows": long_rows,
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_cancelled_job_frees_its_devices(client: GradClient, name: str) -> None:
+    job = client.submit(LONG[name](devices="auto"))
     next(event for event in job.events() if event.progress is not None)
     job.cancel()
     with pytest.raises(JobCancelled):
@@ -233,6 +237,7 @@ def test_a_cancelled_job_frees_its_devices(client: GradClient) -> None:
     wait_until(lambda: num_ranges(client) == 2, what="both devices")
 
 
-def test_a_job_over_its_time_is_stopped_on_all_devices(client: GradClient) -> None:
+@pytest.mark.parametrize("name", LONG)
+def test_a_job_over_its_time_is_stopped_on_all_devices(client: GradClient, name: str) -> None:
     with pytest.raises(JobTimedOut):
-        client.submit(unhurried(400, devices="auto", timeout_s=1.5)).result(WAIT_S)
+        client.submit(LONG[name](devices="auto", timeout_s=1.5)).result(WAIT_S)

@@ -23,6 +23,7 @@ class Seconds(BaseModel):
 class RangeView(BaseModel):
     """Consecutive shards, from `start` up to but not including `stop`, that one device ran.
 
+    Per-sample quantities take `samples_s`, everything else `forward_s` and `replay_s`.
     `devices_lost` counts devices that ended while they ran them; `rerun_difference` is then the
     largest |z' − z| between two devices, relative to a shard's largest |z|.
     """
@@ -32,8 +33,9 @@ class RangeView(BaseModel):
     start: int
     stop: int
     device: str
-    forward_s: float
-    replay_s: float
+    forward_s: float = 0.0
+    replay_s: float = 0.0
+    samples_s: float = 0.0
     devices_lost: int = 0
     rerun_difference: float = 0.0
 

@@ -10,10 +10,14 @@ of the job's shards and puts the parts together.
     address_file      how coordinators reach the head's cluster
     leases, pool      which device runs for whom
     device_actor      a warm device (`device.warm_device`) as an actor
+    sent_tensors      what an actor is sent of a job
     open_job          what an actor holds of a job between its first pass and its replay
-    array_buffers     tensors as NumPy buffers, on their way between processes
+    open_samples      a per-sample job on an actor; `row_outlet`, its dense rows on their way out
+    array_buffers     tensors as NumPy buffers, on their way between processes; `factor_buffers`
     main, serving     the coordinator: the entry point, and its loop
     joined            the cluster as a coordinator sees it
     whole_job         a job that one device runs
-    wide_job          a job that several run; `ray_devices` is what the engine sees of them
+    wide_job          a job that several run: `wide_computations` in two phases, `wide_samples`
+    leased_devices    the devices of one such job; `ray_devices` and `ray_sample_devices` are what
+                      the engine sees of them
 """

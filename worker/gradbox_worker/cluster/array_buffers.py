@@ -16,6 +16,7 @@ from torch import Tensor
 
 # What torch warns of where it makes a tensor of memory that is shared.
 READ_ONLY: Final = "The given NumPy array is not writable"
+HOST: Final = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,14 @@ def as_buffers(value: Any) -> Any:
     return _walked(value, Tensor, TensorBuffer.of)
 
 
-def as_tensors(value: Any, *, copy: bool = True) -> Any:
+def as_tensors(value: Any, *, copy: bool = True, device: torch.device = HOST) -> Any:
     """Return the value with a tensor for every buffer.
 
     Args:
         copy: whether the tensors may be written to: the memory of buffers is shared.
+        device: where they are to be.
     """
-    return _walked(value, TensorBuffer, lambda buffer: buffer.tensor(copy=copy))
+    return _walked(value, TensorBuffer, lambda buffer: buffer.tensor(copy=copy).to(device))
 
 
 def num_bytes(value: Any) -> int:

@@ -21,9 +21,8 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gradbox.protocol import ModelView
 from gradbox_worker.cluster.address_file import ClusterAddress
-from gradbox_worker.cluster.device_actor import CONTROL, DeviceActor
+from gradbox_worker.cluster.device_actor import CONTROL, ROWS, DeviceActor
 from gradbox_worker.cluster.pool import POOL, Pool
 from gradbox_worker.cluster.ray_session import RayOnThisMachine
 from gradbox_worker.device.child import DeviceSettings
@@ -62,21 +61,20 @@ class Head:
         self._settings, self._devices = settings, devices
         self._mark = (mark, uuid.uuid4().hex)
         mark.write_text(self._mark[1])
-        here = ray.get_runtime_context().get_node_id()
+        self._here = ray.get_runtime_context().get_node_id()
         self._pool: Any = (
             ray.remote(Pool)
             .options(
                 name=POOL,
                 num_cpus=0,
                 max_restarts=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+                scheduling_strategy=NodeAffinitySchedulingStrategy(self._here, soft=False),
             )
-            .remote()
+            .remote(settings.models_file)
         )
         self._starting: list[_Starting] = []
         self._of_node: dict[str, list[str]] = {}
         self._actors: dict[str, Any] = {}  # while a handle lives, so does the actor
-        self._versions: dict[str, str] = {}  # by model, as the first device has it
 
     def start(self, *, stopping: threading.Event) -> int:
         """Have the devices of all machines that are there, and wait until they are ready.
@@ -125,17 +123,18 @@ class Head:
 
     def _start_devices(self, node: str, facts: Mapping[str, Any]) -> None:
         names = self._of_node[node] = []
+        models = None if node == self._here else POOL
         for index, (device, resources) in enumerate(_devices_of(facts, self._devices)):
             name = f"{facts['NodeManagerHostname']}/{device}-{index}"
             if any(name in others for others in self._of_node.values()):
                 name = f"{name}-{node[:6]}"  # several nodes on one machine, as in tests
             actor = (
-                ray.remote(max_restarts=-1, concurrency_groups={CONTROL: 1})(DeviceActor)
+                ray.remote(max_restarts=-1, concurrency_groups={CONTROL: 1, ROWS: 1})(DeviceActor)
                 .options(
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
                     **resources,
                 )
-                .remote(replace(self._settings, device=device), self._mark)
+                .remote(replace(self._settings, device=device), self._mark, models)
             )
             names.append(name)
             self._starting.append(_Starting(name, node, actor, actor.describe.remote()))
@@ -144,6 +143,8 @@ class Head:
         """Lend the devices that are ready; returns why others cannot be used."""
         problems = []
         for one in list(self._starting):
+            if one.node != self._here and self._first_is_starting_here():
+                continue
             if not ray.wait([one.described], timeout=0)[0]:
                 continue
             self._starting.remove(one)
@@ -152,30 +153,19 @@ class Head:
             except (RayActorError, RayTaskError) as error:
                 problems.append(f"device {one.name} did not start: {_first_lines(error)}")
                 continue
-            refused = self._refused(one.name, described["models"])
+            here = one.node == self._here
+            refused = ray.get(self._pool.add.remote(one.name, one.actor, described, here))
             if refused:
                 problems.append(refused)
                 ray.kill(one.actor)
                 continue
             self._actors[one.name] = one.actor
-            ray.get(self._pool.add.remote(one.name, one.actor, described["sees_files"]))
             log.info("device %s is ready (%s)", one.name, described["hardware"])
         return problems
 
-    def _refused(self, name: str, models: Sequence[str]) -> str:
-        """Say why a device may not be used: its models are others than the first device's."""
-        for text in models:
-            view = ModelView.model_validate_json(text)
-            if not view.usable:
-                continue
-            expected = self._versions.setdefault(view.name, view.version)
-            if view.version != expected:
-                return (
-                    f"device {name} is refused: expected model {view.name!r} at version "
-                    f"{expected} as on the first device, got {view.version}; have the same files "
-                    f"and packages on all machines"
-                )
-        return ""
+    def _first_is_starting_here(self) -> bool:
+        """Tell whether to wait for a device of this machine, whose models' versions count."""
+        return not self._actors and any(one.node == self._here for one in self._starting)
 
 
 def run(

@@ -36,8 +36,11 @@ class JoinedCluster:
         hardware: what its first device calls itself.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, reloads: int = 0) -> None:
         """Join the cluster that a head has.
+
+        Args:
+            reloads: how many reloads of the models had been asked for; the devices' are as of then.
 
         Raises:
             DeviceNotStarted: there is none, or it cannot be joined.
@@ -48,7 +51,11 @@ class JoinedCluster:
         join(self._address.address, namespace=self._address.namespace)
         try:
             self._pool: Any = ray.get_actor(POOL)
-            described = ray.get(ray.get(self._pool.any_device.remote()).describe.remote())
+            ray.get(self._pool.have_models.remote(reloads))
+            device = ray.get(self._pool.any_device.remote())
+            if device is None:
+                raise DeviceNotStarted("expected a cluster with devices, which has none left")
+            described = ray.get(device.describe.remote())
         except (RayError, ValueError) as error:
             raise DeviceNotStarted(f"expected a cluster with devices, got: {error}") from error
         models = [ModelView.model_validate_json(text) for text in described["models"]]

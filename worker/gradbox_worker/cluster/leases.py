@@ -97,6 +97,15 @@ class Leases:
         """Give a lease what is idle now, though others may wait for it; no device if none is."""
         return self._give(wish)
 
+    def take(self, device: str, lease: str) -> bool:
+        """Give a lease one certain device; False if it is not idle."""
+        if device not in self._idle:
+            return False
+        self._idle.remove(device)
+        self._devices[device].lease = lease
+        self._devices[device].models.clear()
+        return True
+
     def granted(self) -> Iterator[tuple[Wish, list[str]]]:
         """Give idle devices to those that wait, and say to whom."""
         for wish in list(self._waiting):

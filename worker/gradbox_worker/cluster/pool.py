@@ -10,14 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import ray
 from ray.exceptions import ActorDiedError, RayActorError
 
 from gradbox_worker.cluster.leases import Leases, Wish
+from gradbox_worker.cluster.model_versions import ModelVersions
+from gradbox_worker.cluster.shipped_models import FilesToShip
+from gradbox_worker.models.shipping import ShippedModels
 
 log = logging.getLogger(__name__)
 
@@ -25,38 +29,97 @@ POOL: Final = "pool"
 # After its coordinator's death a device may take so long to come to its next shard.
 ABANDON_S: Final = 30.0
 PAUSE_S: Final = 0.25
+REBUILDING: Final = "rebuilding"
 
 
 @dataclass(frozen=True)
 class Lent:
-    """A device that a lease has."""
+    """A device that a lease has.
+
+    Attributes:
+        sees_files: whether it sees the box's data folder, as one must that runs a whole job.
+        writes_files: whether it may write to a file there beside the coordinator, on whose machine
+            it is: over a network two machines that write to one file may undo each other's writes.
+    """
 
     name: str
     actor: Any  # a handle of a `DeviceActor`
     sees_files: bool
+    writes_files: bool
 
 
 class Pool:
     """The devices of one box. An asynchronous actor: all its methods run in one loop."""
 
-    def __init__(self) -> None:
-        """Have no device."""
+    def __init__(self, models_file: Path) -> None:
+        """Have no device.
+
+        Args:
+            models_file: of the box, for machines that do not have it.
+        """
         self._leases = Leases()
         self._actors: dict[str, Any] = {}
+        self._writing: set[str] = set()  # devices that may write to files of the box
         self._granted: dict[str, asyncio.Future[list[Lent]]] = {}
         self._taking_back: dict[str, asyncio.Task[None]] = {}
         self._coordinators: dict[str, int] = {}  # by lease: a file descriptor of the process
         self._tasks: set[asyncio.Task[None]] = set()
+        self._files = FilesToShip(models_file)
+        self._versions = ModelVersions()
+        self._reloads: int | None = None  # those that the devices' models are as of
+        self._rebuilding: asyncio.Task[None] | None = None
 
-    async def add(self, name: str, actor: Any, sees_files: bool) -> None:
-        """Have one more device, which is ready."""
+    async def models(self) -> ShippedModels:
+        """Return the models, for a machine that is not the head's."""
+        return await self._files.models()
+
+    async def model_file(self, path: Path) -> list[Any]:
+        """Return a reference to a file's bytes, in a list, for Ray would wait for its value.
+
+        Raises:
+            PermissionError: it is none of the models' files.
+        """
+        return [await self._files.reference(path)]
+
+    async def add(self, name: str, actor: Any, described: Mapping[str, Any], here: bool) -> str:
+        """Have one more device, which is ready.
+
+        Args:
+            described: see `DeviceActor.describe`.
+            here: whether it is on the head's machine.
+
+        Returns:
+            Why it is refused; "" if it is not.
+        """
+        self._files.forget()
+        problem = self._versions.problem(name, described["models"])
+        if problem:
+            return problem
         self._actors[name] = actor
-        self._leases.add(name, sees_files=sees_files)
+        if here and described["sees_files"]:
+            self._writing.add(name)
+        self._leases.add(name, sees_files=described["sees_files"])
         self._grant()
+        return ""
+
+    async def have_models(self, reloads: int) -> None:
+        """Have devices with models as they were when so many reloads had been asked for.
+
+        Devices that began before are started anew, each after its job. The first coordinator that
+        asks comes when they have just been.
+        """
+        if self._reloads is None:
+            self._reloads = reloads
+        if reloads > self._reloads:
+            self._reloads = reloads
+            self._rebuilding = self._begin(self._rebuilt())
+        if self._rebuilding is not None:
+            await asyncio.shield(self._rebuilding)
 
     async def remove(self, name: str) -> None:
         """Forget a device whose machine is gone."""
         self._actors.pop(name, None)
+        self._writing.discard(name)
         self._leases.remove(name)
 
     async def num_devices(self) -> int:
@@ -112,7 +175,15 @@ class Pool:
             granted.set_result(self._lent(names))
 
     def _lent(self, names: Sequence[str]) -> list[Lent]:
-        return [Lent(name, self._actors[name], self._leases.sees_files(name)) for name in names]
+        return [
+            Lent(
+                name,
+                self._actors[name],
+                sees_files=self._leases.sees_files(name),
+                writes_files=name in self._writing,
+            )
+            for name in names
+        ]
 
     def _watch(self, lease: str, pid: int) -> None:
         """End the lease when the coordinator dies."""
@@ -160,11 +231,59 @@ class Pool:
             except RayActorError:
                 await asyncio.sleep(PAUSE_S)  # it is starting again
 
+    async def _rebuilt(self) -> None:
+        """Have all devices build their models anew, first those whose versions count."""
+        self._versions = ModelVersions()
+        self._files.forget()
+        here = [name for name in self._actors if name in self._writing]
+        others = [name for name in self._actors if name not in self._writing]
+        for names in (here, others):
+            await asyncio.gather(*(self._rebuilt_on(name) for name in names))
+
+    async def _rebuilt_on(self, name: str) -> None:
+        """Start a device anew once it is idle, and lend it again if its models are the others'."""
+        while not self._leases.take(name, REBUILDING):
+            if not self._leases.has(name):
+                return
+            await asyncio.sleep(PAUSE_S)
+        actor = self._actors[name]
+        try:
+            described = await _restarted(actor)
+        except ActorDiedError as error:
+            log.warning("device %s is gone for good: %s", name, error)
+            await self.remove(name)
+            return
+        problem = self._versions.problem(name, described["models"])
+        if problem:
+            log.warning("%s", problem)
+            ray.kill(actor)
+            await self.remove(name)
+            return
+        self._free(name)
+
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)  # the loop holds tasks weakly
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _restarted(actor: Any) -> Mapping[str, Any]:
+    """Have an actor begin again as another process, and return how that describes itself."""
+    before: int | None = None
+    while True:
+        try:
+            described: Mapping[str, Any] = await actor.describe.remote()
+        except ActorDiedError:
+            raise
+        except RayActorError:
+            await asyncio.sleep(PAUSE_S)  # it is starting
+            continue
+        if before is None:
+            before = described["process"]
+            ray.kill(actor, no_restart=False)
+        elif described["process"] != before:
+            return described
 
 
 async def _empty(actor: Any) -> None:

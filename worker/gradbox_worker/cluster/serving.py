@@ -64,7 +64,7 @@ def serve(
     tell = partial(send, connection)
     path = settings.cluster
     cluster = caught(
-        lambda: JoinedCluster(path),
+        lambda: JoinedCluster(path, reloads=begin.reloads),
         doing="joining the cluster",
         let_through=OSError,
         explain=lambda error: JobFailed(str(error)) if isinstance(error, WorkerError) else None,

@@ -1,73 +1,136 @@
-"""What a coordinator computes of a wide job, by its kind; the devices do the rest.
+"""What a coordinator computes of a wide job in two phases, by its kind; the devices do the rest.
 
     Gradient                 gathers Z, evaluates the loss, and sends dL/dZ to the ranges
     Gradient at cotangents   sends what it was given
+    MixedGradient            gathers dfdz, evaluates `outer`, and sends its derivative
     Forward                  gathers Z
 
-See `gradbox_engine.ranges`.
+`wide_samples` has the kinds without phases. See `gradbox_engine.ranges`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
-from gradbox.errors import WorkerLost
-from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec
+from gradbox.protocol import (
+    CotangentsLoss,
+    ForwardSpec,
+    GradientSpec,
+    MixedGradientSpec,
+    RangeView,
+    TensorRef,
+    TracedFunction,
+)
 from gradbox_engine import Group, Observer
-from gradbox_engine.errors import DeviceLost
 from gradbox_engine.ranges import (
-    Devices,
     Range,
     RangeRun,
+    cut,
     split_gradient_at_cotangents,
     split_set_gradient,
     split_set_outputs,
 )
+from gradbox_engine.ranges.mixed import split_mixed_gradient
 from gradbox_engine.ranges.protocol import HOST
-from gradbox_worker.computations import cotangents, forward, gradient
-from gradbox_worker.computations.engine_inputs import Loss, gradient_loss, model_penalties
+from gradbox_worker.cluster.leased_devices import LeasedDevices
+from gradbox_worker.cluster.ray_devices import RayDevices
+from gradbox_worker.computations import cotangents, forward, gradient, mixed_gradient
+from gradbox_worker.computations.engine_inputs import (
+    Loss,
+    gradient_loss,
+    mixed_objectives,
+    model_penalties,
+)
 from gradbox_worker.computations.job import Computed
-from gradbox_worker.files.blob_tensors import BlobTensors
+from gradbox_worker.files.blob_tensors import BlobTensors, TensorForm
+from gradbox_worker.files.result_in_place import ResultOnDisk
+from gradbox_worker.files.rounded_gradients import RoundedGradients
 from gradbox_worker.work import Work
 
-Answer = tuple[Computed, Sequence[RangeRun]]
-Run = Callable[[Devices, Sequence[Range], Sequence[Group], Observer], Answer]
+Answer = tuple[Computed, list[RangeView]]
 
 
-@dataclass(frozen=True)
-class WideComputation:
-    """A computation that is ready for its devices.
+@dataclass(frozen=True, kw_only=True)
+class WideSetting:
+    """What a coordinator has of a job while its devices compute.
 
     Attributes:
-        loss_parameters: names of what the loss itself has to differentiate.
+        num_ranges: how many at most.
+        forms: by group, what is known of every shard: its arguments' dtypes and shapes.
     """
 
-    compute: Run
-    loss_parameters: tuple[str, ...] = ()
+    work: Work
+    leased: LeasedDevices
+    num_ranges: int
+    groups: Sequence[Group]
+    forms: Sequence[Sequence[Mapping[str, TensorForm]]]
+    tensors: BlobTensors
+    result: ResultOnDisk
+    rounding: RoundedGradients
+    observer: Observer
 
-    def run(
-        self,
-        devices: Devices,
-        parts: Sequence[Range],
-        groups: Sequence[Group],
-        observer: Observer,
-    ) -> Answer:
+    def cut(self, groups: Sequence[int]) -> tuple[Range, ...]:
+        """Return ranges of the shards of some groups, by their bytes."""
+        forms = [form for group in groups for form in self.forms[group]]
+        costs = [float(sum(tensor.num_bytes for tensor in form.values())) for form in forms]
+        return cut(costs, self.num_ranges)
+
+
+class WideComputation(Protocol):
+    """A computation that is ready for its devices."""
+
+    @property
+    def loss_parameters(self) -> tuple[str, ...]:
+        """Names of what the loss itself has to differentiate."""
+
+    @property
+    def sent(self) -> Sequence[TensorRef]:
+        """What devices need of the job's tensors, beside inputs, weights and readout."""
+
+    def run(self, setting: WideSetting) -> Answer:
         """Compute it in ranges.
 
         Raises:
             CoupledShards: the shards cannot be split.
-            WorkerLost: a range ended one device after the other.
+            DeviceLost: a range ended one device after the other.
             EngineError: see `gradbox_engine.ranges`.
         """
-        try:
-            return self.compute(devices, parts, groups, observer)
-        except DeviceLost as error:
-            raise WorkerLost(str(error)) from error
 
 
-def wide_computation(work: Work, tensors: BlobTensors) -> WideComputation:
+@dataclass(frozen=True)
+class InPhases:
+    """A computation of a first pass and a replay, or of a first pass alone."""
+
+    compute: Callable[
+        [WideSetting, RayDevices, Sequence[Range]], tuple[Computed, Sequence[RangeRun]]
+    ]
+    sent: Sequence[TensorRef] = ()
+    loss_parameters: tuple[str, ...] = ()
+
+    def run(self, setting: WideSetting) -> Answer:
+        """See `WideComputation`."""
+        parts = setting.cut(range(len(setting.groups)))
+        devices = RayDevices(setting.leased, setting.groups)
+        computed, runs = self.compute(setting, devices, parts)
+        views = [
+            RangeView(
+                start=run.start,
+                stop=run.stop,
+                device=device,
+                forward_s=run.forward_s,
+                replay_s=run.replay_s,
+                devices_lost=run.devices_lost,
+                rerun_difference=run.rerun_difference,
+            )
+            for run, device in zip(runs, setting.leased.ran, strict=True)
+        ]
+        return computed, views
+
+
+def in_phases(work: Work, tensors: BlobTensors) -> InPhases:
     """Return what a job computes, with what its loss reads.
 
     Raises:
@@ -75,71 +138,101 @@ def wide_computation(work: Work, tensors: BlobTensors) -> WideComputation:
     """
     spec = work.spec
     if isinstance(spec, ForwardSpec):
-        return WideComputation(partial(_forward, spec))
+        return InPhases(partial(_forward, spec))
+    if isinstance(spec, MixedGradientSpec):
+        trained = [ref for ref in spec.outer.tensors.values() if ref.requires_grad]
+        sent = [*spec.y.values(), *spec.inner.tensors.values(), *trained]
+        return InPhases(partial(_mixed, spec), sent=sent)
     assert isinstance(spec, GradientSpec)
+    functions = [penalty.loss for penalty in spec.penalties]
+    scales = [penalty.per_sample_scale for penalty in spec.penalties]
+    sent = tensors_of([*functions, *scales])
     if isinstance(spec.loss, CotangentsLoss):
-        return WideComputation(partial(_at_cotangents, work, spec, spec.loss, tensors))
+        return InPhases(partial(_at_cotangents, spec, spec.loss), sent=sent)
     loss = gradient_loss(spec, tensors, device=HOST)
-    return WideComputation(
-        partial(_gradient, spec, loss, tensors),
-        loss_parameters=tuple(loss.objective.parameters),
-    )
+    names = tuple(loss.objective.parameters)
+    return InPhases(partial(_gradient, spec, loss), sent=sent, loss_parameters=names)
+
+
+def tensors_of(functions: Sequence[TracedFunction | None]) -> list[TensorRef]:
+    """Return the tensors that functions read."""
+    return [ref for function in functions if function for ref in function.tensors.values()]
 
 
 def _gradient(
     spec: GradientSpec,
     loss: Loss,
-    tensors: BlobTensors,
-    devices: Devices,
+    setting: WideSetting,
+    devices: RayDevices,
     parts: Sequence[Range],
-    groups: Sequence[Group],
-    observer: Observer,
-) -> Answer:
+) -> tuple[Computed, Sequence[RangeRun]]:
     answer = split_set_gradient(
         devices,
         parts,
-        groups,
+        setting.groups,
         loss.objective,
         returns=tuple(spec.returns),
-        observer=observer,
+        observer=setting.observer,
         seed=spec.seed,
         mode=spec.mode,
         precision=spec.precision,
         output=spec.output,
-        penalties=model_penalties(spec, tensors, device=HOST),
+        penalties=model_penalties(spec, setting.tensors, device=HOST),
         streams=spec.streams,
     )
     return gradient.computed(answer, spec, loss), answer.ranges
 
 
 def _at_cotangents(
-    work: Work,
     spec: GradientSpec,
     loss: CotangentsLoss,
-    tensors: BlobTensors,
-    devices: Devices,
+    setting: WideSetting,
+    devices: RayDevices,
     parts: Sequence[Range],
-    groups: Sequence[Group],
-    observer: Observer,
-) -> Answer:
+) -> tuple[Computed, Sequence[RangeRun]]:
     answer = split_gradient_at_cotangents(
         devices,
         parts,
-        groups,
-        cotangents.given_cotangents(loss, tensors),
-        cotangents.first_outputs(work.earlier_result, loss.forward, HOST),
+        setting.groups,
+        cotangents.given_cotangents(loss, setting.tensors),
+        cotangents.first_outputs(setting.work.earlier_result, loss.forward, HOST),
         precision=spec.precision,
-        observer=observer,
+        observer=setting.observer,
     )
     return cotangents.computed(answer, spec), answer.ranges
 
 
+def _mixed(
+    spec: MixedGradientSpec,
+    setting: WideSetting,
+    devices: RayDevices,
+    parts: Sequence[Range],
+) -> tuple[Computed, Sequence[RangeRun]]:
+    (group,) = setting.groups
+    _, outer = mixed_objectives(spec, setting.tensors, device=HOST)
+    answer = split_mixed_gradient(
+        devices,
+        parts,
+        group,
+        outer,
+        returns=tuple(spec.returns),
+        observer=setting.observer,
+        seed=spec.seed,
+        mode=spec.mode,
+        precision=spec.precision,
+        output=spec.output,
+        streams=spec.streams,
+    )
+    return mixed_gradient.computed(answer), answer.ranges
+
+
 def _forward(
     spec: ForwardSpec,
-    devices: Devices,
+    setting: WideSetting,
+    devices: RayDevices,
     parts: Sequence[Range],
-    groups: Sequence[Group],
-    observer: Observer,
-) -> Answer:
-    answer = split_set_outputs(devices, parts, groups, precision=spec.precision, observer=observer)
+) -> tuple[Computed, Sequence[RangeRun]]:
+    answer = split_set_outputs(
+        devices, parts, setting.groups, precision=spec.precision, observer=setting.observer
+    )
     return forward.computed(answer, spec), answer.ranges

@@ -1,7 +1,7 @@
 """A job over several devices: each runs a range of the shards.
 
 The coordinator reads the shards, sends each range to its device, does what concerns all of them
-(`wide_computations`), and writes the result file and the receipt.
+(`wide_computations`, `wide_samples`), and writes the result file and the receipt.
 """
 
 from __future__ import annotations
@@ -9,24 +9,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Final
+from typing import Any
 
 import ray
-import torch
 from ray.exceptions import RayActorError
 
-from gradbox.protocol import ForwardSpec, GradientSpec, JobSpec, ModelView, RangeView
-from gradbox_engine.model.shard_feed import Position, all_positions
-from gradbox_engine.ranges import Range, RangeRun, cut
-from gradbox_engine.requests import Group, Phase, Shard
+from gradbox.errors import WorkerLost
+from gradbox.protocol import JacobianSpec, JobSpec, ModelView, PerSampleGradientSpec
+from gradbox_engine.errors import DeviceLost
+from gradbox_engine.requests import Group, Phase
 from gradbox_service.store import Room, blob_store
-from gradbox_worker.cluster.array_buffers import TensorBuffer
+from gradbox_worker.cluster.array_buffers import HOST, TensorBuffer
 from gradbox_worker.cluster.joined import JoinedCluster
+from gradbox_worker.cluster.leased_devices import LeasedDevices
 from gradbox_worker.cluster.leases import Wish
-from gradbox_worker.cluster.open_job import RangeJob
 from gradbox_worker.cluster.pool import Lent
-from gradbox_worker.cluster.ray_devices import RayDevices
-from gradbox_worker.cluster.wide_computations import WideComputation, wide_computation
+from gradbox_worker.cluster.sent_tensors import RangeJob
+from gradbox_worker.cluster.wide_computations import (
+    Answer,
+    WideComputation,
+    WideSetting,
+    in_phases,
+    tensors_of,
+)
+from gradbox_worker.cluster.wide_samples import OfSamples
 from gradbox_worker.computations.engine_inputs import input_groups
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.computations.memory import PeakMemory
@@ -44,14 +50,11 @@ from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients
 from gradbox_worker.work import Work
 
-HOST: Final = torch.device("cpu")
-
 
 def can_be_split(spec: JobSpec) -> bool:
     """Tell whether a job has parts for several devices."""
-    if not isinstance(spec, GradientSpec | ForwardSpec):
-        return False
-    return sum(len(group.shards) for group in spec.inputs) > 1
+    against = getattr(spec, "against_group", None)
+    return sum(len(group.shards) for group in spec.inputs if group.name != against) > 1
 
 
 class WideJob:
@@ -68,12 +71,11 @@ class WideJob:
         tell: Callable[[FromDevice], None],
         stop_requested: Callable[[], bool],
     ) -> None:
-        assert isinstance(work.spec, GradientSpec | ForwardSpec)
         self._work, self._spec = work, work.spec
         self._cluster, self._lent, self._wish = cluster, lent, wish
         self._settings = settings
         self._tell, self._stop_requested = tell, stop_requested
-        self._devices: RayDevices | None = None
+        self._leased: LeasedDevices | None = None
         self._done: dict[str, tuple[str, int]] = {}  # by device: its phase, and shards done
 
     def run(self) -> RunFinished:
@@ -95,20 +97,30 @@ class WideJob:
             peak = PeakMemory(HOST)
             view = self._cluster.views[work.model]
             groups = input_groups(spec, view.methods, tensors)
-            wide = wide_computation(work, tensors)
+            wide = _computation(work, tensors)
             forms = [[tensors.forms(ref) for ref in group.shards] for group in spec.inputs]
-            parts = cut([_cost(form) for group in forms for form in group], len(self._lent))
+            self._leased = self._opened(self._range_job(view, wide, forms, tensors), groups)
+            setting = WideSetting(
+                work=work,
+                leased=self._leased,
+                num_ranges=len(self._lent),
+                groups=groups,
+                forms=forms,
+                tensors=tensors,
+                result=result_file,
+                rounding=rounding,
+                observer=self,
+            )
             load_s = time.perf_counter() - began
-            self._devices = self._opened(self._range_job(view, wide, forms, tensors), groups)
-            with closing(self._devices):
-                computed, ranges = wide.run(self._devices, parts, groups, self)
+            with closing(self._leased):
+                computed, ranges = _run(wide, setting)
             rounded = rounding.rounded(computed.tensors)
-            widened = self._devices.weights_widened()
+            widened = self._leased.weights_widened()
             facts = {
                 **computed.facts,
                 **rounding.facts(weights_widened=widened),
-                "ranges": _ranges(ranges, self._devices.ran),
-                "bytes_moved": self._devices.moved,
+                "ranges": ranges,
+                "bytes_moved": dict(self._leased.moved),
             }
             receipt = receipt_of(
                 work,
@@ -134,38 +146,27 @@ class WideJob:
         """Return what every device is told; where Z is ordered is the coordinator's business."""
         inputs = [group.model_copy(update={"order": None}) for group in self._spec.inputs]
         spec = self._spec.model_copy(update={"inputs": inputs})
-        penalties = spec.penalties if isinstance(spec, GradientSpec) else []
-        functions = [spec.readout, *(penalty.loss for penalty in penalties)]
-        functions += [penalty.per_sample_scale for penalty in penalties]
-        refs = [*spec.weights.values()]
-        refs += [ref for f in functions if f is not None for ref in f.tensors.values()]
+        refs = [*spec.weights.values(), *tensors_of([spec.readout]), *wide.sent]
         return RangeJob(
             job_id=self._work.job_id,
             attempt=self._work.attempt,
             model=view.name,
             model_version=view.version,
             spec=spec.model_dump_json(),
+            of_samples=isinstance(wide, OfSamples),
             loss_parameters=wide.loss_parameters,
             tensors={(ref.blob, ref.tensor): TensorBuffer.of(tensors.tensor(ref)) for ref in refs},
             forms=forms,
         )
 
-    def _opened(self, job: RangeJob, groups: Sequence[Group]) -> RayDevices:
-        positions = all_positions(groups)
-
-        def read(part: Range) -> list[tuple[Position, Shard]]:
-            return [
-                (position, groups[position.group].shards[position.shard])
-                for position in positions[part.start : part.stop]
-            ]
-
-        return RayDevices(
+    def _opened(self, job: RangeJob, groups: Sequence[Group]) -> LeasedDevices:
+        return LeasedDevices(
             self._cluster,
             self._lent,
             wish=self._wish,
             job=ray.put(job),
             job_key=(job.job_id, job.attempt),
-            read=read,
+            groups=groups,
             while_waiting=self._check,
         )
 
@@ -190,8 +191,8 @@ class WideJob:
 
     def _hear(self) -> None:
         """Note how far each device is."""
-        assert self._devices is not None
-        for device in self._devices.alive:
+        assert self._leased is not None
+        for device in list(self._leased.alive):
             try:
                 news = ray.get(device.actor.news.remote())
             except RayActorError:
@@ -202,20 +203,14 @@ class WideJob:
                     self._done[device.name] = (message.phase, message.done)
 
 
-def _cost(form: Mapping[str, TensorForm]) -> float:
-    return float(sum(tensor.num_bytes for tensor in form.values()))
+def _computation(work: Work, tensors: BlobTensors) -> WideComputation:
+    if isinstance(work.spec, PerSampleGradientSpec | JacobianSpec):
+        return OfSamples(work.spec)
+    return in_phases(work, tensors)
 
 
-def _ranges(runs: Sequence[RangeRun], ran: Sequence[str]) -> list[RangeView]:
-    return [
-        RangeView(
-            start=run.start,
-            stop=run.stop,
-            device=device,
-            forward_s=run.forward_s,
-            replay_s=run.replay_s,
-            devices_lost=run.devices_lost,
-            rerun_difference=run.rerun_difference,
-        )
-        for run, device in zip(runs, ran, strict=True)
-    ]
+def _run(wide: WideComputation, setting: WideSetting) -> Answer:
+    try:
+        return wide.run(setting)
+    except DeviceLost as error:
+        raise WorkerLost(str(error)) from error

@@ -165,22 +165,48 @@ def mixed_objectives(
     """
     y, x = _read(spec.y, tensors), _read(spec.x, tensors)
     leaves = {f"y.{name}": y[name] for name, ref in spec.y.items() if ref.requires_grad}
-    inner = build_function(spec.inner, tensors, device=device)
     outer = build_function(spec.outer, tensors, device=device)
-    (v_name,) = (name for name in arguments_of(spec.inner.graph) if name not in y)
     read = set(arguments_of(spec.outer.graph)[1:])
     return (
-        Objective(
-            function=lambda v, **inputs: inner.function(**{v_name: v}, **inputs),
-            inputs=y,
-            parameters=leaves | {f"inner.{name}": leaf for name, leaf in inner.leaves.items()},
-        ),
+        _inner(spec, y, tensors, device=device),
         Objective(
             function=outer.function,
             inputs=x | {name: value for name, value in y.items() if name in read},
             parameters={n: leaf for n, leaf in leaves.items() if n.removeprefix("y.") in read}
             | {f"outer.{name}": leaf for name, leaf in outer.leaves.items()},
         ),
+    )
+
+
+def mixed_inner(
+    spec: MixedGradientSpec, tensors: TensorSource, *, device: torch.device
+) -> tuple[Objective, dict[str, Tensor]]:
+    """Return `inner`, and the leaves of both, where `outer` is evaluated elsewhere.
+
+    Raises:
+        GraphRefused: a graph is not allowed.
+        InvalidInputs: a leaf is not floating-point.
+    """
+    inner = _inner(spec, _read(spec.y, tensors), tensors, device=device)
+    trained = {name: ref for name, ref in spec.outer.tensors.items() if ref.requires_grad}
+    of_outer = {f"outer.{name}": leaf for name, leaf in _read(trained, tensors).items()}
+    return inner, {**inner.parameters, **of_outer}
+
+
+def _inner(
+    spec: MixedGradientSpec,
+    y: Mapping[str, Tensor],
+    tensors: TensorSource,
+    *,
+    device: torch.device,
+) -> Objective:
+    built = build_function(spec.inner, tensors, device=device)
+    (v_name,) = (name for name in arguments_of(spec.inner.graph) if name not in y)
+    leaves = {f"y.{name}": y[name] for name, ref in spec.y.items() if ref.requires_grad}
+    return Objective(
+        function=lambda v, **inputs: built.function(**{v_name: v}, **inputs),
+        inputs=y,
+        parameters=leaves | {f"inner.{name}": leaf for name, leaf in built.leaves.items()},
     )
 
 

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from gradbox.errors import InvalidInputs
@@ -15,18 +17,19 @@ from gradbox.results.factor_metadata import FACTORS, read_factors
 from gradbox.results.result_files import LocalFile
 from gradbox.results.row_reductions import GRADIENT
 from gradbox_factors import Factored, packed
-from gradbox_worker.computations.job import LoadedJob
 
 
-def stored_rows(job: LoadedJob, *, of: str) -> Factored:
+def stored_rows(path: Path | None, *, of: str, device: torch.device) -> Factored:
     """Return the rows that job `of` left: factors, or arrays where those are smaller.
 
     Factors are read to the device when they are used.
 
+    Args:
+        path: of its result.
+
     Raises:
         InvalidInputs: its result is not there any more.
     """
-    path = job.work.earlier_result
     if path is None or not path.exists():
         raise InvalidInputs(
             f"against: expected the rows of job {of}, but its result is not on this box any more; "
@@ -35,11 +38,11 @@ def stored_rows(job: LoadedJob, *, of: str) -> Factored:
     file = LocalFile(path)
     receipt = Receipt.model_validate_json(file.metadata["gradbox"])
     if FACTORS not in file.metadata:
-        arrays = {name: file.tensor(f"grads/{name}").to(job.device) for name in receipt.names}
+        arrays = {name: file.tensor(f"grads/{name}").to(device) for name in receipt.names}
         return Factored.of_arrays(arrays, one_output=receipt.computation == GRADIENT)
     return read_factors(
         file.metadata[FACTORS],
-        lambda name: file.tensor(name).to(job.device),
+        lambda name: file.tensor(name).to(device),
         stored=file.stored,
         names=receipt.names,
         samples=receipt.samples,

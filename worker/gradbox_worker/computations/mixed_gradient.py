@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradbox.protocol import MixedGradientSpec
 from gradbox_engine import mixed_gradient
+from gradbox_engine.requests import MixedResult
 from gradbox_worker.computations.engine_inputs import mixed_objectives
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import section
@@ -30,6 +31,11 @@ def compute(job: LoadedJob, spec: MixedGradientSpec) -> Computed:
         observer=job.observer,
         checkpoints=job.checkpoints,
     )
+    return computed(answer)
+
+
+def computed(answer: MixedResult) -> Computed:
+    """Return what stands in the result file, however many devices computed it."""
     dfdz = {} if answer.dfdz is None else {"dfdz": answer.dfdz}
     return Computed(
         tensors=section("grads", answer.grads) | section("dfdz", dfdz),

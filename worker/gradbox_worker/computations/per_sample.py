@@ -6,166 +6,162 @@ Sections of the file beside `grads`: `samples/…` holds what there is one of fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradbox.protocol import JacobianSpec, PerSampleGradientSpec, TensorRef
-from gradbox_engine import Group, Observer
+from gradbox_engine import Group
 from gradbox_engine.per_sample import (
     OtherShards,
     SampleResult,
     jacobian,
     per_sample_gradient,
 )
-from gradbox_engine.requests import Phase
 from gradbox_factors import Factored, relative_error
-from gradbox_worker.computations.engine_inputs import build_function
+from gradbox_worker.computations.dense_rows import GRADS, DenseSink, Progress
+from gradbox_worker.computations.engine_inputs import TensorSource, build_function
 from gradbox_worker.computations.factors import described, stored_rows
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import section
 
 # The engine's budget is for pieces and, half as much, for the output gradients they are made of.
 ENGINE_SHARE = 0.5
-GRADS = "grads"
 
 Spec = PerSampleGradientSpec | JacobianSpec
 
 
 def compute_gradient(job: LoadedJob, spec: PerSampleGradientSpec) -> Computed:
     """Return dℓ_b/dθ of every sample."""
-    loss_inputs = {
-        name: job.tensors.tensor(value) if isinstance(value, TensorRef) else value
-        for name, value in spec.loss_inputs.items()
-    }
-    progress = _Progress(job.observer)
-    rows, _ = _groups(job, spec)
+    progress = Progress(job.observer)
+    rows, _ = sample_groups(job.groups, spec)
     answer = per_sample_gradient(
         job.loaded.module,
         rows.shards,
         build_function(spec.loss.function, job.tensors, device=job.device).function,
-        loss_inputs=loss_inputs,
+        loss_inputs=loss_inputs(spec, job.tensors),
         reduce=spec.reduce,
         clip=spec.clip,
         **_shared(job, spec, progress, squeezed=True),
     )
-    values = {"samples/loss": answer.values, "samples/against_loss": answer.other_values}
-    return _computed(spec, answer, values)
+    return computed_gradient(answer, spec)
 
 
 def compute_jacobian(job: LoadedJob, spec: JacobianSpec) -> Computed:
     """Return dz_by/dθ of every sample and output."""
-    vectors: Any = None
-    if isinstance(spec.vectors, TensorRef):
-        vectors = job.tensors.tensor(spec.vectors)
-    elif spec.vectors is not None:
-        vectors = {name: job.tensors.tensor(ref) for name, ref in spec.vectors.items()}
-    progress = _Progress(job.observer)
-    rows, others = _groups(job, spec)
+    progress = Progress(job.observer)
+    rows, others = sample_groups(job.groups, spec)
     answer = jacobian(
         job.loaded.module,
         rows.shards,
         reduce=spec.reduce,
-        vectors=vectors,
+        vectors=vectors(spec, job.tensors),
         **_shared(job, spec, progress, squeezed=False),
     )
-    values = {f"outputs/{rows.name}": answer.values}
-    if others is not None:
-        values[f"outputs/{others.name}"] = answer.other_values
-    return _computed(spec, answer, values)
+    return computed_jacobian(answer, spec, rows, others)
 
 
-def _groups(job: LoadedJob, spec: Spec) -> tuple[Group, Group | None]:
+def sample_groups(groups: Sequence[Group], spec: Spec) -> tuple[Group, Group | None]:
     """Return the group whose rows are wanted, and the one whose rows they are multiplied with."""
-    named = {group.name: group for group in job.groups}
+    named = {group.name: group for group in groups}
     others = None if spec.against_group is None else named.pop(spec.against_group)
     (rows,) = named.values()
     return rows, others
 
 
-def _against(job: LoadedJob, spec: Spec) -> Factored | OtherShards | None:
-    if spec.against is not None:
-        return stored_rows(job, of=spec.against)
-    _, others = _groups(job, spec)
-    if others is None:
+def loss_inputs(spec: Spec, tensors: TensorSource) -> dict[str, Any] | None:
+    """Return what the loss reads; None where there is none."""
+    if isinstance(spec, JacobianSpec):
         return None
+    return {
+        name: tensors.tensor(value) if isinstance(value, TensorRef) else value
+        for name, value in spec.loss_inputs.items()
+    }
+
+
+def other_loss_inputs(spec: Spec, tensors: TensorSource) -> dict[str, Tensor]:
+    """Return what the loss reads for the other shards."""
     given = spec.against_loss_inputs if isinstance(spec, PerSampleGradientSpec) else {}
-    return OtherShards(others.shards, {n: job.tensors.tensor(ref) for n, ref in given.items()})
+    return {name: tensors.tensor(ref) for name, ref in given.items()}
 
 
-def _streams(job: LoadedJob, spec: Spec) -> list[tuple[int, int]]:
+def vectors(spec: Spec, tensors: TensorSource) -> Any:
+    """Return the cotangents of a vjp, or the tangents of a jvp by parameter; None for others."""
+    if isinstance(spec, PerSampleGradientSpec) or spec.vectors is None:
+        return None
+    if isinstance(spec.vectors, TensorRef):
+        return tensors.tensor(spec.vectors)
+    return {name: tensors.tensor(ref) for name, ref in spec.vectors.items()}
+
+
+def sample_streams(rows: Group, others: Group | None) -> list[tuple[int, int]]:
     """Return the shards' streams in the order in which they run: other ones first."""
-    rows, others = _groups(job, spec)
     return [*((others and others.streams) or ()), *(rows.streams or ())]
 
 
-def _shared(job: LoadedJob, spec: Spec, progress: _Progress, *, squeezed: bool) -> dict[str, Any]:
-    to_file = spec.form != "factored" and spec.reduce == "none"
+def rows_go_to_file(spec: Spec) -> bool:
+    """Tell whether rows may be dense, and are then written to the result file piece by piece."""
+    return spec.form != "factored" and spec.reduce == "none"
+
+
+def how_called(spec: Spec) -> dict[str, Any]:
+    """Return what the engine is told of the calls of the model, beside weights and readout."""
     return {
-        "form": spec.form,
-        "dim": spec.dim,
-        "kind": spec.kind,
-        "against": _against(job, spec),
-        "streams": _streams(job, spec),
         "seed": spec.seed,
-        "projection_seed": spec.seed,
         "mode": spec.mode,
         "wrt": spec.wrt,
         "precision": spec.precision,
         "output": spec.output,
-        "readout": job.readout,
-        "weights": job.weights,
-        "method": job.groups[0].method,
+        "method": spec.inputs[0].method,
         "unchecked": spec.unchecked,
-        "observer": progress,
-        "checkpoints": job.checkpoints,
-        "budget_bytes": int(job.result_memory_bytes * ENGINE_SHARE),
-        "sink": _DenseSink(job, progress, squeezed=squeezed) if to_file else None,
     }
 
 
-class _Progress:
-    """Passes steps on; repeats the last one where a shard takes long, so that a stop is heard."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self._last: tuple[Phase, int, int] | None = None
-
-    def step(self, phase: Phase, done: int, total: int) -> None:
-        self._last = (phase, done, total)
-        self._observer.step(phase, done, total)
-
-    def repeat(self) -> None:
-        """Ask whether to stop."""
-        if self._last is not None:
-            self._observer.step(*self._last)
+def _against(job: LoadedJob, spec: Spec, others: Group | None) -> Factored | OtherShards | None:
+    if spec.against is not None:
+        return stored_rows(job.work.earlier_result, of=spec.against, device=job.device)
+    if others is None:
+        return None
+    return OtherShards(others.shards, other_loss_inputs(spec, job.tensors))
 
 
-class _DenseSink:
-    """Hands a dense result's pieces to its file, in the format of the job's transfer."""
+def _shared(job: LoadedJob, spec: Spec, progress: Progress, *, squeezed: bool) -> dict[str, Any]:
+    rows, others = sample_groups(job.groups, spec)
+    sink = None
+    if rows_go_to_file(spec):
+        sink = DenseSink(job.result, job.rounding, progress, squeezed=squeezed)
+    return {
+        "form": spec.form,
+        "dim": spec.dim,
+        "kind": spec.kind,
+        "against": _against(job, spec, others),
+        "streams": sample_streams(rows, others),
+        "projection_seed": spec.seed,
+        **how_called(spec),
+        "readout": job.readout,
+        "weights": job.weights,
+        "observer": progress,
+        "checkpoints": job.checkpoints,
+        "budget_bytes": int(job.result_memory_bytes * ENGINE_SHARE),
+        "sink": sink,
+    }
 
-    def __init__(self, job: LoadedJob, progress: _Progress, *, squeezed: bool) -> None:
-        self._result, self._rounding = job.result, job.rounding
-        self._progress, self._squeezed = progress, squeezed
 
-    def begin(
-        self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
-    ) -> None:
-        self._result.lay_out(
-            {f"{GRADS}/{name}": shape for name, shape in shapes.items()},
-            {
-                f"{GRADS}/{name}": self._rounding.stored_dtype(f"{GRADS}/{name}", dtype)
-                for name, dtype in dtypes.items()
-            },
-            squeezed=self._squeezed,
-        )
+def computed_gradient(answer: SampleResult, spec: PerSampleGradientSpec) -> Computed:
+    """Return what stands in the result file, however many devices computed it."""
+    values = {"samples/loss": answer.values, "samples/against_loss": answer.other_values}
+    return _computed(spec, answer, values)
 
-    def write(self, name: str, at: tuple[slice, slice, slice], piece: Tensor) -> None:
-        self._progress.repeat()
-        rows = self._rounding.rounded_rows(f"{GRADS}/{name}", piece)
-        self._result.write(f"{GRADS}/{name}", at, rows)
+
+def computed_jacobian(
+    answer: SampleResult, spec: JacobianSpec, rows: Group, others: Group | None
+) -> Computed:
+    """Return what stands in the result file, however many devices computed it."""
+    values = {f"outputs/{rows.name}": answer.values}
+    if others is not None:
+        values[f"outputs/{others.name}"] = answer.other_values
+    return _computed(spec, answer, values)
 
 
 def _computed(

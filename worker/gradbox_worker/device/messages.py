@@ -43,12 +43,13 @@ class Begin(Frame):
 
     `known` are the versions of the models that an earlier device process described from the same
     models file, `unusable` the reasons why others cannot be built. None of these is built before a
-    job needs it.
+    job needs it. `reloads` is how many reloads of the models the box's owner had asked for.
     """
 
     kind: Literal["begin"] = "begin"
     known: dict[str, str]
     unusable: dict[str, str] = {}
+    reloads: int = 0
 
 
 class Run(Frame):

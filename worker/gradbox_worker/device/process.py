@@ -59,13 +59,13 @@ class DeviceProcess:
         self._log = None if settings.log is None else BoundedLog(settings.log)
         self._child: DeviceChild | None = None
         self._template: Template | None = None
-        # Elsewhere than on Linux a copy of a process that has imported torch may not work.
-        linux = sys.platform == "linux"
-        self._forks = settings.template and linux and settings.cluster is None
+        # Elsewhere a copy of a process that has imported torch may not work.
+        self._forks = settings.template and sys.platform == "linux" and settings.cluster is None
         self._ready = False  # whether the child said that jobs can run
         self._models: list[ModelView] = []
         self._models_file_digest = ""  # of the file that they were described from
         self._building = ""  # the model that the child builds before it is ready
+        self.reloads = 0  # of the models, that had been asked for when they were read
         self.placement = settings.device  # once it has started, the device it computes on
         self.hardware = ""  # what the device calls itself, once it is ready
         self.memory: DeviceMemory | None = None  # what was last measured in it
@@ -112,10 +112,11 @@ class DeviceProcess:
             log.warning("%s before it was ready; starting it again in %g s", ended.reason, pause_s)
             _pause(pause_s, while_waiting)
 
-    def reload(self, *, while_waiting: Callable[[], object] = lambda: None) -> None:
+    def reload(self, number: int, *, while_waiting: Callable[[], object] = lambda: None) -> None:
         """Have a new process that has read the models file and all that it names again.
 
         Args:
+            number: how many reloads were asked for, with this one.
             while_waiting: as for `ensure`.
 
         Raises:
@@ -125,6 +126,7 @@ class DeviceProcess:
         read_models_file(self._settings.models_file)
         self._end_child()
         self._models_file_digest = ""
+        self.reloads = number
         self.ensure(while_waiting=while_waiting)
 
     def have_template(self) -> None:
@@ -225,6 +227,7 @@ class DeviceProcess:
         first = Begin(
             known={view.name: view.version for view in self._models if view.usable},
             unusable={view.name: view.reason for view in self._models if not view.usable},
+            reloads=self.reloads,
         )
         self.have_template()
         return DeviceChild(self._settings, first, template=self._template, log=self._log)
@@ -287,8 +290,7 @@ def _died(ended: Exit, progress: ProgressMade | None) -> Died:
 
 def _digest(path: Path) -> str:
     """Return a file's digest; that of nothing if there is no file, as the device will say."""
-    content = path.read_bytes() if path.is_file() else b""
-    return hashlib.sha256(content).hexdigest()
+    return hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()
 
 
 def _pause(seconds: float, while_waiting: Callable[[], object]) -> None:

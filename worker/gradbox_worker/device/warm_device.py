@@ -33,6 +33,7 @@ from gradbox_worker.device.messages import (
 )
 from gradbox_worker.exceptions_to_problems import Caught
 from gradbox_worker.models import read_models_file
+from gradbox_worker.models.models_file import ModelEntry
 from gradbox_worker.models.registry import Registry
 from gradbox_worker.work import Finished, Stopped, Work
 
@@ -46,6 +47,7 @@ class WarmDevice:
     Attributes:
         registry: the models.
         limit: what a job may allocate.
+        result_memory_bytes: what may be in memory of a result on its way into its file, or None.
         views: the models that were described when it was opened.
         placement: the device as jobs name it.
     """
@@ -57,6 +59,7 @@ class WarmDevice:
         tell: Callable[[FromDevice], None],
         known: Mapping[str, str] | None = None,
         unusable: Mapping[str, str] | None = None,
+        entries: Mapping[str, ModelEntry] | None = None,
         before_building: Callable[[str], None] = lambda name: None,
     ) -> None:
         """Open the device and build the models that are not known.
@@ -65,6 +68,7 @@ class WarmDevice:
             tell: hears of progress, phases and memory while a job runs.
             known: see `messages.Begin`.
             unusable: see `messages.Begin`.
+            entries: of the models file, where that is not to be read here.
             before_building: called with the name of each model that is about to be built.
 
         Raises:
@@ -76,7 +80,7 @@ class WarmDevice:
             torch.cuda.set_device(device)  # for models that say "cuda" and mean theirs
         budget = settings.model_memory_bytes
         self.registry = Registry(
-            read_models_file(settings.models_file),
+            read_models_file(settings.models_file) if entries is None else entries,
             device=device,
             budget_bytes=memory_bytes(device) // 2 if budget is None else budget,
             versions=known,
@@ -87,7 +91,7 @@ class WarmDevice:
         self.placement = str(device)
         self.hardware = hardware_name(device)
         self.limit = MemoryLimit(device, job_bytes=settings.job_memory_bytes)
-        self._settings = settings
+        self.result_memory_bytes = settings.result_memory_bytes
         self._tell = tell
         self._blobs, self._kept = blob_store(settings.data), KeptGraphs()
         pace_s = settings.checkpoint_after_s
@@ -120,7 +124,7 @@ class WarmDevice:
             blobs=self._blobs,
             kept=self._kept,
             observer=observer,
-            result_memory_bytes=self._settings.result_memory_bytes,
+            result_memory_bytes=self.result_memory_bytes,
             limit=self.limit,
             pace=self._pace,
             phase_ended=observer.phase_ended if work.timed else None,

@@ -9,7 +9,9 @@ written and gives the file a second name, which stays when the attempt's own is 
 takes the file by that name. Who writes to a file holds its lock, which the kernel frees with the
 process, so a file is never taken from an attempt that only seemed dead.
 
-Shapes: B samples, Y outputs, R rows of a parameter's dim 0.
+Other processes of this machine may write pieces too, see `placed_rows`.
+
+Shapes: B samples, Y outputs.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -29,14 +30,9 @@ import torch
 from torch import Tensor
 
 from gradbox.protocol import ResultView
-from gradbox_service.store.files import (
-    WRITE_OUT_BYTES,
-    begin_to_write_out,
-    flush_folder,
-    make_folder,
-    put_in_place,
-)
+from gradbox_service.store.files import flush_folder, make_folder, put_in_place
 from gradbox_service.store.room import Room
+from gradbox_worker.files.placed_rows import InPlaceWriter, Piece, Placement, Region
 from gradbox_worker.files.result_file import (
     ALIGNMENT_BYTES,
     LENGTH_BYTES,
@@ -55,20 +51,6 @@ ROOM_A_TENSOR_BYTES: Final = 512
 FILLER: Final = "filler"
 
 
-@dataclass(frozen=True)
-class Region:
-    """Where a tensor (B, Y, R, ...) lies in the file, in bytes."""
-
-    start: int
-    outputs: int
-    rows: int
-    row_bytes: int
-
-    def offset(self, sample: int, output: int, row: int) -> int:
-        """Return where row `row` of a sample's output begins."""
-        return self.start + ((sample * self.outputs + output) * self.rows + row) * self.row_bytes
-
-
 class ResultOnDisk:
     """A result file while it is made.
 
@@ -80,11 +62,10 @@ class ResultOnDisk:
         self._path = path
         self._disk = room
         self._beside = path.with_suffix(".partial")  # as ResultStore names it, which discards it
-        self._descriptor: int | None = None
+        self._writer: InPlaceWriter | None = None
         self._entries: dict[str, dict[str, Any]] = {}
         self._regions: dict[str, Region] = {}
         self._room = self._end = 0
-        self._in_cache_bytes = 0
         self._kept: Path | None = None
 
     def __enter__(self) -> ResultOnDisk:
@@ -136,8 +117,8 @@ class ResultOnDisk:
             self._regions[name] = Region(self._data_start + start, outputs, rows, row_bytes)
         size_bytes = self._data_start + self._end
         if self._descriptor is None:
-            self._descriptor = self._created()
-            self._disk.allocate(self._descriptor, size_bytes, what=RESULT)
+            self._writer = InPlaceWriter(self._created())
+            self._disk.allocate(self._writer.descriptor, size_bytes, what=RESULT)
         elif os.fstat(self._descriptor).st_size < size_bytes:
             raise RuntimeError(
                 f"expected at least {size_bytes} bytes in the file of the attempt before, got "
@@ -186,7 +167,7 @@ class ResultOnDisk:
         make_folder(self._path.parent)
         self._beside.unlink(missing_ok=True)
         os.link(place, self._beside)
-        self._descriptor, self._kept = descriptor, place
+        self._writer, self._kept = InPlaceWriter(descriptor), place
         return True
 
     def _created(self) -> int:
@@ -197,28 +178,21 @@ class ResultOnDisk:
         _locked(descriptor)  # where files cannot be locked, none is gone on with either
         return descriptor
 
-    def write(self, name: str, at: tuple[slice, slice, slice], piece: Tensor) -> None:
+    def placement(self) -> Placement:
+        """Return where another process of this machine may write pieces of what was laid out."""
+        assert self._descriptor is not None
+        inode = os.fstat(self._descriptor).st_ino
+        return Placement(self._beside, inode, self._regions, self._disk)
+
+    def write(self, name: str, at: Piece, piece: Tensor) -> None:
         """Write the piece (b, y, r, ...) at these samples, outputs and rows.
 
         Raises:
             StorageFull: the disk does not hold it.
         """
-        region, (samples, outputs, rows) = self._regions[name], at
-        data = tensor_bytes(piece)
-        every_row = rows.stop - rows.start == region.rows
-        every_output = outputs.stop - outputs.start == region.outputs
-        # What lies side by side in the file is written at once.
-        steps = (
-            samples.stop - samples.start if every_row and every_output else 1,
-            outputs.stop - outputs.start if every_row else 1,
-        )
-        length = steps[0] * steps[1] * (rows.stop - rows.start) * region.row_bytes
-        done = 0
-        for sample in range(samples.start, samples.stop, max(1, steps[0])):
-            for output in range(outputs.start, outputs.stop, max(1, steps[1])):
-                offset = region.offset(sample, output, rows.start)
-                self._put(data[done : done + length], offset)
-                done += length
+        assert self._writer is not None
+        with self._disk.noticing_a_full_disk(what=RESULT):
+            self._writer.piece(self._regions[name], at, piece)
 
     def commit(self, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> ResultView:
         """Add the tensors that are in memory and put the file in its place.
@@ -251,6 +225,10 @@ class ResultOnDisk:
         return self._put_in_place()
 
     @property
+    def _descriptor(self) -> int | None:
+        return None if self._writer is None else self._writer.descriptor
+
+    @property
     def _data_start(self) -> int:
         return LENGTH_BYTES + self._room
 
@@ -266,19 +244,13 @@ class ResultOnDisk:
                 flushed.result()
         put_in_place(self._beside, self._path)
         os.close(self._descriptor)
-        self._descriptor = None
+        self._writer = None
         return ResultView(size_bytes=size_bytes, sha256=digest)
 
     def _put(self, data: memoryview, offset: int) -> None:
-        assert self._descriptor is not None
+        assert self._writer is not None
         with self._disk.noticing_a_full_disk(what=RESULT):
-            while len(data):
-                written = os.pwrite(self._descriptor, data, offset)
-                data, offset = data[written:], offset + written
-                self._in_cache_bytes += written
-        if self._in_cache_bytes >= WRITE_OUT_BYTES:
-            self._in_cache_bytes = 0
-            begin_to_write_out(self._descriptor)
+            self._writer.put(data, offset)
 
 
 def _locked(descriptor: int) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -29,6 +30,14 @@ FORMATS: Final[Mapping[Transfer, torch.dtype]] = {"bf16": torch.bfloat16, "fp16"
 SECTIONS: Final = ("grads/", "input_grads/")
 # Measured so many numbers at a time, for they are widened to float64.
 BLOCK: Final = 2**22
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What rounding did in another process: its error, and what dtypes the gradients had."""
+
+    error: float
+    dtypes: Mapping[str, str]
 
 
 class RoundedGradients:
@@ -75,6 +84,15 @@ class RoundedGradients:
         if self._format is None:
             return tensors
         return {name: self._rounded(name, tensor) for name, tensor in tensors.items()}
+
+    def measured(self) -> Measured:
+        """Return what was rounded so far, for another process to `add`."""
+        return Measured(self.error, dict(self._dtypes))
+
+    def add(self, other: Measured) -> None:
+        """Take into account what another process rounded."""
+        self.error = max(self.error, other.error)
+        self._dtypes |= other.dtypes
 
     def facts(self, *, weights_widened: int) -> dict[str, Any]:
         """Return the fields of the receipt."""

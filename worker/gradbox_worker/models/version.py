@@ -26,6 +26,8 @@ import torch
 from torch import nn
 
 ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
+# What names the module of a `python` model's file: where it lies is no part of what it is.
+OF_A_FILE: Final = re.compile(r"gradbox_models_[0-9a-f]{12}_")
 CHUNK_BYTES: Final = 64 * 2**20
 # `training` belongs to a job; the others say where a model came from, not what it is.
 NOT_ARCHITECTURE: Final = frozenset(
@@ -44,7 +46,7 @@ def model_version(model: nn.Module, *, code: str = "") -> str:
     """
     digest = hashlib.sha256()
     for line in (f"code {code}", *_architecture(model)):
-        digest.update(line.encode() + b"\n")
+        digest.update(OF_A_FILE.sub("gradbox_models_", line).encode() + b"\n")
     _add_weights(digest, model)
     return digest.hexdigest()
 

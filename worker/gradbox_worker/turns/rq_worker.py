@@ -127,6 +127,7 @@ class GradboxWorker(BookkeepingWorker):
         asked = self._until_taken(self._announcer.reload_asked)
         if asked is not None:
             self._announcer.note_reload(asked)
+            self._device.reloads = asked
         self._have_device()
         if not any(view.usable for view in self._device.models):
             self.failure = _none_usable(self._device.models)
@@ -236,7 +237,7 @@ class GradboxWorker(BookkeepingWorker):
         if asked is None:
             return
         try:
-            self._start(self._device.reload)
+            self._start(partial(self._device.reload, asked))
             self._announcer.note_reload(asked)
         except ModelsFileError as error:
             log.warning("the models stay as they were: %s", error)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -113,9 +113,8 @@ class SampleRanges:
                 return job.jacobians()
             return job.gradients(self._loss, task.loss_inputs, by_sample=task.by_sample)
 
-    def _shards(self, part: Range, *, of_others: bool) -> list[Shard]:
-        shards = self._others if of_others else self._inputs
-        return [shards[index] for index in range(part.start, part.stop)]
+    def _shards(self, part: Range, *, of_others: bool) -> Sequence[Shard]:
+        return ShardsOfRange(self._others if of_others else self._inputs, part)
 
     @contextmanager
     def _ready(self, part: Range, *, of_others: bool) -> Iterator[CallableModel]:
@@ -129,6 +128,25 @@ class SampleRanges:
             self._model, first_shard=part.start, streams=streams, **self._setting
         ) as ready:
             yield ready
+
+
+class ShardsOfRange(Sequence[Shard]):
+    """Some of a job's shards, each read anew when it is asked for: a model may write to it."""
+
+    def __init__(self, shards: Sequence[Shard], part: Range) -> None:
+        self._shards, self._places = shards, range(part.start, part.stop)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Shard: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Shard]: ...
+    def __getitem__(self, index: int | slice) -> Shard | Sequence[Shard]:
+        if isinstance(index, slice):
+            return [self._shards[place] for place in self._places[index]]
+        return self._shards[self._places[index]]
 
 
 class OffsetSink:

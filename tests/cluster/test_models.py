@@ -1,0 +1,77 @@
+"""The models of a cluster's devices: read again when that is asked for, and alike on all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradbox import GradClient, Gradient
+from gradbox.protocol import ModelView
+from gradbox_worker.cluster.model_versions import ModelVersions
+from tests.cluster.conftest import ClusterBox
+from tests.cluster.processes import wait_until
+from tests.cluster.test_jobs import WAIT_S, num_ranges, shards, sum_of_squares
+
+LATER = """
+from torch import nn
+from tests.case_models import seeded
+
+@seeded
+def later():
+    return nn.Linear(5, {width})
+"""
+
+
+@pytest.fixture(scope="module")
+def client(cluster: ClusterBox) -> GradClient:
+    with cluster.box.client() as client:
+        yield client
+
+
+def write_later(models: Path, *, width: int) -> None:
+    (models.parent / "later.py").write_text(LATER.format(width=width))
+
+
+@pytest.mark.slow  # the devices build all their models again
+def test_a_reload_has_every_device_build_what_the_models_file_names_now(
+    cluster: ClusterBox, client: GradClient
+) -> None:
+    write_later(cluster.models, width=2)
+    entry = '\n[models.later]\nbuilder = "python"\nsource = "later.py:later"\n'
+    cluster.models.write_text(cluster.models.read_text() + entry)
+    for width in (2, 4):  # a new model, and then a file of it that has changed
+        write_later(cluster.models, width=width)
+        found = client.reload_models(timeout_s=WAIT_S)
+        assert not found.reloading
+        assert not found.errors
+        job = Gradient(model="later", inputs=shards(4), loss=sum_of_squares, devices=2)
+        result = client.submit(job).result(WAIT_S)
+        assert result.grads["bias"].shape == (width,)
+        assert len(result.manifest.ranges or ()) == 2
+    wait_until(lambda: num_ranges(client) == 2, what="both devices")
+
+
+def described(**versions: str) -> list[str]:
+    return [
+        ModelView(
+            name=name, version=version, usable=bool(version), reason="no such file"
+        ).model_dump_json()
+        for name, version in versions.items()
+    ]
+
+
+def test_a_device_of_another_version_is_refused_with_both_digests() -> None:
+    versions = ModelVersions()
+    assert versions.problem("a/cpu-0", described(net="1234", other="")) == ""
+    assert versions.problem("b/cpu-0", described(net="1234", other="99")) == ""
+    refused = versions.problem("c/cpu-0", described(net="5678", other=""))
+    assert "1234" in refused
+    assert "5678" in refused
+    assert "c/cpu-0" in refused
+
+
+def test_a_device_that_cannot_build_what_the_first_one_can_is_refused() -> None:
+    versions = ModelVersions()
+    versions.problem("a/cpu-0", described(net="1234"))
+    assert "no such file" in versions.problem("b/cpu-0", described(net=""))

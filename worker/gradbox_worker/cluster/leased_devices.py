@@ -1,0 +1,220 @@
+"""The devices that a wide job has leased: which range is where, and what a lost one is replaced by.
+
+What crosses processes is counted here, by kind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import Any, Final
+
+import ray
+from ray.exceptions import (
+    ObjectLostError,
+    OwnerDiedError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+
+from gradbox_engine.errors import DeviceLost
+from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.ranges import Range
+from gradbox_engine.requests import Group
+from gradbox_worker.cluster.array_buffers import as_buffers, num_bytes
+from gradbox_worker.cluster.device_actor import JobStopped
+from gradbox_worker.cluster.joined import JoinedCluster
+from gradbox_worker.cluster.leases import Wish
+from gradbox_worker.cluster.pool import Lent
+
+BLOCK_BYTES: Final = 64 * 2**20
+
+LOST: Final = (RayActorError, ObjectLostError, OwnerDiedError, JobStopped)
+
+
+class LeasedDevices:
+    """The devices that one wide job has leased, on each of which it is open.
+
+    Attributes:
+        alive: those that it has, as far as it knows.
+        moved: bytes that crossed processes so far, by kind.
+    """
+
+    def __init__(
+        self,
+        cluster: JoinedCluster,
+        lent: Sequence[Lent],
+        *,
+        wish: Wish,
+        job: Any,
+        job_key: tuple[str, int],
+        groups: Sequence[Group],
+        while_waiting: Callable[[], object],
+    ) -> None:
+        """Open the job on each device.
+
+        Args:
+            wish: what the lease was asked for with.
+            job: a reference to the `RangeJob`.
+            job_key: its id and attempt.
+            groups: whose shards are sent.
+            while_waiting: called while no device is left; may raise to stop.
+        """
+        self._cluster, self._wish, self._groups = cluster, wish, groups
+        self.job, self.job_key = job, job_key
+        self._while_waiting = while_waiting
+        self._threads = ThreadPoolExecutor(len(lent) + 1, thread_name_prefix="answers")
+        self._unused = deque(LeasedDevice(one, self) for one in lent)
+        self.alive = list(self._unused)
+        self._of: dict[int, LeasedDevice] = {}
+        self._blocks: dict[tuple[Position, ...], list[Any]] = {}
+        self.moved: Counter[str] = Counter()
+        self._counting = Lock()
+
+    @property
+    def ran(self) -> list[str]:
+        """The name of the device that ran each range last, in their order."""
+        return [self._of[index].name for index in sorted(self._of)]
+
+    def weights_widened(self) -> int:
+        """Return how many of the job's weights came in 16 bits."""
+        widened: int = ray.get(next(iter(self._of.values())).opened)
+        return widened
+
+    def take(self, part: Range) -> LeasedDevice:
+        """Return the device of a range; another one if that was lost.
+
+        Raises:
+            ClusterGone: the head of the cluster ended.
+        """
+        device = self._of.get(part.index)
+        if device is None and self._unused:
+            device = self._unused.popleft()
+        elif device is None or not device.still_holds_the_job():
+            device = self._another(part)
+        self._of[part.index] = device
+        return device
+
+    def blocks(self, positions: Sequence[Position]) -> list[tuple[list[Position], Any]]:
+        """Return shards in the object store; read and put once."""
+        key = tuple(positions)
+        if key not in self._blocks:
+            self._blocks[key] = [
+                ([position for position, _ in block], ray.put(as_buffers(dict(block))))
+                for block in self._in_blocks(positions)
+            ]
+        return self._blocks[key]
+
+    def future(
+        self,
+        reference: Any,
+        then: Callable[[Any], Any],
+        *,
+        devices: Sequence[LeasedDevice],
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> Future[Any]:
+        """Return what an actor's answer becomes; `DeviceLost` where one of the devices died.
+
+        Args:
+            meanwhile: called first, in the thread that waits; may use the devices, too.
+        """
+
+        def wait() -> Any:
+            try:
+                meanwhile()
+                found = ray.get(reference)
+            except RayError as error:
+                raise _failure(error, devices) from None
+            return then(found)
+
+        return self._threads.submit(wait)
+
+    def count(self, kind: str, size_bytes: int) -> None:
+        """Note that bytes crossed processes."""
+        with self._counting:
+            self.moved[kind] += size_bytes
+
+    def give_back_if_empty(self, device: LeasedDevice) -> None:
+        """Give a device back that holds nothing of the job any more."""
+        if not device.held and device in self.alive:
+            self.alive.remove(device)
+            self._cluster.give_back(device.name)
+
+    def close(self) -> None:
+        """Wait for no answer any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _in_blocks(
+        self, positions: Sequence[Position]
+    ) -> list[list[tuple[Position, dict[str, Any]]]]:
+        blocks: list[list[tuple[Position, dict[str, Any]]]] = []
+        left_bytes = 0
+        for position in positions:
+            shard = dict(self._groups[position.group].shards[position.shard])
+            size_bytes = num_bytes(shard)
+            if size_bytes > left_bytes or not blocks:
+                blocks.append([])
+                left_bytes = BLOCK_BYTES
+            left_bytes -= size_bytes
+            self.count("inputs", size_bytes)
+            blocks[-1].append((position, shard))
+        return blocks
+
+    def _another(self, part: Range) -> LeasedDevice:
+        """Return a device for a range whose own is lost: an idle one, else one of the job's."""
+        for device in [device for device in self.alive if not device.holds_the_job()]:
+            self.alive.remove(device)
+            self._cluster.give_back(device.name)
+        one = Wish(self._wish.lease, self._wish.model, at_most=1)
+        lent = self._cluster.more(one)
+        if not lent and self.alive:
+            return self.alive[part.index % len(self.alive)]
+        lent = lent or self._cluster.lease(one, while_waiting=self._while_waiting)
+        device = LeasedDevice(lent[0], self)
+        self.alive.append(device)
+        return device
+
+
+class LeasedDevice:
+    """One leased device, with the job open on it.
+
+    Attributes:
+        held: the ranges that it has anything of.
+        suspected: whether a call on it has failed, so that it may be lost.
+    """
+
+    def __init__(self, lent: Lent, devices: LeasedDevices) -> None:
+        self.name, self.actor, self.writes_files = lent.name, lent.actor, lent.writes_files
+        self.held: set[int] = set()
+        self.suspected = False
+        self._job_key = devices.job_key
+        self.opened = lent.actor.open.remote(devices.job)
+
+    def holds_the_job(self) -> bool:
+        """Tell whether the device lives, and is the process that the job was opened on."""
+        try:
+            holds: bool = ray.get(self.actor.holds.remote(*self._job_key))
+        except RayActorError:
+            return False
+        return holds
+
+    def still_holds_the_job(self) -> bool:
+        """Tell the same of a device that held it, and ask only if there is a reason to."""
+        if self.suspected:
+            self.suspected = not self.holds_the_job()
+        return not self.suspected
+
+
+def _failure(error: BaseException, devices: Sequence[LeasedDevice]) -> BaseException:
+    """Return what was raised on a device as it was there, or that one of the devices is lost."""
+    while isinstance(error, RayTaskError):
+        error = error.cause
+    if isinstance(error, LOST):
+        for device in devices:
+            device.suspected = True
+        names = ", ".join(device.name for device in devices)
+        return DeviceLost(f"{names}: {error}")
+    return error

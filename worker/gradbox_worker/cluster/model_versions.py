@@ -1,0 +1,40 @@
+"""Whether the devices of a cluster have the same models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradbox.protocol import ModelView
+
+
+class ModelVersions:
+    """The version of each model, as the first device has it that can be used."""
+
+    def __init__(self) -> None:
+        """Know of no device."""
+        self._expected: dict[str, str] = {}
+
+    @property
+    def known(self) -> bool:
+        """Whether a device has said which they are."""
+        return bool(self._expected)
+
+    def problem(self, device: str, models: Sequence[str]) -> str:
+        """Say why a device may not be used, or "".
+
+        Args:
+            models: a `ModelView` of each, as JSON.
+        """
+        views = {view.name: view for view in map(ModelView.model_validate_json, models)}
+        if not self._expected:
+            self._expected = {n: view.version for n, view in views.items() if view.usable}
+        for model, expected in self._expected.items():
+            view = views.get(model)
+            if view is None or view.version != expected:
+                got = "none" if view is None else view.version or f"none, for {view.reason}"
+                return (
+                    f"device {device} is refused: expected model {model!r} at version {expected} "
+                    f"as on the first device, got {got}; have the same packages on all machines, "
+                    f"and what its source names"
+                )
+        return ""

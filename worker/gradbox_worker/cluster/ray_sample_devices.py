@@ -1,0 +1,228 @@
+"""The devices of a per-sample job as the engine sees them (`ranges.samples.SampleDevices`), on Ray.
+
+What crosses processes, as NumPy buffers in the object store:
+
+    shards of a range     put by the coordinator in blocks, with what the loss reads for them
+    dense rows            none from a device on the coordinator's machine, which writes them into
+                          the result file; from others in blocks, which the coordinator writes
+    factors               of a range to the coordinator, or to another device for a block of a Gram
+    sums                  clipped sums and vjps, to the coordinator
+    values                what there is one of for each sample: losses, outputs, norms, projections,
+                          blocks of a Gram
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from threading import Lock
+from typing import Any, Final
+
+import ray
+from torch import Tensor
+
+from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.ranges import Range
+from gradbox_engine.ranges.samples import RangeSamples, Rows, SampleTask
+from gradbox_engine.ranges.samples.joining import SUMMED
+from gradbox_worker.cluster.array_buffers import (
+    HOST,
+    TensorBuffer,
+    as_buffers,
+    as_tensors,
+    num_bytes,
+)
+from gradbox_worker.cluster.factor_buffers import FactorBuffers
+from gradbox_worker.cluster.leased_devices import LeasedDevice, LeasedDevices
+from gradbox_worker.cluster.open_samples import SampleAnswer, SharedBySamples
+from gradbox_worker.cluster.row_outlet import Handed, RowLayout
+from gradbox_worker.files.result_in_place import ResultOnDisk
+from gradbox_worker.files.rounded_gradients import RoundedGradients
+
+WAIT_S: Final = 0.2
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """The rows of a range as factors, on the device that has them."""
+
+    device: LeasedDevice
+    index: int
+
+
+class RaySampleDevices:
+    """The devices of one job.
+
+    Places of shards in the job are positions: the group of the rows, and that of the other shards.
+    """
+
+    def __init__(
+        self,
+        leased: LeasedDevices,
+        *,
+        groups: tuple[int, int | None],
+        result: ResultOnDisk,
+        rounding: RoundedGradients,
+    ) -> None:
+        """Use what was leased.
+
+        Args:
+            groups: the places, among the job's groups, of the one whose rows are wanted and of the
+                one whose rows they are multiplied with.
+            result: where dense rows go.
+            rounding: told of the rounding on the devices.
+        """
+        self.leased, self._groups = leased, groups
+        self._result, self._rounding = result, rounding
+        self._layout: RowLayout | None = None
+        self._laying_out = Lock()
+        self._shared: dict[tuple[int, int], Any] = {}
+        self._factors: dict[HeldRows, Any] = {}
+        leased.moved.update(rows=0, factors=0, sums=0, values=0)
+
+    def take(self, part: Range) -> RaySampleDevice:
+        """Return a device for a call on a range.
+
+        Raises:
+            ClusterGone: the head of the cluster ended.
+        """
+        return RaySampleDevice(self.leased.take(part), self)
+
+    def gram(self, left: Rows, right: Rows | None, *, trace: bool) -> Future[Tensor]:
+        """Multiply the rows of two ranges, on the device of either, so that all do as much."""
+        assert isinstance(left, HeldRows)
+
+        def then(found: tuple[TensorBuffer, int]) -> Tensor:
+            buffer, moved_bytes = found
+            self.leased.count("factors", moved_bytes)
+            self.leased.count("values", num_bytes(buffer))
+            return buffer.tensor(copy=False)
+
+        devices = [left.device]
+        if right is None:
+            answer = left.device.actor.gram.remote(left.index, None, trace)
+            return self.leased.future(answer, then, devices=devices)
+        assert isinstance(right, HeldRows)
+        if (left.index + right.index) % 2 == 0:
+            answer = left.device.actor.gram.remote(left.index, self._sent(right), trace)
+        else:
+            answer = right.device.actor.gram.remote(self._sent(left), right.index, trace)
+        return self.leased.future(answer, then, devices=[left.device, right.device])
+
+    def _sent(self, rows: HeldRows) -> Any:
+        """Return a reference to a range's factors, which its device gives away once."""
+        if rows not in self._factors:
+            self._factors[rows] = rows.device.actor.factors.remote(rows.index)
+        return self._factors[rows]
+
+    def blocks(self, part: Range, *, of_others: bool) -> list[Any]:
+        """Return the shards of a range in the object store."""
+        group = self._groups[1] if of_others else self._groups[0]
+        assert group is not None
+        return self.leased.blocks([Position(group, n) for n in range(part.start, part.stop)])
+
+    def shared(self, task: SampleTask) -> Any:
+        """Return a reference to what the tasks of all ranges have; put once."""
+        vectors = task.vectors if isinstance(task.vectors, dict) else None
+        key = id(task.against), id(vectors)
+        if key not in self._shared:
+            against = None if task.against is None else FactorBuffers.of(task.against)
+            shared = SharedBySamples(against, as_buffers(vectors))
+            self.leased.count("inputs", num_bytes(shared))
+            self._shared[key] = ray.put(shared)
+        return self._shared[key]
+
+    def take_rows(self, device: LeasedDevice, answer: Any) -> None:
+        """Take the dense rows that a device hands over, until it has answered.
+
+        Raises:
+            StorageFull: the disk does not hold them.
+        """
+        while True:
+            ended = bool(ray.wait([answer], timeout=0)[0])
+            handed = ray.get(device.actor.take_rows.remote(0.0 if ended else WAIT_S))
+            for one in handed:
+                self._write(one, device)
+            if ended and not handed:
+                return
+
+    def joined(self, answer: SampleAnswer, task: SampleTask, rows: Rows | None) -> RangeSamples:
+        """Return what a range gave, here."""
+        self._rounding.add(answer.rounded)
+        result = as_tensors(answer.result, copy=task.reduce in SUMMED)
+        factors = answer.factors
+        if factors is not None:
+            self.leased.count("factors", num_bytes(factors))
+            result = replace(result, factors=factors.factored(HOST))
+        summed = task.reduce in SUMMED
+        self.leased.count("sums" if summed else "values", num_bytes(result.arrays))
+        self.leased.count(
+            "values", num_bytes([result.parameter_norms, result.values, result.other_values])
+        )
+        return RangeSamples(result, rows)
+
+    def _write(self, handed: Handed, device: LeasedDevice) -> None:
+        if isinstance(handed, RowLayout):
+            with self._laying_out:
+                if self._layout is None:
+                    self._result.lay_out(handed.shapes, handed.dtypes, squeezed=handed.squeezed)
+                    self._layout = handed
+            assert handed == self._layout
+            placement = self._result.placement() if device.writes_files else None
+            ray.get(device.actor.place_rows.remote(placement))
+            return
+        self.leased.count("rows", num_bytes(handed))
+        self._result.write(handed.name, handed.at, handed.piece.tensor(copy=False))
+
+
+class RaySampleDevice:
+    """One device, for a call on a range."""
+
+    def __init__(self, device: LeasedDevice, devices: RaySampleDevices) -> None:
+        self._device, self._devices = device, devices
+
+    def count(self, part: Range, *, of_others: bool) -> Future[tuple[int, ...]]:
+        """Count the samples of each shard of a range."""
+        blocks = self._devices.blocks(part, of_others=of_others)
+        answer = self._device.actor.count.remote(part, blocks, of_others, self._device.opened)
+        return self._future(answer, lambda found: found)
+
+    def smaller(self, part: Range, task: SampleTask) -> Future[bool]:
+        """Say whether `form="auto"` keeps factors."""
+        return self._future(self._call("smaller", part, task), lambda found: found)
+
+    def run(self, part: Range, task: SampleTask) -> Future[RangeSamples]:
+        """Compute a range."""
+        device, devices = self._device, self._devices
+        device.held.add(part.index)
+        answer = self._call("run_samples", part, task)
+        rows = HeldRows(device, part.index) if task.keep_rows else None
+
+        def then(found: SampleAnswer) -> RangeSamples:
+            if not task.keep_rows and not task.of_others:
+                device.held.discard(part.index)
+                devices.leased.give_back_if_empty(device)
+            return devices.joined(found, task, rows)
+
+        return self._future(answer, then, meanwhile=partial(devices.take_rows, device, answer))
+
+    def _call(self, name: str, part: Range, task: SampleTask) -> Any:
+        shared = self._devices.shared(task)
+        vectors = None if isinstance(task.vectors, dict) else task.vectors
+        sent = as_buffers(replace(task, against=None, vectors=vectors))
+        self._devices.leased.count("inputs", num_bytes(sent))
+        blocks = self._devices.blocks(part, of_others=task.of_others)
+        method = getattr(self._device.actor, name)
+        return method.remote(part, sent, shared, blocks, self._device.opened)
+
+    def _future(
+        self,
+        answer: Any,
+        then: Callable[[Any], Any],
+        *,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> Future[Any]:
+        devices: Sequence[LeasedDevice] = (self._device,)
+        return self._devices.leased.future(answer, then, devices=devices, meanwhile=meanwhile)

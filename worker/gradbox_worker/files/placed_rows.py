@@ -1,0 +1,126 @@
+"""Pieces of dense rows, written at their places in a result file that was laid out.
+
+The process that laid the file out may have others of its machine write pieces of it: no two of them
+are given the same place, so nothing is locked between them.
+
+Shapes: B samples, Y outputs, R rows of a parameter's dim 0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from gradbox_service.store.files import WRITE_OUT_BYTES, begin_to_write_out
+from gradbox_service.store.room import Room
+from gradbox_worker.files.result_file import RESULT, tensor_bytes
+
+Piece = tuple[slice, slice, slice]
+"""Samples, outputs, and rows of the parameter's dim 0."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a tensor (B, Y, R, ...) lies in the file, in bytes."""
+
+    start: int
+    outputs: int
+    rows: int
+    row_bytes: int
+
+    def offset(self, sample: int, output: int, row: int) -> int:
+        """Return where row `row` of a sample's output begins."""
+        return self.start + ((sample * self.outputs + output) * self.rows + row) * self.row_bytes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A file that was laid out, for another process of this machine.
+
+    Attributes:
+        inode: the file's, which has another name once it is a result, and whose name may be that
+            of a later attempt's file by then.
+    """
+
+    path: Path
+    inode: int
+    regions: Mapping[str, Region]
+    room: Room
+
+
+class InPlaceWriter:
+    """Writes to an open file at offsets, and has the system write out what it has cached of it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._in_cache_bytes = 0
+
+    def piece(self, region: Region, at: Piece, piece: Tensor) -> None:
+        """Write a piece (b, y, r, ...) of the tensor that lies in a region.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        samples, outputs, rows = at
+        data = tensor_bytes(piece)
+        every_row = rows.stop - rows.start == region.rows
+        every_output = outputs.stop - outputs.start == region.outputs
+        # What lies side by side in the file is written at once.
+        steps = (
+            samples.stop - samples.start if every_row and every_output else 1,
+            outputs.stop - outputs.start if every_row else 1,
+        )
+        length = steps[0] * steps[1] * (rows.stop - rows.start) * region.row_bytes
+        done = 0
+        for sample in range(samples.start, samples.stop, max(1, steps[0])):
+            for output in range(outputs.start, outputs.stop, max(1, steps[1])):
+                offset = region.offset(sample, output, rows.start)
+                self.put(data[done : done + length], offset)
+                done += length
+
+    def put(self, data: memoryview, offset: int) -> None:
+        """Write bytes at an offset, all of them.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        while len(data):
+            written = os.pwrite(self.descriptor, data, offset)
+            data, offset = data[written:], offset + written
+            self._in_cache_bytes += written
+        if self._in_cache_bytes >= WRITE_OUT_BYTES:
+            self._in_cache_bytes = 0
+            begin_to_write_out(self.descriptor)
+
+
+class PlacedRows:
+    """The file of a placement, open for writing. Close it."""
+
+    def __init__(self, placement: Placement) -> None:
+        """Open it.
+
+        Raises:
+            FileNotFoundError: the attempt that laid it out has ended.
+        """
+        self._placement = placement
+        self._writer = InPlaceWriter(os.open(placement.path, os.O_RDWR))
+        if os.fstat(self._writer.descriptor).st_ino != placement.inode:
+            self.close()
+            raise FileNotFoundError(f"{placement.path}: expected an earlier attempt's file")
+
+    def write(self, name: str, at: Piece, piece: Tensor) -> None:
+        """Write the piece (b, y, r, ...) at its place.
+
+        Raises:
+            StorageFull: the disk does not hold it.
+        """
+        with self._placement.room.noticing_a_full_disk(what=RESULT):
+            self._writer.piece(self._placement.regions[name], at, piece)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._writer.descriptor)
