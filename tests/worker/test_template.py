@@ -19,6 +19,13 @@ from tests.worker import zoo
 from tests.worker.box import Box, WorkerProcess, child_called, eventually, shards_of
 from tests.worker.devices import Watching, box_in, device_of, kill, work_of
 
+DYING_OF_A_FORK = """\
+import os, signal, sys
+
+if "--template" in sys.orig_argv:
+    os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGKILL))
+"""
+
 
 def drawn_by_devices(box: Box) -> list[str]:
     """A line for each device process that built "drawing": a number that NumPy drew."""
@@ -119,6 +126,19 @@ def test_a_start_whose_template_is_killed_is_tried_again(
     device.ensure(while_waiting=kill_the_first)
     assert device.ready
     assert child_called("gradbox-templ", of=os.getpid()) != killed[0]
+
+
+def test_a_device_needs_no_template_once_it_is_forked(
+    folder: Box, device: DeviceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template dies of each fork, before it can do anything else."""
+    (tmp_path / "sitecustomize.py").write_text(DYING_OF_A_FORK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    register(folder, f"{zoo.__file__}:affine")
+    device.close()
+    device.ensure()
+    assert device.ready
+    assert child_called("gradbox-device", of=os.getpid()) == device.pid
 
 
 def test_a_forked_device_computes_on_several_threads(folder: Box, device: DeviceProcess) -> None:

@@ -9,11 +9,11 @@ each fork the template looks whether that holds, and says so if it does not; the
 its devices afresh. CUDA can be used in the copy as long as the driver was not opened before.
 
 It forks twice: the device's parent ends at once, and the worker, which asked to have the orphans
-below it, becomes its parent. So nothing depends on the template's life but the next fork. What a
-fork would leave the same in all copies is made anew: the mark by which `descendants` finds what a
-device has started, and NumPy's random state (Python draws its own anew, torch begins with a fixed
-one). Objects that were there before are left out of garbage collection, which would write to all
-of them and so copy their memory.
+below it, becomes its parent. The device says itself that it is there, so nothing depends on the
+template's life but the next fork. What a fork would leave the same in all copies is made anew: the
+mark by which `descendants` finds what a device has started, and NumPy's random state (Python draws
+its own anew, torch begins with a fixed one). Objects that were there before are left out of garbage
+collection, which would write to all of them and so copy their memory.
 
 multiprocessing's fork server is not used: it pickles what it passes on, stays the parent of what it
 forks, and knows no reason not to fork.
@@ -27,6 +27,7 @@ import os
 import select
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -39,6 +40,7 @@ from gradbox_worker.device.template import NO_MARK
 
 # A worker that has just started runs its first jobs before that.
 QUIET_S: Final = 3.0
+PAUSE_S: Final = 0.001
 TASKS: Final = Path("/proc/self/task")
 OPEN_FILES: Final = Path("/proc/self/fd")
 # Of NVIDIA's driver, AMD's, and that of Windows beneath Linux.
@@ -93,49 +95,42 @@ def _fork_on_request(requests: socket.socket) -> Connection | None:
         os._exit(0)  # the worker needs no more devices, or is gone
     connection_fd, output_fd = files
     connection = Connection(connection_fd)
-    answer: Forked | Unforked | None
     reason = why_not_to_fork()
-    if reason is not None:
-        answer = Unforked(reason=reason)
-    else:
+    if reason is None:
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = _fork_twice()
-        if pid == 0:
+        if _forked_twice():
             _be_no_copy(mark, output_fd=output_fd)
+            with suppress(OSError):  # the worker is gone, as the wait for its first message finds
+                send(connection, Forked(pid=os.getpid()))
             return connection
-        answer = None if pid is None else Forked(pid=pid)
     os.close(output_fd)
     with connection, suppress(OSError):  # the worker may not wait for it any more
-        if answer is not None:
-            send(connection, answer)
+        if reason is not None:
+            send(connection, Unforked(reason=reason))
     return None
 
 
-def _fork_twice() -> int | None:
-    """Fork a process that leads a session and loses its parent.
+def _forked_twice() -> bool:
+    """Fork a process that leads a session; returns true in it, once it has lost its parent.
 
     Returns:
-        Its process id once it has another parent; None if it ended before; in the process itself 0.
+        False in the process that was there before.
     """
-    read_fd, write_fd = os.pipe()
     between = os.fork()
-    if between == 0:
-        try:
-            if os.fork() > 0:
-                os._exit(0)
-        except OSError:
-            os._exit(1)
-        os.setsid()
-        os.write(write_fd, str(os.getpid()).encode())
-        os.close(read_fd)
-        os.close(write_fd)
-        return 0
-    os.close(write_fd)
-    pid = os.read(read_fd, 32)
-    os.close(read_fd)
-    os.waitpid(between, 0)
-    return int(pid) if pid else None
+    if between > 0:
+        os.waitpid(between, 0)
+        return False
+    between = os.getpid()
+    try:
+        if os.fork() > 0:
+            os._exit(0)
+    except OSError:
+        os._exit(1)
+    os.setsid()
+    while os.getppid() == between:
+        time.sleep(PAUSE_S)
+    return True
 
 
 def _be_no_copy(mark: bytes, *, output_fd: int) -> None:
