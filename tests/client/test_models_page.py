@@ -187,7 +187,7 @@ def test_the_program_of_the_page_prints_one(
 def test_the_users_commands(at_box: TestBox, capsys: pytest.CaptureFixture[str]) -> None:
     run_lines(USERS)
     said = capsys.readouterr().out
-    assert re.search(r"^minilm +22,713,216 +90\.9 MB +[0-9a-f]{12} +usable$", said, re.MULTILINE)
+    assert re.search(r"^minilm +22,713,216 +86\.7 MiB +[0-9a-f]{12} +usable$", said, re.MULTILINE)
     assert re.search(r"^gone +not usable: .*found none at", said, re.MULTILINE)
     assert "from gradbox import GradClient, Gradient" in said
 
