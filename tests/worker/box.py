@@ -180,7 +180,7 @@ class WorkerProcess:
 
 
 def child_called(name: str, *, of: int) -> int:
-    """Return the one child of a process with this name; ValueError if there is not one."""
+    """Return the one living child of a process with this name; ValueError if there is not one."""
     children = Path(f"/proc/{of}/task/{of}/children").read_text().split()
     (found,) = [int(child) for child in children if _name(int(child)) == name]
     return found
@@ -188,7 +188,8 @@ def child_called(name: str, *, of: int) -> int:
 
 def _name(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        ended = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return "" if ended else Path(f"/proc/{pid}/comm").read_text().strip()
     except FileNotFoundError:
         return ""
 

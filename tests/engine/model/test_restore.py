@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -40,6 +41,10 @@ def _frozen(value: Any) -> Any:
         return id(value)
     if isinstance(value, dict):
         return {key: _frozen(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_frozen(item) for item in value]
+    if isinstance(value, weakref.ref):  # another one to the same object is as good
+        return "weakref", _frozen(value())
     return repr(value)
 
 
