@@ -126,7 +126,7 @@ def _kill_beside(scene: Scene) -> str | None:
         return None
 
     def measure() -> None:
-        seconds = scene.observer.until_template(process.name)
+        seconds = scene.observer.until_template(process.name, other_than=process.pid)
         scene.recoveries.add("template ready", seconds)
 
     scene.watch(measure)

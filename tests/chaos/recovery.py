@@ -153,9 +153,18 @@ class Observer:
 
         return seconds_until(whole)
 
-    def until_template(self, worker: str) -> float | None:
-        """Return the seconds until the next device of a worker can be forked."""
-        return seconds_until(lambda: any(p.name == worker for p in self._box.processes("template")))
+    def until_template(self, worker: str, *, other_than: int) -> float | None:
+        """Return the seconds until the next device of a worker can be forked.
+
+        Args:
+            other_than: the process that was killed, and may not have ended yet.
+        """
+
+        def ready() -> bool:
+            templates = self._box.processes("template")
+            return any(p.name == worker and p.pid != other_than for p in templates)
+
+        return seconds_until(ready)
 
     def _answers(self, path: str) -> bool:
         token = next(iter(self._box.tokens.values()))
