@@ -179,10 +179,18 @@ class WorkerProcess:
         return self.process.wait(timeout=120)
 
 
-def child_called(name: str, *, of: int) -> int:
-    """Return the one living child of a process with this name; ValueError if there is not one."""
-    children = Path(f"/proc/{of}/task/{of}/children").read_text().split()
-    (found,) = [int(child) for child in children if _name(int(child)) == name]
+def child_called(name: str, *, of: int, argument: str = "") -> int:
+    """Return the one living child of a process with this name; ValueError if there is not one.
+
+    Args:
+        argument: what its command line has besides.
+    """
+    children = map(int, Path(f"/proc/{of}/task/{of}/children").read_text().split())
+    (found,) = [
+        child
+        for child in children
+        if _name(child) == name and argument in Path(f"/proc/{child}/cmdline").read_text()
+    ]
     return found
 
 
