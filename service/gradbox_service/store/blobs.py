@@ -182,7 +182,6 @@ class Upload:
         self._hash.update(chunk)
         before, self.size_bytes = self.size_bytes, self.size_bytes + len(chunk)
         if self.size_bytes // WRITE_OUT_BYTES > before // WRITE_OUT_BYTES:
-            self._file.flush()
             begin_to_write_out(self._file.fileno())
 
     def commit(self) -> SafetensorsHeader:
