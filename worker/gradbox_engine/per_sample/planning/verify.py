@@ -149,8 +149,11 @@ def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> 
         sample = drawn % len(z)
         weights = torch.linspace(0.5, 1.5, len(outputs), dtype=z.dtype, device=z.device)[None]
         size = z[0].numel()
-        cotangent = F.pad(weights, (outputs.start, size - outputs.stop)).view_as(z[:1])
-        return DrawnRow(sample, weights, z[sample : sample + 1], cotangent)
+        cotangent = weights
+        if len(outputs) < size:
+            cotangent = F.pad(weights, (outputs.start, size - outputs.stop))
+        row = z[sample : sample + 1]
+        return DrawnRow(sample, weights, row, cotangent.view_as(row))
     candidates = slopes.reshape(len(z), -1).any(1).nonzero()[:, 0].tolist()
     if not candidates:
         return None
@@ -165,7 +168,7 @@ def gradients_at(
     """Return autograd's gradient by parameter, None where no path leads to one."""
     # Of a number, for which autograd imports nothing: a first cotangent takes 500 modules, 0.5 s.
     gradients = torch.autograd.grad(
-        (tensor * cotangent).sum(),
+        torch.dot(tensor.reshape(-1), cotangent.reshape(-1)),
         list(parameters.values()),
         retain_graph=keep_graph,
         allow_unused=True,
@@ -202,7 +205,7 @@ def compare(expected: Reference, terms: Mapping[str, Term], *, rounding: torch.d
     for name, difference in differences.items():
         size, term = sizes[name], terms[name]
         near = max(TOLERANCE[term.dtype], TOLERANCE[rounding])
-        if not (
+        if not (  # NaN is wrong as well
             difference <= near * size + least
             or difference <= near * (size + _row_norm(term, expected.weights)) + least
         ):
@@ -267,7 +270,7 @@ def _norm(x: Tensor, *, beside: float = 0.0) -> float:
     Args:
         beside: what it is compared with, next to which an underflow may not matter.
     """
-    x = wide(x.to_dense()).reshape(-1)
+    x = wide(x if x.layout is torch.strided else x.to_dense()).reshape(-1)
     # BLAS reads memory once, at several times the speed of `vector_norm`, but counts in 32 bits.
     norm = sqrt(torch.dot(x, x)) if x.numel() < 2**31 else float(torch.linalg.vector_norm(x))
     if (max(norm, beside) > _SMALLEST and norm < 1 / _SMALLEST) or x.device.type == "mps":
