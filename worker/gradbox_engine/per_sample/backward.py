@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 
 from gradbox_engine.errors import NoBatchAxis, SelfCheckFailed
 from gradbox_engine.model.kernels import checkpoints_inlined
+from gradbox_engine.per_sample.batched_backward import batched_gradients
 from gradbox_engine.per_sample.derived_parameters import parameter_terms
 from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.planning.plan import Plan
@@ -147,14 +148,8 @@ class RecordedGraph:
         untried = self._plan.batched_backward is None
         if self._plan.batched_backward is not False:
             try:
-                found = torch.autograd.grad(
-                    value,
-                    edges,
-                    cotangents,
-                    retain_graph=keep or untried,  # for the passes below, if this fails midway
-                    allow_unused=True,
-                    is_grads_batched=True,
-                )
+                # The graph is for the passes below, if this fails midway.
+                found = batched_gradients(value, edges, cotangents, keep_graph=keep or untried)
                 self._plan.batched_backward = True
                 return found
             except RuntimeError as error:
