@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from gradbox_engine.per_sample import batched_backward, jacobian
+from gradbox_engine.per_sample import gradients, jacobian
 from gradbox_engine.per_sample.backward import RecordedGraph
 from tests.engine.per_sample import naive
 
@@ -15,12 +15,12 @@ B, Y = 3, 4
 
 
 def test_this_version_of_torch_has_what_lies_under_its_batched_gradients() -> None:
-    assert batched_backward.DIRECT
+    assert gradients.DIRECT
 
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_gradients_for_many_cotangents_are_torch_s_own(monkeypatch, direct) -> None:
-    monkeypatch.setattr(batched_backward, "DIRECT", direct)
+    monkeypatch.setattr(gradients, "DIRECT", direct)
     torch.manual_seed(0)
     first, second = nn.Linear(5, 6), nn.Linear(6, Y)
     h = first(torch.randn(B, 5))
@@ -31,7 +31,7 @@ def test_gradients_for_many_cotangents_are_torch_s_own(monkeypatch, direct) -> N
     expected = torch.autograd.grad(
         z, wanted, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=True
     )
-    found = batched_backward.batched_gradients(z, wanted, cotangents, keep_graph=False)
+    found = gradients.batched_gradients(z, wanted, cotangents, keep_graph=False)
     assert found[2] is expected[2] is None
     for mine, theirs in zip(found, expected, strict=True):
         assert mine is theirs or torch.equal(mine, theirs)
@@ -49,7 +49,7 @@ def test_an_operation_without_a_batching_rule_leaves_torch_as_it_was() -> None:
 
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(RuntimeError, match="batching rule"):
-        batched_backward.batched_gradients(
+        gradients.batched_gradients(
             Refuses.apply(x), [x], torch.ones(Y, 2), keep_graph=False
         )
     assert torch.vmap(torch.sin)(torch.zeros(2, 3)).shape == (2, 3)

@@ -20,8 +20,8 @@ from torch.autograd.graph import GradientEdge
 
 from gradbox_engine.errors import NoBatchAxis, SelfCheckFailed
 from gradbox_engine.model.kernels import checkpoints_inlined
-from gradbox_engine.per_sample.batched_backward import batched_gradients
 from gradbox_engine.per_sample.derived_parameters import parameter_terms
+from gradbox_engine.per_sample.gradients import batched_gradients, gradients
 from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.planning.plan import Plan
 from gradbox_engine.per_sample.recording.function_calls import Key, StepRecorder
@@ -96,14 +96,14 @@ class RecordedGraph:
         """Return every parameter's term for some outputs."""
         records = self._recorder.edges
         looped = bool(self._plan.loops)
-        gradients: Sequence[Tensor | None] = []
+        by_edge: Sequence[Tensor | None] = []
         if records:
             edges = [record.edge for record in records]
             keep = looped or keep_graph or self._plan.by_owner
-            gradients = self._backward(edges, outputs, keep=keep)
-        owners = self._row_owners(gradients, outputs) if self._plan.by_owner else {}
+            by_edge = self._backward(edges, outputs, keep=keep)
+        owners = self._row_owners(by_edge, outputs) if self._plan.by_owner else {}
         found: dict[Key, list[Term]] = {}
-        for record, gradient in zip(records, gradients, strict=True):
+        for record, gradient in zip(records, by_edge, strict=True):
             if gradient is None:
                 continue
             owned = owners.get(id(record))
@@ -127,12 +127,10 @@ class RecordedGraph:
     def pulled_back(self, cotangents: Tensor) -> dict[str, Tensor]:
         """Return Jᵀ u by parameter, u of shape (B, Y), by one ordinary backward."""
         parameters = self._parameters
-        gradients = torch.autograd.grad(
-            self.value, list(parameters.values()), cotangents, allow_unused=True
-        )
+        found = gradients(self.value, list(parameters.values()), cotangents, keep_graph=False)
         return {
             name: torch.zeros_like(parameter) if gradient is None else gradient
-            for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+            for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
         }
 
     def _backward(
@@ -140,11 +138,10 @@ class RecordedGraph:
     ) -> Sequence[Tensor | None]:
         """Return the gradients at the edges, (Y, ...) each."""
         value = self.value
-        if len(outputs) == 1:
-            column = value if self.outputs == 1 else value[:, outputs.start]
-            single = torch.autograd.grad(column.sum(), edges, retain_graph=keep, allow_unused=True)
-            return [None if g is None else g.unsqueeze(0) for g in single]
         cotangents = _identity(self.outputs, outputs, self.samples, value.dtype, value.device)
+        if len(outputs) == 1:
+            single = gradients(value, edges, cotangents[0], keep_graph=keep)
+            return [None if g is None else g.unsqueeze(0) for g in single]
         untried = self._plan.batched_backward is None
         if self._plan.batched_backward is not False:
             try:
@@ -157,8 +154,7 @@ class RecordedGraph:
                     raise
                 self._plan.batched_backward = False
         rows = [
-            torch.autograd.grad(value, edges, cotangent, retain_graph=True, allow_unused=True)
-            for cotangent in cotangents
+            gradients(value, edges, cotangent, keep_graph=True) for cotangent in cotangents
         ]
         return [
             None if parts[0] is None else torch.stack([g for g in parts if g is not None])
@@ -166,10 +162,10 @@ class RecordedGraph:
         ]
 
     def _row_owners(
-        self, gradients: Sequence[Tensor | None], outputs: range
+        self, by_edge: Sequence[Tensor | None], outputs: range
     ) -> dict[int, RowOwners | None]:
         """Return the owners of rows by the ids of their records; keeps the graph."""
-        records = zip(self._recorder.edges, gradients, strict=True)
+        records = zip(self._recorder.edges, by_edge, strict=True)
         wanted = [(r, g) for r, g in records if r.by_owner and g is not None]
         value = self.value[:, outputs.start : outputs.stop]
         mix_Y = torch.linspace(0.5, 1.5, len(outputs), dtype=value.dtype, device=value.device)
@@ -201,10 +197,10 @@ class RecordedGraph:
         ]
         for sample in range(self.samples):
             for row, output in enumerate(outputs):
-                gradients = torch.autograd.grad(
+                by_parameter = torch.autograd.grad(
                     self.value[sample, output], wanted, retain_graph=True, allow_unused=True
                 )
-                for array, gradient in zip(arrays, gradients, strict=True):
+                for array, gradient in zip(arrays, by_parameter, strict=True):
                     if gradient is not None:
                         array[sample, row] = gradient
         for name, array in zip(names, arrays, strict=True):

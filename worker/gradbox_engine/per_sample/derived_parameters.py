@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from gradbox_engine.per_sample.batched_backward import batched_gradients
+from gradbox_engine.per_sample.gradients import batched_gradients
 from gradbox_engine.per_sample.recording.function_calls import Key
 from gradbox_engine.per_sample.rules.embedding import lookup
 from gradbox_engine.per_sample.rules.rule import Target

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from gradbox_engine.errors import CoupledSamples
 from gradbox_engine.model.shard_rng import stream_seed
+from gradbox_engine.per_sample.gradients import gradients
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis, samples_that_differ
 from gradbox_factors import Term
 from gradbox_factors.term import wide
@@ -72,8 +73,7 @@ class DrawnRow:
 
     sample: int
     weights: Tensor  # (1, Y)
-    z: Tensor  # (1, ...), without a graph
-    cotangent: Tensor  # of z's shape
+    cotangent: Tensor  # (1, ...), of the shape of the sample's z
 
 
 def check_head(z: Tensor, value: Tensor, head: Callable[[Tensor], Tensor]) -> None:
@@ -99,7 +99,7 @@ def check_head(z: Tensor, value: Tensor, head: Callable[[Tensor], Tensor]) -> No
 
 def loss_slopes(z: Tensor, value_B1: Tensor) -> Tensor | None:
     """Return ∂ℓ_b/∂z_b of every sample, None where no path leads to z; keeps the graph."""
-    (slopes,) = torch.autograd.grad(value_B1.sum(), z, retain_graph=True, allow_unused=True)
+    (slopes,) = gradients(value_B1, [z], torch.ones_like(value_B1), keep_graph=True)
     return slopes
 
 
@@ -144,36 +144,28 @@ def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> 
     Args:
         slopes: ∂v_b/∂z_b; None where the rows are of z's entries.
     """
-    z, drawn = z.detach(), stream_seed(seed, 0, 0)
+    drawn = stream_seed(seed, 0, 0)
+    sizes = (1, *z.shape[1:])
     if slopes is None:
-        sample = drawn % len(z)
         weights = torch.linspace(0.5, 1.5, len(outputs), dtype=z.dtype, device=z.device)[None]
-        size = z[0].numel()
-        cotangent = weights
-        if len(outputs) < size:
-            cotangent = F.pad(weights, (outputs.start, size - outputs.stop))
-        row = z[sample : sample + 1]
-        return DrawnRow(sample, weights, row, cotangent.view_as(row))
+        left_out = z.shape[1:].numel() - outputs.stop
+        if outputs.start or left_out:
+            padded = F.pad(weights, (outputs.start, left_out))
+            return DrawnRow(drawn % len(z), weights, padded.view(sizes))
+        return DrawnRow(drawn % len(z), weights, weights.view(sizes))
     candidates = slopes.reshape(len(z), -1).any(1).nonzero()[:, 0].tolist()
     if not candidates:
         return None
     sample = candidates[drawn % len(candidates)]
-    row = slice(sample, sample + 1)
-    return DrawnRow(sample, z.new_ones(1, 1), z[row], slopes[row])
+    return DrawnRow(sample, slopes.new_ones(1, 1), slopes.narrow(0, sample, 1))
 
 
 def gradients_at(
     tensor: Tensor, cotangent: Tensor, parameters: Mapping[str, Tensor], *, keep_graph: bool
 ) -> dict[str, Tensor | None]:
     """Return autograd's gradient by parameter, None where no path leads to one."""
-    # Of a number, for which autograd imports nothing: a first cotangent takes 500 modules, 0.5 s.
-    gradients = torch.autograd.grad(
-        torch.dot(tensor.reshape(-1), cotangent.reshape(-1)),
-        list(parameters.values()),
-        retain_graph=keep_graph,
-        allow_unused=True,
-    )
-    return dict(zip(parameters, gradients, strict=True))
+    found = gradients(tensor, list(parameters.values()), cotangent, keep_graph=keep_graph)
+    return dict(zip(parameters, found, strict=True))
 
 
 @torch.no_grad()
