@@ -127,25 +127,29 @@ class _NumpyState(NamedTuple):
 def _exchange_numpy() -> _NumpyState | None:
     if numpy is None:
         return None
-    kept = _kept_by_numpy()
+    kept, functions = _kept_by_numpy(), _numpy_functions()
     twister = _spare_twisters.pop() if _spare_twisters else numpy.random.MT19937(0)
-    before = numpy.random.get_bit_generator()
-    numpy.random.set_bit_generator(twister)
-    numpy.random.seed(0)
+    before = functions.get_bit_generator()
+    functions.set_bit_generator(twister)
+    functions.seed(0)
     return _NumpyState(before, bool(kept["has_gauss"]), kept["gauss"], twister)
 
 
 def _put_back_numpy(state: _NumpyState) -> None:
-    numpy.random.set_bit_generator(state.bit_generator)  # which forgets a normal number
+    _numpy_functions().set_bit_generator(state.bit_generator)  # which forgets a normal number
     if state.has_normal:
         kept = {"has_gauss": 1, "gauss": state.normal}
         numpy.random.set_state(numpy.random.get_state(legacy=False) | kept)
     _spare_twisters.append(state.meanwhile)
 
 
+def _numpy_functions() -> Any:
+    return numpy.random  # whose stubs lack some of it
+
+
 def _kept_by_numpy() -> dict[str, Any]:
     """Return the state of NumPy's functions without that of their bit generator."""
-    functions: Any = numpy.random.get_state.__self__
+    functions = _numpy_functions().get_state.__self__
     drawn_from = functions._bit_generator
     functions._bit_generator = _NoState()
     try:

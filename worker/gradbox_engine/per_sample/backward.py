@@ -87,10 +87,8 @@ class RecordedGraph:
         self._recorder.derived.clear()
 
     def gradient_bytes(self) -> int:
-        """Return what the output gradients of one output take, as far as the graph tells."""
-        return sum(
-            _edge_bytes(record.edge.node, record.edge.output_nr) for record in self._recorder.edges
-        )
+        """Return what the output gradients of one output take."""
+        return sum(record.gradient_bytes for record in self._recorder.edges)
 
     def terms(self, outputs: range, *, keep_graph: bool) -> Terms:
         """Return every parameter's term for some outputs."""
@@ -259,12 +257,3 @@ def _identity(
     """Return the cotangents of some outputs for every sample, (len(outputs), B, Y)."""
     eye = torch.eye(size, dtype=dtype, device=device)[outputs.start : outputs.stop]
     return eye[:, None].expand(len(outputs), samples, size)
-
-
-def _edge_bytes(node: Any, output: int) -> int:
-    metadata = node._input_metadata[output]
-    size = 1
-    for length in metadata.shape:
-        size *= int(length)
-    itemsize: int = metadata.dtype.itemsize
-    return size * itemsize

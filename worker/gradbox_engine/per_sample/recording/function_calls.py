@@ -209,6 +209,7 @@ class RecordedEdge:
     """An output whose gradient is wanted: `terms` turns it, g (Y, ...), into (key, term) pairs."""
 
     edge: GradientEdge
+    gradient_bytes: int  # of one output
     terms: Callable[..., Terms]
     input_unchanged: Callable[[], bool]
     by_owner: bool  # whether `terms` takes the `RowOwners` of g's rows as well
@@ -263,5 +264,5 @@ class StepRecorder(FunctionCalls):
         by_owner: bool = False,
     ) -> None:
         """Record that the gradient at `tensor`'s edge is wanted."""
-        edge = get_gradient_edge(tensor)
-        self.edges.append(RecordedEdge(edge, terms, input_unchanged, by_owner))
+        edge, gradient_bytes = get_gradient_edge(tensor), tensor.nbytes
+        self.edges.append(RecordedEdge(edge, gradient_bytes, terms, input_unchanged, by_owner))
