@@ -151,9 +151,7 @@ class RecordedGraph:
                 if "vmap" not in str(error) and "batching rule" not in str(error).lower():
                     raise
                 self._plan.batched_backward = False
-        rows = [
-            gradients(value, edges, cotangent, keep_graph=True) for cotangent in cotangents
-        ]
+        rows = [gradients(value, edges, cotangent, keep_graph=True) for cotangent in cotangents]
         return [
             None if parts[0] is None else torch.stack([g for g in parts if g is not None])
             for parts in zip(*rows, strict=True)
