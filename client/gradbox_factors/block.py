@@ -38,12 +38,19 @@ class Positions(Term):
         return self.left.dtype
 
     def narrow(self, samples: slice, outputs: slice) -> Positions:
-        return replace(self, left=self.left[outputs, samples])
+        left = self.left[outputs, samples]
+        return Positions(self.parameter, self.shape, left, self.channels_first)
 
     def rows(self, start: int, stop: int) -> Tensor:
         if self.channels_first:
             return self.left[:, :, start:stop].sum(3).transpose(0, 1)
         return self.left[..., start:stop].sum(2).transpose(0, 1)
+
+    def vjp(self, cotangent: Tensor) -> Tensor:
+        axis = 3 if self.channels_first else 2
+        one = self.left.shape[axis] == 1
+        summed = self.left.select(axis, 0) if one else self.left.sum(axis)
+        return (cotangent.T.reshape(-1) @ summed.flatten(0, 1)).view(self.shape)
 
     def squared_norm(self) -> Tensor:
         axis = 3 if self.channels_first else 2

@@ -46,7 +46,8 @@ class Outer(Term):
         return self.left.dtype
 
     def narrow(self, samples: slice, outputs: slice) -> Outer:
-        return replace(self, left=self.left[outputs, samples], right=self.right[samples])
+        left, right = self.left[outputs, samples], self.right[samples]
+        return Outer(self.parameter, self.shape, left, right, self.transposed)
 
     def rows(self, start: int, stop: int) -> Tensor:
         if self.transposed:

@@ -196,6 +196,8 @@ class Term(ABC):
 def summed_outputs(left: Tensor, cotangent: Tensor) -> Tensor:
     """Return Σ_y u[b, y] left[y, b, t, o], shape (B, T, O)."""
     Y, B, T, rows = left.shape
+    if B == 1:
+        return (cotangent @ left.reshape(Y, T * rows)).view(1, T, rows)
     by_sample = left.transpose(0, 1).reshape(B, Y, T * rows)
     return torch.bmm(cotangent.unsqueeze(1), by_sample).view(B, T, rows)
 

@@ -70,3 +70,36 @@ def test_numpy_s_state_is_put_back_to_the_last_entry(num_drawn):
     assert (before["has_gauss"], before["gauss"]) == (after["has_gauss"], after["gauss"])
     assert before["state"]["pos"] == after["state"]["pos"]
     assert np.array_equal(before["state"]["key"], after["state"]["key"])
+
+
+def test_streams_within_a_stream_leave_its_numbers_alone():
+    with shard_stream(3, 1, 7):
+        expected = [_draw(), _draw()]
+    with shard_stream(3, 1, 7):
+        first = _draw()
+        with shard_stream(3, 1, 8):
+            _draw()
+        assert [first, _draw()] == expected
+
+
+def test_a_stream_after_a_stream_begins_with_no_kept_normal_number():
+    with shard_stream(3, 1, 7):
+        expected = np.random.standard_normal(2)
+        np.random.standard_normal()
+    with shard_stream(3, 1, 7):
+        assert np.array_equal(np.random.standard_normal(2), expected)
+
+
+def test_a_bit_generator_of_the_user_s_is_put_back_untouched():
+    before = np.random.get_bit_generator()
+    mine = np.random.PCG64(5)
+    np.random.set_bit_generator(mine)
+    try:
+        state = mine.state
+        with shard_stream(3, 1, 7):
+            _draw()
+            np.random.set_bit_generator(np.random.MT19937(1))  # as a model may
+        assert np.random.get_bit_generator() is mine
+        assert mine.state == state
+    finally:
+        np.random.set_bit_generator(before)

@@ -68,14 +68,17 @@ class Buffers:
             self._modules[module]._buffers[name] = None if value is None else _copy(value)
         return snapshot
 
-    @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
         """Give every buffer the value it had when `snapshot` was taken, and no graph."""
+        values, live = snapshot.values, self._live()
+        if values or live:
+            self._restore(values, live)
+            self._restore_versions(snapshot)
+
+    @torch.no_grad()
+    def _restore(self, values: Live, live: Live) -> None:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        values, live = snapshot.values, self._live()
-        if not values and not live:
-            return
         for buffer in live.values():
             if buffer is not None and buffer.requires_grad:
                 buffer.detach_()
@@ -98,7 +101,6 @@ class Buffers:
                 bound[name] = _copy(value)
         if targets:
             torch._foreach_copy_(targets, sources)
-        self._restore_versions(snapshot)
 
     def _restore_versions(self, snapshot: Snapshot) -> None:
         """Let graphs that saved a registered tensor find the version that they saved.

@@ -43,12 +43,15 @@ def select(
     """
     first_names: dict[int, str] = {}
     by_name: dict[str, nn.Parameter] = {}
+    firsts: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        first_names.setdefault(id(parameter), name)
+        first = first_names.setdefault(id(parameter), name)
         if parameter.is_floating_point() or parameter.is_complex():
             by_name[name] = parameter
+            if first == name:
+                firsts[name] = parameter
     if wrt is None:
-        return Selection(dict(_firsts(by_name, first_names)), ())
+        return Selection(firsts, ())
     selected: set[str] = set()
     for pattern in wrt:
         if pattern.startswith(INPUTS):
@@ -58,7 +61,7 @@ def select(
             raise UnknownParameter(_no_match(pattern, by_name))
         selected |= matched
     # In the model's order, whatever the order of the patterns.
-    parameters = {n: p for n, p in _firsts(by_name, first_names) if n in selected}
+    parameters = {name: p for name, p in firsts.items() if name in selected}
     patterns = tuple(p.removeprefix(INPUTS) for p in wrt if p.startswith(INPUTS))
     return Selection(parameters, patterns)
 
@@ -86,12 +89,6 @@ def matched_inputs(groups: Sequence[Group], patterns: Sequence[str]) -> dict[str
                 f"there are {known}"
             )
     return {g: tuple(n for n in names if _matches(g, n, patterns)) for g, names in known.items()}
-
-
-def _firsts(
-    by_name: dict[str, nn.Parameter], first_names: dict[int, str]
-) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in by_name.items() if first_names[id(p)] == name]
 
 
 def _names(pattern: str, parameter: str) -> bool:

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 from gradbox_engine.errors import NoBatchAxis, SelfCheckFailed
 from gradbox_engine.model.kernels import checkpoints_inlined
 from gradbox_engine.per_sample.derived_parameters import parameter_terms
+from gradbox_engine.per_sample.gradients import batched_gradients, gradients
 from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.planning.plan import Plan
 from gradbox_engine.per_sample.recording.function_calls import Key, StepRecorder
@@ -86,23 +87,21 @@ class RecordedGraph:
         self._recorder.derived.clear()
 
     def gradient_bytes(self) -> int:
-        """Return what the output gradients of one output take, as far as the graph tells."""
-        return sum(
-            _edge_bytes(record.edge.node, record.edge.output_nr) for record in self._recorder.edges
-        )
+        """Return what the output gradients of one output take."""
+        return sum(record.gradient_bytes for record in self._recorder.edges)
 
     def terms(self, outputs: range, *, keep_graph: bool) -> Terms:
         """Return every parameter's term for some outputs."""
         records = self._recorder.edges
         looped = bool(self._plan.loops)
-        gradients: Sequence[Tensor | None] = []
+        by_edge: Sequence[Tensor | None] = []
         if records:
             edges = [record.edge for record in records]
             keep = looped or keep_graph or self._plan.by_owner
-            gradients = self._backward(edges, outputs, keep=keep)
-        owners = self._row_owners(gradients, outputs) if self._plan.by_owner else {}
+            by_edge = self._backward(edges, outputs, keep=keep)
+        owners = self._row_owners(by_edge, outputs) if self._plan.by_owner else {}
         found: dict[Key, list[Term]] = {}
-        for record, gradient in zip(records, gradients, strict=True):
+        for record, gradient in zip(records, by_edge, strict=True):
             if gradient is None:
                 continue
             owned = owners.get(id(record))
@@ -126,12 +125,10 @@ class RecordedGraph:
     def pulled_back(self, cotangents: Tensor) -> dict[str, Tensor]:
         """Return Jᵀ u by parameter, u of shape (B, Y), by one ordinary backward."""
         parameters = self._parameters
-        gradients = torch.autograd.grad(
-            self.value, list(parameters.values()), cotangents, allow_unused=True
-        )
+        found = gradients(self.value, list(parameters.values()), cotangents, keep_graph=False)
         return {
             name: torch.zeros_like(parameter) if gradient is None else gradient
-            for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+            for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
         }
 
     def _backward(
@@ -139,42 +136,32 @@ class RecordedGraph:
     ) -> Sequence[Tensor | None]:
         """Return the gradients at the edges, (Y, ...) each."""
         value = self.value
-        if len(outputs) == 1:
-            column = value if self.outputs == 1 else value[:, outputs.start]
-            single = torch.autograd.grad(column.sum(), edges, retain_graph=keep, allow_unused=True)
-            return [None if g is None else g.unsqueeze(0) for g in single]
         cotangents = _identity(self.outputs, outputs, self.samples, value.dtype, value.device)
+        if len(outputs) == 1:
+            single = gradients(value, edges, cotangents[0], keep_graph=keep)
+            return [None if g is None else g.unsqueeze(0) for g in single]
         untried = self._plan.batched_backward is None
         if self._plan.batched_backward is not False:
             try:
-                found = torch.autograd.grad(
-                    value,
-                    edges,
-                    cotangents,
-                    retain_graph=keep or untried,  # for the passes below, if this fails midway
-                    allow_unused=True,
-                    is_grads_batched=True,
-                )
+                # The graph is for the passes below, if this fails midway.
+                found = batched_gradients(value, edges, cotangents, keep_graph=keep or untried)
                 self._plan.batched_backward = True
                 return found
             except RuntimeError as error:
                 if "vmap" not in str(error) and "batching rule" not in str(error).lower():
                     raise
                 self._plan.batched_backward = False
-        rows = [
-            torch.autograd.grad(value, edges, cotangent, retain_graph=True, allow_unused=True)
-            for cotangent in cotangents
-        ]
+        rows = [gradients(value, edges, cotangent, keep_graph=True) for cotangent in cotangents]
         return [
             None if parts[0] is None else torch.stack([g for g in parts if g is not None])
             for parts in zip(*rows, strict=True)
         ]
 
     def _row_owners(
-        self, gradients: Sequence[Tensor | None], outputs: range
+        self, by_edge: Sequence[Tensor | None], outputs: range
     ) -> dict[int, RowOwners | None]:
         """Return the owners of rows by the ids of their records; keeps the graph."""
-        records = zip(self._recorder.edges, gradients, strict=True)
+        records = zip(self._recorder.edges, by_edge, strict=True)
         wanted = [(r, g) for r, g in records if r.by_owner and g is not None]
         value = self.value[:, outputs.start : outputs.stop]
         mix_Y = torch.linspace(0.5, 1.5, len(outputs), dtype=value.dtype, device=value.device)
@@ -206,10 +193,10 @@ class RecordedGraph:
         ]
         for sample in range(self.samples):
             for row, output in enumerate(outputs):
-                gradients = torch.autograd.grad(
+                by_parameter = torch.autograd.grad(
                     self.value[sample, output], wanted, retain_graph=True, allow_unused=True
                 )
-                for array, gradient in zip(arrays, gradients, strict=True):
+                for array, gradient in zip(arrays, by_parameter, strict=True):
                     if gradient is not None:
                         array[sample, row] = gradient
         for name, array in zip(names, arrays, strict=True):
@@ -268,12 +255,3 @@ def _identity(
     """Return the cotangents of some outputs for every sample, (len(outputs), B, Y)."""
     eye = torch.eye(size, dtype=dtype, device=device)[outputs.start : outputs.stop]
     return eye[:, None].expand(len(outputs), samples, size)
-
-
-def _edge_bytes(node: Any, output: int) -> int:
-    metadata = node._input_metadata[output]
-    size = 1
-    for length in metadata.shape:
-        size *= int(length)
-    itemsize: int = metadata.dtype.itemsize
-    return size * itemsize

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from gradbox_engine.per_sample.gradients import batched_gradients
 from gradbox_engine.per_sample.recording.function_calls import Key
 from gradbox_engine.per_sample.rules.embedding import lookup
 from gradbox_engine.per_sample.rules.rule import Target
@@ -76,13 +76,8 @@ def _pulled_back(
     if name is not None and leaf is not None and kind == "EmbeddingBackward0":
         yield name, _looked_up(q.grad_fn, block, Target(name, tuple(leaf.shape), leaf.dtype))
         return
-    gradients = torch.autograd.grad(
-        q,
-        list(parameters.values()),
-        block.flatten(0, 1),
-        retain_graph=True,
-        allow_unused=True,
-        is_grads_batched=True,
+    gradients = batched_gradients(
+        q, list(parameters.values()), block.flatten(0, 1), keep_graph=True
     )
     for name, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None:

@@ -66,7 +66,7 @@ class ResultFacts:
         """Return the result of a job that began at `start`."""
         return SampleResult(
             **found,
-            values=torch.cat(self.values),
+            values=self.values[0] if len(self.values) == 1 else torch.cat(self.values),
             roads={
                 name: ("loop",) if name in self.loops else tuple(sorted(taken))
                 for name, taken in self.routes.items()

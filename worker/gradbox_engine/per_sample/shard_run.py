@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradbox_engine.per_sample.backward import RecordedGraph, Terms
@@ -164,16 +165,19 @@ class ShardRun:
 
     def _gradients(self, parameters: Parameters, row: DrawnRow) -> Gradients:
         """Return the drawn row by autograd, in the shard's graph."""
-        z = self.graph.z.narrow(0, row.sample, 1)
-        return gradients_at(z, row.cotangent, parameters, keep_graph=True)
+        z = self.graph.z
+        cotangent = torch.zeros_like(z)
+        cotangent[row.sample : row.sample + 1] = row.cotangent
+        return gradients_at(z, cotangent, parameters, keep_graph=True)
 
     def _gradients_alone(self, parameters: Parameters, row: DrawnRow) -> Gradients | None:
         """Return the drawn row by autograd on a call of the sample alone, None if z is another."""
         z = self._model.called_alone(self.plan, self._arguments, self._index, row.sample)
-        if z is None or z.shape != row.z.shape:
+        expected = self.graph.z.detach().narrow(0, row.sample, 1)
+        if z is None or z.shape != expected.shape:
             self.plan.alone = False
             return None
-        if not same_output(z, row.z, rounding=self.plan.rounding):
+        if not same_output(z, expected, rounding=self.plan.rounding):
             return None
         return gradients_at(z, row.cotangent, parameters, keep_graph=False)
 

@@ -34,11 +34,10 @@ class Mixing(NamedTuple):
 
 def others_differ(second: Tensor, third: Tensor, axis: BatchAxis, *, changed: int) -> bool:
     """Return whether a sample other than number `changed` differs beyond rounding."""
-    unequal_Bx = axis.lead(second != third)
-    unequal_B = unequal_Bx.reshape(len(unequal_Bx), -1).any(1)
-    unequal_B[changed] = False
-    if not unequal_B.any():  # no rounding to be told from a difference
-        return False
+    led = axis.lead(second), axis.lead(third)
+    others = slice(changed), slice(changed + 1, None)
+    if all(torch.equal(*(x[part] for x in led)) for part in others):
+        return False  # no rounding to be told from a difference
     differs = samples_that_differ(second, third, axis)
     differs[changed] = False
     return bool(differs.any())

@@ -83,7 +83,7 @@ def _sized_runs(
     failure: Exception | None = None
     for axes in _guesses(shard):
         try:
-            first = _probe(model, resized(shard, axes, samples), index)
+            first = _probe(model, resized(shard, axes, samples), index, modules=True)
             if first.z.shape[0] != samples:
                 continue
             second = _probe(model, resized(shard, axes, samples, EXTRA), index)
@@ -157,8 +157,11 @@ def _replaced(shard: Mapping[str, Any], axes: Axes, *, noise: bool = True) -> di
     return replaced
 
 
-def _probe(model: CallableModel, shard: Mapping[str, Any], index: int) -> ProbeRun:
-    log = UseLog(model.model, model.parameters)
+def _probe(
+    model: CallableModel, shard: Mapping[str, Any], index: int, *, modules: bool = False
+) -> ProbeRun:
+    """Run on a shard; with `modules` the uses say which module they are in."""
+    log = UseLog(model.model if modules else None, model.parameters)
     model.restore_buffers()
     model.begin_stream(index)
     before = generator_fingerprint()

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import hypot, isfinite, sqrt
 from typing import NoReturn
 
@@ -38,6 +39,7 @@ from torch import Tensor
 
 from gradbox_engine.errors import CoupledSamples
 from gradbox_engine.model.shard_rng import stream_seed
+from gradbox_engine.per_sample.gradients import gradients
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis, samples_that_differ
 from gradbox_factors import Term
 from gradbox_factors.term import wide
@@ -72,8 +74,7 @@ class DrawnRow:
 
     sample: int
     weights: Tensor  # (1, Y)
-    z: Tensor  # (1, ...), without a graph
-    cotangent: Tensor  # of z's shape
+    cotangent: Tensor  # (1, ...), of the shape of the sample's z
 
 
 def check_head(z: Tensor, value: Tensor, head: Callable[[Tensor], Tensor]) -> None:
@@ -99,7 +100,7 @@ def check_head(z: Tensor, value: Tensor, head: Callable[[Tensor], Tensor]) -> No
 
 def loss_slopes(z: Tensor, value_B1: Tensor) -> Tensor | None:
     """Return ∂ℓ_b/∂z_b of every sample, None where no path leads to z; keeps the graph."""
-    (slopes,) = torch.autograd.grad(value_B1.sum(), z, retain_graph=True, allow_unused=True)
+    (slopes,) = gradients(value_B1, [z], torch.ones_like(value_B1), keep_graph=True)
     return slopes
 
 
@@ -144,33 +145,34 @@ def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> 
     Args:
         slopes: ∂v_b/∂z_b; None where the rows are of z's entries.
     """
-    z, drawn = z.detach(), stream_seed(seed, 0, 0)
+    drawn = stream_seed(seed, 0, 0)
+    sizes = (1, *z.shape[1:])
     if slopes is None:
-        sample = drawn % len(z)
-        weights = torch.linspace(0.5, 1.5, len(outputs), dtype=z.dtype, device=z.device)[None]
-        size = z[0].numel()
-        cotangent = F.pad(weights, (outputs.start, size - outputs.stop)).view_as(z[:1])
-        return DrawnRow(sample, weights, z[sample : sample + 1], cotangent)
+        weights = _from_half(len(outputs), z.dtype, z.device)
+        left_out = z.shape[1:].numel() - outputs.stop
+        if outputs.start or left_out:
+            padded = F.pad(weights, (outputs.start, left_out))
+            return DrawnRow(drawn % len(z), weights, padded.view(sizes))
+        return DrawnRow(drawn % len(z), weights, weights.view(sizes))
     candidates = slopes.reshape(len(z), -1).any(1).nonzero()[:, 0].tolist()
     if not candidates:
         return None
     sample = candidates[drawn % len(candidates)]
-    row = slice(sample, sample + 1)
-    return DrawnRow(sample, z.new_ones(1, 1), z[row], slopes[row])
+    return DrawnRow(sample, slopes.new_ones(1, 1), slopes.narrow(0, sample, 1))
+
+
+@lru_cache(maxsize=16)
+def _from_half(outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers from 1/2 to 3/2, (1, outputs), to which nothing writes."""
+    return torch.linspace(0.5, 1.5, outputs, dtype=dtype, device=device)[None]
 
 
 def gradients_at(
     tensor: Tensor, cotangent: Tensor, parameters: Mapping[str, Tensor], *, keep_graph: bool
 ) -> dict[str, Tensor | None]:
     """Return autograd's gradient by parameter, None where no path leads to one."""
-    # Of a number, for which autograd imports nothing: a first cotangent takes 500 modules, 0.5 s.
-    gradients = torch.autograd.grad(
-        (tensor * cotangent).sum(),
-        list(parameters.values()),
-        retain_graph=keep_graph,
-        allow_unused=True,
-    )
-    return dict(zip(parameters, gradients, strict=True))
+    found = gradients(tensor, list(parameters.values()), cotangent, keep_graph=keep_graph)
+    return dict(zip(parameters, found, strict=True))
 
 
 @torch.no_grad()
@@ -187,21 +189,27 @@ def compare(expected: Reference, terms: Mapping[str, Term], *, rounding: torch.d
     Args:
         rounding: the narrowest dtype in which the model multiplies.
     """
-    dtypes = {terms[name].dtype for name in expected.gradients}
-    weights = {dtype: expected.weights.to(dtype) for dtype in dtypes}
-    sizes, differences = {}, {}
+    sizes, doubtful, confirmed = {}, {}, set()
     for name, gradient in expected.gradients.items():  # each once, while it is in the cache
         sizes[name] = size = 0.0 if gradient is None else _norm(gradient)
-        if isfinite(size):
-            found = terms[name].vjp(weights[terms[name].dtype])
-            found = found if gradient is None else found.sub_(gradient)
-            differences[name] = _norm(found, beside=size)
+        if not isfinite(size):
+            continue
+        found = terms[name].vjp(expected.weights.to(terms[name].dtype))
+        found = found if gradient is None else found.sub_(gradient)
+        difference = _norm(found, beside=size)
+        if not difference <= _tolerance(terms[name], rounding) * size:  # NaN is doubtful as well
+            doubtful[name] = difference
+        elif size > 0 or gradient is None:
+            confirmed.add(name)
+    if not doubtful:
+        return Comparison(frozenset(), frozenset(confirmed))
     # A gradient that is zero but for rounding (a key's bias before softmax) has no own scale.
+    dtypes = {terms[name].dtype for name in sizes}
     least = _rounding(dtypes | {rounding}) * _total(sizes.values())
-    wrong, confirmed = set(), set()
-    for name, difference in differences.items():
+    wrong = set()
+    for name, difference in doubtful.items():
         size, term = sizes[name], terms[name]
-        near = max(TOLERANCE[term.dtype], TOLERANCE[rounding])
+        near = _tolerance(term, rounding)
         if not (
             difference <= near * size + least
             or difference <= near * (size + _row_norm(term, expected.weights)) + least
@@ -210,6 +218,10 @@ def compare(expected: Reference, terms: Mapping[str, Term], *, rounding: torch.d
         elif size > 0 or expected.gradients[name] is None:
             confirmed.add(name)
     return Comparison(frozenset(wrong), frozenset(confirmed))
+
+
+def _tolerance(term: Term, rounding: torch.dtype) -> float:
+    return max(TOLERANCE[term.dtype], TOLERANCE[rounding])
 
 
 def _drawn(value_BY: Tensor, seed: int) -> Tensor:
@@ -267,7 +279,7 @@ def _norm(x: Tensor, *, beside: float = 0.0) -> float:
     Args:
         beside: what it is compared with, next to which an underflow may not matter.
     """
-    x = wide(x.to_dense()).reshape(-1)
+    x = wide(x if x.layout is torch.strided else x.to_dense()).reshape(-1)
     # BLAS reads memory once, at several times the speed of `vector_norm`, but counts in 32 bits.
     norm = sqrt(torch.dot(x, x)) if x.numel() < 2**31 else float(torch.linalg.vector_norm(x))
     if (max(norm, beside) > _SMALLEST and norm < 1 / _SMALLEST) or x.device.type == "mps":

@@ -105,12 +105,11 @@ def _order(
     differs = (second != third).movedim(guess.dim, 0)
     differs = differs.reshape(len(differs), -1).any(1)
     copies = guess.before
-    fits = [
-        before
-        for before in range(1, copies + 1)
-        if copies % before == 0 and _only(differs.view(before, samples, copies // before), changed)
-    ]
-    return BatchAxis(guess.dim, fits[0], copies // fits[0]) if fits else None
+    for before in range(1, copies + 1):
+        after, rest = divmod(copies, before)
+        if not rest and _only(differs.view(before, samples, after), changed):
+            return BatchAxis(guess.dim, before, after)
+    return None
 
 
 def _only(differs: Tensor, changed: int) -> bool:

@@ -36,6 +36,7 @@ Key = str | tuple[int, int]
 Terms = Iterator[tuple[Key, Term]]
 
 _SEQUENCES = frozenset({list, tuple})
+_NESTED = (list, tuple, dict)
 
 
 class FunctionCalls(TorchFunctionMode):
@@ -94,13 +95,17 @@ def inside_checkpoint() -> bool:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors of nested lists, tuples and dicts, in order."""
-    # For every call of a probe run; `tree_flatten` takes five times as long.
+    # For every call of a probe run; `tree_flatten` takes ten times as long.
     if isinstance(tree, Tensor):
         return [tree]
-    if isinstance(tree, list | tuple | dict):
-        parts = tree.values() if isinstance(tree, dict) else tree
-        return [tensor for part in parts for tensor in tensors_of(part)]
-    return []
+    found: list[Tensor] = []
+    if isinstance(tree, _NESTED):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(part, Tensor):
+                found.append(part)
+            elif isinstance(part, _NESTED) and part:
+                found += tensors_of(part)
+    return found
 
 
 def requires_grad(out: Any) -> bool:
@@ -125,9 +130,13 @@ class Use:
 
 
 class UseLog(FunctionCalls):
-    """Lists every use of a parameter, and of anything that depends on one."""
+    """Lists every use of a parameter, and of anything that depends on one.
 
-    def __init__(self, model: torch.nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    Args:
+        model: where hooks tell which module a use is in; None: nobody asks.
+    """
+
+    def __init__(self, model: torch.nn.Module | None, parameters: Mapping[str, Tensor]) -> None:
         super().__init__(parameters)
         self.uses: list[Use] = []
         self.selections: list[Selection] = []
@@ -137,7 +146,8 @@ class UseLog(FunctionCalls):
         self._hooks: list[Any] = []
 
     def __enter__(self) -> UseLog:
-        if not self._hooks:  # entered again for each decomposed function
+        # Entered again for each decomposed function.
+        if self._model is not None and not self._hooks:
             for name, module in self._model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     continue  # has no such hooks
@@ -209,6 +219,7 @@ class RecordedEdge:
     """An output whose gradient is wanted: `terms` turns it, g (Y, ...), into (key, term) pairs."""
 
     edge: GradientEdge
+    gradient_bytes: int  # of one output
     terms: Callable[..., Terms]
     input_unchanged: Callable[[], bool]
     by_owner: bool  # whether `terms` takes the `RowOwners` of g's rows as well
@@ -263,5 +274,5 @@ class StepRecorder(FunctionCalls):
         by_owner: bool = False,
     ) -> None:
         """Record that the gradient at `tensor`'s edge is wanted."""
-        edge = get_gradient_edge(tensor)
-        self.edges.append(RecordedEdge(edge, terms, input_unchanged, by_owner))
+        edge, gradient_bytes = get_gradient_edge(tensor), tensor.nbytes
+        self.edges.append(RecordedEdge(edge, gradient_bytes, terms, input_unchanged, by_owner))

@@ -1,0 +1,91 @@
+"""Gradients at edges of a graph or at its leaves, for one cotangent or for many at once.
+
+`torch.autograd.grad` takes its arguments apart and together again in Python: a third of a backward
+pass of a small model, and half of one with `is_grads_batched`. With its first cotangent a process
+imports 486 modules, in 0.5 s. The functions underneath do neither, and their names are private to
+torch; where a version of torch lacks one, `torch.autograd.grad` is called.
+
+Shapes: Y cotangents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+try:
+    from torch._C import _vmapmode_decrement_nesting, _vmapmode_increment_nesting
+    from torch.autograd.graph import _engine_run_backward
+
+    _add_batch_dim, _remove_batch_dim = torch._add_batch_dim, torch._remove_batch_dim
+    DIRECT = True
+except (ImportError, AttributeError):
+    DIRECT = False
+
+Wanted = Sequence[GradientEdge] | Sequence[Tensor]
+
+
+def gradients(
+    value: Tensor, wanted: Wanted, cotangent: Tensor, *, keep_graph: bool
+) -> Sequence[Tensor | None]:
+    """Return the gradient at every edge or leaf, None where no path leads to one.
+
+    Args:
+        cotangent: of the shape of `value`.
+    """
+    if not DIRECT:
+        total = (value * cotangent).sum()
+        found: Sequence[Tensor | None] = torch.autograd.grad(
+            total, wanted, retain_graph=keep_graph, allow_unused=True
+        )
+        return found
+    return _run(value, wanted, cotangent, keep_graph=keep_graph)
+
+
+def batched_gradients(
+    value: Tensor, wanted: Wanted, cotangents: Tensor, *, keep_graph: bool
+) -> Sequence[Tensor | None]:
+    """Return the same for every cotangent, (Y, ...) each.
+
+    Args:
+        cotangents: (Y, *value.shape).
+
+    Raises:
+        RuntimeError: an operation of the graph has no batching rule.
+    """
+    if not DIRECT:
+        found: Sequence[Tensor | None] = torch.autograd.grad(
+            value,
+            wanted,
+            cotangents,
+            retain_graph=keep_graph,
+            allow_unused=True,
+            is_grads_batched=True,
+        )
+        return found
+    level = _vmapmode_increment_nesting()
+    try:
+        batched = _add_batch_dim(cotangents, 0, level)
+        by_edge = _run(value, wanted, batched, keep_graph=keep_graph)
+        sizes = (level, len(cotangents), 0)
+        return [None if g is None else _remove_batch_dim(g, *sizes) for g in by_edge]
+    finally:
+        _vmapmode_decrement_nesting()
+
+
+def _run(
+    value: Tensor, wanted: Wanted, cotangent: Tensor, *, keep_graph: bool
+) -> Sequence[Tensor | None]:
+    found: Sequence[Tensor | None] = _engine_run_backward(
+        (value,),
+        (cotangent,),
+        keep_graph,
+        False,  # no graph of the gradients
+        tuple(wanted),
+        True,  # None where no path leads
+        accumulate_grad=False,
+    )
+    return found
