@@ -102,7 +102,15 @@ class RedisRecords(RedisPlaces):
         return None if text is None else parse_spec(text)
 
     def stored(self, job_id: str) -> StoredJob | None:
-        found, spec = cast(Any, self._redis.mget([job_key(job_id), spec_key(job_id)]))
+        return self.answered(job_id, self._redis.mget([job_key(job_id), spec_key(job_id)]))
+
+    def ask_for(self, job_id: str, pipe: Pipeline) -> None:
+        """Append to a pipeline what `answered` reads."""
+        pipe.mget([job_key(job_id), spec_key(job_id)])
+
+    def answered(self, job_id: str, answer: Any) -> StoredJob | None:
+        """Return what `stored` does, of an answer that came with others."""
+        found, spec = answer
         record = self._read(job_id, found)
         if record is None:
             return None

@@ -37,7 +37,7 @@ from gradbox.protocol import (
     Problem,
     SampleSpec,
 )
-from gradbox_service.jobs import Fleet, JobRecord, Records, Transition
+from gradbox_service.jobs import Fleet, JobRecord, Records, StoredJob, Transition
 from gradbox_service.jobs.fleet import may_be_run
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.store import ResultStore
@@ -73,6 +73,7 @@ class TurnRunner:
     leaving: Callable[[], bool] = lambda: False  # whether the worker was asked to end
     alive: Callable[[], None] = lambda: None  # called with every beat
     fleet: Fleet | None = None  # who else there is to run what this device has no model for
+    read: Callable[[str], StoredJob | None] | None = None  # None: `records.stored`
 
     def run(self, job_id: str) -> str:
         """Run the job if it is still queued; leave its record in the state that is due.
@@ -83,9 +84,8 @@ class TurnRunner:
         Raises:
             DeviceNotStarted: the job is queued again, but the worker had better end.
         """
-        found = self.records.stored(job_id)
-        seen, lease_s = found and found.record, self.patience.lease_s
-        record = seen and self.records.update(job_id, self._begun, lease_s=lease_s, seen=seen)
+        found = (self.read or self.records.stored)(job_id)
+        record = None if found is None else self._begin(found.record)
         if found is None or record is None:
             log.info("job %s is not queued any more, or not for this worker", job_id)
             return "skipped"
@@ -126,6 +126,10 @@ class TurnRunner:
             if record.state is JobState.RUNNING and record.worker == self.worker:
                 log.warning("job %s was held when a worker of this name was killed", record.id)
                 self._end(record, _requeue(record.attempt, "the worker itself was killed"))
+
+    def _begin(self, seen: JobRecord) -> JobRecord | None:
+        lease_s = self.patience.lease_s
+        return self.records.update(seen.id, self._begun, lease_s=lease_s, seen=seen)
 
     def _begun(self, record: JobRecord) -> JobRecord | None:
         if self._is_for_others(record):
