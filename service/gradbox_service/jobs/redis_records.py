@@ -110,8 +110,7 @@ class RedisRecords(RedisPlaces):
 
     def answered(self, job_id: str, answer: Any) -> StoredJob | None:
         """Return what `stored` does, of an answer that came with others."""
-        found, spec = answer
-        record = self._read(job_id, found)
+        record, spec = self._read(job_id, answer[0]), answer[1]
         if record is None:
             return None
         return StoredJob(record, lambda: None if spec is None else parse_spec(spec))
@@ -211,8 +210,7 @@ class RedisRecords(RedisPlaces):
         if not answer:
             return after, ()
         entries = cast("list[changes.Entry]", cast(Any, answer)[0][1])
-        found = [changes.change_in(*entry) for entry in entries]
-        read = [change for change in found if change is not None]
+        read = [c for c in (changes.change_in(*entry) for entry in entries) if c is not None]
         if len(entries) == CHANGES_READ and changes.trimmed(self._redis, after):
             read.insert(0, Change("", "missed"))
         return entries[-1][0].decode(), read
@@ -230,7 +228,7 @@ class RedisRecords(RedisPlaces):
         while True:
             with self._redis.pipeline() as pipe:
                 try:
-                    _watch(pipe, job_key(job_id))
+                    cast(Any, pipe).watch(job_key(job_id))  # untyped in redis-py
                     record = self.get(job_id)
                     pipe.multi()
                     if record is None:
@@ -266,8 +264,7 @@ class RedisRecords(RedisPlaces):
         if not ids:
             return []
         texts = cast("list[bytes | None]", self._redis.mget([job_key(i.decode()) for i in ids]))
-        records = [self._read(i.decode(), text) for i, text in zip(ids, texts, strict=True)]
-        return [record for record in records if record is not None]
+        return [r for r in map(self._read, (i.decode() for i in ids), texts) if r is not None]
 
     def _read(self, job_id: str, text: bytes | None) -> JobRecord | None:
         """Return the record; a damaged one is set aside, and its job failed."""
@@ -281,7 +278,7 @@ class RedisRecords(RedisPlaces):
         while True:
             with self._redis.pipeline() as pipe:
                 try:
-                    _watch(pipe, job_key(job_id))
+                    cast(Any, pipe).watch(job_key(job_id))  # untyped in redis-py
                     text = cast("bytes | None", pipe.get(job_key(job_id)))
                     with suppress(ValueError):
                         return read_record(text)  # another process was faster
@@ -301,8 +298,3 @@ class RedisRecords(RedisPlaces):
         """Look the job up in the owners' indices, for its record does not tell."""
         owners = self.owners()
         return next((o for o in owners if self._redis.zscore(owner_key(o), job_id)), None)
-
-
-def _watch(pipe: Pipeline, *keys: str) -> None:
-    if keys:
-        cast(Any, pipe).watch(*keys)  # redis-py leaves this one method untyped

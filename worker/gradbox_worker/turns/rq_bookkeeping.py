@@ -43,7 +43,7 @@ class TurnOfRq(Job):
     """RQ's side of a turn."""
 
     @classmethod
-    def taken(cls, rq_id: str, turn: Turn, *, connection: redis.Redis) -> TurnOfRq:
+    def taken(cls, rq_id: str, turn: Turn, *, connection: redis.Redis) -> Job:
         """Return it as `RqTurns.feed` made it."""
         return cls.create(
             TASK,

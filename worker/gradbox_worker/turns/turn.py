@@ -85,7 +85,8 @@ class TurnRunner:
             DeviceNotStarted: the job is queued again, but the worker had better end.
         """
         found = (self.read or self.records.stored)(job_id)
-        record = None if found is None else self._begin(found.record)
+        seen, lease_s = found and found.record, self.patience.lease_s
+        record = seen and self.records.update(job_id, self._begun, lease_s=lease_s, seen=seen)
         if found is None or record is None:
             log.info("job %s is not queued any more, or not for this worker", job_id)
             return "skipped"
@@ -127,14 +128,9 @@ class TurnRunner:
                 log.warning("job %s was held when a worker of this name was killed", record.id)
                 self._end(record, _requeue(record.attempt, "the worker itself was killed"))
 
-    def _begin(self, seen: JobRecord) -> JobRecord | None:
-        lease_s = self.patience.lease_s
-        return self.records.update(seen.id, self._begun, lease_s=lease_s, seen=seen)
-
     def _begun(self, record: JobRecord) -> JobRecord | None:
-        if self._is_for_others(record):
-            return None
-        return record.begin(worker=self.worker, now_s=time.time())
+        mine = not self._is_for_others(record)
+        return record.begin(worker=self.worker, now_s=time.time()) if mine else None
 
     def _is_for_others(self, record: JobRecord) -> bool:
         """Tell whether this device lacks the job's model while another worker may have it.
