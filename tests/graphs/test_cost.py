@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradbox import losses
 from gradbox.errors import GraphRefused
+from gradbox.interpreting import memory_meter
 from gradbox.interpreting.memory_meter import Meter, metered
 
 Z = torch.arange(24, dtype=torch.float64).reshape(6, 4)
@@ -42,6 +43,24 @@ def test_new_tensors_count_and_views_do_not(
     function: Callable[[Tensor], Any], num_bytes: int
 ) -> None:
     assert spent(function) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z: (z[:1] * z[:, :1]).sum(),
+        lambda z: torch.where(z > 0, z, 0).amax(dim=1, keepdim=True).float(),
+        lambda z: torch.std_mean(torch.frexp(z)[0], dim=0),
+        lambda z: torch.stack(list(z.max(dim=1))).mean(),
+        lambda z: z[:0].sum() + z[:0].exp().sum(),
+    ],
+)
+def test_calls_that_are_bounded_by_their_entries_count_as_foreseen(
+    function: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounded = spent(function)
+    monkeypatch.setattr(memory_meter, "_BY_ENTRY", set())
+    assert bounded == spent(function) > 0
 
 
 def test_a_function_within_its_budget_computes_as_before() -> None:

@@ -9,6 +9,7 @@ import rq
 
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import QUEUE, SERIALIZER, TASK, RqTurns, Turn
+from gradbox_worker.turns.rq_bookkeeping import QueueOfTurns
 
 
 def test_turns_are_waiting_in_the_order_they_were_fed(backing: Backing) -> None:
@@ -25,3 +26,17 @@ def test_rq_is_given_the_id_as_json_and_the_tasks_name(connection: redis.Redis) 
     assert (job.func_name, job.args, job.kwargs) == (TASK, ["some-job"], {})
     assert (job.timeout, job.result_ttl) == (-1, 0)
     assert json.loads(job.data.decode()) == [TASK, None, ["some-job"], {}]
+
+
+def test_a_worker_takes_a_turn_by_its_id_and_leaves_out_what_is_none(
+    connection: redis.Redis,
+) -> None:
+    queue = QueueOfTurns(QUEUE, connection=connection, serializer=SERIALIZER)
+    queue.enqueue("os.getcwd")
+    RqTurns(connection).feed(Turn("some-job", 1))
+    taken = QueueOfTurns.dequeue_any([queue], None, connection)
+    assert taken is not None
+    job, _ = taken
+    assert (job.func_name, job.args, job.timeout) == (TASK, ["some-job"], -1)
+    assert queue.intermediate_queue.get_job_ids() == [job.id]
+    assert QueueOfTurns.dequeue_any([queue], None, connection) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,17 @@ def clock() -> Clock:
     return Clock()
 
 
-def checkpoint(folder: Path, *, attempt: int = 1, **given: Any) -> CheckpointFile:
+def checkpoint(
+    folder: Path, *, attempt: int = 1, identity: Mapping[str, str] = IDENTITY, **given: Any
+) -> CheckpointFile:
     """Return a file that may be written to at any time, unless it is told the time."""
     pace = Pace() if "clock" in given else Pace.after(0)
     return CheckpointFile(
-        folder, job_id="j", attempt=attempt, **{"identity": IDENTITY, "pace": pace, **given}
+        folder,
+        job_id="j",
+        attempt=attempt,
+        identity=lambda: identity,
+        **{"pace": pace, **given},
     )
 
 

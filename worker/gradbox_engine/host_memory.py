@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
-MEMINFO: Final = Path("/proc/meminfo")
-STATUS: Final = Path("/proc/self/status")
-CGROUP_OF_SELF: Final = Path("/proc/self/cgroup")
-CGROUPS: Final = Path("/sys/fs/cgroup")
+MEMINFO: Final = "/proc/meminfo"
+STATUS: Final = "/proc/self/status"
+CGROUP_OF_SELF: Final = "/proc/self/cgroup"
+CGROUPS: Final = "/sys/fs/cgroup"
 KIB: Final = 1024
 # More than any of these files has.
 MOST_BYTES: Final = 2**16
@@ -39,29 +38,30 @@ def status_bytes(name: str) -> int:
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    own = _read(CGROUP_OF_SELF).decode().rpartition("0::")[2].strip().lstrip("/")
-    groups = [(CGROUPS / name, VERSION_2) for name in (Path(own), *Path(own).parents)]
-    for folder, (limit_file, used_file, cached) in (*groups, (CGROUPS / "memory", VERSION_1)):
-        limit = _read(folder / limit_file).strip()
+    own = _read(CGROUP_OF_SELF).decode().rpartition("0::")[2].strip()
+    names = [name for name in own.split("/") if name]
+    depths = range(len(names) + 1)
+    groups = [(f"{CGROUPS}/{'/'.join(names[:depth])}", VERSION_2) for depth in depths]
+    for folder, (limit_file, used_file, cached) in (*groups, (f"{CGROUPS}/memory", VERSION_1)):
+        limit = _read(f"{folder}/{limit_file}").strip()
         if not limit.isdigit():  # not a group, or one without a limit
             continue
-        used = _read(folder / used_file).strip()
+        used = _read(f"{folder}/{used_file}").strip()
         if used.isdigit():
-            yield max(0, int(limit) - int(used) + _field(folder / "memory.stat", cached))
+            yield max(0, int(limit) - int(used) + _field(f"{folder}/memory.stat", cached))
 
 
-def _field(path: Path, name: str) -> int:
+def _field(path: str, name: str) -> int:
     """Return the number behind a name in a file of lines; 0 if it is not there."""
     _, found, behind = b"\n".join((b"", _read(path))).partition(f"\n{name}".encode())
     words = behind.partition(b"\n")[0].split()
     return int(words[0]) if found and words else 0
 
 
-def _read(path: Path) -> bytes:
+def _read(path: str) -> bytes:
     """Return what a small file of the kernel's holds; nothing if it cannot be read.
 
-    Not by `Path.read_bytes`, which takes several times as long: a job of milliseconds reads a dozen
-    of them.
+    Not by `Path`, which takes several times as long: a job of milliseconds reads a dozen of them.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)

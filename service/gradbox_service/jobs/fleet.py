@@ -105,7 +105,15 @@ class RedisFleet:
         return self._redis.incr(RELOADS)
 
     def reloads(self) -> int:
-        return int(cast("bytes | None", self._redis.get(RELOADS)) or 0)
+        return self.answered_reloads(self._redis.get(RELOADS))
+
+    def ask_for_reloads(self, pipe: Pipeline) -> None:
+        """Append to a pipeline what `answered_reloads` reads."""
+        pipe.get(RELOADS)
+
+    def answered_reloads(self, answer: Any) -> int:
+        """Return what `reloads` does, of an answer that came with others."""
+        return int(answer or 0)
 
     def workers(self) -> Sequence[WorkerPresence]:
         with self._redis.pipeline(transaction=False) as pipe:

@@ -103,11 +103,16 @@ class RedisRecords(RedisPlaces):
         return parse_spec(text) if text is not None else None
 
     def stored(self, job_id: str) -> StoredJob | None:
-        found, spec = cast(Any, self._redis.mget([job_key(job_id), spec_key(job_id)]))
-        record = self._read(job_id, found)
-        if record is None:
-            return None
-        return StoredJob(record, lambda: None if spec is None else parse_spec(spec))
+        return self.answered(job_id, self._redis.mget([job_key(job_id), spec_key(job_id)]))
+
+    def ask_for(self, job_id: str, pipe: Pipeline) -> None:
+        """Append to a pipeline what `answered` reads."""
+        pipe.mget([job_key(job_id), spec_key(job_id)])
+
+    def answered(self, job_id: str, answer: Any) -> StoredJob | None:
+        """Return what `stored` does, of an answer that came with others."""
+        record, spec = self._read(job_id, answer[0]), answer[1]
+        return None if record is None else StoredJob(record, lambda: spec and parse_spec(spec))
 
     def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         return self._many([job_id.encode() for job_id in job_ids])
@@ -223,7 +228,7 @@ class RedisRecords(RedisPlaces):
         while True:
             with self._redis.pipeline() as pipe:
                 try:
-                    _watch(pipe, job_key(job_id))
+                    cast(Any, pipe).watch(job_key(job_id))  # untyped in redis-py
                     record = self.get(job_id)
                     pipe.multi()
                     if record is None:
@@ -259,8 +264,7 @@ class RedisRecords(RedisPlaces):
         if not ids:
             return []
         texts = cast(Any, self._redis.mget([job_key(i.decode()) for i in ids]))
-        read = (self._read(i.decode(), text) for i, text in zip(ids, texts, strict=True))
-        return [record for record in read if record is not None]
+        return [r for r in map(self._read, (i.decode() for i in ids), texts) if r is not None]
 
     def _read(self, job_id: str, text: bytes | None) -> JobRecord | None:
         """Return the record; a damaged one is set aside, and its job failed."""
@@ -274,7 +278,7 @@ class RedisRecords(RedisPlaces):
         while True:
             with self._redis.pipeline() as pipe:
                 try:
-                    _watch(pipe, job_key(job_id))
+                    cast(Any, pipe).watch(job_key(job_id))  # untyped in redis-py
                     text = cast("bytes | None", pipe.get(job_key(job_id)))
                     with suppress(ValueError):
                         return read_record(text)  # another process was faster
@@ -294,7 +298,3 @@ class RedisRecords(RedisPlaces):
         """Look the job up in the owners' indices, for its record does not tell."""
         owners = self.owners()
         return next((o for o in owners if self._redis.zscore(owner_key(o), job_id)), None)
-
-
-def _watch(pipe: Pipeline, *keys: str) -> None:
-    cast(Any, pipe).watch(*keys)  # redis-py leaves this one method untyped

@@ -76,7 +76,7 @@ class RqTurns:
 
     def withdraw(self, turn: Turn) -> bool:
         removed = 0
-        for rq_id in [rq_id for rq_id in self._queue.get_job_ids() if _turn(rq_id) == turn]:
+        for rq_id in [rq_id for rq_id in self._queue.get_job_ids() if turn_of(rq_id) == turn]:
             # A worker takes a turn by one command, too: it is either in the list or taken.
             if self._redis.lrem(self._queue.key, 0, rq_id):
                 self._redis.delete(rq.job.Job.key_for(rq_id))
@@ -84,7 +84,7 @@ class RqTurns:
         return removed > 0
 
     def waiting(self) -> Sequence[Turn]:
-        return [turn for turn in map(_turn, self._queue.get_job_ids()) if turn is not None]
+        return [turn for turn in map(turn_of, self._queue.get_job_ids()) if turn is not None]
 
 
 class MemoryTurns:
@@ -120,7 +120,7 @@ class MemoryTurns:
             return self._waiting.popleft() if self._waiting else None
 
 
-def _turn(rq_id: str) -> Turn | None:
+def turn_of(rq_id: str) -> Turn | None:
     """Return the turn that RQ's job is; None for one that `feed` did not make."""
     found = _RQ_ID.fullmatch(rq_id)
     return None if found is None else Turn(found[1], int(found[2]))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import Group, Objective, host_memory, set_gradient
+from gradbox_engine.replay import retention
 from gradbox_engine.replay.retention import HELD_FACTOR, GraphBudget, graph_budget
 from gradbox_engine.replay.saved_tensors import SavedTensors
 from tests.cases import CASES
@@ -210,6 +211,18 @@ def test_auto_stays_within_the_control_group(tmp_path, monkeypatch):
     room_bytes = (400_000 * 0.5 - 50_000) / HELD_FACTOR
     assert not budget.admit(int(room_bytes / 2) + 10)  # with as much again for the shard that runs
     assert budget.admit(int(room_bytes / 2) - 10)
+
+
+@pytest.mark.parametrize(("num_shards", "num_readings"), [(1, 0), (3, 1)])
+def test_free_memory_is_measured_once_and_only_where_a_graph_may_be_kept(
+    num_shards, num_readings, monkeypatch
+):
+    readings = []
+    monkeypatch.setattr(retention, "_free_bytes", lambda device: readings.append(device) or 1e9)
+    case = CASES["mlp"]()
+    group = Group("z", case.groups["z"][:num_shards])
+    set_gradient(case.model(), [group], Objective(torch.sum), retain="auto")
+    assert len(readings) == num_readings
 
 
 def test_one_shard_too_large_is_the_callers_to_know():

@@ -10,6 +10,7 @@ While a shard runs, its own graph is there beside the kept ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import torch
@@ -55,17 +56,23 @@ class GraphBudget:
     """Decides, shard by shard, whether a graph may be kept."""
 
     def __init__(
-        self, total_bytes: float, *, with_headroom: bool = False, older: OlderGraphs = NONE_OLDER
+        self,
+        total_bytes: float | Callable[[], float],
+        *,
+        with_headroom: bool = False,
+        older: OlderGraphs = NONE_OLDER,
     ) -> None:
         """Begin with nothing held.
 
         Args:
-            total_bytes: memory that kept graphs may take, beside the older ones.
+            total_bytes: memory that kept graphs may take, beside the older ones; or what measures
+                it, called before the first graph that may be kept. A job of one shard has none.
             with_headroom: whether one more shard's graph, that of the shard running beside
                 them, comes out of the same memory.
             older: their memory is added as they have to go, one after the other.
         """
-        self._total_bytes = total_bytes
+        self._measure = total_bytes if callable(total_bytes) else None
+        self._total_bytes = 0.0 if callable(total_bytes) else total_bytes
         self._with_headroom = with_headroom
         self._older = older
         self._held_bytes = 0
@@ -90,9 +97,11 @@ class GraphBudget:
 
     def exhaust(self) -> None:
         """Keep nothing from here on."""
-        self._total_bytes, self._older = 0, NONE_OLDER
+        self._total_bytes, self._measure, self._older = 0.0, None, NONE_OLDER
 
     def _fits(self, num_bytes: int) -> bool:
+        if self._measure is not None:
+            self._total_bytes, self._measure = self._measure(), None
         free_bytes = self._total_bytes / HELD_FACTOR - self._held_bytes
         needed_bytes = 2 * num_bytes if self._with_headroom else num_bytes
         return free_bytes > 0 and free_bytes >= needed_bytes
@@ -114,8 +123,10 @@ def graph_budget(
         older: graphs that the budget has to do for, too.
     """
     if retain == "auto":
-        total_bytes = _free_bytes(device) - sums_bytes - overlay_bytes
-        return GraphBudget(total_bytes, with_headroom=True, older=older)
+        taken_bytes = sums_bytes + overlay_bytes
+        return GraphBudget(
+            lambda: _free_bytes(device) - taken_bytes, with_headroom=True, older=older
+        )
     if retain == 0:
         return GraphBudget(0)
     total_bytes = retain - overlay_bytes - older.num_bytes

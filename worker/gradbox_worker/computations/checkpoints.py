@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -75,7 +76,7 @@ class CheckpointFile:
         *,
         job_id: str,
         attempt: int,
-        identity: Mapping[str, str],
+        identity: Callable[[], Mapping[str, str]],
         disk_reserve_bytes: int | None = None,
         result: ResultOnDisk | None = None,
         rounding: RoundedGradients | None = None,
@@ -86,8 +87,8 @@ class CheckpointFile:
 
         Args:
             folder: DATA/checkpoints.
-            identity: what must be equal for a state to be used: the spec's digest, the model's
-                version, the device, the versions of torch and gradbox.
+            identity: returns what must be equal for a state to be used: the spec's digest, the
+                model's version, the device, the versions of torch and gradbox. Few jobs ask.
             disk_reserve_bytes: what stays free on the disk, see `gradbox_service.store.Room`.
             result: the file in which rows may be written in place.
             rounding: what measured the rounding of those rows.
@@ -102,7 +103,7 @@ class CheckpointFile:
         self._room = Room(folder, disk_reserve_bytes)
         self._result = result
         self._rounding = rounding or RoundedGradients("exact")
-        self._identity = dict(identity)
+        self._identity = cache(identity)
         self._pace = pace or Pace()
         self._clock = clock
         self._began = self._written_at = clock()
@@ -128,7 +129,7 @@ class CheckpointFile:
                 return
         try:
             document = {
-                "identity": self._identity,
+                "identity": dict(self._identity()),
                 "resumed": self.resumed,
                 "facts": checkpoint.facts,
                 "names": list(checkpoint.tensors),
@@ -170,7 +171,7 @@ class CheckpointFile:
         try:
             with safe_open(self._path, framework="pt") as file:
                 document = json.loads((file.metadata() or {})[METADATA_KEY])
-                if document["identity"] != self._identity:
+                if document["identity"] != self._identity():
                     log.info("the checkpoint of %s is of another kind of run", self._job_id)
                     return None
                 dims = document["dims"]

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Final
 
 import torch
@@ -217,7 +218,7 @@ def _run(
                 work.checkpoints,
                 job_id=work.job_id,
                 attempt=work.attempt,
-                identity=_identity(work, device=registry.device),
+                identity=partial(_identity, work, device=registry.device),
                 disk_reserve_bytes=work.disk_reserve_bytes,
                 result=result_file,
                 rounding=rounding,

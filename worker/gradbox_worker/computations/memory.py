@@ -8,10 +8,11 @@ process's since its start, which is too high when an earlier job needed more.
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import suppress
 from typing import Final
 
 import torch
@@ -20,8 +21,8 @@ from gradbox.protocol import DeviceMemory
 from gradbox_engine.host_memory import status_bytes
 from gradbox_worker.computations.placement import memory_bytes
 
-CLEAR_REFS: Final = Path("/proc/self/clear_refs")
-RESET_HIGH_WATER_MARK: Final = "5"
+CLEAR_REFS: Final = "/proc/self/clear_refs"
+RESET_HIGH_WATER_MARK: Final = b"5"
 RESULT_SHARE: Final = 8
 MOST_RESULT_BYTES: Final = 4 * 2**30
 
@@ -61,23 +62,30 @@ def measure_device(
         models: bytes of weights on the device, by model.
         before_bytes: what was used when the running job began; None if none runs.
     """
-    if device.type == "cuda":
-        used_bytes = torch.cuda.memory_allocated(device)
-    else:
-        used_bytes = _resident("VmRSS")
+    now_bytes = used_bytes(device)
     return DeviceMemory(
         total_bytes=memory_bytes(device),
-        used_bytes=used_bytes,
+        used_bytes=now_bytes,
         models=dict(models),
-        job_bytes=0 if before_bytes is None else max(0, used_bytes - before_bytes),
+        job_bytes=0 if before_bytes is None else max(0, now_bytes - before_bytes),
     )
+
+
+def used_bytes(device: torch.device) -> int:
+    """Return how much of the device's memory is in use now."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _resident("VmRSS")
 
 
 def _reset_high_water_mark() -> None:
     try:
-        CLEAR_REFS.write_text(RESET_HIGH_WATER_MARK)
+        descriptor = os.open(CLEAR_REFS, os.O_WRONLY)
     except OSError:  # not Linux, or a container that forbids it
         return
+    with suppress(OSError):
+        os.write(descriptor, RESET_HIGH_WATER_MARK)
+    os.close(descriptor)
 
 
 def _resident(field: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -108,6 +109,8 @@ class DeviceChild:
         output_fd = 2 if self._output is None else self._output.write_fd
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
+        self._readable = select.poll()  # the connection's own `poll` sets one up at each call
+        self._readable.register(self._connection, select.POLLIN)
         with theirs:
             if template is None:
                 self._begin(self._started(theirs.fileno(), output_fd))
@@ -156,13 +159,13 @@ class DeviceChild:
             # Between messages too: a device that reports often must not keep the worker busy.
             while_waiting()
             try:
-                if self._connection.poll(POLL_S):
+                if self._readable.poll(POLL_S * 1e3):
                     answer = receive_answer(self._connection)
                     if not isinstance(answer, Forked):
                         return answer
                     self._adopt(answer)
                 # A process that a model started may hold the pipe open after the device's death.
-                elif self.over and not self._connection.poll():
+                elif self.over and not self._readable.poll(0):
                     return None
             except (EOFError, OSError):
                 return None

@@ -17,7 +17,7 @@ from gradbox_service.store import blob_store
 from gradbox_worker.computations.checkpoints import Pace
 from gradbox_worker.computations.execution import StopNow, attempt
 from gradbox_worker.computations.kept_graphs import KeptGraphs
-from gradbox_worker.computations.memory import measure_device
+from gradbox_worker.computations.memory import measure_device, used_bytes
 from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.computations.placement import choose_device, hardware_name, memory_bytes
 from gradbox_worker.device.child import DeviceSettings
@@ -164,7 +164,7 @@ class _Gauge:
 
     def begin(self) -> None:
         """A job begins; what memory holds now is not its own."""
-        self._before_bytes = measure_device(self._registry.device, models={}).used_bytes
+        self._before_bytes = used_bytes(self._registry.device)
 
     def step(self) -> None:
         """Measure, if that was not done a moment ago."""

@@ -4,7 +4,7 @@ A turn is a job of RQ whose record is ours, so RQ's own results, dependents, cal
 executions are of no use; left as they are, they are 75 commands a turn, most of them each a round
 trip. What is kept:
 
-    rq:queue:QUEUE          the turns that wait, and rq:job:ID what each of them runs
+    rq:queue:QUEUE          the turns that wait; rq:job:ID is what `rq info` shows of each
     QUEUE:intermediate      a turn between dequeuing and begin, which RQ's maintenance takes back
     rq:worker:NAME          the worker's state and heartbeat, as `rq info` shows them
 
@@ -14,10 +14,13 @@ is here is lost without harm, like a turn itself; so pipelines are no transactio
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 from uuid import uuid4
 
+import redis
 from redis.client import Pipeline
 from rq import SimpleWorker
 from rq.executions import Execution
@@ -25,6 +28,11 @@ from rq.job import Job
 from rq.queue import Queue
 from rq.utils import now
 from rq.worker.base import WorkerStatus
+
+from gradbox_service.jobs import SERIALIZER, TASK, Turn
+from gradbox_service.jobs.turns import NO_TIMEOUT, turn_of
+
+log = logging.getLogger(__name__)
 
 # A worker that is known for 80 s says so once in this time at most, and looks as often for what RQ
 # may have been told (`rq suspend`).
@@ -34,14 +42,52 @@ BETWEEN_S: Final = 1.0
 class TurnOfRq(Job):
     """RQ's side of a turn."""
 
+    @classmethod
+    def taken(cls, rq_id: str, turn: Turn, *, connection: redis.Redis) -> Job:
+        """Return it as `RqTurns.feed` made it."""
+        return cls.create(
+            TASK,
+            args=[turn.job_id],
+            id=rq_id,
+            connection=connection,
+            timeout=NO_TIMEOUT,
+            description=rq_id,
+            serializer=SERIALIZER,
+        )
+
     def perform(self) -> Any:
         """Run the task; RQ would first lift the expiry of what is forgotten here."""
         return self._execute()
 
 
+class QueueOfTurns(Queue):
+    """A queue of which every turn's id says all that there is to know of it."""
+
+    @classmethod
+    def dequeue_any(
+        cls,
+        queues: Iterable[Queue],
+        timeout: int | None,
+        connection: redis.Redis,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[Job, Queue] | None:
+        """Take the next turn, without reading what `rq info` shows of it."""
+        (queue,) = queues
+        while (taken := cls.lmove(connection, queue.key, timeout)) is not None:
+            rq_id = taken[1].decode()
+            turn = turn_of(rq_id)
+            if turn is not None:
+                return TurnOfRq.taken(rq_id, turn, connection=connection), queue
+            log.error("the queue %s has %r, which is no turn, and is left out", queue.name, rq_id)
+            queue.intermediate_queue.remove(rq_id)
+        return None
+
+
 class BookkeepingWorker(SimpleWorker):
     """A worker of RQ for turns: jobs without results, dependents or callbacks."""
 
+    queue_class = QueueOfTurns
     _told_state = ""
     _heartbeat_s = -BETWEEN_S
     _suspension_s = -BETWEEN_S
@@ -75,9 +121,17 @@ class BookkeepingWorker(SimpleWorker):
         with self.connection.pipeline(transaction=False) as pipe:
             pipe.lrem(self.queues[0].intermediate_queue_key, 1, job.id)
             pipe.delete(job.key)
-            pipe.execute()
+            self.ask_beside(job, pipe)
+            _, _, *answers = pipe.execute()
         self._state = WorkerStatus.BUSY  # told by the first heartbeat of a turn that has one
+        self.answered(job, answers)
         return Execution(uuid4().hex, job.id, self.connection, worker_name=self.name)
+
+    def ask_beside(self, job: Job, pipe: Pipeline) -> None:
+        """Append what a turn that begins is to know, for the same round trip."""
+
+    def answered(self, job: Job, answers: Sequence[Any]) -> None:
+        """Hear the answers."""
 
     def prepare_job_execution(self, job: Job, remove_from_intermediate_queue: bool = False) -> None:
         """Do nothing more."""

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
 import redis
+from redis.client import Pipeline
 from rq.exceptions import StopRequested
 from rq.job import Job
 from rq.queue import Queue
@@ -25,7 +26,7 @@ from rq.timeouts import BaseDeathPenalty
 from rq.worker.base import WorkerStatus
 
 from gradbox.protocol import ModelView
-from gradbox_service.jobs import QUEUE, SERIALIZER, RedisFleet, RedisRecords
+from gradbox_service.jobs import QUEUE, SERIALIZER, RedisFleet, RedisRecords, StoredJob
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.store import ResultStore
 from gradbox_worker.device import DeviceProcess
@@ -91,17 +92,19 @@ class GradboxWorker(BookkeepingWorker):
         )
         self.failure: DeviceNotStarted | None = None  # why the worker ended by itself
         self._device = device
-        fleet = RedisFleet(connection)
-        self._announcer = Announcer(fleet, name=name)
+        self._fleet, self._records = RedisFleet(connection), RedisRecords(connection)
+        self._announcer = Announcer(self._fleet, name=name)
+        self._found: StoredJob | None = None  # the job of the turn that begins
         self._runner = TurnRunner(
-            records=RedisRecords(connection),
+            records=self._records,
+            read=lambda job_id: self._found,
             results=results,
             device=device,
             worker=name,
             patience=patience,
             leaving=lambda: self.leaving,
             alive=self._alive,
-            fleet=fleet,
+            fleet=self._fleet,
         )
         self._turn: Job | None = None
         self._next_heartbeat = 0.0
@@ -150,7 +153,6 @@ class GradboxWorker(BookkeepingWorker):
     def execute_job(self, job: Job, queue: Queue) -> None:
         """Run a turn. One whose bookkeeping Redis refuses is lost, and the dispatcher's to feed."""
         self._turn, self._next_heartbeat = job, 0.0
-        self._reload_if_asked()
         token = CURRENT.set(self._runner)
         try:
             super().execute_job(job, queue)
@@ -159,7 +161,18 @@ class GradboxWorker(BookkeepingWorker):
             self._wait_while_refused(error)
         finally:
             CURRENT.reset(token)
-            self._turn = None
+            self._turn = self._found = None
+
+    def ask_beside(self, job: Job, pipe: Pipeline) -> None:
+        self._fleet.ask_for_reloads(pipe)
+        self._records.ask_for(str(job.args[0]), pipe)
+
+    def answered(self, job: Job, answers: Sequence[Any]) -> None:
+        """Hold the job, having read the models file again if that was asked for."""
+        reloads, stored = answers
+        self._reload_looked_s = time.monotonic()
+        self._reload(self._announcer.not_noted(self._fleet.answered_reloads(reloads)))
+        self._found = self._records.answered(str(job.args[0]), stored)
 
     def heartbeat(self, *args: Any, **kwargs: Any) -> None:
         """Say that the worker lives; between jobs, also start the device anew if it died."""
@@ -231,9 +244,11 @@ class GradboxWorker(BookkeepingWorker):
         self._start(self._device.ensure)
 
     def _reload_if_asked(self) -> None:
-        """Read the models file again if that was asked for; if it cannot be, go on as before."""
         self._reload_looked_s = time.monotonic()
-        asked = self._until_taken(self._announcer.reload_asked)
+        self._reload(self._until_taken(self._announcer.reload_asked))
+
+    def _reload(self, asked: int | None) -> None:
+        """Read the models file again if that was asked for; if it cannot be, go on as before."""
         if asked is None:
             return
         try:

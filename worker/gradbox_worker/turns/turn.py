@@ -37,7 +37,7 @@ from gradbox.protocol import (
     Problem,
     SampleSpec,
 )
-from gradbox_service.jobs import Fleet, JobRecord, Records, Transition
+from gradbox_service.jobs import Fleet, JobRecord, Records, StoredJob, Transition
 from gradbox_service.jobs.fleet import may_be_run
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.store import ResultStore
@@ -73,6 +73,7 @@ class TurnRunner:
     leaving: Callable[[], bool] = lambda: False  # whether the worker was asked to end
     alive: Callable[[], None] = lambda: None  # called with every beat
     fleet: Fleet | None = None  # who else there is to run what this device has no model for
+    read: Callable[[str], StoredJob | None] | None = None  # None: `records.stored`
 
     def run(self, job_id: str) -> str:
         """Run the job if it is still queued; leave its record in the state that is due.
@@ -83,7 +84,7 @@ class TurnRunner:
         Raises:
             DeviceNotStarted: the job is queued again, but the worker had better end.
         """
-        found = self.records.stored(job_id)
+        found = (self.read or self.records.stored)(job_id)
         seen, lease_s = found and found.record, self.patience.lease_s
         record = seen and self.records.update(job_id, self._begun, lease_s=lease_s, seen=seen)
         if found is None or record is None:
@@ -128,9 +129,8 @@ class TurnRunner:
                 self._end(record, _requeue(record.attempt, "the worker itself was killed"))
 
     def _begun(self, record: JobRecord) -> JobRecord | None:
-        if self._is_for_others(record):
-            return None
-        return record.begin(worker=self.worker, now_s=time.time())
+        mine = not self._is_for_others(record)
+        return record.begin(worker=self.worker, now_s=time.time()) if mine else None
 
     def _is_for_others(self, record: JobRecord) -> bool:
         """Tell whether this device lacks the job's model while another worker may have it.
