@@ -85,7 +85,7 @@ def held_job(
     selection = select(model, wrt, others=loss_parameters)
     with prepared(model, groups, selection, CallOptions(**options)) as ready:
         sums_bytes = GradientSums(selection.parameters).expected_bytes()
-        budget = graph_budget(retain, ready.device, sums_bytes=sums_bytes)
+        budget = graph_budget(retain, ready.devices, sums_bytes=sums_bytes)
         with_buffers = "buffers" in returns
         yield HeldJob(ready, model, selection, budget, observer or Silent(), with_buffers)
 
@@ -126,7 +126,7 @@ class HeldJob:
             EngineError: a call failed.
             torch.OutOfMemoryError: one shard does not fit.
         """
-        ready, clock = self._ready, PhaseTimer(self._ready.device)
+        ready, clock = self._ready, PhaseTimer(*self._ready.devices)
         self._held.pop(part.index, None)
         for held in self._held.values():
             held.records[-1].free_graph()  # kept beyond the budget, to be used next
@@ -175,7 +175,7 @@ class HeldJob:
             EngineError: a call failed.
             torch.OutOfMemoryError: one shard's graph does not fit.
         """
-        clock, sums = PhaseTimer(self._ready.device), GradientSums(self._selection.parameters)
+        clock, sums = PhaseTimer(*self._ready.devices), GradientSums(self._selection.parameters)
         with clock.timed("replay"):
             held = self._held[part.index]
             # A replay compares the shard as well, but under the buffers of its own range.

@@ -250,7 +250,7 @@ class DeviceActor:
         except StopNow:
             raise JobStopped("told to stop") from None
         except BaseException:
-            if refuses_work(self._device.registry.device):
+            if any(map(refuses_work, self._device.registry.devices)):
                 self._leave_soon()
             raise
 

@@ -128,9 +128,13 @@ class OpenJob:
     def add(self, index: int, other: Mapping[str, TensorBuffer]) -> int:
         """Add the sums of other ranges to those of a range; returns their number of bytes."""
         mine = self._sums[index]
-        device = next(iter(mine.values())).device if mine else torch.device("cpu")
-        right = {name: b.tensor(copy=not mine or name not in mine) for name, b in other.items()}
-        self._sums[index] = added(mine, {name: t.to(device) for name, t in right.items()})
+        right = {
+            name: b.tensor(copy=False).to(mine[name].device)
+            if name in mine
+            else b.tensor(copy=True)
+            for name, b in other.items()
+        }
+        self._sums[index] = added(mine, right)
         return num_bytes(dict(other))
 
 

@@ -194,7 +194,7 @@ def compare(expected: Reference, terms: Mapping[str, Term], *, rounding: torch.d
         sizes[name] = size = 0.0 if gradient is None else _norm(gradient)
         if isfinite(size):
             found = terms[name].vjp(weights[terms[name].dtype])
-            found = found if gradient is None else found.sub_(gradient)
+            found = found if gradient is None else found.sub_(gradient.to(found.device))
             differences[name] = _norm(found, beside=size)
     # A gradient that is zero but for rounding (a key's bias before softmax) has no own scale.
     least = _rounding(dtypes | {rounding}) * _total(sizes.values())
