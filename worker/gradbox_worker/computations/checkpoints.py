@@ -74,7 +74,7 @@ class CheckpointFile:
         folder: Path,
         *,
         job_id: str,
-        attempt: int,
+        attempt: int | str,
         identity: Mapping[str, str],
         disk_reserve_bytes: int | None = None,
         result: ResultOnDisk | None = None,
@@ -86,6 +86,7 @@ class CheckpointFile:
 
         Args:
             folder: DATA/checkpoints.
+            attempt: what no other process that may live calls its own files of this job.
             identity: what must be equal for a state to be used: the spec's digest, the model's
                 version, the device, the versions of torch and gradbox.
             disk_reserve_bytes: what stays free on the disk, see `gradbox_service.store.Room`.
