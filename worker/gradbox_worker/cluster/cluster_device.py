@@ -1,7 +1,7 @@
-"""A device as an actor: the warm device of `device.warm_device`, and ranges of wide jobs.
+"""A device of a cluster: the warm device of `device.warm_device`, and ranges of wide jobs.
 
 Calls that compute run one after the other in one thread, for what a job holds between two calls
-belongs to its thread. `news` and the stops run beside them, in a group of their own.
+belongs to its thread. Which calls run beside them is said in `device_actor`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, TypeVar
 
 import ray
 
@@ -35,32 +36,19 @@ from gradbox_worker.device.warm_device import WarmDevice
 from gradbox_worker.exceptions_to_problems import refuses_work
 from gradbox_worker.files.placed_rows import Placement
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
-CONTROL: Final = "control"
-ROWS: Final = "rows"
 # For its last answer to be sent, before a process whose device is spoilt ends.
 LEAVE_S: Final = 2.0
 OPENING_S: Final = 0.02
-
-
-def beside_computing(group: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Have a method run beside those that compute, and after others of its group."""
-
-    def mark(method: Callable[P, T]) -> Callable[P, T]:
-        marked: Callable[P, T] = ray.method(concurrency_group=group)(method)
-        return marked
-
-    return mark
 
 
 class JobStopped(Exception):
     """The job was told to stop: `StopNow` as it crosses processes."""
 
 
-class DeviceActor:
-    """One device of a cluster; `head` makes an actor of it."""
+class ClusterDevice:
+    """One device of a cluster; a `DeviceActor` calls it."""
 
     def __init__(
         self, settings: DeviceSettings, mark: tuple[Path, str], models: str | None
@@ -88,14 +76,17 @@ class DeviceActor:
 
     def describe(self) -> dict[str, Any]:
         """Say what the device is: its models as JSON, and whether it sees the data folder."""
-        path, text = self._mark
         return {
             "models": [view.model_dump_json() for view in self._device.views],
             "placement": self._device.placement,
             "hardware": self._device.hardware,
             "process": os.getpid(),
-            "sees_files": path.is_file() and path.read_text() == text,
+            "sees_files": self._sees_files(),
         }
+
+    def _sees_files(self) -> bool:
+        path, text = self._mark
+        return path.is_file() and path.read_text() == text
 
     def run(self, order: str) -> list[str]:
         """Run a whole job; returns the messages that are left, the outcome last."""
@@ -110,6 +101,8 @@ class DeviceActor:
     def open(self, job: RangeJob) -> int:
         """Make ready for ranges of a job; returns how many of its weights were widened."""
         self._close()
+        if not self._sees_files():
+            job = replace(job, checkpoints=None)
         self._open_for = (job.job_id, job.attempt)
         stop_requested = self._stop_of(job.job_id, job.attempt)
         observer = self._device.watched(stop_requested=stop_requested)
@@ -121,18 +114,28 @@ class DeviceActor:
         self._held = held
         return held.weights_widened
 
-    def forward(self, part: Range, blocks: Any, opened: int) -> Any:
-        """Run the first pass of a range; returns `RangeOutputs` of buffers.
+    def forward(self, part: Range, blocks: Any, opened: int) -> tuple[Any, int]:
+        """Run the first pass of a range.
 
         Args:
             opened: what `open` returned: where that failed, this call ends in the same way.
-        """
-        return as_buffers(self._guarded(partial(self._in_phases().forward, part, blocks)))
 
-    def resume(self, part: Range, earlier: Any, blocks: Any, opened: int) -> None:
-        """Hold a range that an earlier job put through the model; `opened` as in `forward`."""
-        given = as_tensors(earlier)
-        self._guarded(partial(self._in_phases().resume, part, given, blocks))
+        Returns:
+            `RangeOutputs` of buffers, and how often it went on from a checkpoint.
+        """
+        job = self._in_phases()
+        outputs = as_buffers(self._guarded(partial(job.forward, part, blocks)))
+        return outputs, job.resumed(part)
+
+    def resume(self, part: Range, earlier: Any, blocks: Any, opened: int) -> int:
+        """Hold a range that an earlier job put through the model; `opened` as in `forward`.
+
+        Returns:
+            How often it went on from a checkpoint.
+        """
+        given, job = as_tensors(earlier), self._in_phases()
+        self._guarded(partial(job.resume, part, given, blocks))
+        return job.resumed(part)
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> Any:
         """Replay a range, whose sums stay here; returns its `RangeGradient` of buffers."""
@@ -188,12 +191,10 @@ class DeviceActor:
         if self._device.idle_left_s() == 0:
             self._device.drop_kept_graphs()
 
-    @beside_computing(CONTROL)
     def news(self) -> list[str]:
         """Return what was told since the last call."""
         return [self._news.popleft().model_dump_json() for _ in range(len(self._news))]
 
-    @beside_computing(ROWS)
     def take_rows(self, wait_s: float) -> list[Handed]:
         """Return dense rows that are to be written elsewhere, after waiting for some."""
         held = self._held
@@ -202,24 +203,20 @@ class DeviceActor:
         time.sleep(min(wait_s, OPENING_S))  # it is being opened, or was ended
         return []
 
-    @beside_computing(ROWS)
     def place_rows(self, placement: Placement | None) -> None:
         """Tell where dense rows are to be written; None: elsewhere."""
         held = self._held
         if isinstance(held, OpenSamples):
             held.outlet.place(placement)
 
-    @beside_computing(CONTROL)
     def holds(self, job_id: str, attempt: int) -> bool:
         """Tell whether an attempt is open here, for ranges."""
         return self._open_for == (job_id, attempt)
 
-    @beside_computing(CONTROL)
     def stop(self, job_id: str, attempt: int) -> None:
         """Have an attempt stop before its next shard."""
         self._stopped = (job_id, attempt)
 
-    @beside_computing(CONTROL)
     def stop_all(self) -> None:
         """Have whatever runs stop before its next shard, up to the next `empty`."""
         self._abandoned = True

@@ -85,7 +85,7 @@ class Pool:
         """Have one more device, which is ready.
 
         Args:
-            described: see `DeviceActor.describe`.
+            described: see `ClusterDevice.describe`.
             here: whether it is on the head's machine.
 
         Returns:

@@ -1,0 +1,67 @@
+"""A device as an actor: has a `ClusterDevice` do what it is asked, in a process of its own.
+
+The head, which makes the actors, knows this class and imports no torch; an actor's process imports
+the device when it begins. Calls that compute run one after the other. `news` and the stops run
+beside them, in a group of their own, and so do calls that hand rows over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+
+from gradbox_worker.device.child import DeviceSettings
+
+CONTROL: Final = "control"
+ROWS: Final = "rows"
+
+
+def _asks(name: str, *, group: str | None = None) -> Callable[..., Any]:
+    """Return a method that asks the device the same.
+
+    Args:
+        group: beside whose calls it runs; None: the computing ones.
+    """
+
+    def method(self: DeviceActor, *arguments: Any) -> Any:
+        return getattr(self.device, name)(*arguments)
+
+    method.__name__ = name
+    return method if group is None else ray.method(concurrency_group=group)(method)
+
+
+class DeviceActor:
+    """One device of a cluster; `head` makes an actor of it. See `ClusterDevice` for its methods."""
+
+    def __init__(
+        self, settings: DeviceSettings, mark: tuple[Path, str], models: str | None
+    ) -> None:
+        """Open the device, see there."""
+        from gradbox_worker.cluster.cluster_device import ClusterDevice
+
+        self.device = ClusterDevice(settings, mark, models)
+
+    describe = _asks("describe")
+    run = _asks("run")
+    open = _asks("open")
+    forward = _asks("forward")
+    resume = _asks("resume")
+    replay = _asks("replay")
+    check = _asks("check")
+    take_sums = _asks("take_sums")
+    add = _asks("add")
+    count = _asks("count")
+    smaller = _asks("smaller")
+    run_samples = _asks("run_samples")
+    factors = _asks("factors")
+    gram = _asks("gram")
+    empty = _asks("empty")
+    take_rows = _asks("take_rows", group=ROWS)
+    place_rows = _asks("place_rows", group=ROWS)
+    news = _asks("news", group=CONTROL)
+    holds = _asks("holds", group=CONTROL)
+    stop = _asks("stop", group=CONTROL)
+    stop_all = _asks("stop_all", group=CONTROL)
