@@ -3,7 +3,8 @@
 A real `gradbox service` on a real embedded Redis (appendfsync everysec), each a process of its own.
 Jobs are posted and listed over HTTP. In place of workers with devices, a loop in this process takes
 turns off RQ's list, begins each job and ends it at once with an empty result, so that the queue
-alone is measured. The jobs to wait behind are written as records of four owners.
+alone is measured. The jobs to wait behind are written as records of four owners. Two such boxes,
+one with 20 jobs queued and one with all, drain 20 at a time in turn.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,50 +65,21 @@ class QueueCosts:
 
 
 def measure_queue(num_queued: int, *, num_drained: int = 300) -> QueueCosts:
-    """Run the benchmark with so many jobs queued."""
-    with tempfile.TemporaryDirectory(prefix="gradbox-queue-") as name:
-        folder = Path(name)
-        server = EmbeddedRedis.start(folder / "redis")
-        try:
-            return _measure(server, folder, num_queued, num_drained)
-        finally:
-            server.stop()
-
-
-def _measure(server: EmbeddedRedis, folder: Path, num_queued: int, num_drained: int) -> QueueCosts:
-    box = Backing.on_redis(Settings(redis_url=server.url, data=folder / "data"))
-    connection = connect(server.url)
-    _announce(box, state="busy")
-    token = box.tokens.create("ann")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [
-            sys.executable, "-m", "gradbox", "service", "--redis-url", server.url,
-            "--data", str(folder / "data"), "--port", str(port),
-            "--max-queued-jobs", "1000000", "--requests-per-s", "100000",
-        ],
-        stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        headers = {"Authorization": f"Bearer {token}"}
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers) as client:
-            _until_up(client)
-            spec = _spec(client)
-            rates_few = []
-            for _ in range(num_drained // FEW):
-                _fill(box, spec, FEW)
-                rates_few.append(_drain(box, connection, FEW))
-            _fill(box, spec, num_queued)
-            submit_ms = _median_ms(partial(_submit, client, spec), 50)
-            list_ms = _median_ms(lambda: client.get("/v1/jobs").raise_for_status(), 30)
-            began = time.perf_counter()
-            last = _page_through(client)
-            page_through_s = time.perf_counter() - began
-            follow = partial(client.get, f"/v1/jobs/{last}")
-            share = _cpu_share([process.pid, server.pid], follow, seconds=10.0)
-            rate_many = _drain(box, connection, num_drained)
+    """Run the benchmark with so many jobs queued; the two rates are medians of rounds in turn."""
+    with _started() as few, _started() as many:
+        _fill(many, num_queued)
+        submit_ms = _median_ms(partial(_submit, many), 50)
+        list_ms = _median_ms(lambda: many.client.get("/v1/jobs").raise_for_status(), 30)
+        began = time.perf_counter()
+        last = _page_through(many.client)
+        page_through_s = time.perf_counter() - began
+        follow = partial(many.client.get, f"/v1/jobs/{last}")
+        share = _cpu_share(many.pids, follow, seconds=10.0)
+        rates_few, rates_many = [], []
+        for _ in range(num_drained // FEW):
+            _fill(few, FEW)
+            rates_many.append(_drain(many, FEW))
+            rates_few.append(_drain(few, FEW))
         return QueueCosts(
             num_queued=num_queued,
             submit_ms=submit_ms,
@@ -114,13 +87,65 @@ def _measure(server: EmbeddedRedis, folder: Path, num_queued: int, num_drained: 
             page_through_s=page_through_s,
             waiting_share=share,
             rate_few=statistics.median(rates_few),
-            rate_many=rate_many,
+            rate_many=statistics.median(rates_many),
             load=os.getloadavg()[0],
         )
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A service on a Redis of its own, what it stands on, and a client of it."""
+
+    backing: Backing
+    connection: redis.Redis
+    client: httpx.Client
+    pids: list[int]
+    spec: dict[str, object]
+
+
+@contextmanager
+def _started() -> Iterator[_Box]:
+    with tempfile.TemporaryDirectory(prefix="gradbox-queue-") as name:
+        folder = Path(name)
+        server = EmbeddedRedis.start(folder / "redis")
+        try:
+            backing = Backing.on_redis(Settings(redis_url=server.url, data=folder / "data"))
+            _announce(backing, state="busy")
+            headers = {"Authorization": f"Bearer {backing.tokens.create('ann')}"}
+            port = _free_port()
+            with (
+                connect(server.url) as connection,
+                _service(server.url, folder / "data", port) as pid,
+                httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers) as client,
+            ):
+                _until_up(client)
+                yield _Box(backing, connection, client, [pid, server.pid], _spec(client))
+        finally:
+            server.stop()
+
+
+@contextmanager
+def _service(redis_url: str, data: Path, port: int) -> Iterator[int]:
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "gradbox", "service", "--redis-url", redis_url,
+            "--data", str(data), "--port", str(port),
+            "--max-queued-jobs", "1000000", "--requests-per-s", "100000",
+        ],
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        yield process.pid
     finally:
         process.terminate()
         process.wait(30)
-        connection.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def queue_section(found: QueueCosts) -> str:
@@ -186,8 +211,8 @@ def _spec(client: httpx.Client) -> dict[str, object]:
     }
 
 
-def _fill(box: Backing, spec: dict[str, object], num_jobs: int) -> None:
-    parsed = parse_spec(spec)
+def _fill(box: _Box, num_jobs: int) -> None:
+    parsed = parse_spec(box.spec)
     for number in range(num_jobs):
         record = JobRecord(
             id=uuid.uuid4().hex,
@@ -198,11 +223,11 @@ def _fill(box: Backing, spec: dict[str, object], num_jobs: int) -> None:
             spec_digest="d" * 64,
             created_s=time.time(),
         )
-        box.records.create(record, spec=parsed)
+        box.backing.records.create(record, spec=parsed)
 
 
-def _submit(client: httpx.Client, spec: dict[str, object]) -> None:
-    client.post("/v1/jobs", json=spec).raise_for_status()
+def _submit(box: _Box) -> None:
+    box.client.post("/v1/jobs", json=box.spec).raise_for_status()
 
 
 def _page_through(client: httpx.Client) -> str:
@@ -240,21 +265,21 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _drain(box: Backing, connection: redis.Redis, num_jobs: int) -> float:
+def _drain(box: _Box, num_jobs: int) -> float:
     """Take turns until so many jobs have ended; return jobs a second."""
     ended = 0
     began = time.perf_counter()
     while ended < num_jobs:
-        taken = connection.blpop([f"rq:queue:{QUEUE}"], timeout=10)
+        taken = box.connection.blpop([f"rq:queue:{QUEUE}"], timeout=10)
         if taken is None:
             raise TimeoutError("expected the dispatcher to feed a turn within 10 s")
         job_id = taken[1].decode().rsplit("-", 2)[0]  # type: ignore[index]
         begin = partial(JobRecord.begin, worker="w", now_s=time.time())
-        record = box.records.update(job_id, begin, lease_s=60.0)
+        record = box.backing.records.update(job_id, begin, lease_s=60.0)
         if record is not None:
             finish = partial(
                 JobRecord.finish, attempt=record.attempt, result=RESULT, now_s=time.time()
             )
-            box.records.update(job_id, finish)
+            box.backing.records.update(job_id, finish)
             ended += 1
     return ended / (time.perf_counter() - began)
