@@ -12,15 +12,12 @@ folder or the name, the architecture, the file format, the tensors.
     pickled weights only (.bin)                      how to convert them
     tensors that do not fit                          which ones
     GPUs that do not hold it all                     to give a device more of them
-
-A model that is larger than one GPU is laid over several by accelerate: `device_map="auto"` gives
-each of them modules in their order, and a hook of each module brings there what it is called with.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,15 +25,13 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from gradbox_engine.host_memory import available_bytes
-from gradbox_worker.errors import ModelsFileError, WeightsDoNotFit
+from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.exceptions_to_problems import is_out_of_memory
 from gradbox_worker.models.models_file import ModelEntry, convert_line
 from gradbox_worker.models.packages import package
+from gradbox_worker.models.spread import refuse_offloaded, spread_over
 from gradbox_worker.models.weight_index import wrong_indices
 
-# Of what is free on a GPU, what the weights of a model over several may take.
-WEIGHTS_SHARE: Final = 0.9
 # Those of from_pretrained's keyword arguments that say which files are meant.
 PASSED_ON: Final = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 
@@ -53,8 +48,7 @@ def build_hf(entry: ModelEntry, *, over: Sequence[torch.device] = ()) -> nn.Modu
     transformers = package(entry, "transformers")
     kwargs = dict(entry.kwargs)
     if over:
-        package(entry, "accelerate")
-        kwargs |= {"device_map": "auto", "max_memory": _room_for_weights(over)}
+        kwargs |= spread_over(entry, over)
     factory = _auto_class(entry, transformers, kwargs.pop("auto_class", "AutoModel"))
     kwargs.setdefault("dtype", torch.float32)
     may_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
@@ -92,41 +86,8 @@ def build_hf(entry: ModelEntry, *, over: Sequence[torch.device] = ()) -> nn.Modu
             f"config.json and the safetensors files belong together"
         )
     built: nn.Module = model
-    _refuse_offloaded(entry, built, len(over))
+    refuse_offloaded(entry, built, num_devices=len(over))
     return built
-
-
-def _room_for_weights(devices: Sequence[torch.device]) -> dict[int | str, int]:
-    """Return how many bytes of weights each device may take, as accelerate names it."""
-    return {
-        device.index if device.type == "cuda" else device.type: int(
-            _free_bytes(device) * WEIGHTS_SHARE
-        )
-        for device in devices
-    }
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_bytes()
-
-
-def _refuse_offloaded(entry: ModelEntry, model: nn.Module, num_devices: int) -> None:
-    """Refuse a model of which a part stayed on disk, to be brought for each call.
-
-    Raises:
-        WeightsDoNotFit: a part did.
-    """
-    places: Mapping[str, Any] = getattr(model, "hf_device_map", {})
-    left = sorted(name for name, place in places.items() if place == "disk")
-    if left:
-        raise WeightsDoNotFit(
-            f"models.{entry.name}: expected {num_devices} GPUs to hold its weights, but "
-            f"{_some(left)} found no room; set a larger gpus_per_device, or register it in half "
-            f'precision (kwargs = {{dtype = "bfloat16"}})',
-            wanted_bytes=0,
-        )
 
 
 def _auto_class(entry: ModelEntry, transformers: Any, name: Any) -> Any:
