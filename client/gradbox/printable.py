@@ -26,12 +26,15 @@ def printable(text: object, *, lines: bool = False) -> str:
     Args:
         lines: keep line breaks and tabs, for messages of several lines.
     """
+    given = str(text)
+    if given.isprintable():
+        return given
     kept = "\n\t" if lines else ""
     return "".join(
         character
         if character.isprintable() or character in kept
         else character.encode("unicode_escape").decode("ascii")
-        for character in str(text)
+        for character in given
     )
 
 

@@ -69,6 +69,22 @@ def test_the_same_key_and_another_body_are_a_conflict(box: Box) -> None:
     assert again.json()["type"].endswith("idempotency-conflict")
 
 
+@pytest.mark.parametrize("key", ["", "k" * 201])
+def test_a_key_that_is_none_is_refused(memory_box: Box, key: str) -> None:
+    spec = spec_for(upload(memory_box.client, SHARDS))
+    answer = memory_box.client.post("/v1/jobs", json=spec, headers={"Idempotency-Key": key})
+    assert answer.status_code == 422
+    assert answer.json()["type"].endswith("invalid-request")
+    assert "idempotency-key" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("size_bytes", [100, 200_000])
+def test_nobody_posts_without_a_token(memory_box: Box, size_bytes: int) -> None:
+    headers = {"Authorization": "Bearer nobody"}
+    answer = memory_box.client.post("/v1/jobs", content=b" " * size_bytes, headers=headers)
+    assert answer.status_code == 401
+
+
 def test_a_repeated_post_is_answered_though_the_model_has_gone(memory_box: Box) -> None:
     spec = spec_for(upload(memory_box.client, SHARDS))
     headers = {"Idempotency-Key": "once"}

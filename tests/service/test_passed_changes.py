@@ -1,12 +1,16 @@
-"""Changes that one reader of a process passes on to another."""
+"""Changes that one reader of a process passes on to another, and what is made of them."""
 
 from __future__ import annotations
 
 import threading
+import time
 
-from gradbox_service.jobs import Change
+from gradbox_service.jobs import Change, JobRecord
+from gradbox_service.jobs.memory_records import MemoryRecords
 from gradbox_service.jobs.redis_changes import MAX_CHANGES
+from gradbox_service.queue.active_jobs import ActiveJobs
 from gradbox_service.queue.passed_changes import PassedChanges
+from tests.service.boxes import a_record
 
 
 def change(number: int) -> Change:
@@ -38,6 +42,54 @@ def test_a_change_ends_the_wait_for_it() -> None:
     later.start()
     assert passed.changes(cursor, wait_s=60.0) == ("1-0", [change(1)])
     later.join()
+
+
+def test_a_posted_job_is_told_before_its_change_is_read() -> None:
+    passed, record = PassedChanges(), a_record()
+    passed.changes(None, wait_s=0.0)
+    passed.tell(record)
+    assert passed.changes("0-0", wait_s=0.0) == ("0-0", [Change("job1", "state", record=record)])
+
+
+def reading(*told: JobRecord) -> ActiveJobs:
+    """Return the active jobs of a stream that tells these records, one at a read."""
+    left = [Change(record.id, "state", record.state.final, record) for record in told]
+
+    def changes(after: str | None, *, wait_s: float) -> tuple[str, list[Change]]:
+        return "0-0", [] if after is None else [left.pop(0)]
+
+    jobs = ActiveJobs(MemoryRecords(), None, half_life_s=60.0, clock=time.time, changes=changes)
+    jobs.sync()
+    return jobs
+
+
+def test_what_is_known_already_is_nothing_new() -> None:
+    jobs = reading(a_record(), a_record())
+    assert jobs.sync()
+    assert not jobs.sync()
+
+
+def test_an_older_record_does_not_take_the_place_of_a_newer() -> None:
+    queued = a_record()
+    running = queued.begin(worker="w", now_s=2.0)
+    assert running is not None
+    again = running.requeue(attempt=1, reason="lost", now_s=3.0)
+    assert again is not None
+    jobs = reading(again, running, queued)
+    for _ in range(3):
+        jobs.sync()
+    assert jobs.queued("job1") == again
+    assert not jobs.running
+
+
+def test_the_end_of_a_job_is_not_undone_by_what_came_before() -> None:
+    queued = a_record(created_s=time.time())
+    over = queued.request_cancel(now_s=time.time() + 1.0)
+    assert over is not None
+    jobs = reading(queued, over, queued)
+    for _ in range(3):
+        jobs.sync()
+    assert jobs.snapshot() == ([], [])
 
 
 def test_more_than_anybody_takes_is_told_as_missed() -> None:

@@ -16,6 +16,7 @@ from gradbox.errors import IdempotencyConflict
 from gradbox.protocol import JobState, JobView, ProgressView
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord, Mark, Place, Records, RedisRecords
+from gradbox_service.jobs.redis_changes import MAX_TOLD_BYTES
 from tests.service.boxes import a_record, a_spec, advance, begin
 
 
@@ -221,6 +222,22 @@ def test_changes_wait_for_what_comes(records: Records) -> None:
     assert [(change.job_id, change.kind) for change in changes] == [("after", "state")]
     cursor_after, changes = records.changes(cursor, wait_s=0.01)
     assert (cursor_after, list(changes)) == (cursor, [])
+
+
+def test_a_change_of_state_tells_the_record_that_it_left(records: Records) -> None:
+    cursor, _ = records.changes(None, wait_s=0.0)
+    created = records.create(a_record(), spec=a_spec())
+    begun = begin(records, "job1")
+    _, changes = records.changes(cursor, wait_s=0.0)
+    assert [change.record for change in changes] == [created, begun]
+
+
+def test_a_large_record_is_not_told_with_its_change(connection: redis.Redis) -> None:
+    records = RedisRecords(connection)
+    cursor, _ = records.changes(None, wait_s=0.0)
+    records.create(a_record(name="x" * MAX_TOLD_BYTES), spec=a_spec())
+    _, (change,) = records.changes(cursor, wait_s=0.0)
+    assert (change.job_id, change.kind, change.record) == ("job1", "state", None)
 
 
 def test_places_are_kept_and_told_to_those_who_follow(records: Records) -> None:

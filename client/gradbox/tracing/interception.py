@@ -29,6 +29,23 @@ _ABSENT: Final = object()
 OF_TORCH: Final = ("finfo", "iinfo", "is_tensor", "ones", "zeros")
 
 
+class _Traced(threading.local):
+    """What this thread records now; None in one that does not trace."""
+
+    recording: Recording | None = None
+
+    @contextmanager
+    def by(self, recording: Recording) -> Iterator[None]:
+        before, self.recording = self.recording, recording
+        try:
+            yield
+        finally:
+            self.recording = before
+
+
+_TRACED: Final = _Traced()
+
+
 @contextmanager
 def intercepting(function: Callable[..., Any], recording: Recording) -> Iterator[None]:
     """Let Python's own calls on symbols be recorded, and leave the function's module as it was.
@@ -39,9 +56,10 @@ def intercepting(function: Callable[..., Any], recording: Recording) -> Iterator
     """
     with _LOCK, ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(_TRACED.by(recording))
         for module in _modules(function):
             stack.enter_context(_restored(module))
-        stack.enter_context(_intercepted(function, recording))
+        stack.enter_context(_intercepted(function))
         stack.enter_context(recorded_modules())
         yield
 
@@ -96,12 +114,13 @@ def _restored(module: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _intercepted(function: Callable[..., Any], recording: Recording) -> Iterator[None]:
-    instead = _replacements(recording)
+def _intercepted(function: Callable[..., Any]) -> Iterator[None]:
+    generators = _generators()
+    instead = _replacements(generators)
     with ExitStack() as stack:
         of_torch = {name: vars(torch)[name] for name in OF_TORCH}
         stack.enter_context(_changed(vars(torch), _changes(of_torch, instead)))
-        for module in (builtins, math, *_generators()):
+        for module in (builtins, math, *generators):
             stack.enter_context(_changed(vars(module), _changes(vars(module), instead)))
         for namespace in _globals(function):
             stack.enter_context(_changed(namespace, _changes(namespace, instead)))
@@ -114,7 +133,8 @@ def _intercepted(function: Callable[..., Any], recording: Recording) -> Iterator
 
 
 def _changes(namespace: Namespace, instead: dict[int, Callable[..., Any]]) -> Namespace:
-    return {name: instead[id(value)] for name, value in namespace.items() if id(value) in instead}
+    identities = zip(namespace, map(id, namespace.values()), strict=True)
+    return {name: instead[identity] for name, identity in identities if identity in instead}
 
 
 @contextmanager
@@ -156,22 +176,26 @@ def _wrapped(function: Any) -> Iterator[Any]:
             function = type(function).__call__
 
 
-def _generators() -> list[Any]:
+def _generators() -> tuple[Any, ...]:
     """Return the modules whose functions draw from a generator of the whole process."""
     numpy = sys.modules.get("numpy")
-    return [random, *([numpy.random] if numpy else [])]
+    return (random, numpy.random) if numpy else (random,)
 
 
-def _replacements(recording: Recording) -> dict[int, Callable[..., Any]]:
-    """Return, by the identity of what it replaces, a function that records calls on symbols."""
+@functools.cache  # a fifth of the time of a trace; made again once NumPy is imported
+def _replacements(generators: tuple[Any, ...]) -> dict[int, Callable[..., Any]]:
+    """Return, by the identity of what it replaces, a function that records calls on symbols.
+
+    Each of them keeps what it replaces, so that no other object has its identity meanwhile.
+    """
     originals = [getattr(math, name.removeprefix("math.")) for name in sorted(allow_list.MATH)]
     originals += [torch.finfo, torch.iinfo]
-    found = {id(original): _recorded(original, recording) for original in originals}
+    found = {id(original): _recorded(original) for original in originals}
     for test in (isinstance, torch.is_tensor):
         found[id(test)] = _refuse_type_tests(test)
     for factory in (torch.zeros, torch.ones):
         found[id(factory)] = _sized(factory)
-    for module in _generators():
+    for module in generators:
         shared = module.random.__self__
         for draw in vars(module).values():
             if getattr(draw, "__self__", None) is shared:
@@ -195,9 +219,10 @@ def _no_own_generators() -> Iterator[None]:
             delattr(own, name)
 
 
-def _recorded(original: Callable[..., Any], recording: Recording) -> Callable[..., Any]:
+def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
     def record_or_call(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
+        recording = _TRACED.recording
+        if recording and any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
             return recording.create_proxy("call_function", original, args, kwargs)
         return original(*args, **kwargs)
 
@@ -216,11 +241,10 @@ def _sized(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse a random number to this thread, which would freeze it into the graph."""
-    tracing = threading.get_ident()
+    """Refuse a random number to a thread that traces, which would freeze it into the graph."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == tracing:
+        if _TRACED.recording:
             raise untraceable(
                 f"{draw.__name__}() draws random numbers, which would be frozen into the graph",
                 instead_of("rand"),

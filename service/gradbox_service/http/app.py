@@ -70,6 +70,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
     app.state.backing = stands_on
     app.state.board = Board(stands_on)
     passed = PassedChanges()
+    app.state.tell_dispatcher = passed.tell
     app.state.hub = Hub(stands_on.records, also_tell=app.state.board.note, pass_on=passed.pass_on)
     app.state.metrics = Metrics()
     app.state.dispatcher = Dispatcher(

@@ -32,12 +32,10 @@ Box = Annotated[Backing, Depends(backing_of)]
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 CSRF_HEADER = "X-Gradbox-Dashboard"
 
+Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 
-def caller_of(
-    request: Request,
-    box: Box,
-    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
-) -> TokenInfo:
+
+def caller_of(request: Request, box: Box, credentials: Credentials) -> TokenInfo:
     """Return what is known of the request's token: `name` owns jobs and blobs.
 
     Raises:

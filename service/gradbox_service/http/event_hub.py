@@ -3,8 +3,8 @@
 The reader waits on the records' doorbell, which says that a job has something new, and wakes that
 job's listeners; each then reads its job's own stream behind the last event it sent. So a listener
 misses nothing and sends nothing twice, however the doorbell stutters, and many listeners take one
-Redis connection, not one each. For those who wait for a job's end alone, the reader reads its
-record. It also passes on all changes to the dispatcher.
+Redis connection, not one each. Those who wait for a job's end alone get the record that its change
+tells. The reader also passes on all changes to the dispatcher.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import contextmanager
 from dataclasses import replace
 
-import anyio
 import anyio.to_thread
 import redis
 
@@ -59,7 +58,7 @@ class Hub(RepeatingThread):
         self._pass_on = pass_on
         self._listeners: Bells = {}
         self._waiting: Bells = {}  # for the end alone
-        # Of jobs that ended lately, the newest last: the record, if somebody waited for it.
+        # Of jobs that ended lately, the newest last: the record, where it is known.
         self._ends: OrderedDict[str, JobRecord | None] = OrderedDict()
         self._num_open: Counter[str] = Counter()  # by who listens
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,25 +101,32 @@ class Hub(RepeatingThread):
                     after = event.id
                 if ended or any(event.final for event in events):
                     return
-                await _rung(bell)
+                await _rung(bell, within_s=REREAD_S)
 
-    async def ended(self, record: JobRecord, *, within_s: float, listener: str = "") -> JobRecord:
+    async def ended(
+        self, record: JobRecord, *, within_s: float, gone: asyncio.Future[None], listener: str = ""
+    ) -> JobRecord:
         """Return the job's record at its end; as it is once `within_s` is over, or on `close`.
 
         The wait takes no thread, and counts as an open stream.
+
+        Args:
+            gone: done once nobody waits any more, which ends the wait.
         """
-        with (
-            self.counted(listener),
-            _bell(self._waiting, record.id) as bell,
-            anyio.move_on_after(within_s),
-        ):
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + within_s
+        with self.counted(listener), _bell(self._waiting, record.id) as bell:
+            gone.add_done_callback(lambda _: bell.set())
             has_news = record.id in self._ends
-            while not self._stopping.is_set():
+            while not (self._stopping.is_set() or gone.done()):
                 if has_news:
                     record = self._ends.get(record.id) or await self._read_again(record)
                     if record.state.final:
                         return record
-                await _rung(bell)
+                left_s = until_s - clock()
+                if left_s <= 0.0:
+                    break
+                await _rung(bell, within_s=min(left_s, REREAD_S))
                 bell.clear()
                 has_news = True  # or may have: the bell is not heard while Redis is away
         return await self._read_again(record)
@@ -166,10 +172,16 @@ class Hub(RepeatingThread):
                 self._loop.call_soon_threadsafe(self._spread, changes)
 
     def _with_awaited_ends(self, changes: Sequence[Change]) -> Sequence[Change]:
-        """Read the records of jobs that have ended and whose end somebody waits for."""
-        awaited = [c.job_id for c in changes if c.final and c.job_id in self._waiting]
+        """Read the records, where no change told them, of ends that somebody waits for."""
+        untold = [c.job_id for c in changes if c.final and c.record is None]
+        awaited = [job_id for job_id in untold if job_id in self._waiting]
+        if not awaited:
+            return changes
         records = {record.id: record for record in self._records.many(awaited)}
-        return [replace(c, record=records.get(c.job_id)) if c.final else c for c in changes]
+        return [
+            replace(c, record=records[c.job_id]) if c.final and c.job_id in records else c
+            for c in changes
+        ]
 
     def _spread(self, changes: Collection[Change]) -> None:
         ended = [change.job_id for change in changes if change.final]
@@ -200,7 +212,10 @@ def _ring(bells: Bells, job_ids: Collection[str]) -> None:
             bell.set()
 
 
-async def _rung(bell: asyncio.Event) -> None:
-    """Wait for the bell, or for as long as it may have been missed."""
-    with anyio.move_on_after(REREAD_S):
+async def _rung(bell: asyncio.Event, *, within_s: float) -> None:
+    """Wait for the bell, or for a time, after which it counts as rung."""
+    timer = asyncio.get_running_loop().call_later(within_s, bell.set)
+    try:
         await bell.wait()
+    finally:
+        timer.cancel()

@@ -1,4 +1,4 @@
-"""What /openapi.json says beyond what FastAPI sees: bodies that the routes read by themselves."""
+"""What /openapi.json says beyond what FastAPI sees: what the routes read by themselves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,24 @@ POSTED = {
         {"$ref": "#/components/schemas/CotangentGradientSpec"},
     ]
 }
-JOB_BODY: dict[str, Any] = {
+MAX_KEY_LENGTH = 200
+JOB_REQUEST: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "idempotency-key",
+            "in": "header",
+            "required": False,
+            "description": "Makes posting repeatable",
+            "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH},
+        },
+        {
+            "name": "traceparent",
+            "in": "header",
+            "required": False,
+            "description": "W3C Trace Context: the parent of the job's spans",
+            "schema": {"type": "string"},
+        },
+    ],
     "requestBody": {
         "required": True,
         "content": {
@@ -31,7 +48,7 @@ JOB_BODY: dict[str, Any] = {
                 }
             },
         },
-    }
+    },
 }
 BLOB_BODY: dict[str, Any] = {
     "requestBody": {

@@ -7,10 +7,10 @@ result file, whose digest the JSON states.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Final, NamedTuple
 
-import anyio
 from fastapi import Request, Response
 
 from gradbox.protocol import JOB_AND_RESULT, JobView, joined
@@ -43,10 +43,11 @@ async def waited_for(record: JobRecord, request: Request, *, listener: str) -> W
     if not wait_s or hub.num_open(listener) >= settings.max_event_streams:
         return Waited(record, None)
     if not record.state.final:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_cancel_when_gone, request, tasks.cancel_scope)
-            record = await hub.ended(record, within_s=wait_s, listener=listener)
-            tasks.cancel_scope.cancel()
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            record = await hub.ended(record, within_s=wait_s, gone=gone, listener=listener)
+        finally:
+            gone.cancel()
     return Waited(record, wait_s)
 
 
@@ -83,11 +84,10 @@ def _preferred_wait_s(request: Request) -> int | None:
     return min(waits[0], MAX_WAIT_S) if waits else None
 
 
-async def _cancel_when_gone(request: Request, scope: anyio.CancelScope) -> None:
-    """Cancel the scope once the client has closed its connection; its body was read before."""
+async def _disconnected(request: Request) -> None:
+    """Wait until the client has closed its connection; its body was read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    scope.cancel()
 
 
 def _small_result(record: JobRecord, box: Backing) -> bytes | None:

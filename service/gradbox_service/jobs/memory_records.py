@@ -228,7 +228,8 @@ class MemoryRecords:
             self.usage.add(charge)
         event = event_of(before, after)
         self._tell(after.id, event)
-        self._ring(Change(after.id, event.kind, final=event.final))
+        told = after if event.kind == "state" else None
+        self._ring(Change(after.id, event.kind, final=event.final, record=told))
 
     def _tell(self, job_id: str, event: Event) -> None:
         self._ticks += 1

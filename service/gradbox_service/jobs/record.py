@@ -181,6 +181,13 @@ class JobRecord:
             return None
         return replace(self, result_gone_s=now_s)
 
+    @property
+    def stage(self) -> tuple[int, int]:
+        """What grows with every change of the state: the attempt, and how far that is."""
+        if self.state is JobState.RUNNING:
+            return self.attempt, 0
+        return self.attempt, 2 if self.state.final else 1
+
     def held_by(self, attempt: int) -> bool:
         """Tell whether `attempt` is the one that runs now."""
         return self.state is JobState.RUNNING and self.attempt == attempt

@@ -41,8 +41,8 @@ class Event:
 class Change:
     """Says that something about a job is new; what it is stands in the job's own stream.
 
-    `final` is set where the job has ended. Then `record` may be how it ended, if a reader has read
-    it already: it changes no more.
+    `final` is set where the job has ended. `record` is how the change left the job's record; None
+    where it has to be read: it was large, or an earlier version of gradbox made the change.
 
     Three are about no job: `worker`, that one announced something, `wake`, which ends every wait,
     and `missed`, that changes were trimmed before this reader came to them.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -17,6 +18,7 @@ from redis.client import Pipeline
 
 from gradbox.protocol import JobState
 from gradbox_service.jobs import usage
+from gradbox_service.jobs.damaged import read_record
 from gradbox_service.jobs.events import event_of, parse_id, state_event
 from gradbox_service.jobs.place import Place
 from gradbox_service.jobs.record import JobRecord
@@ -34,12 +36,18 @@ FOLLOWED = "gradbox:followed"
 OWNERS = "gradbox:owners"
 CHANGES = "gradbox:changes"
 RESULT_BYTES = "gradbox:result-bytes"
+# As one word redis-py gives the answer as it is, and does not parse 60 lines of which two are read.
+ASK_MEMORY = "INFO memory"
+_MEMORY = re.compile(rb"^(used_memory|maxmemory):(\d+)", re.MULTILINE)
 MAX_CHANGES = 10_000
+# A larger record is not told with its change: the stream is to stay within a few MB.
+MAX_TOLD_BYTES = 2048
 
 
 def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     """Store a record in place of its predecessor, and tell those who watch the job."""
-    pipe.set(job_key(after.id), after.to_json())
+    text = after.to_json()
+    pipe.set(job_key(after.id), text)
     if before is None or before.state is not after.state:
         _index(pipe, before, after)
     count_result(pipe, after.owner, after.result_bytes - (before.result_bytes if before else 0))
@@ -48,7 +56,8 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
         usage.write(pipe, charge)
     event = event_of(before, after)
     tell(pipe, after.id, event)
-    ring(pipe, after.id, event.kind, final=event.final)
+    told = event.kind == "state" and len(text) <= MAX_TOLD_BYTES
+    ring(pipe, after.id, event.kind, final=event.final, record=text if told else b"")
 
 
 def _index(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
@@ -100,9 +109,17 @@ def tell(pipe: Pipeline, job_id: str, event: Event) -> None:
     pipe.xadd(events_key(job_id), fields, maxlen=MAX_EVENTS, approximate=True)
 
 
-def ring(pipe: Pipeline, job_id: str, kind: str, *, final: bool = False) -> None:
-    """Say to all readers that the job has something new, or has ended."""
+def ring(
+    pipe: Pipeline, job_id: str, kind: str, *, final: bool = False, record: bytes = b""
+) -> None:
+    """Say to all readers that the job has something new, or has ended.
+
+    Args:
+        record: the job's record as JSON, for readers who would read it at once.
+    """
     fields: dict[Any, Any] = {"job": job_id, "kind": kind, "final": int(final)}
+    if record:
+        fields["record"] = record
     pipe.xadd(CHANGES, fields, maxlen=MAX_CHANGES, approximate=True)
 
 
@@ -125,9 +142,18 @@ def change_in(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Change | None:
     """Return the change; None, with its bytes logged, for an entry that is none."""
     try:
         kind = cast(Any, fields[b"kind"].decode())
-        return Change(fields[b"job"].decode(), kind, final=fields.get(b"final") == b"1")
+        final = fields.get(b"final") == b"1"
+        return Change(fields[b"job"].decode(), kind, final, _told(fields.get(b"record")))
     except (KeyError, ValueError):
         log.error("entry %r of the box's changes is left out: %r", entry_id, fields)
+        return None
+
+
+def _told(text: bytes | None) -> JobRecord | None:
+    """Return the record that a change tells; None for a damaged one: who reads it deals with it."""
+    try:
+        return read_record(text)
+    except ValueError:
         return None
 
 
@@ -137,9 +163,10 @@ def trimmed(connection: redis.Redis, cursor: str) -> bool:
     return bool(oldest) and parse_id(oldest[0][0].decode()) > parse_id(cursor)
 
 
-def memory_in(told: Mapping[str, int]) -> Memory:
-    """Return what Redis tells of its memory by INFO."""
-    return Memory(told["used_memory"], told.get("maxmemory") or None)
+def memory_in(told: bytes) -> Memory:
+    """Return what Redis tells of its memory by `ASK_MEMORY`."""
+    found = {name: int(number) for name, number in _MEMORY.findall(told)}
+    return Memory(found[b"used_memory"], found.get(b"maxmemory") or None)
 
 
 def job_key(job_id: str) -> str:

@@ -17,7 +17,7 @@
     gradbox:places             hash: job id → where it stands, for the first and the followed
     gradbox:followed           zset of the ids of followed jobs by when that ends
     gradbox:key:OWNER:HASH     the job and the spec's digest of an idempotency key
-    gradbox:changes            stream of job ids, the doorbell for all readers
+    gradbox:changes            stream of changes, each with the record that it left: the doorbell
 
 A change is one script, which runs where the record is still the one that was read: so a record, its
 indices, its event and its lease change together or not at all.
@@ -61,6 +61,8 @@ class RedisRecords(RedisPlaces):
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
+        # Keeps a connection for `changes`: to take one from the pool costs as much as the command.
+        self._reader: redis.Redis | None = None
         self._commands = ConditionalCommands(connection)
 
     def create(
@@ -82,8 +84,7 @@ class RedisRecords(RedisPlaces):
                 return record
             if posted:  # read first: its job may be forgotten meanwhile
                 where[posted] = cast("bytes | None", self._redis.get(posted)) or b""
-            earlier = self._created(record, idempotency_key)
-            if earlier:
+            if earlier := self._created(record, idempotency_key):
                 return earlier
 
     def posted(self, owner: str, *, idempotency_key: str, spec_digest: str) -> JobRecord | None:
@@ -99,7 +100,7 @@ class RedisRecords(RedisPlaces):
 
     def spec(self, job_id: str) -> JobSpec | None:
         text = cast(bytes | None, self._redis.get(spec_key(job_id)))
-        return None if text is None else parse_spec(text)
+        return parse_spec(text) if text is not None else None
 
     def stored(self, job_id: str) -> StoredJob | None:
         found, spec = cast(Any, self._redis.mget([job_key(job_id), spec_key(job_id)]))
@@ -191,20 +192,20 @@ class RedisRecords(RedisPlaces):
     def events(self, job_id: str, *, after: str | None = None) -> Sequence[Event]:
         first, second = parse_id(after)
         entries = self._redis.xrange(changes.events_key(job_id), min=f"({first}-{second}")
-        found = [changes.event_in(*entry) for entry in cast("list[changes.Entry]", entries)]
-        return [event for event in found if event is not None]
+        found = cast("list[changes.Entry]", entries)
+        return [event for entry in found if (event := changes.event_in(*entry))]
 
     def changes(self, after: str | None, *, wait_s: float) -> tuple[str, Sequence[Change]]:
+        self._reader = reader = self._reader or cast(redis.Redis, cast(Any, self._redis).client())
         if after is None:
             newest = cast("list[changes.Entry]", self._redis.xrevrange(changes.CHANGES, count=1))
             return (newest[0][0].decode() if newest else "0-0"), ()
         block = None if wait_s <= 0 else max(1, int(wait_s * 1000))
-        answer = self._redis.xread({changes.CHANGES: after}, count=CHANGES_READ, block=block)
+        answer = cast(Any, reader.xread({changes.CHANGES: after}, count=CHANGES_READ, block=block))
         if not answer:
             return after, ()
-        entries = cast("list[changes.Entry]", cast(Any, answer)[0][1])
-        found = [changes.change_in(*entry) for entry in entries]
-        read = [change for change in found if change is not None]
+        entries: list[changes.Entry] = answer[0][1]
+        read = [change for entry in entries if (change := changes.change_in(*entry))]
         if len(entries) == CHANGES_READ and changes.trimmed(self._redis, after):
             read.insert(0, Change("", "missed"))
         return entries[-1][0].decode(), read
@@ -239,7 +240,7 @@ class RedisRecords(RedisPlaces):
         return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
 
     def memory(self) -> Memory:
-        return memory_in(cast("dict[str, int]", self._redis.info("memory")))
+        return memory_in(cast(Any, self._redis).execute_command(changes.ASK_MEMORY))
 
     def ping(self) -> None:
         self._redis.ping()
@@ -257,9 +258,9 @@ class RedisRecords(RedisPlaces):
     def _many(self, ids: list[bytes]) -> list[JobRecord]:
         if not ids:
             return []
-        texts = cast("list[bytes | None]", self._redis.mget([job_key(i.decode()) for i in ids]))
-        records = [self._read(i.decode(), text) for i, text in zip(ids, texts, strict=True)]
-        return [record for record in records if record is not None]
+        texts = cast(Any, self._redis.mget([job_key(i.decode()) for i in ids]))
+        read = (self._read(i.decode(), text) for i, text in zip(ids, texts, strict=True))
+        return [record for record in read if record is not None]
 
     def _read(self, job_id: str, text: bytes | None) -> JobRecord | None:
         """Return the record; a damaged one is set aside, and its job failed."""
@@ -296,5 +297,4 @@ class RedisRecords(RedisPlaces):
 
 
 def _watch(pipe: Pipeline, *keys: str) -> None:
-    if keys:
-        cast(Any, pipe).watch(*keys)  # redis-py leaves this one method untyped
+    cast(Any, pipe).watch(*keys)  # redis-py leaves this one method untyped

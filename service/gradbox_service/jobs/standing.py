@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import redis
 
@@ -12,7 +12,7 @@ from gradbox.protocol import JobState, OperationView
 from gradbox_service.jobs.fleet import Fleet, RedisFleet, WorkerPresence
 from gradbox_service.jobs.operation import OPERATION, Operation, read_operation
 from gradbox_service.jobs.records import Memory, Records
-from gradbox_service.jobs.redis_changes import index_key, memory_in
+from gradbox_service.jobs.redis_changes import ASK_MEMORY, index_key, memory_in
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RedisStandings:
     def read(self, owner: str) -> Standing:
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.get(OPERATION)
-            pipe.info("memory")
+            cast(Any, pipe).execute_command(ASK_MEMORY)
             pipe.zcard(index_key(owner, JobState.QUEUED))
             names = self._fleet.ask(pipe)
             operation, memory, num_active, *presences = pipe.execute()

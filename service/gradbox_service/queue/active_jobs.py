@@ -1,6 +1,6 @@
 """The queued and running jobs in memory, fed by the stream of changes.
 
-Records are the truth. A change says only which job has something new, and its record is read again.
+Records are the truth. A change tells the record that it left, or its record is read again.
 Everything is read when this process begins to lead and after entries of the stream were trimmed
 unread; what still slips through (a change that no entry tells) is found by comparing ids now and
 then.
@@ -22,7 +22,6 @@ from gradbox_service.queue.waiting import Waiting
 
 COMPARE_S: Final = 30.0
 READ_AT_ONCE: Final = 500
-TELLING: Final = ("state", "wake", "missed")
 
 
 class ReadChanges(Protocol):
@@ -99,22 +98,24 @@ class ActiveJobs:
             self._began_s = self._clock()
             self._load()
             return True
-        self._cursor, changes = self._changes(self._cursor, wait_s=wait_s)
+        before = self._cursor
+        self._cursor, changes = self._changes(before, wait_s=wait_s)
         if any(change.kind == "missed" for change in changes):
             known = self._jobs.keys() | {change.job_id for change in changes if change.final}
             self._load()
             self.read(known - self._jobs.keys())  # they have ended meanwhile
             return True
-        if changes:
+        if self._cursor != before:
             self._note_lag(self._cursor)
         self.box_changed |= any(change.kind in ("worker", "wake") for change in changes)
-        ended = {change.job_id: change.record for change in changes if change.record is not None}
-        for job_id, record in ended.items():
-            self._put(job_id, record)
-        self.read({change.job_id for change in changes if change.kind == "state"} - ended.keys())
+        newest = {change.job_id: change.record for change in changes if change.kind == "state"}
+        unread = [job_id for job_id, record in newest.items() if record is None]
+        told = [record for record in newest.values() if record is not None]
+        num_new = sum(self._note(record) for record in told)
+        self.read(unread)
         if time.monotonic() - self._compared_at > COMPARE_S:
             self._compare()
-        return any(change.kind in TELLING for change in changes)
+        return num_new > 0 or bool(unread) or any(change.kind == "wake" for change in changes)
 
     def read(self, job_ids: Collection[str]) -> None:
         """Read records again."""
@@ -191,6 +192,16 @@ class ActiveJobs:
         self._compared_at = time.monotonic()
         active = set(self._records.active_ids())
         self.read(active ^ self._jobs.keys())
+
+    def _note(self, record: JobRecord) -> bool:
+        """Put a record that a change told; False where it, or a newer one, is known."""
+        known = self._jobs.get(record.id)
+        if record.id in self._noted_ends or (
+            known is not None and (known.stage > record.stage or known == record)
+        ):
+            return False
+        self._put(record.id, record)
+        return True
 
     def _put(self, job_id: str, record: JobRecord | None) -> None:
         before = self._jobs.pop(job_id, None)

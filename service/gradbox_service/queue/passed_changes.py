@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from gradbox_service.jobs import Change
+from gradbox_service.jobs import Change, JobRecord
 from gradbox_service.jobs.redis_changes import MAX_CHANGES
 
 
@@ -31,6 +31,15 @@ class PassedChanges:
             self._untaken += changes
             if len(self._untaken) > MAX_CHANGES:
                 self._untaken = [Change("", "missed")]
+            self._passed.notify()
+
+    def tell(self, record: JobRecord) -> None:
+        """Hand over a job that was posted in this process: its change follows, and tells no more.
+
+        So a job is handed to a worker without waiting for the reader.
+        """
+        with self._passed:
+            self._untaken.append(Change(record.id, "state", record=record))
             self._passed.notify()
 
     def changes(self, after: str | None, *, wait_s: float) -> tuple[str, Sequence[Change]]:

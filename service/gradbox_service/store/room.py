@@ -56,7 +56,7 @@ class Room:
         Raises:
             StorageFull: they would reach into the reserve.
         """
-        if num_bytes > self.left_bytes():
+        if num_bytes and num_bytes > self.left_bytes():
             raise self._full(f"{what} needs {in_units(num_bytes)}")
 
     def allocate(self, descriptor: int, size_bytes: int, *, what: str) -> None:
@@ -101,9 +101,13 @@ class Room:
 
     def _usage(self) -> shutil._ntuple_diskusage:
         folder = self.folder
-        while not folder.exists() and folder != folder.parent:
+        while True:
+            try:
+                return shutil.disk_usage(folder)
+            except FileNotFoundError:
+                if folder == folder.parent:
+                    raise
             folder = folder.parent
-        return shutil.disk_usage(folder)
 
 
 def in_units(num_bytes: float) -> str:

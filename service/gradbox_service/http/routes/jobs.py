@@ -10,31 +10,27 @@ from itertools import islice
 from typing import Annotated
 
 import anyio.to_thread
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from gradbox.errors import InvalidRequest, OwnerOnly
 from gradbox.protocol import JobList, JobState, JobView, OperationMode
 from gradbox.spans import Spans, read_traceparent
 from gradbox_service.admission import post
 from gradbox_service.backing import Backing
-from gradbox_service.http.auth import Box, Caller, VisibleJob
-from gradbox_service.http.bodies import Bodies
+from gradbox_service.http.auth import Box, Caller, Credentials, VisibleJob, caller_of
+from gradbox_service.http.bodies import Bodies, announced_bytes
 from gradbox_service.http.multipart import MAX_BODY_BYTES, Parts, is_form, read_parts
-from gradbox_service.http.openapi import JOB_BODY
+from gradbox_service.http.openapi import JOB_REQUEST, MAX_KEY_LENGTH
 from gradbox_service.http.waiting import answer_with, waited_for
 from gradbox_service.jobs import JobRecord, Mark
+from gradbox_service.settings import KIB
 from gradbox_service.tokens import TokenInfo
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
-IdempotencyKey = Annotated[
-    str | None, Header(min_length=1, max_length=200, description="Makes posting repeatable")
-]
-TraceParent = Annotated[
-    str | None,
-    Header(description="W3C Trace Context: the parent of the job's spans"),
-]
 MAX_LISTED = 500
+# A body up to this size is received before its sender is known: uvicorn holds as much unasked.
+RECEIVED_UNASKED_BYTES = 64 * KIB
 SPANS = Spans("gradbox-service")
 
 
@@ -43,28 +39,30 @@ SPANS = Spans("gradbox-service")
     status_code=202,
     response_model=JobView,
     responses={200: {"model": JobView, "description": "The job has ended within the wait"}},
-    openapi_extra=JOB_BODY,
+    openapi_extra=JOB_REQUEST,
 )
-async def post_job(
-    request: Request,
-    box: Box,
-    caller: Caller,
-    idempotency_key: IdempotencyKey = None,
-    traceparent: TraceParent = None,
-) -> Response:
+async def post_job(request: Request, credentials: Credentials) -> Response:
     """Accept a job, with its small blobs. It then ends in exactly one of done, failed, cancelled.
 
     `Prefer: wait=N` waits for its end, which is then what the answer says, with status 200.
     """
+    # The headers are read here and not by FastAPI, and a small job's token by the thread that takes
+    # its body: that was a tenth of what the service spent on such a job.
+    box: Backing = request.app.state.backing
     bodies: Bodies = request.app.state.bodies
     content_type = request.headers.get("content-type", "")
     form = is_form(content_type)
-    parent = read_traceparent(traceparent)
-    with SPANS.span("accept", parent=parent, owner=caller.name) as span:
+    parent = read_traceparent(request.headers.get("traceparent"))
+    known = None
+    if not 0 < announced_bytes(request) <= RECEIVED_UNASKED_BYTES:
+        known = await anyio.to_thread.run_sync(caller_of, request, box, credentials)
+    with SPANS.span("accept", parent=parent) as span:
 
-        def accept(body: bytes) -> JobRecord:
+        def accept(body: bytes) -> tuple[JobRecord, TokenInfo]:
+            caller = known or caller_of(request, box, credentials)
+            idempotency_key = _idempotency_key(request)
             parts = read_parts(body, content_type=content_type) if form else Parts(body, {})
-            return post(
+            record = post(
                 parts.job,
                 blobs=parts.blobs,
                 caller=caller,
@@ -73,10 +71,18 @@ async def post_job(
                 box=box,
                 settings=request.app.state.settings,
             )
+            if record.state is JobState.QUEUED:
+                request.app.state.tell_dispatcher(record)
+            return record, caller
 
         limit_bytes = MAX_BODY_BYTES if form else None
-        record = await bodies.handle(request, accept, limit_bytes=limit_bytes)
-        span.note(job=record.id, computation=record.computation, model=record.model)
+        record, caller = await bodies.handle(request, accept, limit_bytes=limit_bytes)
+        span.note(
+            job=record.id,
+            owner=caller.name,
+            computation=record.computation,
+            model=record.model,
+        )
     return await _answer(record, request, box=box, caller=caller, posted=True)
 
 
@@ -136,6 +142,16 @@ async def _answer(
         return answer_with(waited, _view(waited.record, box), request, box=box, posted=posted)
 
     return await anyio.to_thread.run_sync(answer)
+
+
+def _idempotency_key(request: Request) -> str | None:
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 1 <= len(key) <= MAX_KEY_LENGTH:
+        raise InvalidRequest(
+            f"header.idempotency-key: expected 1 to {MAX_KEY_LENGTH} characters, got {len(key)}; "
+            "send a fresh UUID with each new job"
+        )
+    return key
 
 
 def _view(record: JobRecord, box: Backing) -> JobView:
