@@ -97,6 +97,13 @@ class Term(ABC):
         }
         return self.read(self.parameter, self.shape, self.geometry(), moved)
 
+    def on(self, device: torch.device) -> Term:
+        """Return the term with its factors on a device, itself where they are there."""
+        if all(x.device == device for x in self.tensors().values()):
+            return self
+        moved = {name: x.to(device) for name, x in self.tensors().items()}
+        return self.read(self.parameter, self.shape, self.geometry(), moved)
+
     def widened(self) -> Term:
         """Return the term in float32 or wider: sums of products of 16-bit numbers underflow."""
         return self.to(torch.promote_types(self.dtype, torch.float32))

@@ -51,5 +51,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterBox]:
     arguments = ("--cluster", "local", "--device", "cpu,cpu", "--no-template", "--workers", "1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, mark)
+        patch.setenv("GRADBOX_CHECKPOINT_AFTER_S", "0.2")
         with running_box(folder / "data", models=models, arguments=arguments) as box:
             yield ClusterBox(box, mark, models)

@@ -112,9 +112,21 @@ def test_a_whole_job_whose_device_dies_has_another_attempt(
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [COORDINATOR, RAYLET], ids=["coordinator", "all of Ray"])
 @pytest.mark.parametrize("phase", ["forward", "replay"])
-def test_a_job_begins_again_after_what_holds_its_parts_died(
+def test_a_job_goes_on_after_what_holds_its_parts_died(
     cluster: ClusterBox, client: GradClient, undisturbed: GradResult, phase: str, victim: str
 ) -> None:
     result = killed_in(phase, victim, cluster, client.submit(long_job(devices=2)))
-    assert result.manifest.attempts == 2
+    assert (result.manifest.attempts, result.manifest.resumed) == (2, 1)
     assert difference(result.grads, undisturbed.grads) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [COORDINATOR, RAYLET], ids=["coordinator", "all of Ray"])
+def test_a_job_of_samples_begins_again_after_what_holds_its_parts_died(
+    cluster: ClusterBox, client: GradClient, victim: str
+) -> None:
+    expected = client.submit(rows_job("dense", devices=2)).result(WAIT_S)
+    result = killed_in("samples", victim, cluster, client.submit(rows_job("dense", devices=2)))
+    assert result.manifest.attempts == 2
+    assert len(result.manifest.ranges or ()) == 2
+    assert torch.equal(result.flat(), expected.flat())

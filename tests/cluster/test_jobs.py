@@ -241,3 +241,11 @@ def test_a_cancelled_job_frees_its_devices(client: GradClient, name: str) -> Non
 def test_a_job_over_its_time_is_stopped_on_all_devices(client: GradClient, name: str) -> None:
     with pytest.raises(JobTimedOut):
         client.submit(LONG[name](devices="auto", timeout_s=1.5)).result(WAIT_S)
+
+
+def test_a_job_finds_the_devices_that_the_one_before_it_had(client: GradClient) -> None:
+    for _ in range(3):
+        job = Gradient(model="unhurried", inputs=shards(2), loss=sum_of_squares, devices=1)
+        client.submit(job).result(WAIT_S)
+        assert num_ranges(client) == 2
+        assert num_ranges(client) == 2

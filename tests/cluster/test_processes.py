@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import signal
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -66,3 +68,12 @@ def test_nothing_outlives_a_box(
     monkeypatch.delenv(VARIABLE)
     wait_until(lambda: not having(VARIABLE, mark), what="its processes to end")
     up._output.close()
+
+
+def test_the_head_and_the_pool_import_no_torch() -> None:
+    """They compute nothing, and a box starts sooner without."""
+    code = (
+        "import sys, gradbox_worker.cluster.head, gradbox_worker.cluster.__main__; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

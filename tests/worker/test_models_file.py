@@ -8,6 +8,7 @@ import pytest
 
 from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.models import read_models_file
+from gradbox_worker.models.models_file import gpus_of_a_device
 
 
 def write(folder: Path, text: str) -> Path:
@@ -44,6 +45,12 @@ def test_weights_are_relative_to_the_models_file(tmp_path: Path) -> None:
         ('[models.m]\nbuilder = "hf"\nsource = "s"\nmethods = []', "a list of method names"),
         ('[models.m]\nbuilder = "hf"\nsource = "s"\nmethods = ["_f"]', "public method names"),
         ('[models.m]\nbuilder = "hf"\nsource = "s"\nkwargs = 1', "kwargs: expected a table"),
+        ('[models.m]\nbuilder = "hf"\nsource = "s"\ngpus_per_device = 0', "a whole number from 1"),
+        ('[models.m]\nbuilder = "timm"\nsource = "s"\ngpus_per_device = 2', "with builder hf"),
+        (
+            '[models.m]\nbuilder = "hf"\nsource = "s"\nkwargs = {device_map = "auto"}',
+            "write gpus_per_device = 2",
+        ),
     ],
 )
 def test_what_does_not_belong_is_refused(tmp_path: Path, text: str, says: str) -> None:
@@ -66,3 +73,11 @@ def test_kwargs_that_run_or_unpickle_downloads_are_refused(
 def test_a_missing_file_says_which_option_names_one(tmp_path: Path) -> None:
     with pytest.raises(ModelsFileError, match="--models"):
         read_models_file(tmp_path / "none.toml")
+
+
+def test_a_device_has_the_gpus_of_the_model_that_wants_most(tmp_path: Path) -> None:
+    text = '[models.{}]\nbuilder = "hf"\nsource = "s"\ngpus_per_device = {}\n'
+    entries = read_models_file(write(tmp_path, text.format("a", 4) + text.format("b", 2)))
+    assert gpus_of_a_device(entries) == 4
+    assert [entry.gpus_per_device for entry in entries.values()] == [4, 2]
+    assert gpus_of_a_device({}) == 1

@@ -52,10 +52,15 @@ def version(entry: ModelEntry) -> str:
     return model_version(build_model(entry), code=source_code_digest(entry))
 
 
+def nowhere() -> Path:
+    """Fail, as nothing wants a folder of its own."""
+    return pytest.fail("asked for a folder")
+
+
 def test_files_that_are_there_are_used_where_they_are(models_file: Path, tmp_path: Path) -> None:
     entries = read_models_file(models_file)
     shipped = ShippedModels.of(entries)
-    assert shipped.here(tmp_path / "here", lambda path: pytest.fail(f"fetched {path}")) == entries
+    assert shipped.here(nowhere, lambda path: pytest.fail(f"fetched {path}")) == entries
 
 
 def test_a_model_whose_files_are_fetched_is_the_same_version(
@@ -64,7 +69,7 @@ def test_a_model_whose_files_are_fetched_is_the_same_version(
     entries = read_models_file(models_file)
     shipped, expected = ShippedModels.of(entries), version(entries["net"])
     elsewhere = Elsewhere(models_file.parent)
-    found = shipped.here(tmp_path / "here", elsewhere.fetch)
+    found = shipped.here(lambda: tmp_path / "here", elsewhere.fetch)
     assert sorted(elsewhere.fetched) == ["net.py", "net.safetensors"]
     assert version(found["net"]) == expected
     assert found["packaged"] == entries["packaged"]
@@ -75,12 +80,12 @@ def test_what_was_fetched_before_is_used_again_unless_it_has_changed(
 ) -> None:
     shipped = ShippedModels.of(read_models_file(models_file))
     elsewhere = Elsewhere(models_file.parent)
-    shipped.here(tmp_path / "here", elsewhere.fetch)
+    shipped.here(lambda: tmp_path / "here", elsewhere.fetch)
     elsewhere.fetched.clear()
-    shipped.here(tmp_path / "here", elsewhere.fetch)
+    shipped.here(lambda: tmp_path / "here", elsewhere.fetch)
     assert elsewhere.fetched == []
     (tmp_path / "here" / "net" / "net.py").write_text("changed")
-    shipped.here(tmp_path / "here", elsewhere.fetch)
+    shipped.here(lambda: tmp_path / "here", elsewhere.fetch)
     assert elsewhere.fetched == ["net.py"]
 
 
@@ -93,7 +98,7 @@ def test_a_folder_of_transformers_comes_with_all_its_files(tmp_path: Path) -> No
     path.write_text('[models.bert]\nbuilder = "hf"\nsource = "bert"\n')
     shipped = ShippedModels.of(read_models_file(path))
     elsewhere = Elsewhere(path.parent)
-    entry = shipped.here(tmp_path / "here", elsewhere.fetch)["bert"]
+    entry = shipped.here(lambda: tmp_path / "here", elsewhere.fetch)["bert"]
     assert (entry.folder / entry.source / "deep" / "vocab.txt").read_text() == "a\nb\n"
     assert (entry.folder / entry.source / "config.json").is_file()
 
@@ -103,5 +108,5 @@ def test_a_name_of_the_hub_is_left_to_the_machine(tmp_path: Path) -> None:
     path.write_text('[models.bert]\nbuilder = "hf"\nsource = "somebody/bert"\n')
     shipped = ShippedModels.of(read_models_file(path))
     assert shipped.digests == {}
-    found = shipped.here(tmp_path / "here", lambda path: pytest.fail(f"fetched {path}"))
+    found = shipped.here(nowhere, lambda path: pytest.fail(f"fetched {path}"))
     assert found["bert"].source == "somebody/bert"

@@ -72,6 +72,7 @@ JobMemory = Annotated[
 CheckpointAfter = Annotated[
     float | None,
     typer.Option(
+        envvar="GRADBOX_CHECKPOINT_AFTER_S",
         metavar="SECONDS",
         help="once a job has run so long, and twice as often from there, but for at most 3 % of "
         "its time, its state is written, from which another attempt goes on after a crash; 0: "

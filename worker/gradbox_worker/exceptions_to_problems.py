@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -67,7 +67,7 @@ def caught(
     doing: str,
     let_through: type[BaseException] | tuple[()] = (),
     explain: Callable[[BaseException], GradboxError | None] = lambda error: None,
-    device: torch.device | None = None,
+    devices: Sequence[torch.device] = (),
     log_level: int = logging.ERROR,
 ) -> T | Caught:
     """Call user code; return its value, or the problem that it ended in.
@@ -76,7 +76,7 @@ def caught(
         doing: what it is, for messages: "job 4f2a", "the model 'minilm'".
         let_through: raised on as it is.
         explain: asked first what an error means here; None leaves it to `translated`.
-        device: asked whether it goes on working after the error.
+        devices: asked whether they go on working after the error.
         log_level: of the line, with traceback, that the worker's log gets.
     """
     try:
@@ -86,7 +86,7 @@ def caught(
     except BaseException as error:  # a model's KeyboardInterrupt is no reason to end, either
         log.log(log_level, "%s failed", doing, exc_info=True)
         ours = explain(error) or translated(error, doing=doing)
-        spoilt = _spoils_device(error) or (device is not None and refuses_work(device))
+        spoilt = _spoils_device(error) or any(map(refuses_work, devices))
         return Caught(Problem.of(ours), spoilt=spoilt, error=error if spoilt else None)
 
 

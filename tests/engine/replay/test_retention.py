@@ -207,7 +207,7 @@ def test_auto_stays_within_the_control_group(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 600000\ninactive_file 100000\n")
-    budget = graph_budget("auto", torch.device("cpu"), sums_bytes=50_000)
+    budget = graph_budget("auto", [torch.device("cpu")], sums_bytes=50_000)
     room_bytes = (400_000 * 0.5 - 50_000) / HELD_FACTOR
     assert not budget.admit(int(room_bytes / 2) + 10)  # with as much again for the shard that runs
     assert budget.admit(int(room_bytes / 2) - 10)

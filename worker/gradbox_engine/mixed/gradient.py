@@ -73,7 +73,7 @@ def mixed_gradient(
     """Return dt/dy for t = outer(dfdz, x), dfdz_i = ∂inner(y, G(z_i))/∂z_i.
 
     Args:
-        model: G, on one device; bit-identical afterwards, also after an error.
+        model: G; bit-identical afterwards, also after an error.
         group: shards of G's arguments; all but z are constants. Stream and buffers of a shard are
             those that it has in `set_gradient`.
         inner: called with its inputs and v = G(z_i) by name, `v`; returns one number. Its
@@ -95,7 +95,7 @@ def mixed_gradient(
         checkpoint = JobCheckpoint(checkpoints, equipment.ready, sums)
         resumed = checkpoint.resumed()
         went = TangentPass(**resumed.second.facts) if resumed.second else TangentPass()
-        clock = PhaseTimer(equipment.ready.device)
+        clock = PhaseTimer(*equipment.ready.devices)
         with clock.timed("forward"):
             first = first_pass(equipment, resumed.records, after_shard=checkpoint.after_first_call)
         with clock.timed("cotangents"):

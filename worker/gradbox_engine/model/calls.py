@@ -101,10 +101,11 @@ class ModelCalls:
         ):
             value = choose(entry(*by_place, **by_name), self._options.output)
             if readout is not None:
-                value = readout(value, arguments)
+                value = readout(self._brought(value), arguments)
         source = "model" if readout is None else "readout"
+        outputs = as_outputs(value, source=source)
         return ShardGraph(
-            outputs=as_outputs(value, source=source),
+            outputs={name: self._brought(z) for name, z in outputs.items()},
             inputs=leaves,
             taps=tapped.taps,
             penalties=tapped.values,
@@ -131,6 +132,10 @@ class ModelCalls:
     def where(self, position: Position) -> str:
         """Name a shard in a message."""
         return f"group {self.groups[position.group].name!r}, shard {position.shard}"
+
+    def _brought(self, value: Any) -> Any:
+        """Return a tensor where z is: a model on several devices may return it on any of them."""
+        return value.to(self._device) if isinstance(value, Tensor) else value
 
     def _leaves(self, position: Position, arguments: dict[str, Any]) -> dict[str, Tensor]:
         names = self._differentiated[self.groups[position.group].name]

@@ -101,6 +101,7 @@ class Tap:
                 f"penalty at {self._penalty.at!r}: expected a per-sample scale of shape "
                 f"({num_samples},), the tap's dim 0, got {describe(scale_b)}"
             )
+        scale_b = scale_b.to(gradient.device)
         return gradient * scale_b.view(-1, *[1] * (gradient.ndim - 1))
 
 

@@ -31,8 +31,13 @@ class Prepared:
     buffers: Buffers
     options: CallOptions
     inputs: Mapping[str, Sequence[str]]  # by group, the arguments whose gradients are wanted
-    device: torch.device
+    devices: tuple[torch.device, ...]  # on which the model lies; inputs and Z on the first one
     parameter_storages: frozenset[int]  # addresses
+
+    @property
+    def device(self) -> torch.device:
+        """Where shards go to, and Z is."""
+        return self.devices[0]
 
 
 @contextmanager
@@ -67,24 +72,32 @@ def prepared(
     model: nn.Module, groups: Sequence[Group], selection: Selection, options: CallOptions
 ) -> Iterator[Prepared]:
     """Make a model ready for shards, and put it back on the way out, whatever happened inside."""
-    device = model_device(model)
-    feed = ShardFeed(groups, device, widened=options.widened)
+    devices = model_devices(model)
+    feed = ShardFeed(groups, devices[0], widened=options.widened)
     inputs = matched_inputs(groups, selection.input_patterns)
     with configured(model, selection.parameters, options):
         yield Prepared(
-            calls=ModelCalls(model, groups, options, device=device, differentiated=inputs),
+            calls=ModelCalls(model, groups, options, device=devices[0], differentiated=inputs),
             feed=feed,
             buffers=Buffers(model),
             options=options,
             inputs=inputs,
-            device=device,
+            devices=devices,
             parameter_storages=frozenset(
                 parameter.untyped_storage().data_ptr() for parameter in model.parameters()
             ),
         )
 
 
+def model_devices(model: nn.Module) -> tuple[torch.device, ...]:
+    """Return where a model's parameters and buffers lie, the first one's first; or the CPU.
+
+    A model that lies on several devices moves what its modules hand on by itself.
+    """
+    tensors = chain(model.parameters(), model.buffers())
+    return tuple(dict.fromkeys(tensor.device for tensor in tensors)) or (torch.device("cpu"),)
+
+
 def model_device(model: nn.Module) -> torch.device:
-    """Return where the model's first parameter or buffer lives; the CPU if it has none."""
-    first = next(chain(model.parameters(), model.buffers()), None)
-    return torch.device("cpu") if first is None else first.device
+    """Return the first of a model's devices."""
+    return model_devices(model)[0]

@@ -119,7 +119,8 @@ class RecordedGraph:
         if looped:
             self._loop(found, outputs)
         return {
-            name: self._merged(name, found.get(name, []), len(outputs)) for name in self._parameters
+            name: self._merged(name, found.get(name, []), len(outputs)).on(self.value.device)
+            for name in self._parameters
         }
 
     def pulled_back(self, cotangents: Tensor) -> dict[str, Tensor]:

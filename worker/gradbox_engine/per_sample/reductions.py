@@ -207,7 +207,7 @@ class Directional(_Summed):
 
     def _part(self, name: str, term: Term) -> Tensor | None:
         tangent = self._tangents.get(name)
-        return None if tangent is None else term.jvp(tangent.to(term.dtype))
+        return None if tangent is None else term.jvp(tangent.to(_device({name: term}), term.dtype))
 
 
 def tangents_of(vectors: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,18 +8,23 @@ names, dtypes and sizes are ever read.
 
 Several ranges may be held on one device. They share its budget, and each begins with the registered
 buffers. All calls come from the thread that opened the job.
+
+A range has a checkpoint of its own, as a job on one device has: whoever takes it up again, here or
+on another device, goes on behind the last shard that is in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
 from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.model.prepared import Prepared, prepared
@@ -36,6 +41,7 @@ from gradbox_engine.ranges.protocol import (
     RangeGradient,
     RangeOutputs,
 )
+from gradbox_engine.replay.checkpoint import JobCheckpoint, Resumed
 from gradbox_engine.replay.first_pass import FirstPass, first_pass
 from gradbox_engine.replay.fp16_scaling import scaled_replay
 from gradbox_engine.replay.gradient_sums import GradientSums
@@ -68,6 +74,7 @@ def held_job(
     retain: Retain = 0,
     returns: Collection[Returned] = GRADS_ALONE,
     observer: Observer | None = None,
+    checkpoints: Callable[[Range], Checkpoints] = lambda _: NoCheckpoints(),
     **options: Unpack[CallKeywords],
 ) -> Iterator[HeldJob]:
     """Hold a model ready for ranges of a job; it is bit-identical afterwards.
@@ -78,6 +85,7 @@ def held_job(
         loss_parameters: names that `wrt` may match besides, those of the objective's parameters.
         retain: of this device.
         observer: told about the shards of each range, counted from its own first.
+        checkpoints: where the state of a range is written, and read when it begins again.
 
     Raises:
         EngineError: see `errors`.
@@ -85,16 +93,24 @@ def held_job(
     selection = select(model, wrt, others=loss_parameters)
     with prepared(model, groups, selection, CallOptions(**options)) as ready:
         sums_bytes = GradientSums(selection.parameters).expected_bytes()
-        budget = graph_budget(retain, ready.device, sums_bytes=sums_bytes)
+        budget = graph_budget(retain, ready.devices, sums_bytes=sums_bytes)
         with_buffers = "buffers" in returns
-        yield HeldJob(ready, model, selection, budget, observer or Silent(), with_buffers)
+        told = observer or Silent()
+        yield HeldJob(ready, model, selection, budget, told, with_buffers, checkpoints)
 
 
-class HeldRange(NamedTuple):
-    """What a device keeps of a range between its first pass and its replay."""
+@dataclass
+class HeldRange:
+    """What a device keeps of a range between its first pass and its replay.
+
+    `sums` are what an earlier run of its replay came to, `second` how far that was.
+    """
 
     records: list[ShardRecord]
     num_rows: NumRows
+    checkpoint: JobCheckpoint
+    sums: GradientSums
+    second: Checkpoint | None
 
 
 class HeldJob:
@@ -108,6 +124,7 @@ class HeldJob:
         budget: GraphBudget,
         observer: Observer,
         with_buffers: bool,
+        checkpoints: Callable[[Range], Checkpoints],
     ) -> None:
         self._ready = ready
         self._model = model
@@ -115,6 +132,7 @@ class HeldJob:
         self._budget = budget
         self._observer = observer
         self._with_buffers = with_buffers
+        self._checkpoints = checkpoints
         self._positions = all_positions(ready.calls.groups)
         self._held: dict[int, HeldRange] = {}
 
@@ -126,19 +144,22 @@ class HeldJob:
             EngineError: a call failed.
             torch.OutOfMemoryError: one shard does not fit.
         """
-        ready, clock = self._ready, PhaseTimer(self._ready.device)
+        ready, clock = self._ready, PhaseTimer(*self._ready.devices)
         self._held.pop(part.index, None)
         for held in self._held.values():
             held.records[-1].free_graph()  # kept beyond the budget, to be used next
         with clock.timed("forward"):
-            first = self._freeing_graphs(partial(self._first_pass, part))
+            checkpoint, sums, resumed = self._resumed(part)
+            first = self._freeing_graphs(
+                partial(self._first_pass, part, checkpoint, resumed.records)
+            )
             records = first.records
             norms = {} if part.is_whole else norm_statistics.updates(self._model, records)
             joined = partial(
                 concatenated, ready.calls.groups, {r.position: r.outputs for r in records}
             )
             whole, num_rows = retried_without_kept_graphs(joined, records, undo=lambda: None)
-        self._held[part.index] = HeldRange(records, num_rows)
+        self._held[part.index] = HeldRange(records, num_rows, checkpoint, sums, resumed.second)
         penalties = [value.double() for record in records for value in record.penalties]
         with_buffers = self._with_buffers and part.index == 0
         return RangeOutputs(
@@ -162,7 +183,8 @@ class HeldJob:
             )
             for position, z in rows.parts(earlier.outputs).items()
         ]
-        self._held[part.index] = HeldRange(records, earlier.rows)
+        checkpoint, sums, resumed = self._resumed(part)
+        self._held[part.index] = HeldRange(records, earlier.rows, checkpoint, sums, resumed.second)
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> RangeGradient:
         """Carry the cotangents back; the range is given up.
@@ -175,20 +197,24 @@ class HeldJob:
             EngineError: a call failed.
             torch.OutOfMemoryError: one shard's graph does not fit.
         """
-        clock, sums = PhaseTimer(self._ready.device), GradientSums(self._selection.parameters)
+        clock, held = PhaseTimer(*self._ready.devices), self._held[part.index]
+
+        def undo() -> None:
+            held.sums.clear()
+            held.second = None
+
         with clock.timed("replay"):
-            held = self._held[part.index]
             # A replay compares the shard as well, but under the buffers of its own range.
             first = held.records[0]
             in_replay = first.graph is None and first.position in cotangents.needed
             if cotangents.norms or not in_replay:
                 self._check_independence(part, held, cotangents.norms)
             replayed = self._freeing_graphs(
-                partial(self._replay, part, held, cotangents, sums), undo=sums.clear
+                partial(self._replay, part, held, cotangents), undo=undo
             )
         del self._held[part.index]
         return RangeGradient(
-            sums=sums.reached(),
+            sums=held.sums.reached(),
             parameters={
                 name: GradientForm(tuple(p.shape), accumulation_dtype(p.dtype))
                 for name, p in self._selection.parameters.items()
@@ -204,14 +230,23 @@ class HeldJob:
             seconds=clock.seconds["replay"],
         )
 
-    def _first_pass(self, part: Range) -> FirstPass:
-        return first_pass(
+    def _resumed(self, part: Range) -> tuple[JobCheckpoint, GradientSums, Resumed]:
+        sums = GradientSums(self._selection.parameters)
+        checkpoint = JobCheckpoint(self._checkpoints(part), self._ready, sums)
+        return checkpoint, sums, checkpoint.resumed()
+
+    def _first_pass(
+        self, part: Range, checkpoint: JobCheckpoint, done: list[ShardRecord]
+    ) -> FirstPass:
+        first = first_pass(
             self._ready,
-            self._positions[part.start : part.stop],
-            before=self._ready.buffers.first,
+            self._positions[part.start + len(done) : part.stop],
+            before=done[-1].after if done else self._ready.buffers.first,
             budget=self._budget,
             observer=self._observer,
+            after_shard=lambda records: checkpoint.after_first_call([*done, *records]),
         )
+        return FirstPass([*done, *first.records], first.after)
 
     def check(self, part: Range, norms: Mapping[str, NormStatistics]) -> None:
         """Put the range's first shard through the model once more; the range is given up.
@@ -231,9 +266,7 @@ class HeldJob:
             updates = norm_statistics.updates(self._model, [first])
             self._freeing_graphs(partial(check_independence, self._ready, first, norms, updates))
 
-    def _replay(
-        self, part: Range, held: HeldRange, cotangents: RangeCotangents, sums: GradientSums
-    ) -> ReplayProgress:
+    def _replay(self, part: Range, held: HeldRange, cotangents: RangeCotangents) -> ReplayProgress:
         device = self._ready.device
         whole = {group: _to(named, device) for group, named in cotangents.cotangents.items()}
         positions = self._positions[part.start : part.stop]
@@ -244,10 +277,10 @@ class HeldJob:
             self._ready,
             held.records,
             needed,
-            sums,
+            held.sums,
             observer=self._observer,
-            resumed=None,
-            after_shard=lambda *_: None,
+            resumed=held.second,
+            after_shard=partial(held.checkpoint.after_second_call, held.records),
         )
 
     def _freeing_graphs(

@@ -104,7 +104,7 @@ def gradient_at_cotangents(
     selection = select(model, wrt)
     sums = GradientSums(selection.parameters)
     with prepared(model, groups, selection, told) as ready:
-        clock = PhaseTimer(ready.device)
+        clock = PhaseTimer(*ready.devices)
         given = given_cotangents(groups, cotangents, first.rows)
         needed = nonzero(given)
         checkpoint = JobCheckpoint(checkpoints, ready, sums)
@@ -116,7 +116,7 @@ def gradient_at_cotangents(
                 parameters = frozenset(selection.parameters)
                 records = first.usable_for(given, parameters=parameters, inputs=ready.inputs)
             elif first.stateful:
-                budget = graph_budget(retain, ready.device, sums_bytes=sums.expected_bytes())
+                budget = graph_budget(retain, ready.devices, sums_bytes=sums.expected_bytes())
                 records = _repeated_first_pass(ready, first, budget, observer)
             else:
                 records = _records_of(ready, _parts(groups, first.outputs, first.rows))

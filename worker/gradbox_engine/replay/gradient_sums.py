@@ -69,7 +69,8 @@ class GradientSums:
 
     def resume(self, found: Checkpoint) -> None:
         """Go on from a `state` of another process."""
-        self._sums, self.scale = dict(found.tensors), found.facts["scale"]
+        self._sums = {n: t.to(self.parameters[n].device) for n, t in found.tensors.items()}
+        self.scale = found.facts["scale"]
 
     def finite(self) -> bool:
         """Return whether every entry of every sum is finite; waits for the device."""

@@ -14,15 +14,16 @@ from gradbox_engine.requests import Phase
 class PhaseTimer:
     """Seconds by phase; on CUDA a phase ends when its kernels do."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, *devices: torch.device) -> None:
         self.seconds: dict[Phase, float] = {}
-        self._device = device
+        self._devices = devices
 
     @contextmanager
     def timed(self, phase: Phase) -> Iterator[None]:
         """Time what runs until this ends."""
         start = time.perf_counter()
         yield
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        for device in self._devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         self.seconds[phase] = time.perf_counter() - start

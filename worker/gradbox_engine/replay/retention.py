@@ -10,7 +10,7 @@ While a shard runs, its own graph is there beside the kept ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import torch
@@ -109,15 +109,17 @@ class GraphBudget:
 
 def graph_budget(
     retain: Retain,
-    device: torch.device,
+    devices: Sequence[torch.device],
     *,
     sums_bytes: int,
     overlay_bytes: int = 0,
     older: OlderGraphs = NONE_OLDER,
 ) -> GraphBudget:
-    """Return the budget that `retain` stands for on a device.
+    """Return the budget that `retain` stands for.
 
     Args:
+        devices: of the model. "auto" takes a graph to lie on all of them in equal parts, so that
+            the one with the least free counts for each.
         sums_bytes: what the sums of gradients will take, which "auto" leaves free.
         overlay_bytes: what the graphs hold beside what they saved.
         older: graphs that the budget has to do for, too.
@@ -125,7 +127,9 @@ def graph_budget(
     if retain == "auto":
         taken_bytes = sums_bytes + overlay_bytes
         return GraphBudget(
-            lambda: _free_bytes(device) - taken_bytes, with_headroom=True, older=older
+            lambda: len(devices) * min(map(_free_bytes, devices)) - taken_bytes,
+            with_headroom=True,
+            older=older,
         )
     if retain == 0:
         return GraphBudget(0)

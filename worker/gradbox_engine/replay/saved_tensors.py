@@ -14,7 +14,7 @@ Cost: about 10 µs for each tensor that a graph saves under the hooks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -52,10 +52,10 @@ class GraphSizes:
         shapes = (position.group, *((name, tensor.shape) for name, tensor in tensors.items()))
         if not self._outlive_the_job:
             if ready.device.type == "cuda":
-                before_bytes = torch.cuda.memory_allocated(ready.device)
+                before_bytes = _allocated_bytes(ready.devices)
                 graph = call()
                 # Python may have freed a cycle of another origin meanwhile.
-                return graph, max(0, torch.cuda.memory_allocated(ready.device) - before_bytes)
+                return graph, max(0, _allocated_bytes(ready.devices) - before_bytes)
             if shapes in self._known:
                 return call(), self._known[shapes]
         saved = SavedTensors(
@@ -100,6 +100,10 @@ class SavedTensors:
             self._counted.add(address)
             self.num_bytes += storage.nbytes()
         return tensor, tensor._version
+
+
+def _allocated_bytes(devices: Iterable[torch.device]) -> int:
+    return sum(torch.cuda.memory_allocated(device) for device in devices)
 
 
 def _bytes_of(tensor: Tensor) -> int:

@@ -64,7 +64,8 @@ def set_gradient(
     """Return dL/dθ for L = g(Z, extras) + Σ penalties, one shard's graph in memory at a time.
 
     Args:
-        model: on one device; bit-identical afterwards, also after an error.
+        model: on one device, or on several between which it moves tensors itself; bit-identical
+            afterwards, also after an error.
         groups: shards and the entry points they go through, in order.
         objective: g.
         wrt: patterns over parameter names, and "inputs.NAME"; None is every floating-point
@@ -83,13 +84,13 @@ def set_gradient(
     observer = observer or Silent()
     selection = _selected(model, wrt, objective)
     with prepared(model, groups, selection, told) as ready:
-        clock = PhaseTimer(ready.device)
+        clock = PhaseTimer(*ready.devices)
         sums = GradientSums(selection.parameters)
         checkpoint = JobCheckpoint(checkpoints, ready, sums)
         resumed = checkpoint.resumed()
         with clock.timed("forward"):
             done = resumed.records
-            budget = graph_budget(retain, ready.device, sums_bytes=sums.expected_bytes())
+            budget = graph_budget(retain, ready.devices, sums_bytes=sums.expected_bytes())
             first = first_pass(
                 ready,
                 all_positions(groups)[len(done) :],

@@ -87,7 +87,7 @@ def set_outputs(
     registered = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     told = CallOptions(**options).without_penalties("set_outputs")
     with prepared(model, groups, selection, told) as ready:
-        clock = PhaseTimer(ready.device)
+        clock = PhaseTimer(*ready.devices)
         overlay_bytes = _bytes_beside(registered, model)
         sums = GradientSums(selection.parameters)
         checkpoint = JobCheckpoint(checkpoints, ready, sums)
@@ -99,7 +99,7 @@ def set_outputs(
                 before=done[-1].after if done else ready.buffers.first,
                 budget=graph_budget(
                     retain,
-                    ready.device,
+                    ready.devices,
                     sums_bytes=sums.expected_bytes(),
                     overlay_bytes=overlay_bytes,
                     older=older,

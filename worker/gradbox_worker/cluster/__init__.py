@@ -9,9 +9,11 @@ of the job's shards and puts the parts together.
     head, __main__    the process that owns the actors and the pool
     address_file      how coordinators reach the head's cluster
     leases, pool      which device runs for whom
-    device_actor      a warm device (`device.warm_device`) as an actor
+    device_actor      a device as an actor; `cluster_device`, which it calls: a warm device
+                      (`device.warm_device`), and what it holds of wide jobs
     sent_tensors      what an actor is sent of a job
     open_job          what an actor holds of a job between its first pass and its replay
+    range_checkpoints what it writes of that, for another attempt
     open_samples      a per-sample job on an actor; `row_outlet`, its dense rows on their way out
     array_buffers     tensors as NumPy buffers, on their way between processes; `factor_buffers`
     main, serving     the coordinator: the entry point, and its loop

@@ -1,261 +1,67 @@
-"""A device as an actor: the warm device of `device.warm_device`, and ranges of wide jobs.
+"""A device as an actor: has a `ClusterDevice` do what it is asked, in a process of its own.
 
-Calls that compute run one after the other in one thread, for what a job holds between two calls
-belongs to its thread. `news` and the stops run beside them, in a group of their own.
+The head, which makes the actors, knows this class and imports no torch; an actor's process imports
+the device when it begins. Calls that compute run one after the other. `news` and the stops run
+beside them, in a group of their own, and so do calls that hand rows over.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-import time
-import warnings
-from collections import deque
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import ray
 
-from gradbox.printable import log_to_stderr
-from gradbox_engine.ranges.protocol import Range, RangeCotangents
-from gradbox_worker.cluster.array_buffers import READ_ONLY, as_buffers, as_tensors, num_bytes
-from gradbox_worker.cluster.factor_buffers import FactorBuffers
-from gradbox_worker.cluster.open_job import OpenJob
-from gradbox_worker.cluster.open_samples import OpenSamples, SampleAnswer, SharedBySamples
-from gradbox_worker.cluster.row_outlet import Handed
-from gradbox_worker.cluster.sent_tensors import RangeJob
-from gradbox_worker.cluster.shipped_models import models_here
-from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.device.child import DeviceSettings
-from gradbox_worker.device.importing import import_for_jobs
-from gradbox_worker.device.messages import TO_DEVICE, FromDevice, Run, RunFailed
-from gradbox_worker.device.warm_device import WarmDevice
-from gradbox_worker.exceptions_to_problems import refuses_work
-from gradbox_worker.files.placed_rows import Placement
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 CONTROL: Final = "control"
 ROWS: Final = "rows"
-# For its last answer to be sent, before a process whose device is spoilt ends.
-LEAVE_S: Final = 2.0
-OPENING_S: Final = 0.02
 
 
-def beside_computing(group: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Have a method run beside those that compute, and after others of its group."""
+def _asks(name: str, *, group: str | None = None) -> Callable[..., Any]:
+    """Return a method that asks the device the same.
 
-    def mark(method: Callable[P, T]) -> Callable[P, T]:
-        marked: Callable[P, T] = ray.method(concurrency_group=group)(method)
-        return marked
+    Args:
+        group: beside whose calls it runs; None: the computing ones.
+    """
 
-    return mark
+    def method(self: DeviceActor, *arguments: Any) -> Any:
+        return getattr(self.device, name)(*arguments)
 
-
-class JobStopped(Exception):
-    """The job was told to stop: `StopNow` as it crosses processes."""
+    method.__name__ = name
+    return method if group is None else ray.method(concurrency_group=group)(method)
 
 
 class DeviceActor:
-    """One device of a cluster; `head` makes an actor of it."""
+    """One device of a cluster; `head` makes an actor of it. See `ClusterDevice` for its methods."""
 
     def __init__(
         self, settings: DeviceSettings, mark: tuple[Path, str], models: str | None
     ) -> None:
-        """Open the device and build its models.
+        """Open the device, see there."""
+        from gradbox_worker.cluster.cluster_device import ClusterDevice
 
-        Args:
-            settings: those of a device process.
-            mark: a file in the box's data folder, and what stands in it; who reads that there sees
-                the data folder.
-            models: on another machine than the head's, the actor that has the models' files.
-        """
-        log_to_stderr("device[%(process)d] ")
-        warnings.filterwarnings("ignore", message=READ_ONLY)
-        self._news: deque[FromDevice] = deque()
-        self._stopped: tuple[str, int] | None = None
-        self._abandoned = False
-        self._leaving = False
-        self._held: OpenJob | OpenSamples | None = None
-        self._open_for: tuple[str, int] | None = None
-        self._mark = mark
-        entries = None if models is None else models_here(ray.get_actor(models))
-        self._device = WarmDevice(settings, tell=self._news.append, entries=entries)
-        import_for_jobs()
+        self.device = ClusterDevice(settings, mark, models)
 
-    def describe(self) -> dict[str, Any]:
-        """Say what the device is: its models as JSON, and whether it sees the data folder."""
-        path, text = self._mark
-        return {
-            "models": [view.model_dump_json() for view in self._device.views],
-            "placement": self._device.placement,
-            "hardware": self._device.hardware,
-            "process": os.getpid(),
-            "sees_files": path.is_file() and path.read_text() == text,
-        }
-
-    def run(self, order: str) -> list[str]:
-        """Run a whole job; returns the messages that are left, the outcome last."""
-        run = TO_DEVICE.validate_json(order)
-        assert isinstance(run, Run)
-        self._close()
-        answer = self._device.run(run, stop_requested=self._stop_of(run.job_id, run.attempt))
-        if isinstance(answer, RunFailed) and answer.leaving:
-            self._leave_soon()
-        return [*self.news(), answer.model_dump_json()]
-
-    def open(self, job: RangeJob) -> int:
-        """Make ready for ranges of a job; returns how many of its weights were widened."""
-        self._close()
-        self._open_for = (job.job_id, job.attempt)
-        stop_requested = self._stop_of(job.job_id, job.attempt)
-        observer = self._device.watched(stop_requested=stop_requested)
-        held: OpenJob | OpenSamples
-        if job.of_samples:
-            held = self._guarded(partial(OpenSamples, self._device, job, observer=observer))
-        else:
-            held = self._guarded(partial(OpenJob, self._device, job, observer=observer))
-        self._held = held
-        return held.weights_widened
-
-    def forward(self, part: Range, blocks: Any, opened: int) -> Any:
-        """Run the first pass of a range; returns `RangeOutputs` of buffers.
-
-        Args:
-            opened: what `open` returned: where that failed, this call ends in the same way.
-        """
-        return as_buffers(self._guarded(partial(self._in_phases().forward, part, blocks)))
-
-    def resume(self, part: Range, earlier: Any, blocks: Any, opened: int) -> None:
-        """Hold a range that an earlier job put through the model; `opened` as in `forward`."""
-        given = as_tensors(earlier)
-        self._guarded(partial(self._in_phases().resume, part, given, blocks))
-
-    def replay(self, part: Range, cotangents: RangeCotangents) -> Any:
-        """Replay a range, whose sums stay here; returns its `RangeGradient` of buffers."""
-        given = as_tensors(cotangents)
-        return as_buffers(self._guarded(partial(self._in_phases().replay, part, given)))
-
-    def check(self, part: Range, norms: Any) -> None:
-        """Check the first shard of a range, and give the range up."""
-        given = as_tensors(norms)
-        self._guarded(partial(self._in_phases().check, part, given))
-
-    def take_sums(self, index: int) -> Any:
-        """Give the sums of a range away, as buffers."""
-        return self._in_phases().take_sums(index)
-
-    def add(self, index: int, other: Any) -> int:
-        """Add sums that another device gave away to those of a range; returns their bytes."""
-        return self._guarded(partial(self._in_phases().add, index, other))
-
-    def count(self, part: Range, blocks: Any, of_others: bool, opened: int) -> tuple[int, ...]:
-        """Count the samples of each shard of a range; `opened` as in `forward`."""
-        count = self._of_samples().count
-        return self._guarded(partial(count, part, blocks, of_others=of_others))
-
-    def smaller(
-        self, part: Range, task: Any, shared: SharedBySamples, blocks: Any, opened: int
-    ) -> bool:
-        """Say whether a range is to keep factors."""
-        return self._guarded(partial(self._of_samples().smaller, part, task, shared, blocks))
-
-    def run_samples(
-        self, part: Range, task: Any, shared: SharedBySamples, blocks: Any, opened: int
-    ) -> SampleAnswer:
-        """Compute a range of samples."""
-        return self._guarded(partial(self._of_samples().run, part, task, shared, blocks))
-
-    def factors(self, index: int) -> FactorBuffers:
-        """Return the factors of a range, which stay here too."""
-        return self._of_samples().factors(index)
-
-    def gram(self, left: Any, right: Any, trace: bool) -> tuple[Any, int]:
-        """Multiply the rows of ranges, of which other devices' come as buffers; and their bytes."""
-        gram = self._guarded(partial(self._of_samples().gram, left, right, trace=trace))
-        return gram, num_bytes([left, right])
-
-    def empty(self) -> None:
-        """Drop what a job holds here, and graphs that have waited long enough for one."""
-        if self._leaving:
-            os._exit(0)  # with no tensor freed, see `Caught`
-        self._close()
-        self._abandoned = False
-        self._news.clear()
-        if self._device.idle_left_s() == 0:
-            self._device.drop_kept_graphs()
-
-    @beside_computing(CONTROL)
-    def news(self) -> list[str]:
-        """Return what was told since the last call."""
-        return [self._news.popleft().model_dump_json() for _ in range(len(self._news))]
-
-    @beside_computing(ROWS)
-    def take_rows(self, wait_s: float) -> list[Handed]:
-        """Return dense rows that are to be written elsewhere, after waiting for some."""
-        held = self._held
-        if isinstance(held, OpenSamples):
-            return held.outlet.taken(wait_s=wait_s)
-        time.sleep(min(wait_s, OPENING_S))  # it is being opened, or was ended
-        return []
-
-    @beside_computing(ROWS)
-    def place_rows(self, placement: Placement | None) -> None:
-        """Tell where dense rows are to be written; None: elsewhere."""
-        held = self._held
-        if isinstance(held, OpenSamples):
-            held.outlet.place(placement)
-
-    @beside_computing(CONTROL)
-    def holds(self, job_id: str, attempt: int) -> bool:
-        """Tell whether an attempt is open here, for ranges."""
-        return self._open_for == (job_id, attempt)
-
-    @beside_computing(CONTROL)
-    def stop(self, job_id: str, attempt: int) -> None:
-        """Have an attempt stop before its next shard."""
-        self._stopped = (job_id, attempt)
-
-    @beside_computing(CONTROL)
-    def stop_all(self) -> None:
-        """Have whatever runs stop before its next shard, up to the next `empty`."""
-        self._abandoned = True
-
-    def _stop_of(self, job_id: str, attempt: int) -> Callable[[], bool]:
-        return lambda: self._abandoned or self._stopped == (job_id, attempt)
-
-    def _in_phases(self) -> OpenJob:
-        return self._holding(OpenJob)
-
-    def _of_samples(self) -> OpenSamples:
-        return self._holding(OpenSamples)
-
-    def _holding(self, kind: type[T]) -> T:
-        if not isinstance(self._held, kind):
-            raise JobStopped("the device was made empty meanwhile")
-        return self._held
-
-    def _close(self) -> None:
-        held, self._held, self._open_for = self._held, None, None
-        if held is not None:
-            held.close()
-
-    def _guarded(self, call: Callable[[], T]) -> T:
-        """Call what computes for a job; what it raises goes to the coordinator."""
-        try:
-            return call()
-        except StopNow:
-            raise JobStopped("told to stop") from None
-        except BaseException:
-            if refuses_work(self._device.registry.device):
-                self._leave_soon()
-            raise
-
-    def _leave_soon(self) -> None:
-        self._leaving = True
-        leaving = threading.Timer(LEAVE_S, os._exit, args=(0,))
-        leaving.daemon = True
-        leaving.start()
+    describe = _asks("describe")
+    run = _asks("run")
+    open = _asks("open")
+    forward = _asks("forward")
+    resume = _asks("resume")
+    replay = _asks("replay")
+    check = _asks("check")
+    take_sums = _asks("take_sums")
+    add = _asks("add")
+    count = _asks("count")
+    smaller = _asks("smaller")
+    run_samples = _asks("run_samples")
+    factors = _asks("factors")
+    gram = _asks("gram")
+    empty = _asks("empty")
+    take_rows = _asks("take_rows", group=ROWS)
+    place_rows = _asks("place_rows", group=ROWS)
+    news = _asks("news", group=CONTROL)
+    holds = _asks("holds", group=CONTROL)
+    stop = _asks("stop", group=CONTROL)
+    stop_all = _asks("stop_all", group=CONTROL)

@@ -3,7 +3,7 @@
 It owns the actors, so that they end with it, on this machine and on others. A machine that joins
 gets actors, and one that leaves takes its own along; jobs are told of neither. The devices of a
 machine are its GPUs, one actor each, or as many CPU actors as it is told, each with a share of the
-cores.
+cores. Where models.toml has a model that wants several GPUs of a device, each actor has so many.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from gradbox_worker.cluster.pool import POOL, Pool
 from gradbox_worker.cluster.ray_session import RayOnThisMachine
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.errors import DeviceNotStarted
+from gradbox_worker.models.models_file import gpus_of_a_device, read_models_file
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +58,13 @@ class Head:
             settings: of every device.
             devices: of every machine: ["auto"], or its CPU actors as ["cpu", "cpu"].
             mark: a file that only those read who see the data folder; it is written.
+
+        Raises:
+            ModelsFileError: the models file cannot be read.
         """
-        self._settings, self._devices = settings, devices
+        self._num_gpus = gpus_of_a_device(read_models_file(settings.models_file))
+        self._settings = replace(settings, num_gpus=self._num_gpus)
+        self._devices = devices
         self._mark = (mark, uuid.uuid4().hex)
         mark.write_text(self._mark[1])
         self._here = ray.get_runtime_context().get_node_id()
@@ -73,6 +79,7 @@ class Head:
             .remote(settings.models_file)
         )
         self._starting: list[_Starting] = []
+        self._too_small: dict[str, str] = {}  # by machine, why none of its GPUs is used
         self._of_node: dict[str, list[str]] = {}
         self._actors: dict[str, Any] = {}  # while a handle lives, so does the actor
 
@@ -86,7 +93,7 @@ class Head:
             DeviceNotStarted: none can be used; the message says why.
         """
         self.look()
-        problems: list[str] = []
+        problems: list[str] = list(self._too_small.values())
         while self._starting and not stopping.wait(0.05):
             problems += self._hear_of_ready_ones()
         found: int = ray.get(self._pool.num_devices.remote())
@@ -124,7 +131,15 @@ class Head:
     def _start_devices(self, node: str, facts: Mapping[str, Any]) -> None:
         names = self._of_node[node] = []
         models = None if node == self._here else POOL
-        for index, (device, resources) in enumerate(_devices_of(facts, self._devices)):
+        found = devices_of(facts, self._devices, num_gpus=self._num_gpus)
+        if not found:
+            self._too_small[node] = (
+                f"{facts['NodeManagerHostname']}: expected {self._num_gpus} GPUs for a device, as "
+                f"gpus_per_device in models.toml asks for, got "
+                f"{int(facts['Resources'].get('GPU', 0))}; its GPUs are not used"
+            )
+            log.warning("%s", self._too_small[node])
+        for index, (device, resources) in enumerate(found):
             name = f"{facts['NodeManagerHostname']}/{device}-{index}"
             if any(name in others for others in self._of_node.values()):
                 name = f"{name}-{node[:6]}"  # several nodes on one machine, as in tests
@@ -208,21 +223,27 @@ def run(
         file.unlink(missing_ok=True)
 
 
-def _devices_of(
-    facts: Mapping[str, Any], devices: Sequence[str]
+def devices_of(
+    facts: Mapping[str, Any], devices: Sequence[str], *, num_gpus: int
 ) -> list[tuple[str, dict[str, float]]]:
-    """Return the devices of a machine, each with what Ray is to reserve for it."""
+    """Return the devices of a machine, each with what Ray is to reserve for it.
+
+    Args:
+        facts: what Ray says of the machine.
+        devices: ["auto"], or one by one; which GPUs those are Ray decides.
+        num_gpus: of one device.
+    """
     has = facts["Resources"]
+    found = int(has.get("GPU", 0))
+    of_gpus: tuple[str, dict[str, float]] = ("cuda:0", {"num_gpus": num_gpus, "num_cpus": 0})
     if list(devices) == [AUTO]:
-        num_gpus = int(has.get("GPU", 0))
-        if num_gpus:
-            return [("cuda:0", {"num_gpus": 1, "num_cpus": 0})] * num_gpus
+        if found:
+            return [of_gpus] * (found // num_gpus)
         devices = [CPU]
+    if CPU not in devices and found < num_gpus:
+        return []
     cores = max(1, int(has.get("CPU", 1)) // len(devices))
-    return [
-        (CPU, {"num_cpus": cores}) if device == CPU else ("cuda:0", {"num_gpus": 1, "num_cpus": 0})
-        for device in devices
-    ]
+    return [(CPU, {"num_cpus": cores}) if device == CPU else of_gpus for device in devices]
 
 
 def _first_lines(error: BaseException) -> str:

@@ -20,8 +20,6 @@ from gradbox_worker.cluster.ray_session import join
 from gradbox_worker.errors import DeviceNotStarted
 
 POLL_S: Final = 0.2
-# So long a coordinator waits, after its job, until the devices are idle again.
-IDLE_S: Final = 1.0
 
 
 class ClusterGone(Exception):
@@ -101,8 +99,8 @@ class JoinedCluster:
         self._pool.give_back.remote(name)
 
     def end(self, lease: str) -> None:
-        """Give all devices of a lease back; the next job finds them idle if they stop soon."""
-        ray.wait([self._pool.end.remote(lease)], timeout=IDLE_S)
+        """Give all devices of a lease back, and wait for nothing: who wants several waits then."""
+        self._pool.end.remote(lease)
 
     def check(self) -> None:
         """Look whether the head is the one that was joined.

@@ -25,7 +25,7 @@ from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.ranges import Range
 from gradbox_engine.requests import Group
 from gradbox_worker.cluster.array_buffers import as_buffers, num_bytes
-from gradbox_worker.cluster.device_actor import JobStopped
+from gradbox_worker.cluster.cluster_device import JobStopped
 from gradbox_worker.cluster.joined import JoinedCluster
 from gradbox_worker.cluster.leases import Wish
 from gradbox_worker.cluster.pool import Lent
@@ -41,6 +41,7 @@ class LeasedDevices:
     Attributes:
         alive: those that it has, as far as it knows.
         moved: bytes that crossed processes so far, by kind.
+        resumed: how often a range of the job went on from a checkpoint, at most.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class LeasedDevices:
         self._of: dict[int, LeasedDevice] = {}
         self._blocks: dict[tuple[Position, ...], list[Any]] = {}
         self.moved: Counter[str] = Counter()
+        self.resumed = 0
         self._counting = Lock()
 
     @property
@@ -136,6 +138,11 @@ class LeasedDevices:
         """Note that bytes crossed processes."""
         with self._counting:
             self.moved[kind] += size_bytes
+
+    def note_resumed(self, resumed: int) -> None:
+        """Note how often a range went on from a checkpoint."""
+        with self._counting:
+            self.resumed = max(self.resumed, resumed)
 
     def give_back_if_empty(self, device: LeasedDevice) -> None:
         """Give a device back that holds nothing of the job any more."""

@@ -5,7 +5,7 @@ It is of a computation in two phases; `open_samples` has the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradbox.protocol import ForwardSpec, GradientSpec, JobSpec, MixedGradientSpec
 from gradbox.protocol.spec import JOB_SPEC
-from gradbox_engine import Observer
+from gradbox_engine import Checkpoints, Observer
 from gradbox_engine.ranges import (
     EarlierOutputs,
     NamedSums,
@@ -31,6 +31,7 @@ from gradbox_engine.ranges.in_process import Held
 from gradbox_engine.ranges.mixed import held_mixed
 from gradbox_engine.requests import Returned
 from gradbox_worker.cluster.array_buffers import TensorBuffer, as_buffers, num_bytes
+from gradbox_worker.cluster.range_checkpoints import RangeCheckpoints
 from gradbox_worker.cluster.sent_tensors import RangeJob, SentTensors
 from gradbox_worker.computations.engine_inputs import (
     build_function,
@@ -87,10 +88,13 @@ class OpenJob:
         self.weights_widened = received.weights_widened
         self._shards = received.tensors
         self._sums: dict[int, NamedSums] = {}
+        self._checkpoints = RangeCheckpoints(job, devices=received.loaded.devices)
         self._open = ExitStack()
         try:
             self._open.enter_context(device.limit.held())
-            self._job = self._open.enter_context(_held(received, job, observer))
+            self._job = self._open.enter_context(
+                _held(received, job, observer, self._checkpoints.of)
+            )
         except BaseException:
             self.close()
             raise
@@ -98,6 +102,10 @@ class OpenJob:
     def close(self) -> None:
         """Put the model back, in the thread that opened it."""
         self._open.close()
+
+    def resumed(self, part: Range) -> int:
+        """Return how often a range went on from a checkpoint."""
+        return self._checkpoints.resumed(part.index)
 
     def forward(self, part: Range, blocks: Sequence[Any]) -> RangeOutputs:
         """Run the first pass of a range whose shards lie in these blocks; see `HeldJob`."""
@@ -128,13 +136,22 @@ class OpenJob:
     def add(self, index: int, other: Mapping[str, TensorBuffer]) -> int:
         """Add the sums of other ranges to those of a range; returns their number of bytes."""
         mine = self._sums[index]
-        device = next(iter(mine.values())).device if mine else torch.device("cpu")
-        right = {name: b.tensor(copy=not mine or name not in mine) for name, b in other.items()}
-        self._sums[index] = added(mine, {name: t.to(device) for name, t in right.items()})
+        right = {
+            name: b.tensor(copy=False).to(mine[name].device)
+            if name in mine
+            else b.tensor(copy=True)
+            for name, b in other.items()
+        }
+        self._sums[index] = added(mine, right)
         return num_bytes(dict(other))
 
 
-def _held(received: ReceivedJob, job: RangeJob, observer: Observer) -> AbstractContextManager[Held]:
+def _held(
+    received: ReceivedJob,
+    job: RangeJob,
+    observer: Observer,
+    checkpoints: Callable[[Range], Checkpoints],
+) -> AbstractContextManager[Held]:
     """Return the engine's side of a job in two phases."""
     spec, tensors = received.spec, received.tensors
     assert isinstance(spec, GradientSpec | ForwardSpec | MixedGradientSpec)
@@ -155,7 +172,9 @@ def _held(received: ReceivedJob, job: RangeJob, observer: Observer) -> AbstractC
     if isinstance(spec, ForwardSpec):
         module = received.loaded.module
         returns: tuple[Returned, ...] = ("buffers",)
-        return held_job(module, groups, wrt=spec.wrt, returns=returns, **called)
+        return held_job(
+            module, groups, wrt=spec.wrt, returns=returns, checkpoints=checkpoints, **called
+        )
     return held_job(
         received.loaded.module,
         groups,
@@ -164,5 +183,6 @@ def _held(received: ReceivedJob, job: RangeJob, observer: Observer) -> AbstractC
         retain=spec.retain,
         returns=tuple(spec.returns),
         penalties=model_penalties(spec, tensors, device=received.device),
+        checkpoints=checkpoints,
         **called,
     )

@@ -29,6 +29,8 @@ POOL: Final = "pool"
 # After its coordinator's death a device may take so long to come to its next shard.
 ABANDON_S: Final = 30.0
 PAUSE_S: Final = 0.25
+# So long a lease of several devices waits for those that have just ended their part.
+IDLE_S: Final = 1.0
 REBUILDING: Final = "rebuilding"
 
 
@@ -85,7 +87,7 @@ class Pool:
         """Have one more device, which is ready.
 
         Args:
-            described: see `DeviceActor.describe`.
+            described: see `ClusterDevice.describe`.
             here: whether it is on the head's machine.
 
         Returns:
@@ -138,9 +140,13 @@ class Pool:
         """
         self._watch(wish.lease, pid)
         granted = self._granted[wish.lease] = asyncio.get_running_loop().create_future()
-        self._leases.ask(wish)
-        self._grant()
         try:
+            if wish.at_most > 1 and self._taking_back:
+                await asyncio.wait(list(self._taking_back.values()), timeout=IDLE_S)
+            if wish.lease not in self._coordinators:
+                return []  # it was ended meanwhile
+            self._leases.ask(wish)
+            self._grant()
             lent: list[Lent] = await granted
             return lent
         finally:
@@ -155,11 +161,11 @@ class Pool:
         self._take_back(name)
 
     async def end(self, lease: str) -> None:
-        """End a lease: stop its devices, make them empty, and lend them again; then return."""
+        """End a lease: have its devices stopped, made empty, and lent again."""
         self._unwatch(lease)
         self._leases.withdraw(lease)
-        devices = self._leases.of(lease)
-        await asyncio.gather(*(self._take_back(name) for name in devices))
+        for name in self._leases.of(lease):
+            self._take_back(name)
 
     def _free(self, name: str) -> None:
         self._leases.free(name)

@@ -97,7 +97,9 @@ class RayRangeDevice:
         device = self._device
         device.held.add(part.index)
 
-        def then(buffers: Any) -> RangeOutputs:
+        def then(found: tuple[Any, int]) -> RangeOutputs:
+            buffers, resumed = found
+            self._leased.note_resumed(resumed)
             self._leased.count("outputs", num_bytes(buffers.outputs))
             outputs: RangeOutputs = as_tensors(buffers)
             return outputs
@@ -112,7 +114,7 @@ class RayRangeDevice:
         buffers = as_buffers(earlier)
         self._leased.count("outputs", num_bytes(buffers))
         answer = device.actor.resume.remote(part, buffers, self._blocks, device.opened)
-        return self._leased.future(answer, lambda found: found, devices=(device,))
+        return self._leased.future(answer, self._leased.note_resumed, devices=(device,))
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> Future[RangeGradient]:
         """Replay a range; its sums stay there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, overload
 
 import ray
@@ -30,6 +31,9 @@ class RangeJob:
         loss_parameters: names that `wrt` may match besides the model's.
         tensors: what the spec names that devices need, but inputs.
         forms: by group, what is known of every shard: its arguments' dtypes and shapes.
+        checkpoints: the folder of the box for them; None on a device that does not see it.
+        disk_reserve_bytes: what stays free on its disk.
+        checkpoint_after_s: see `DeviceSettings`.
     """
 
     job_id: str
@@ -41,6 +45,9 @@ class RangeJob:
     loss_parameters: tuple[str, ...]
     tensors: Mapping[tuple[str, str], TensorBuffer]  # by blob and name
     forms: Sequence[Sequence[Mapping[str, TensorForm]]]
+    checkpoints: Path | None
+    disk_reserve_bytes: int | None
+    checkpoint_after_s: float | None
 
 
 class SentTensors:

@@ -74,7 +74,7 @@ def models_here(pool: Any) -> Mapping[str, ModelEntry]:
         return ray.get(reference).data
 
     shipped: ShippedModels = ray.get(pool.models.remote())
-    return shipped.here(_folder(), fetch)
+    return shipped.here(_folder, fetch)
 
 
 def _put(path: Path) -> Any:

@@ -131,6 +131,7 @@ class WideJob:
                 seconds=computed.seconds,
                 peak=peak,
                 load_s=load_s,
+                resumed=self._leased.resumed,
             )
             metadata = metadata_of(receipt, computed.metadata, rounding)
             result = result_file.commit(rounded, metadata=metadata)
@@ -157,6 +158,9 @@ class WideJob:
             loss_parameters=wide.loss_parameters,
             tensors={(ref.blob, ref.tensor): TensorBuffer.of(tensors.tensor(ref)) for ref in refs},
             forms=forms,
+            checkpoints=self._work.checkpoints,
+            disk_reserve_bytes=self._work.disk_reserve_bytes,
+            checkpoint_after_s=self._settings.checkpoint_after_s,
         )
 
     def _opened(self, job: RangeJob, groups: Sequence[Group]) -> LeasedDevices:

@@ -75,7 +75,7 @@ class CheckpointFile:
         folder: Path,
         *,
         job_id: str,
-        attempt: int,
+        attempt: int | str,
         identity: Callable[[], Mapping[str, str]],
         disk_reserve_bytes: int | None = None,
         result: ResultOnDisk | None = None,
@@ -87,6 +87,7 @@ class CheckpointFile:
 
         Args:
             folder: DATA/checkpoints.
+            attempt: what no other process that may live calls its own files of this job.
             identity: returns what must be equal for a state to be used: the spec's digest, the
                 model's version, the device, the versions of torch and gradbox. Few jobs ask.
             disk_reserve_bytes: what stays free on the disk, see `gradbox_service.store.Room`.

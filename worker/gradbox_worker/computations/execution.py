@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Final
@@ -95,7 +95,7 @@ def attempt(
             ),
             doing=f"job {work.job_id}",
             let_through=StopNow,
-            device=registry.device,
+            devices=registry.devices,
         )
     except StopNow:
         answer = Stopped()
@@ -195,7 +195,7 @@ def _run(
     held = nullcontext() if limit is None else limit.held()
     rounding = RoundedGradients(spec.transfer)
     with held, BlobTensors(blobs, device=registry.device) as tensors, result_file:
-        peak = PeakMemory(registry.device)
+        peak = PeakMemory(*loaded.devices)
         readout = None
         if spec.readout is not None:
             readout = build_function(spec.readout, tensors, device=registry.device).function
@@ -218,7 +218,7 @@ def _run(
                 work.checkpoints,
                 job_id=work.job_id,
                 attempt=work.attempt,
-                identity=partial(_identity, work, device=registry.device),
+                identity=partial(_identity, work, devices=loaded.devices),
                 disk_reserve_bytes=work.disk_reserve_bytes,
                 result=result_file,
                 rounding=rounding,
@@ -235,7 +235,7 @@ def _run(
             facts,
             model=loaded.name,
             model_version=loaded.version,
-            device=device_name(registry.device),
+            device=device_name(*loaded.devices),
             seconds=computed.seconds,
             peak=peak,
             load_s=load_s,
@@ -247,7 +247,7 @@ def _run(
     return Finished(receipt=receipt, result=result)
 
 
-def _identity(work: Work, *, device: torch.device) -> dict[str, str]:
+def _identity(work: Work, *, devices: Sequence[torch.device]) -> dict[str, str]:
     """Return what must be equal for an attempt to go on from another one's state.
 
     Of a GPU it is the kind: the job may go on another one of them.
@@ -255,7 +255,7 @@ def _identity(work: Work, *, device: torch.device) -> dict[str, str]:
     return {
         "spec": spec_digest(work.spec),
         "model": work.model_version,
-        "device": kind_of(device),
+        "device": kind_of(*devices),
         "torch": torch.__version__,
         "gradbox": gradbox_version(),
     }

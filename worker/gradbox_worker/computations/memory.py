@@ -35,47 +35,51 @@ def default_result_memory_bytes(device: torch.device) -> int:
 class PeakMemory:
     """A measurement that begins when it is made."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            self._before_bytes = torch.cuda.memory_allocated(device)
-        else:
+    def __init__(self, *devices: torch.device) -> None:
+        """Begin.
+
+        Args:
+            devices: the CPU, or GPUs; of several the sum of their peaks counts.
+        """
+        self._gpus = [device for device in devices if device.type == "cuda"]
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
+            torch.cuda.reset_peak_memory_stats(gpu)
+        if not self._gpus:
             _reset_high_water_mark()
-            self._before_bytes = _resident("VmRSS")
+        self._before_bytes = used_bytes(*devices)
 
     def measure(self) -> tuple[int, int]:
         """Return (bytes at the peak so far, bytes at the beginning)."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            return torch.cuda.max_memory_allocated(self._device), self._before_bytes
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
+        if self._gpus:
+            return sum(map(torch.cuda.max_memory_allocated, self._gpus)), self._before_bytes
         return _resident("VmHWM"), self._before_bytes
 
 
+def used_bytes(*devices: torch.device) -> int:
+    """Return how many bytes are in the devices' memory now."""
+    gpus = [device for device in devices if device.type == "cuda"]
+    return sum(map(torch.cuda.memory_allocated, gpus)) if gpus else _resident("VmRSS")
+
+
 def measure_device(
-    device: torch.device, *, models: Mapping[str, int], before_bytes: int | None = None
+    *devices: torch.device, models: Mapping[str, int], before_bytes: int | None = None
 ) -> DeviceMemory:
-    """Return what is in the device's memory now.
+    """Return what is in the memory of a device now, which may be several GPUs.
 
     Args:
         models: bytes of weights on the device, by model.
         before_bytes: what was used when the running job began; None if none runs.
     """
-    now_bytes = used_bytes(device)
+    used = used_bytes(*devices)
     return DeviceMemory(
-        total_bytes=memory_bytes(device),
-        used_bytes=now_bytes,
+        total_bytes=memory_bytes(*devices),
+        used_bytes=used,
         models=dict(models),
-        job_bytes=0 if before_bytes is None else max(0, now_bytes - before_bytes),
+        job_bytes=0 if before_bytes is None else max(0, used - before_bytes),
     )
-
-
-def used_bytes(device: torch.device) -> int:
-    """Return how much of the device's memory is in use now."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return _resident("VmRSS")
 
 
 def _reset_high_water_mark() -> None:

@@ -22,6 +22,7 @@ from typing import Final
 import torch
 
 from gradbox_engine.host_memory import available_bytes, private_bytes
+from gradbox_worker.computations.memory import used_bytes
 from gradbox_worker.computations.placement import memory_bytes
 
 # What a job leaves free for the rest of the machine, if it is not told how much it may take.
@@ -32,14 +33,16 @@ RESERVE_SHARE: Final = 0.05
 class MemoryLimit:
     """How much memory a job may take beyond what the process has when it begins."""
 
-    def __init__(self, device: torch.device, *, job_bytes: int | None = None) -> None:
+    def __init__(self, *devices: torch.device, job_bytes: int | None = None) -> None:
         """Limit nothing yet.
 
         Args:
+            devices: the host, another device, or GPUs, on each of which it may take an equal part.
             job_bytes: None is what the host has available when a job begins, less a reserve of
                 1 GiB or 5 % of its memory, whichever is more; on CUDA, what the device has.
         """
-        self._device = device
+        self._devices = devices
+        self._device = devices[0]
         self._job_bytes = job_bytes
 
     def leaves_room_of_models(self) -> bool:
@@ -50,8 +53,7 @@ class MemoryLimit:
         if self._job_bytes is None:
             return True
         if self._device.type == "cuda":
-            taken = torch.cuda.memory_allocated(self._device)
-            return taken + self._job_bytes > memory_bytes(self._device)
+            return used_bytes(*self._devices) + self._job_bytes > memory_bytes(*self._devices)
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
         return most != resource.RLIM_INFINITY and private_bytes() + self._job_bytes > most
 
@@ -89,12 +91,14 @@ class MemoryLimit:
         if self._job_bytes is None:
             yield
             return
-        taken = torch.cuda.memory_allocated(self._device) + self._job_bytes
+        part_bytes = self._job_bytes // len(self._devices)
         torch.cuda.empty_cache()  # what the allocator has cached counts towards its fraction
-        torch.cuda.set_per_process_memory_fraction(
-            min(1.0, taken / memory_bytes(self._device)), self._device
-        )
+        for device in self._devices:
+            most_bytes = torch.cuda.memory_allocated(device) + part_bytes
+            share = min(1.0, most_bytes / memory_bytes(device))
+            torch.cuda.set_per_process_memory_fraction(share, device)
         try:
             yield
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+            for device in self._devices:
+                torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -31,17 +31,37 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Return the size of the device's memory; for a CPU that of the machine."""
+def gpus_of(device: torch.device, *, num_gpus: int) -> tuple[torch.device, ...]:
+    """Return so many GPUs from a device on, itself first; none where it is not one.
+
+    Raises:
+        ValueError: there are not so many here.
+    """
+    if device.type != "cuda":
+        return ()
+    first = device.index or 0
+    found = torch.cuda.device_count()
+    if first + num_gpus > found:
+        raise ValueError(f"expected {num_gpus} GPUs from {device} on, got {found} in this process")
+    return tuple(torch.device("cuda", first + index) for index in range(num_gpus))
+
+
+def memory_bytes(*devices: torch.device) -> int:
+    """Return the size of the devices' memory; for a CPU that of the machine."""
+    return sum(map(_memory_bytes, devices))
+
+
+def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def hardware_name(device: torch.device) -> str:
-    """Return what the device calls itself; "" where nothing says."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
+def hardware_name(*devices: torch.device) -> str:
+    """Return what a device calls itself; "" where nothing says. It may be several GPUs."""
+    if devices[0].type == "cuda":
+        name = str(torch.cuda.get_device_name(devices[0]))
+        return name if len(devices) == 1 else f"{len(devices)} × {name}"
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:  # not Linux

@@ -80,11 +80,13 @@ def gradbox_version() -> str:
     return importlib.metadata.version("gradbox")
 
 
-def device_name(device: torch.device) -> str:
-    """Return what a receipt calls a device."""
-    return f"{device} ({kind_of(device)})" if device.type == "cuda" else str(device)
+def device_name(*devices: torch.device) -> str:
+    """Return what a receipt calls the devices of a model."""
+    named = ", ".join(map(str, devices))
+    return f"{named} ({kind_of(*devices)})" if devices[0].type == "cuda" else named
 
 
-def kind_of(device: torch.device) -> str:
-    """Return what devices of one kind have in common: a checkpoint may go on on another."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def kind_of(*devices: torch.device) -> str:
+    """Return what devices of one kind have in common: a checkpoint may go on on others."""
+    kinds = [torch.cuda.get_device_name(d) if d.type == "cuda" else d.type for d in devices]
+    return kinds[0] if len(kinds) == 1 else f"{len(kinds)} × {' + '.join(dict.fromkeys(kinds))}"

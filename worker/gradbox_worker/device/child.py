@@ -45,6 +45,7 @@ class DeviceSettings:
     models_file: Path
     data: Path  # the folder with the blobs
     device: str = "auto"  # auto | cpu | cuda:N | mps
+    num_gpus: int = 1  # from cuda:N on; more than one in a cluster alone
     model_memory_bytes: int | None = None  # of weights kept on the device; None: half of it
     result_memory_bytes: int | None = None  # of a result on its way to disk; None: an eighth
     job_memory_bytes: int | None = None  # what a job may allocate; None: see MemoryLimit

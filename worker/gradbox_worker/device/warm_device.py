@@ -19,7 +19,12 @@ from gradbox_worker.computations.execution import StopNow, attempt
 from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.computations.memory import measure_device, used_bytes
 from gradbox_worker.computations.memory_limit import MemoryLimit
-from gradbox_worker.computations.placement import choose_device, hardware_name, memory_bytes
+from gradbox_worker.computations.placement import (
+    choose_device,
+    gpus_of,
+    hardware_name,
+    memory_bytes,
+)
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.messages import (
     FromDevice,
@@ -78,19 +83,22 @@ class WarmDevice:
         device = choose_device(settings.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # for models that say "cuda" and mean theirs
+        gpus = gpus_of(device, num_gpus=settings.num_gpus)
         budget = settings.model_memory_bytes
         self.registry = Registry(
             read_models_file(settings.models_file) if entries is None else entries,
             device=device,
-            budget_bytes=memory_bytes(device) // 2 if budget is None else budget,
+            gpus=gpus,
+            budget_bytes=memory_bytes(*(gpus or (device,))) // 2 if budget is None else budget,
             versions=known,
             unusable=unusable,
             limit=MemoryLimit(device).held,
         )
+        devices = self.registry.devices
         self.views: list[ModelView] = self.registry.describe(before=before_building)
         self.placement = str(device)
-        self.hardware = hardware_name(device)
-        self.limit = MemoryLimit(device, job_bytes=settings.job_memory_bytes)
+        self.hardware = hardware_name(*devices)
+        self.limit = MemoryLimit(*devices, job_bytes=settings.job_memory_bytes)
         self.result_memory_bytes = settings.result_memory_bytes
         self._tell = tell
         self._blobs, self._kept = blob_store(settings.data), KeptGraphs()
@@ -101,7 +109,7 @@ class WarmDevice:
 
     def memory(self) -> DeviceMemory:
         """Return what is in the device's memory between jobs."""
-        return measure_device(self.registry.device, models=self.registry.sizes_bytes())
+        return measure_device(*self.registry.devices, models=self.registry.sizes_bytes())
 
     def run(
         self, order: Run, *, stop_requested: Callable[[], bool]
@@ -164,7 +172,7 @@ class _Gauge:
 
     def begin(self) -> None:
         """A job begins; what memory holds now is not its own."""
-        self._before_bytes = used_bytes(self._registry.device)
+        self._before_bytes = used_bytes(*self._registry.devices)
 
     def step(self) -> None:
         """Measure, if that was not done a moment ago."""
@@ -181,7 +189,7 @@ class _Gauge:
         self._sent_at, self._job_is_shown = time.monotonic(), before_bytes is not None
         self._sent_models = self._registry.sizes_bytes()
         memory = measure_device(
-            self._registry.device, models=self._sent_models, before_bytes=before_bytes
+            *self._registry.devices, models=self._sent_models, before_bytes=before_bytes
         )
         self._tell(MemoryMeasured(memory=memory))
 

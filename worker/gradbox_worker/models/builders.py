@@ -32,8 +32,11 @@ from gradbox_worker.models.packages import package
 INITIAL_SEED: Final = 0
 
 
-def build_model(entry: ModelEntry) -> nn.Module:
-    """Build an entry's model on the CPU, with its weights, in eval mode.
+def build_model(entry: ModelEntry, *, over: Sequence[torch.device] = ()) -> nn.Module:
+    """Build an entry's model with its weights, in eval mode.
+
+    Args:
+        over: the devices over which an `hf` model is spread; none: it is built on the CPU.
 
     Raises:
         ModelsFileError: a package is missing, the source is not there, it does not return a
@@ -41,7 +44,7 @@ def build_model(entry: ModelEntry) -> nn.Module:
             code raises comes through as it is.
     """
     with _seeded():
-        model = BUILD[entry.builder](entry)
+        model = build_hf(entry, over=over) if over else BUILD[entry.builder](entry)
     if not isinstance(model, nn.Module):
         raise ModelsFileError(
             f"models.{entry.name}: expected {entry.source!r} to return a torch.nn.Module, "

@@ -11,12 +11,13 @@ folder or the name, the architecture, the file format, the tensors.
     an architecture that transformers does not know  upgrade it, or register a Python function
     pickled weights only (.bin)                      how to convert them
     tensors that do not fit                          which ones
+    GPUs that do not hold it all                     to give a device more of them
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,20 +29,26 @@ from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.exceptions_to_problems import is_out_of_memory
 from gradbox_worker.models.models_file import ModelEntry, convert_line
 from gradbox_worker.models.packages import package
+from gradbox_worker.models.spread import refuse_offloaded, spread_over
 from gradbox_worker.models.weight_index import wrong_indices
 
 # Those of from_pretrained's keyword arguments that say which files are meant.
 PASSED_ON: Final = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 
 
-def build_hf(entry: ModelEntry) -> nn.Module:
+def build_hf(entry: ModelEntry, *, over: Sequence[torch.device] = ()) -> nn.Module:
     """Build a model of transformers with the weights that its folder holds.
+
+    Args:
+        over: the devices over which it is spread; none: the CPU alone.
 
     Raises:
         ModelsFileError: it cannot be built; see above.
     """
     transformers = package(entry, "transformers")
     kwargs = dict(entry.kwargs)
+    if over:
+        kwargs |= spread_over(entry, over)
     factory = _auto_class(entry, transformers, kwargs.pop("auto_class", "AutoModel"))
     kwargs.setdefault("dtype", torch.float32)
     may_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
@@ -79,6 +86,7 @@ def build_hf(entry: ModelEntry) -> nn.Module:
             f"config.json and the safetensors files belong together"
         )
     built: nn.Module = model
+    refuse_offloaded(entry, built, num_devices=len(over))
     return built
 
 

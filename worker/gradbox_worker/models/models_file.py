@@ -6,6 +6,7 @@
     kwargs  = {}                        # optional
     weights = "minilm.safetensors"      # optional
     methods = ["forward"]               # optional
+    gpus_per_device = 4                 # optional, of hf: over so many GPUs of one device
     registered = {version = "…", weights = "…"}   # as `gradbox models add` found it
 
 Paths are relative to the file. Reading it builds nothing and imports no torch.
@@ -25,7 +26,7 @@ from gradbox_worker.errors import ModelsFileError
 Builder = Literal["hf", "torchvision", "timm", "python"]
 
 BUILDERS: Final[tuple[str, ...]] = get_args(Builder)
-KEYS: Final = ("builder", "source", "kwargs", "weights", "methods", "registered")
+KEYS: Final = ("builder", "source", "kwargs", "weights", "methods", "gpus_per_device", "registered")
 DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -58,6 +59,12 @@ class ModelEntry:
     weights: Path | None  # a safetensors file, absolute
     methods: tuple[str, ...]  # the entry points that jobs may call
     registered: Registered | None = None
+    gpus_per_device: int = 1  # over which the model is spread
+
+
+def gpus_of_a_device(entries: Mapping[str, ModelEntry]) -> int:
+    """Return how many GPUs a device has that can run all of these models."""
+    return max((entry.gpus_per_device for entry in entries.values()), default=1)
 
 
 def read_models_file(path: Path) -> dict[str, ModelEntry]:
@@ -120,6 +127,7 @@ def read_entry(path: Path, name: str, table: Any, folder: Path) -> ModelEntry:
         weights=_weights(where, table, folder),
         methods=_methods(where, table),
         registered=_registered(where, table),
+        gpus_per_device=_gpus_per_device(where, table, builder),
     )
 
 
@@ -196,6 +204,25 @@ def _methods(where: str, table: Mapping[str, Any]) -> tuple[str, ...]:
     if len(set(methods)) != len(methods):
         raise ModelsFileError(f"{where}.methods: expected each name once, got {methods!r}")
     return tuple(methods)
+
+
+def _gpus_per_device(where: str, table: Mapping[str, Any], builder: str) -> int:
+    if "device_map" in table.get("kwargs", {}) and builder == "hf":
+        raise ModelsFileError(
+            f"{where}.kwargs: expected no device_map, which is the box's business; for a model "
+            f"that is larger than one GPU write gpus_per_device = 2, or more, beside source"
+        )
+    found = table.get("gpus_per_device", 1)
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise ModelsFileError(
+            f"{where}.gpus_per_device: expected a whole number from 1, got {found!r}"
+        )
+    if found > 1 and builder != "hf":
+        raise ModelsFileError(
+            f"{where}.gpus_per_device: expected 1, for builder {builder!r} puts a model on one "
+            f"GPU, got {found}; register it with builder hf, or remove the key"
+        )
+    return found
 
 
 def _registered(where: str, table: Mapping[str, Any]) -> Registered | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from torch import nn
 
 from gradbox.errors import UnknownModel, UnusableModel
 from gradbox.protocol import ModelView
+from gradbox_engine.model.prepared import model_devices
 from gradbox_worker.errors import ModelsFileError, WeightsDoNotFit
 from gradbox_worker.models.builders import build_model, source_code_digest
 from gradbox_worker.models.describe import describe_model, size_bytes, unusable
@@ -43,6 +44,7 @@ class Loaded:
     module: nn.Module
     methods: tuple[str, ...]  # the entry points that jobs may call
     size_bytes: int  # of its parameters and buffers
+    devices: tuple[torch.device, ...]  # on which they are
 
 
 class Registry:
@@ -53,6 +55,7 @@ class Registry:
         entries: Mapping[str, ModelEntry],
         *,
         device: torch.device,
+        gpus: Sequence[torch.device] = (),
         budget_bytes: int | None = None,
         versions: Mapping[str, str] | None = None,
         unusable: Mapping[str, str] | None = None,
@@ -61,6 +64,8 @@ class Registry:
         """Hold no model yet.
 
         Args:
+            device: of all models that fit one GPU.
+            gpus: over which larger ones are spread, the device itself first.
             versions: what the box has been told of them; a model that is built as another version
                 is refused.
             unusable: why others cannot be built, as an earlier process found out; they are refused
@@ -70,12 +75,18 @@ class Registry:
             limit: holds the process to the memory that it may take while a model is built.
         """
         self.device = device
+        self._gpus = tuple(gpus)
         self._entries = dict(entries)
         self._budget_bytes = budget_bytes
         self._loaded: OrderedDict[str, Loaded] = OrderedDict()  # the last one was used last
         self._versions = dict(versions or {})
         self._unusable = dict(unusable or {})
         self._limit = limit
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """On which any of the models may be."""
+        return self._gpus or (self.device,)
 
     def describe(self, *, before: Callable[[str], None] = lambda name: None) -> list[ModelView]:
         """Build every model that is not known yet, once, and describe it.
@@ -187,11 +198,32 @@ class Registry:
         return self._placed(entry, module, version)
 
     def _built(self, entry: ModelEntry) -> tuple[nn.Module, str]:
+        over = self._gpus_for(entry)
+        if over:
+            self.drop_idle(but=entry.name, wanted_bytes=sum(self.sizes_bytes().values()))
+
         def build() -> tuple[nn.Module, str]:
-            module = build_model(entry)
+            module = build_model(entry, over=over)
             return module, model_version(module, code=source_code_digest(entry))
 
         return self._with_room(entry, build)
+
+    def _gpus_for(self, entry: ModelEntry) -> tuple[torch.device, ...]:
+        """Return the GPUs over which an entry's model is spread; none if it is on one device.
+
+        Raises:
+            ModelsFileError: the device has fewer.
+        """
+        wanted = entry.gpus_per_device
+        if wanted == 1:
+            return ()
+        if wanted > len(self._gpus):
+            raise ModelsFileError(
+                f"models.{entry.name}.gpus_per_device: expected a device of {wanted} GPUs, got "
+                f"one of {len(self._gpus)}; start the box with `gradbox up --cluster local` on a "
+                f"machine that has them (a box that runs has to be started again)"
+            )
+        return self._gpus[:wanted]
 
     def _with_room(self, entry: ModelEntry, build: Callable[[], T]) -> T:
         """Call what builds or moves a model, dropping others for as long as it does not fit.
@@ -214,8 +246,9 @@ class Registry:
 
     def _placed(self, entry: ModelEntry, module: nn.Module, version: str) -> Loaded:
         num_bytes = size_bytes(module)
-        self._make_room(num_bytes)
-        self._with_room(entry, partial(module.to, self.device))
+        if entry.gpus_per_device == 1:
+            self._make_room(num_bytes)
+            self._with_room(entry, partial(module.to, self.device))
         log.info("loaded %s (%d bytes) at version %s", entry.name, num_bytes, version)
         return Loaded(
             name=entry.name,
@@ -223,6 +256,7 @@ class Registry:
             module=module,
             methods=entry.methods,
             size_bytes=num_bytes,
+            devices=model_devices(module) if entry.gpus_per_device > 1 else (self.device,),
         )
 
     def _make_room(self, wanted_bytes: int) -> None:

@@ -43,21 +43,24 @@ class ShippedModels:
         paths = {path for entry in entries.values() for path in _files_of(entry)}
         return cls(dict(entries), {path: _digest(path) for path in sorted(paths)})
 
-    def here(self, folder: Path, fetch: Fetch) -> dict[str, ModelEntry]:
+    def here(self, folder: Callable[[], Path], fetch: Fetch) -> dict[str, ModelEntry]:
         """Return the entries as this machine builds them, with files fetched that it lacks.
 
         Args:
-            folder: for what is fetched; what lies there from an earlier call is used again.
+            folder: makes the one for what is fetched, called where this machine lacks a file; what
+                lies there from an earlier call is used again.
         """
         return {
             name: self._entry_here(entry, folder, fetch) for name, entry in self.entries.items()
         }
 
-    def _entry_here(self, entry: ModelEntry, folder: Path, fetch: Fetch) -> ModelEntry:
+    def _entry_here(
+        self, entry: ModelEntry, folder: Callable[[], Path], fetch: Fetch
+    ) -> ModelEntry:
         named = list(self._named(entry))
         if all(_is(path, self.digests[path]) for path, _ in named):
             return entry
-        own = folder / entry.name
+        own = folder() / entry.name
         for path, place in named:
             target = own / place
             if not _is(target, self.digests[path]):

@@ -195,7 +195,7 @@ def compare(expected: Reference, terms: Mapping[str, Term], *, rounding: torch.d
         if not isfinite(size):
             continue
         found = terms[name].vjp(expected.weights.to(terms[name].dtype))
-        found = found if gradient is None else found.sub_(gradient)
+        found = found if gradient is None else found.sub_(gradient.to(found.device))
         difference = _norm(found, beside=size)
         if not difference <= _tolerance(terms[name], rounding) * size:  # NaN is doubtful as well
             doubtful[name] = difference

@@ -106,7 +106,7 @@ class HeldMixed:
             CoupledShards: they changed a buffer, and the job has other ranges.
             EngineError: see `mixed_gradient`.
         """
-        clock = PhaseTimer(self._ready.device)
+        clock = PhaseTimer(*self._ready.devices)
         with clock.timed("forward"):
             records = first_pass(self._equipment, (), shards=range(part.start, part.stop))
             norms = {} if part.is_whole else norm_statistics.updates(self._model, records)
@@ -134,7 +134,7 @@ class HeldMixed:
             EngineError: see `mixed_gradient`.
         """
         assert isinstance(cotangents, DirectionsOfRange)
-        records, clock = self._held[part.index], PhaseTimer(self._ready.device)
+        records, clock = self._held[part.index], PhaseTimer(*self._ready.devices)
         sums, went = LeafSums(self._leaves), TangentPass()
         with clock.timed("replay"):
             if cotangents.norms or records[0].position not in cotangents.needed:

@@ -1,0 +1,33 @@
+"""Which devices the head starts on a machine, and what Ray reserves for each."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradbox_worker.cluster.head import devices_of
+
+CPU_ACTOR = ("cpu", {"num_cpus": 4})
+
+
+def gpus(number: int) -> tuple[str, dict[str, float]]:
+    return ("cuda:0", {"num_gpus": number, "num_cpus": 0})
+
+
+@pytest.mark.parametrize(
+    ("has", "asked", "num_gpus", "expected"),
+    [
+        (8, ["auto"], 1, [gpus(1)] * 8),
+        (8, ["auto"], 4, [gpus(4)] * 2),
+        (7, ["auto"], 4, [gpus(4)]),
+        (2, ["auto"], 4, []),
+        (0, ["auto"], 1, [("cpu", {"num_cpus": 8})]),
+        (0, ["cpu", "cpu"], 4, [CPU_ACTOR] * 2),
+        (8, ["cuda:0", "cuda:1"], 4, [gpus(4)] * 2),
+        (2, ["cuda:0"], 4, []),
+    ],
+)
+def test_a_device_has_as_many_gpus_as_models_want(
+    has: int, asked: list[str], num_gpus: int, expected: list[tuple[str, dict[str, float]]]
+) -> None:
+    facts = {"Resources": {"CPU": 8.0, "GPU": float(has)} if has else {"CPU": 8.0}}
+    assert devices_of(facts, asked, num_gpus=num_gpus) == expected
