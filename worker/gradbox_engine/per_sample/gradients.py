@@ -3,7 +3,8 @@
 `torch.autograd.grad` takes its arguments apart and together again in Python: a third of a backward
 pass of a small model, and half of one with `is_grads_batched`. With its first cotangent a process
 imports 486 modules, in 0.5 s. The functions underneath do neither, and their names are private to
-torch; where a version of torch lacks one, `torch.autograd.grad` is called.
+torch; where a version of torch lacks one, `torch.autograd.grad` is called. All of this goes once
+that call takes a tenth of a small backward pass at most.
 
 Shapes: Y cotangents.
 """
