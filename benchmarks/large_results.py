@@ -202,6 +202,7 @@ class _Rows:
     def download_s(self) -> float:
         """Get the newest dense result once more, into a file; returns the seconds."""
         job = self._client.job(self._dense)
+        self._target.unlink(missing_ok=True)  # the raw copy is a new file, too
         return _wall_s(lambda: job.fetch(self._target))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ from gradbox import (
     ServiceUnavailable,
     Unauthorized,
 )
-from gradbox.http.download import part_of
+from gradbox.http.download import HashedFile, part_of
 from gradbox.progress import ProgressBar
 from gradbox.protocol import ResultView
 from tests.client.wires import QUICK, Broken, answer, client_of, job_view, problem
@@ -316,6 +317,14 @@ def test_a_download_of_an_earlier_process_is_gone_on_with(tmp_path: Path) -> Non
     assert (tmp_path / "result").read_bytes() == CONTENT
     assert box.ranges == ["bytes=100-"]
     assert [path.name for path in tmp_path.iterdir()] == ["result"]
+
+
+def test_a_new_file_is_not_truncated(tmp_path: Path) -> None:
+    path = tmp_path / "part"
+    with path.open("w+b") as file, HashedFile(file) as hashed:
+        os.utime(path, (0, 0))
+        hashed.empty()
+        assert path.stat().st_mtime == 0
 
 
 def test_a_part_of_another_result_is_not_gone_on_with(tmp_path: Path) -> None:

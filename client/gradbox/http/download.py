@@ -124,6 +124,8 @@ class HashedFile:
 
     def empty(self) -> None:
         """Begin anew."""
+        if not self.size_bytes:
+            return  # truncated, even at 0 bytes, ext4 writes a file out before it is closed
         self._wait()
         self._unhashed, self._num_unhashed_bytes = [], 0
         self._file.seek(0)
