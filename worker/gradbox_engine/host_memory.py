@@ -8,6 +8,7 @@ from typing import Final
 
 MEMINFO: Final = "/proc/meminfo"
 STATUS: Final = "/proc/self/status"
+STATM: Final = "/proc/self/statm"
 CGROUP_OF_SELF: Final = "/proc/self/cgroup"
 CGROUPS: Final = "/sys/fs/cgroup"
 KIB: Final = 1024
@@ -32,8 +33,14 @@ def private_bytes() -> int:
     return status_bytes("VmData")
 
 
+def resident_bytes() -> int:
+    """Return how much of this process is in memory: VmRSS, without the rest of its status."""
+    pages = _read(STATM).split()
+    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+
+
 def status_bytes(name: str) -> int:
-    """Return a field of this process's status, as proc(5) names it: VmRSS, VmHWM, VmData."""
+    """Return a field of this process's status, as proc(5) names it: VmHWM, VmData."""
     return _field(STATUS, f"{name}:") * KIB
 
 

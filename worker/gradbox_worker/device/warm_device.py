@@ -140,7 +140,7 @@ class WarmDevice:
         self._gauge.end()
         match answer:
             case Finished():
-                return RunFinished(receipt=answer.receipt, result=answer.result)
+                return RunFinished(result=answer.result)
             case Stopped():
                 return RunStopped()
         self._spoilt_by = answer  # whose error keeps tensors that must not be freed, see `Caught`
