@@ -51,8 +51,8 @@ def run(name, shards, memory):
         inputs=[{"shards": [{"blob": digest, "prefix": prefix} for prefix in shards]}],
     )
     work = Work(
-        job_id=name, attempt=1, model="wide", model_version=model.version, spec=spec, spec_digest="d",
-        result_path=folder / f"{name}.safetensors", earlier_result=None, queued_s=0.0,
+        job_id=name, attempt=1, model="wide", model_version=model.version, spec=spec,
+        spec_digest="d", result_path=folder / f"{name}.safetensors", earlier_result=None, queued_s=0.0,
     )
     return execute(work, registry=registry, blobs=blob_store(folder / "data"), kept=KeptGraphs(),
         observer=Silent(), result_memory_bytes=memory)
