@@ -52,7 +52,7 @@ def run(name, shards, memory):
     )
     work = Work(
         job_id=name, attempt=1, model="wide", model_version=model.version, spec=spec,
-        spec_digest="d", result_path=folder / f"{name}.safetensors", earlier_result=None, queued_s=0.0,
+        spec_digest="d", result_path=folder / f"{name}.safetensors", queued_s=0.0,
     )
     return execute(work, registry=registry, blobs=blob_store(folder / "data"), kept=KeptGraphs(),
         observer=Silent(), result_memory_bytes=memory)

@@ -12,7 +12,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import redis
 import rq
@@ -67,7 +67,7 @@ class RqTurns:
         removed = 0
         for rq_id in [rq_id for rq_id in self._queue.get_job_ids() if turn_of(rq_id) == turn]:
             # A worker takes a turn by one command, too: it is either in the list or taken.
-            removed += cast(int, self._redis.lrem(self._queue.key, 0, rq_id))
+            removed += self._redis.lrem(self._queue.key, 0, rq_id)
         return removed > 0
 
     def waiting(self) -> Sequence[Turn]:

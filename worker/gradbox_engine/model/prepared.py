@@ -99,9 +99,10 @@ def model_devices(model: nn.Module) -> tuple[torch.device, ...]:
     A model that lies on several devices moves what its modules hand on by itself.
     """
     modules = list(model.modules())
-    tables = chain((m._parameters for m in modules), (m._buffers for m in modules))
-    devices = {t.device: None for table in tables for t in table.values() if t is not None}
-    return tuple(devices) or (torch.device("cpu"),)
+    parameters = (tensor for module in modules for tensor in module._parameters.values())
+    buffers = (tensor for module in modules for tensor in module._buffers.values())
+    found = (tensor.device for tensor in chain(parameters, buffers) if tensor is not None)
+    return tuple(dict.fromkeys(found)) or (torch.device("cpu"),)
 
 
 def model_device(model: nn.Module) -> torch.device:
