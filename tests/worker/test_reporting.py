@@ -11,11 +11,13 @@ from gradbox_worker.models.registry import Registry
 
 def phases_told(*steps: tuple[float, str]) -> list[str]:
     """Return the phases that are told, given when a job's steps come in seconds."""
-    now = 0.0
+    times = iter([0.0, *(at for at, _ in steps)])
     told: list[FromDevice] = []
     gauge = Gauge(told.append, Registry({}, device=torch.device("cpu")))
-    reporter = Reporter(told.append, stop_requested=lambda: False, gauge=gauge, clock=lambda: now)
-    for now, phase in steps:
+    reporter = Reporter(
+        told.append, stop_requested=lambda: False, gauge=gauge, clock=lambda: next(times)
+    )
+    for _, phase in steps:
         reporter.step(phase, 0, 1)
     return [message.phase for message in told if isinstance(message, ProgressMade)]
 
