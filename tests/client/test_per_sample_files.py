@@ -30,7 +30,8 @@ import json, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from gradbox.protocol import JacobianSpec, ShardRef
+from gradbox.protocol import JacobianSpec, Receipt, ShardRef
+from gradbox.tensors.safetensors_header import read_header
 from gradbox_service.store import blob_store
 from gradbox_worker.work import Work
 from gradbox_worker.computations.execution import execute
@@ -51,13 +52,15 @@ def run(name, shards, memory):
     )
     work = Work(
         job_id=name, attempt=1, model="wide", model_version=model.version, spec=spec,
-        result_path=folder / f"{name}.safetensors", earlier_result=None, queued_s=0.0,
+        spec_digest="d", result_path=folder / f"{name}.safetensors", queued_s=0.0,
     )
     return execute(work, registry=registry, blobs=blob_store(folder / "data"), kept=KeptGraphs(),
         observer=Silent(), result_memory_bytes=memory)
 run("warm", ["0/"], memory)  # what torch allocates once
 done = run("job", ["0/", "1/"], memory)
-print(done.receipt.peak_memory_bytes - done.receipt.memory_before_bytes, done.result.size_bytes)
+header = read_header(folder / "job.safetensors")
+receipt = Receipt.model_validate_json(header.metadata["gradbox"])
+print(receipt.peak_memory_bytes - receipt.memory_before_bytes, done.result.size_bytes)
 """
 
 

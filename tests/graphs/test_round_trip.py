@@ -212,3 +212,21 @@ def test_a_real_tensor_makes_others_of_a_size_that_is_not_known_yet() -> None:
     z = torch.arange(6.0).reshape(3, 2)
     traced = trace(loss, positional=1)
     assert build(traced.graph, traced.tensors, device="cpu")(z) == loss(z)
+
+
+def test_two_functions_of_one_graph_keep_their_own_tensors() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, z: Tensor) -> Tensor:
+            return (z * self.scale).sum()
+
+    traced = trace(Scaled(), positional=1)
+    one, own = rebuilt(traced)
+    other, _ = rebuilt(traced)
+    with torch.no_grad():
+        own["scale"].fill_(3.0)
+    z = torch.ones(4)
+    assert (one(z), other(z)) == (12.0, 8.0)

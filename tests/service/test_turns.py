@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import redis
 import rq
 
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import QUEUE, SERIALIZER, TASK, RqTurns, Turn
+from gradbox_service.jobs.turns import turn_of
 from gradbox_worker.turns.rq_bookkeeping import QueueOfTurns
 
 
@@ -19,13 +18,11 @@ def test_turns_are_waiting_in_the_order_they_were_fed(backing: Backing) -> None:
     assert list(backing.turns.waiting()) == turns
 
 
-def test_rq_is_given_the_id_as_json_and_the_tasks_name(connection: redis.Redis) -> None:
+def test_rq_is_given_an_id_and_nothing_else(connection: redis.Redis) -> None:
     RqTurns(connection).feed(Turn("some-job", 1))
-    queue = rq.Queue(QUEUE, connection=connection, serializer=SERIALIZER)
-    (job,) = queue.jobs
-    assert (job.func_name, job.args, job.kwargs) == (TASK, ["some-job"], {})
-    assert (job.timeout, job.result_ttl) == (-1, 0)
-    assert json.loads(job.data.decode()) == [TASK, None, ["some-job"], {}]
+    (rq_id,) = rq.Queue(QUEUE, connection=connection).get_job_ids()
+    assert turn_of(rq_id) == Turn("some-job", 1)
+    assert not connection.keys("rq:job:*")
 
 
 def test_a_worker_takes_a_turn_by_its_id_and_leaves_out_what_is_none(

@@ -126,8 +126,7 @@ class Box:
         assert record.result is not None
         assert record.result.sha256 == hashlib.sha256(content).hexdigest()
         assert record.result.size_bytes == len(content)
-        receipt = Receipt.model_validate_json(read_header(path).metadata["gradbox"])
-        return load_file(path), receipt
+        return load_file(path), receipt_at(path)
 
 
 class WorkerProcess:
@@ -285,3 +284,8 @@ def running(record: JobRecord) -> bool:
 def shards_of(num: int, *, seed: int = 0) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [{"x": torch.randn(4, 3, generator=generator)} for _ in range(num)]
+
+
+def receipt_at(path: Path) -> Receipt:
+    """Return the receipt in a result file."""
+    return Receipt.model_validate_json(read_header(path).metadata["gradbox"])

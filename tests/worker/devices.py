@@ -49,6 +49,7 @@ def work_of(box: Box, device: DeviceProcess, *, seed: int = 0) -> Work:
         model=device.models[0].name,
         model_version=device.models[0].version,
         spec=box.spec(shards_of(3), seed=seed),
+        spec_digest="d",
         result_path=box.folder / "results" / "j.1.safetensors",
         queued_s=0.0,
     )

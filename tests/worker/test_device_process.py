@@ -10,7 +10,7 @@ import pytest
 from gradbox_worker.device import DeviceProcess
 from gradbox_worker.device.exits import exit_of
 from gradbox_worker.work import Died, Finished
-from tests.worker.box import Box, register_misbehaving
+from tests.worker.box import Box, receipt_at, register_misbehaving
 from tests.worker.devices import Watching, box_in, device_of, work_of
 
 
@@ -41,9 +41,9 @@ def test_a_watcher_that_fails_does_not_leave_an_answer_for_the_next_job(
 ) -> None:
     with pytest.raises(ArithmeticError):
         device.run(work_of(box, device, seed=1), Failing())
-    outcome = device.run(work_of(box, device, seed=2), Watching())
-    assert isinstance(outcome, Finished)
-    assert outcome.receipt.seed == 2
+    work = work_of(box, device, seed=2)
+    assert isinstance(device.run(work, Watching()), Finished)
+    assert receipt_at(work.result_path).seed == 2
 
 
 def test_a_death_is_noticed_while_the_models_own_child_lives_on(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradbox.errors import LossNotFinite
-from gradbox.protocol import BuiltinLoss, JobState, ProgressView, TensorRef
+from gradbox.protocol import BuiltinLoss, JobState, ProgressView, TensorRef, spec_digest
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import MemoryTurns
 from gradbox_worker.turns.inline import InlineWorker
@@ -47,9 +47,11 @@ def test_it_announces_itself_and_its_models(box: Box) -> None:
 
 def test_a_job_is_done_with_the_gradient_of_its_loss(box: Box) -> None:
     shards = shards_of(3)
-    record = box.wait(box.submit(box.spec(shards)))
+    spec = box.spec(shards)
+    record = box.wait(box.submit(spec))
     assert record.state is JobState.DONE, record.error
     tensors, receipt = box.result(record)
+    assert receipt.spec_digest == spec_digest(spec)
     torch.manual_seed(0)
     from tests.worker.zoo import Affine
 

@@ -24,7 +24,7 @@ from gradbox_worker.models.registry import Registry
 from gradbox_worker.turns.inline import InlineDevice
 from gradbox_worker.work import Finished, Stopped, Work
 from tests.worker import zoo
-from tests.worker.box import Box, register_misbehaving, shards_of
+from tests.worker.box import Box, receipt_at, register_misbehaving, shards_of
 
 NUM_SHARDS = 3
 
@@ -68,6 +68,7 @@ class Device:
                 "model": spec.model,
                 "model_version": self.versions[spec.model],
                 "spec": spec,
+                "spec_digest": "d",
                 "result_path": self.box.folder / f"{self._num_jobs}.safetensors",
                 "queued_s": 0.0,
                 **given,
@@ -103,7 +104,7 @@ class Device:
         spec = GradientSpec(**(told | given))
         work, answer = self.run(spec, observer=observer, earlier_result=path)
         assert isinstance(answer, Finished), answer
-        receipt = answer.receipt
+        receipt = receipt_at(work.result_path)
         retained, replayed = receipt.shards_retained, receipt.shards_replayed
         assert retained is not None
         assert replayed is not None

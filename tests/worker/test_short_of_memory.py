@@ -55,6 +55,7 @@ def run(box: Box, device: DeviceProcess, model: str) -> Outcome:
         model=model,
         model_version=version,
         spec=box.spec(shards_of(2), model=model, wrt=["linear.*"]),
+        spec_digest="d",
         result_path=result_of(box, model),
         queued_s=0.0,
     )

@@ -18,9 +18,7 @@ from gradbox.protocol import (
     ModelView,
     Problem,
     ProgressView,
-    Receipt,
     ResultView,
-    Seconds,
 )
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord, MemoryRecords, Transition, WorkerPresence
@@ -33,13 +31,7 @@ from tests.worker.box import Box, shards_of
 
 QUICK = Patience(beat_s=0.0, progress_s=0.0, cancel_grace_s=7.0, timeout_grace_s=3.0)
 
-RECEIPT = Receipt(
-    protocol=1, job="j", spec_digest="d", computation="gradient", model="m", model_version="v",
-    seed=0, mode="eval", precision="fp32", device="cpu", torch="0", gradbox="0", loss=1.0,
-    shards={"z": 1}, shards_retained=0, shards_replayed=1, replay_difference=0.0,
-    seconds=Seconds(), peak_memory_bytes=1, memory_before_bytes=1,
-)  # fmt: skip
-FINISHED = Finished(RECEIPT, ResultView(size_bytes=3, sha256="0" * 64))
+FINISHED = Finished(ResultView(size_bytes=3, sha256="0" * 64))
 
 
 class ScriptedDevice:

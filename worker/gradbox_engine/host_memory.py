@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from typing import Final
 
 MEMINFO: Final = "/proc/meminfo"
 STATUS: Final = "/proc/self/status"
+STATM: Final = "/proc/self/statm"
 CGROUP_OF_SELF: Final = "/proc/self/cgroup"
 CGROUPS: Final = "/sys/fs/cgroup"
 KIB: Final = 1024
@@ -32,23 +34,44 @@ def private_bytes() -> int:
     return status_bytes("VmData")
 
 
+def resident_bytes() -> int:
+    """Return how much of this process is in memory: VmRSS, without the rest of its status."""
+    pages = _read(STATM).split()
+    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+
+
 def status_bytes(name: str) -> int:
-    """Return a field of this process's status, as proc(5) names it: VmRSS, VmHWM, VmData."""
+    """Return a field of this process's status, as proc(5) names it: VmHWM, VmData."""
     return _field(STATUS, f"{name}:") * KIB
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    own = _read(CGROUP_OF_SELF).decode().rpartition("0::")[2].strip()
-    names = [name for name in own.split("/") if name]
-    depths = range(len(names) + 1)
-    groups = [(f"{CGROUPS}/{'/'.join(names[:depth])}", VERSION_2) for depth in depths]
-    for folder, (limit_file, used_file, cached) in (*groups, (f"{CGROUPS}/memory", VERSION_1)):
+    for folder, (limit_file, used_file, cached) in _cgroups(CGROUP_OF_SELF, CGROUPS):
         limit = _read(f"{folder}/{limit_file}").strip()
         if not limit.isdigit():  # not a group, or one without a limit
             continue
         used = _read(f"{folder}/{used_file}").strip()
         if used.isdigit():
             yield max(0, int(limit) - int(used) + _field(f"{folder}/memory.stat", cached))
+
+
+@cache
+def _cgroups(of_self: str, mounted: str) -> list[tuple[str, tuple[str, str, str]]]:
+    """Return the folders of the groups around this process that may have a limit, looked up once.
+
+    Args:
+        of_self: the file that names the group.
+        mounted: the folder of all groups.
+    """
+    own = _read(of_self).decode().rpartition("0::")[2].strip()
+    names = [name for name in own.split("/") if name]
+    depths = range(len(names) + 1)
+    groups = [(f"{mounted}/{'/'.join(names[:depth])}", VERSION_2) for depth in depths]
+    return [
+        (folder, files)
+        for folder, files in (*groups, (f"{mounted}/memory", VERSION_1))
+        if os.path.exists(f"{folder}/{files[0]}")
+    ]
 
 
 def _field(path: str, name: str) -> int:

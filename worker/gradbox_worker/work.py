@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from gradbox.protocol import JobSpec, ModelView, Problem, Receipt, ResultView
+from gradbox.protocol import JobSpec, ModelView, Problem, ResultView
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Work:
     model: str  # as registered
     model_version: str  # which the box had when it accepted the job
     spec: JobSpec
+    spec_digest: str  # for its receipt
     result_path: Path  # written whole or not at all
     queued_s: float  # how long the job waited, for its receipt
     earlier_result: Path | None = None  # of the job it goes on from
@@ -35,7 +36,6 @@ class Work:
 class Finished:
     """The result file stands at `Work.result_path`."""
 
-    receipt: Receipt
     result: ResultView
 
 

@@ -8,7 +8,8 @@ same order as it would have seen from the Python function, so value and gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -24,9 +25,15 @@ from gradbox.interpreting.in_place_copies import Copies, uncopied
 _Values = dict[str, Any]
 _Reader = Callable[[_Values], Any]
 
-# Where the values of a run keep the caller's grad mode and its copies; no node has such a name.
+# Where the values of a run keep the caller's grad mode, its copies, and the tensors that the graph
+# was built with; no node has such a name.
 _OUTER: Final = ""
 _COPIES: Final = "="
+_TENSORS: Final = "#"
+
+# A loss comes back with every step of a training loop. Of larger graphs no program is kept.
+_KEPT_PROGRAMS: Final = 32
+_KEPT_CHARACTERS: Final = 2**16
 
 
 def build(
@@ -49,8 +56,10 @@ def build(
     Raises:
         GraphRefused: `check_graph` refuses it.
     """
-    check_graph(graph, tensors)
-    return GraphFunction(graph, tensors, torch.device(device), buffers)
+    text = repr(graph.model_dump())
+    program = _program if len(text) <= _KEPT_CHARACTERS else _program.__wrapped__
+    made = program(_Posted(text, graph), frozenset(tensors), torch.device(device))
+    return GraphFunction(made, tensors, buffers)
 
 
 class GraphFunction:
@@ -66,30 +75,13 @@ class GraphFunction:
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        tensors: Mapping[str, torch.Tensor],
-        device: torch.device,
-        buffers: Collection[str],
+        self, program: _Program, tensors: Mapping[str, torch.Tensor], buffers: Collection[str]
     ) -> None:
-        self.arguments = arguments_of(graph)
+        self.arguments = program.arguments
         self.buffers: dict[str, torch.Tensor] = {}
-        read = dict.fromkeys(node.target for node in graph.nodes if node.op == "get_attr")
-        self._tensors = {name: tensors[name].to(device) for name in read}
-        self._kept = [name for name in read if name in buffers]
-        self._writes = any(_writes(node) for node in graph.nodes)
-        self._output = _reader(graph.nodes[-1].args[0], device)
-        self._steps = [
-            _Step(
-                name=node.name,
-                operation=f"{node.target} (node {node.name!r})",
-                run=self._operation(node, device),
-                last_used=tuple(names),
-            )
-            for node, names in zip(graph.nodes, _last_uses(graph), strict=True)
-            if node.op not in ("placeholder", "output")
-        ]
-        self._names = tuple(node.name for node in graph.nodes if node.op == "placeholder")
+        self._program = program
+        self._tensors = {name: tensors[name].to(program.device) for name in program.reads}
+        self._kept = [name for name in program.reads if name in buffers]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph.
@@ -99,9 +91,11 @@ class GraphFunction:
         """
         grad_enabled = torch.is_grad_enabled()
         values = {_OUTER: grad_enabled, _COPIES: Copies(grad_enabled=grad_enabled)}
+        values[_TENSORS] = self._tensors
         values |= self._bind(args, kwargs, values)
+        program = self._program
         try:
-            for step in self._steps:
+            for step in program.steps:
                 try:
                     values[step.name] = step.run(values)
                 except Exception as error:
@@ -110,9 +104,9 @@ class GraphFunction:
                 for name in step.last_used:
                     del values[name]
             self.buffers = {
-                name: self._own(self._tensors[name], values).detach() for name in self._kept
+                name: program.own(self._tensors[name], values).detach() for name in self._kept
             }
-            return uncopied(self._output(values))
+            return uncopied(program.output(values))
         finally:
             torch.set_grad_enabled(grad_enabled)
 
@@ -129,21 +123,65 @@ class GraphFunction:
                 f"{len(args)} by position and by name: {', '.join(kwargs) or 'none'}"
             )
         return {
-            name: self._own(given[argument], values)
-            for name, argument in zip(self._names, self.arguments, strict=True)
+            name: self._program.own(given[argument], values)
+            for name, argument in zip(self._program.names, self.arguments, strict=True)
         }
+
+
+@dataclass(frozen=True)
+class _Posted:
+    """A graph; two are the same where `text` is."""
+
+    text: str
+    graph: Graph = field(compare=False)
+
+
+@lru_cache(_KEPT_PROGRAMS)
+def _program(posted: _Posted, tensors: frozenset[str], device: torch.device) -> _Program:
+    """Check a graph and make its program; raises as `check_graph` does."""
+    check_graph(posted.graph, tensors)
+    return _Program(posted.graph, device)
+
+
+class _Program:
+    """What runs for a graph, whatever tensors it reads.
+
+    Attributes:
+        arguments: the names of its arguments in order.
+        names: the names of their nodes.
+        reads: the names of the tensors that it is built with.
+    """
+
+    def __init__(self, graph: Graph, device: torch.device) -> None:
+        self.device = device
+        self.arguments = arguments_of(graph)
+        self.names = tuple(node.name for node in graph.nodes if node.op == "placeholder")
+        self.reads = tuple({node.target: None for node in graph.nodes if node.op == "get_attr"})
+        self.output = _reader(graph.nodes[-1].args[0], device)
+        self._writes = any(_writes(node) for node in graph.nodes)
+        self.steps = [
+            _Step(
+                name=node.name,
+                operation=f"{node.target} (node {node.name!r})",
+                run=self._operation(node, device),
+                last_used=tuple(names),
+            )
+            for node, names in zip(graph.nodes, _last_uses(graph), strict=True)
+            if node.op not in ("placeholder", "output")
+        ]
+
+    def own(self, value: Any, values: _Values) -> Any:
+        """Return a value that the graph may write into."""
+        return values[_COPIES].of(value) if self._writes else value
 
     def _operation(self, node: Node, device: torch.device) -> _Reader:
         if node.op == "get_attr":
-            tensor = self._tensors[node.target]
-            return lambda values: self._own(tensor, values)
+            target = node.target
+            return lambda values: self.own(values[_TENSORS][target], values)
         if node.target == allow_list.GRAD_MODE:
             enabled = node.args[0]
             return lambda values: torch._C._set_grad_enabled(enabled and values[_OUTER])
         return _call(node, device)
-
-    def _own(self, value: Any, values: _Values) -> Any:
-        return values[_COPIES].of(value) if self._writes else value
 
 
 class _Call:

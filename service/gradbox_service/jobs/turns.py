@@ -1,7 +1,8 @@
 """Turns: job ids in RQ's list. A turn says "run this job next" and can be lost without harm.
 
-RQ carries nothing but the id, under its JSON serializer, and names the worker's function by its
-dotted name, so the service never imports the worker.
+RQ's list has nothing but an id of each turn, which says all there is to know of it: the worker
+makes the job of RQ that it runs of that, and names its function by its dotted name, so the service
+never imports the worker.
 """
 
 from __future__ import annotations
@@ -57,19 +58,7 @@ class RqTurns:
     def feed(self, turn: Turn) -> None:
         # The same turn may be fed twice. RQ must not take the second for the first, so each has an
         # id of its own.
-        job = self._queue.create_job(
-            TASK,
-            args=[turn.job_id],
-            job_id=f"{turn.job_id}-{turn.attempt}-{secrets.token_hex(4)}",
-            timeout=NO_TIMEOUT,
-            result_ttl=0,
-            description=f"attempt {turn.attempt} of job {turn.job_id}",
-        )
-        # The id is pushed last: half of this is a turn that nobody takes.
-        with self._redis.pipeline(transaction=False) as pipe:
-            job.save(pipeline=pipe)
-            self._queue.push_job_id(job.id, pipeline=pipe)
-            pipe.execute()
+        self._queue.push_job_id(f"{turn.job_id}-{turn.attempt}-{secrets.token_hex(4)}")
 
     def take_back(self) -> None:
         self._queue.empty()  # type: ignore[no-untyped-call]  # RQ does not annotate it
@@ -78,9 +67,7 @@ class RqTurns:
         removed = 0
         for rq_id in [rq_id for rq_id in self._queue.get_job_ids() if turn_of(rq_id) == turn]:
             # A worker takes a turn by one command, too: it is either in the list or taken.
-            if self._redis.lrem(self._queue.key, 0, rq_id):
-                self._redis.delete(rq.job.Job.key_for(rq_id))
-                removed += 1
+            removed += self._redis.lrem(self._queue.key, 0, rq_id)
         return removed > 0
 
     def waiting(self) -> Sequence[Turn]:

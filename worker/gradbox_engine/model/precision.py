@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ def replay_tolerance(precision: Precision, dtype: torch.dtype) -> float:
     return max(REPLAY_TOLERANCE.get(precision, 0.0), REPLAY_TOLERANCE[dtype])
 
 
+@cache
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients of `dtype` are summed: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -32,12 +33,17 @@ class Prepared:
     options: CallOptions
     inputs: Mapping[str, Sequence[str]]  # by group, the arguments whose gradients are wanted
     devices: tuple[torch.device, ...]  # on which the model lies; inputs and Z on the first one
-    parameter_storages: frozenset[int]  # addresses
+    model: nn.Module
 
     @property
     def device(self) -> torch.device:
         """Where shards go to, and Z is."""
         return self.devices[0]
+
+    @cached_property
+    def parameter_storages(self) -> frozenset[int]:
+        """The addresses of the parameters' storages; few jobs ask."""
+        return frozenset(p.untyped_storage().data_ptr() for p in self.model.parameters())
 
 
 @contextmanager
@@ -83,9 +89,7 @@ def prepared(
             options=options,
             inputs=inputs,
             devices=devices,
-            parameter_storages=frozenset(
-                parameter.untyped_storage().data_ptr() for parameter in model.parameters()
-            ),
+            model=model,
         )
 
 
@@ -94,8 +98,11 @@ def model_devices(model: nn.Module) -> tuple[torch.device, ...]:
 
     A model that lies on several devices moves what its modules hand on by itself.
     """
-    tensors = chain(model.parameters(), model.buffers())
-    return tuple(dict.fromkeys(tensor.device for tensor in tensors)) or (torch.device("cpu"),)
+    modules = list(model.modules())
+    parameters = (tensor for module in modules for tensor in module._parameters.values())
+    buffers = (tensor for module in modules for tensor in module._buffers.values())
+    found = (tensor.device for tensor in chain(parameters, buffers) if tensor is not None)
+    return tuple(dict.fromkeys(found)) or (torch.device("cpu"),)
 
 
 def model_device(model: nn.Module) -> torch.device:

@@ -135,7 +135,7 @@ class WideJob:
             )
             metadata = metadata_of(receipt, computed.metadata, rounding)
             result = result_file.commit(rounded, metadata=metadata)
-        return RunFinished(receipt=receipt, result=result)
+        return RunFinished(result=result)
 
     def _range_job(
         self,

@@ -21,7 +21,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -97,10 +97,8 @@ class CheckpointFile:
         """
         self.resumed = 0
         self._folder, self._job_id = folder, job_id
-        self._path = checkpoint_path(folder, job_id)
         # An attempt that is thought dead may still write: never into another one's file.
-        self._own = folder / f"{job_id}.{attempt}.safetensors"
-        self._own_rows = folder / f"{job_id}.{attempt}.rows"
+        self._own = f"{job_id}.{attempt}"
         self._room = Room(folder, disk_reserve_bytes)
         self._result = result
         self._rounding = rounding or RoundedGradients("exact")
@@ -110,6 +108,10 @@ class CheckpointFile:
         self._began = self._written_at = clock()
         self._last_s = self._total_s = 0.0
         self._num_written = 0
+
+    @property
+    def _path(self) -> Path:
+        return checkpoint_path(self._folder, self._job_id)
 
     def due(self) -> bool:
         """Tell whether it is time to write the state."""
@@ -123,6 +125,7 @@ class CheckpointFile:
         there.
         """
         began = self._clock()
+        own, rows = (self._folder / f"{self._own}.{kind}" for kind in ("safetensors", "rows"))
         if not self._num_written:
             num_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
             self._last_s = num_bytes / SLOW_DISK_BYTES_PER_S
@@ -136,13 +139,11 @@ class CheckpointFile:
                 "names": list(checkpoint.tensors),
                 "dims": _dims_in_memory(checkpoint.tensors),
                 "rounding_error": self._rounding.error,
-                "rows": None if self._result is None else self._result.keep(self._own_rows),
+                "rows": None if self._result is None else self._result.keep(rows),
             }
             metadata = {METADATA_KEY: json.dumps(document)}
-            write_result(
-                self._own, checkpoint.tensors, metadata=metadata, room=self._room, flush=True
-            )
-            put_in_place(self._own, self._path)
+            write_result(own, checkpoint.tensors, metadata=metadata, room=self._room, flush=True)
+            put_in_place(own, self._path)
         except (StorageFull, InvalidInputs, OSError) as error:
             log.warning("no checkpoint of %s: %s", self._job_id, error)
         self._written_at = self._clock()
@@ -163,9 +164,10 @@ class CheckpointFile:
             another device, a file that is not whole, rows that another process still writes. What
             is of no use is removed.
         """
-        found = self._read()
+        left = files_of(self._folder, self._job_id)
+        found = self._read() if self._path in left else None
         if found is None:
-            self.remove()
+            _remove(left)
         return found
 
     def _read(self) -> Checkpoint | None:
@@ -186,8 +188,6 @@ class CheckpointFile:
                     return None
                 self._rounding.error = float(document["rounding_error"])
                 self.resumed = int(document["resumed"]) + 1
-        except FileNotFoundError:
-            return None
         except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
             log.warning("the checkpoint of %s cannot be read: %s", self._job_id, error)
             return None
@@ -195,14 +195,18 @@ class CheckpointFile:
 
     def remove(self) -> None:
         """Remove what attempts at the job kept."""
-        for path in files_of(self._folder, self._job_id):
-            path.unlink(missing_ok=True)
+        _remove(files_of(self._folder, self._job_id))
 
     def _has_rows(self, name: str | None) -> bool:
         """Go on with the rows in place that a checkpoint counts on; False if that cannot be."""
         return name is None or (
             self._result is not None and self._result.go_on(self._folder / Path(name).name)
         )
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def checkpoint_path(folder: Path, job_id: str) -> Path:

@@ -14,7 +14,6 @@ from typing import Final
 
 import torch
 
-from gradbox.protocol import spec_digest
 from gradbox_engine import Observer
 from gradbox_service.store import Room
 from gradbox_worker.computations import forward, gradient, mixed_gradient, per_sample
@@ -244,7 +243,7 @@ def _run(
         metadata = metadata_of(receipt, computed.metadata, rounding)
         result = result_file.commit(rounded, metadata=metadata)
     kept.keep(work, computed.kept)
-    return Finished(receipt=receipt, result=result)
+    return Finished(result)
 
 
 def _identity(work: Work, *, devices: Sequence[torch.device]) -> dict[str, str]:
@@ -253,7 +252,7 @@ def _identity(work: Work, *, devices: Sequence[torch.device]) -> dict[str, str]:
     Of a GPU it is the kind: the job may go on another one of them.
     """
     return {
-        "spec": spec_digest(work.spec),
+        "spec": work.spec_digest,
         "model": work.model_version,
         "device": kind_of(*devices),
         "torch": torch.__version__,

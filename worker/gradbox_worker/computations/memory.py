@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from gradbox.protocol import DeviceMemory
-from gradbox_engine.host_memory import status_bytes
+from gradbox_engine.host_memory import resident_bytes, status_bytes
 from gradbox_worker.computations.placement import memory_bytes
 
 CLEAR_REFS: Final = "/proc/self/clear_refs"
@@ -55,13 +55,15 @@ class PeakMemory:
             torch.cuda.synchronize(gpu)
         if self._gpus:
             return sum(map(torch.cuda.max_memory_allocated, self._gpus)), self._before_bytes
-        return _resident("VmHWM"), self._before_bytes
+        return status_bytes("VmHWM") or _highest_resident_bytes(), self._before_bytes
 
 
 def used_bytes(*devices: torch.device) -> int:
     """Return how many bytes are in the devices' memory now."""
     gpus = [device for device in devices if device.type == "cuda"]
-    return sum(map(torch.cuda.memory_allocated, gpus)) if gpus else _resident("VmRSS")
+    if gpus:
+        return sum(map(torch.cuda.memory_allocated, gpus))
+    return resident_bytes() or _highest_resident_bytes()
 
 
 def measure_device(
@@ -92,9 +94,7 @@ def _reset_high_water_mark() -> None:
     os.close(descriptor)
 
 
-def _resident(field: str) -> int:
-    found = status_bytes(field)
-    if found:
-        return found
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # not Linux
+def _highest_resident_bytes() -> int:
+    """Return it since the process's start, where there is no /proc."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gradbox.protocol import PROTOCOL, Receipt, Seconds, spec_digest
+from gradbox.protocol import PROTOCOL, Receipt, Seconds
 from gradbox_engine.requests import Phase
 from gradbox_worker.computations.memory import PeakMemory
 from gradbox_worker.files.rounded_gradients import RoundedGradients
@@ -53,7 +53,7 @@ def receipt_of(
     return Receipt(
         protocol=PROTOCOL,
         job=work.job_id,
-        spec_digest=spec_digest(spec),
+        spec_digest=work.spec_digest,
         computation=spec.computation,
         model=model,
         model_version=model_version,

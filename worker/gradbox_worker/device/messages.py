@@ -17,7 +17,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from gradbox.protocol import DeviceMemory, JobSpec, ModelView, Problem, Receipt, ResultView
+from gradbox.protocol import DeviceMemory, JobSpec, ModelView, Problem, ResultView
 
 
 class Frame(BaseModel):
@@ -59,6 +59,7 @@ class Run(Frame):
     model: str
     model_version: str
     spec: JobSpec
+    spec_digest: str
     result_path: Path
     earlier_result: Path | None = None
     queued_s: float
@@ -128,7 +129,6 @@ class MemoryMeasured(Frame):
 
 class RunFinished(Frame):
     kind: Literal["finished"] = "finished"
-    receipt: Receipt
     result: ResultView
 
 

@@ -260,7 +260,7 @@ class DeviceProcess:
                 case MemoryMeasured():
                     self.memory = answer.memory
                 case RunFinished():
-                    return Finished(answer.receipt, answer.result)
+                    return Finished(answer.result)
                 case RunFailed():
                     if answer.leaving:
                         self._end_child()

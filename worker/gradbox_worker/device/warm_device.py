@@ -43,6 +43,8 @@ from gradbox_worker.models.registry import Registry
 from gradbox_worker.work import Finished, Stopped, Work
 
 REPORT_S: Final = 0.1
+# A job shorter than this tells its first step alone.
+SHORT_JOB_S: Final = 0.02
 MEASURE_S: Final = 0.5
 
 
@@ -104,7 +106,7 @@ class WarmDevice:
         self._blobs, self._kept = blob_store(settings.data), KeptGraphs()
         pace_s = settings.checkpoint_after_s
         self._pace = None if pace_s is None else Pace.after(pace_s)
-        self._gauge = _Gauge(tell, self.registry)
+        self._gauge = Gauge(tell, self.registry)
         self._spoilt_by: Caught | None = None
 
     def memory(self) -> DeviceMemory:
@@ -140,7 +142,7 @@ class WarmDevice:
         self._gauge.end()
         match answer:
             case Finished():
-                return RunFinished(receipt=answer.receipt, result=answer.result)
+                return RunFinished(result=answer.result)
             case Stopped():
                 return RunStopped()
         self._spoilt_by = answer  # whose error keeps tensors that must not be freed, see `Caught`
@@ -159,7 +161,7 @@ class WarmDevice:
         return Reporter(self._tell, stop_requested=stop_requested, gauge=self._gauge)
 
 
-class _Gauge:
+class Gauge:
     """Tells what is in the device's memory, now and then."""
 
     def __init__(self, tell: Callable[[FromDevice], None], registry: Registry) -> None:
@@ -202,12 +204,20 @@ class Reporter:
         tell: Callable[[FromDevice], None],
         *,
         stop_requested: Callable[[], bool],
-        gauge: _Gauge,
+        gauge: Gauge,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Begin with the job.
+
+        Args:
+            clock: returns seconds.
+        """
         self._tell = tell
         self._stop_requested = stop_requested
         self._gauge = gauge
+        self._clock = clock
         self._phase = ""
+        self._began_at = clock()
         self._reported_at = 0.0
 
     def step(self, phase: str, done: int, total: int) -> None:
@@ -219,8 +229,10 @@ class Reporter:
         if self._stop_requested():
             raise StopNow
         self._gauge.step()
-        now = time.monotonic()
-        if phase == self._phase and now - self._reported_at < REPORT_S:
+        now = self._clock()
+        tells_phase = not self._phase or now - self._began_at >= SHORT_JOB_S
+        is_new = phase != self._phase and tells_phase
+        if not is_new and now - self._reported_at < REPORT_S:
             return
         self._phase, self._reported_at = phase, now
         self._tell(ProgressMade(phase=phase, done=done, total=total))

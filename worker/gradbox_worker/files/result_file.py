@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,19 +59,10 @@ def write_result(
     room.check(sum(tensor.nbytes for tensor in tensors.values()), what=RESULT)
     make_folder(path.parent)
     try:
-        with (
-            room.noticing_a_full_disk(what=RESULT),
-            beside.open("wb") as file,
-            ThreadPoolExecutor(1, "digest") as beside_writing,
-        ):
+        with room.noticing_a_full_disk(what=RESULT), open(beside, "wb") as file:
             for piece in _pieces(entries, tensors, metadata):
-                if len(piece) < HASHED_BESIDE_BYTES:
-                    digest.update(piece)
+                with _digested(piece, digest):
                     file.write(piece)
-                    continue
-                hashed = beside_writing.submit(digest.update, piece)
-                file.write(piece)
-                hashed.result()
             size_bytes = file.tell()
             if flush:
                 file.flush()
@@ -80,6 +72,19 @@ def write_result(
         beside.unlink(missing_ok=True)
         raise
     return ResultView(size_bytes=size_bytes, sha256=digest.hexdigest())
+
+
+@contextmanager
+def _digested(piece: bytes | memoryview, digest: hashlib._Hash) -> Iterator[None]:
+    """Add a piece to the digest, a large one while it is written."""
+    if len(piece) < HASHED_BESIDE_BYTES:
+        digest.update(piece)
+        yield
+        return
+    with ThreadPoolExecutor(1, "digest") as beside_writing:
+        hashed = beside_writing.submit(digest.update, piece)
+        yield
+        hashed.result()
 
 
 def check_storable(name: str, dtype: torch.dtype) -> None:

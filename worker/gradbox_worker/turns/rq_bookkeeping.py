@@ -4,7 +4,7 @@ A turn is a job of RQ whose record is ours, so RQ's own results, dependents, cal
 executions are of no use; left as they are, they are 75 commands a turn, most of them each a round
 trip. What is kept:
 
-    rq:queue:QUEUE          the turns that wait; rq:job:ID is what `rq info` shows of each
+    rq:queue:QUEUE          the ids of the turns that wait
     QUEUE:intermediate      a turn between dequeuing and begin, which RQ's maintenance takes back
     rq:worker:NAME          the worker's state and heartbeat, as `rq info` shows them
 
@@ -44,7 +44,7 @@ class TurnOfRq(Job):
 
     @classmethod
     def taken(cls, rq_id: str, turn: Turn, *, connection: redis.Redis) -> Job:
-        """Return it as `RqTurns.feed` made it."""
+        """Return it, made of its id alone."""
         return cls.create(
             TASK,
             args=[turn.job_id],
@@ -72,7 +72,7 @@ class QueueOfTurns(Queue):
         *_: Any,
         **__: Any,
     ) -> tuple[Job, Queue] | None:
-        """Take the next turn, without reading what `rq info` shows of it."""
+        """Take the next turn."""
         (queue,) = queues
         while (taken := cls.lmove(connection, queue.key, timeout)) is not None:
             rq_id = taken[1].decode()
@@ -120,9 +120,8 @@ class BookkeepingWorker(SimpleWorker):
         """Forget the turn: it is this worker's."""
         with self.connection.pipeline(transaction=False) as pipe:
             pipe.lrem(self.queues[0].intermediate_queue_key, 1, job.id)
-            pipe.delete(job.key)
             self.ask_beside(job, pipe)
-            _, _, *answers = pipe.execute()
+            _, *answers = pipe.execute()
         self._state = WorkerStatus.BUSY  # told by the first heartbeat of a turn that has one
         self.answered(job, answers)
         return Execution(uuid4().hex, job.id, self.connection, worker_name=self.name)
@@ -146,5 +145,4 @@ class BookkeepingWorker(SimpleWorker):
     def handle_job_failure(
         self, job: Job, queue: Queue, started_job_registry: Any = None, exc_string: str = ""
     ) -> None:
-        """Forget a turn that was not begun; the dispatcher feeds another."""
-        self.connection.delete(job.key)
+        """Do nothing for a turn that was not begun; the dispatcher feeds another."""

@@ -165,6 +165,7 @@ class TurnRunner:
             model=record.model,
             model_version=record.model_version,
             spec=spec,
+            spec_digest=record.spec_digest,
             result_path=self.results.path(record.id, attempt=record.attempt),
             earlier_result=self._earlier_result(spec),
             queued_s=max(0.0, (record.started_s or record.created_s) - record.created_s),
