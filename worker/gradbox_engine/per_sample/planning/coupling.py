@@ -18,9 +18,10 @@ from torch import Tensor
 from gradbox_engine.errors import CoupledSamples
 from gradbox_engine.per_sample.planning.probed_use import ProbeUses
 from gradbox_engine.per_sample.recording.batch_axis import (
+    EXTRA,
     BatchAxis,
     changed_dim,
-    find,
+    others_equal,
     samples_that_differ,
 )
 
@@ -34,9 +35,7 @@ class Mixing(NamedTuple):
 
 def others_differ(second: Tensor, third: Tensor, axis: BatchAxis, *, changed: int) -> bool:
     """Return whether a sample other than number `changed` differs beyond rounding."""
-    led = axis.lead(second), axis.lead(third)
-    others = slice(changed), slice(changed + 1, None)
-    if all(torch.equal(*(x[part] for x in led)) for part in others):
+    if others_equal(second, third, axis, changed):
         return False  # no rounding to be told from a difference
     differs = samples_that_differ(second, third, axis)
     differs[changed] = False
@@ -78,7 +77,8 @@ def _mixed(a: Tensor, b: Tensor, c: Tensor, uses: ProbeUses) -> bool | None:
         return False if b.shape != c.shape or not torch.equal(b, c) else None
     if dim < 0:  # samples in two dims, as in a matrix that multiplies them
         return False
-    axis = find(a, b, c, uses.samples, uses.changed)
-    if axis is not None and others_differ(b, c, axis, changed=uses.changed):
+    # An order is found for samples in a merged dim only where no other sample differs in it.
+    merged = (a.shape[dim], b.shape[dim]) != (uses.samples, uses.samples + EXTRA)
+    if not merged and others_differ(b, c, BatchAxis(dim), changed=uses.changed):
         return True
     return None

@@ -93,29 +93,27 @@ def find(
         return None
     if copies == 1:
         return BatchAxis(dim)
-    return _order(second, third, BatchAxis(dim, copies, 1), samples + EXTRA, changed)
+    return _order(second, third, BatchAxis(dim, copies, 1), changed)
 
 
-def _order(
-    second: Tensor, third: Tensor, guess: BatchAxis, samples: int, changed: int
-) -> BatchAxis | None:
+def _order(second: Tensor, third: Tensor, guess: BatchAxis, changed: int) -> BatchAxis | None:
     """Settle how a merged dim is laid out: every position that differs must be sample `changed`."""
     if second.shape != third.shape:
         return None
-    differs = (second != third).movedim(guess.dim, 0)
-    differs = differs.reshape(len(differs), -1).any(1)
     copies = guess.before
     for before in range(1, copies + 1):
         after, rest = divmod(copies, before)
-        if not rest and _only(differs.view(before, samples, after), changed):
-            return BatchAxis(guess.dim, before, after)
+        axis = BatchAxis(guess.dim, before, after)
+        if not rest and others_equal(second, third, axis, changed):
+            return axis
     return None
 
 
-def _only(differs: Tensor, changed: int) -> bool:
-    others = differs.clone()
-    others[:, changed] = False
-    return not bool(others.any())
+def others_equal(second: Tensor, third: Tensor, axis: BatchAxis, changed: int) -> bool:
+    """Return whether two tensors have the same numbers for all samples but number `changed`."""
+    led = axis.lead(second), axis.lead(third)
+    others = slice(changed), slice(changed + 1, None)
+    return all(torch.equal(*(x[part] for x in led)) for part in others)
 
 
 def samples_that_differ(second: Tensor, third: Tensor, axis: BatchAxis) -> Tensor:
