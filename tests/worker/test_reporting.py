@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from gradbox_worker.device.messages import FromDevice, ProgressMade
-from gradbox_worker.device.warm_device import REPORT_S, SHORT_JOB_S, Gauge, Reporter
+from gradbox_worker.device.warm_device import REPORT_S, Gauge, Reporter
 from gradbox_worker.models.registry import Registry
 
 
 def phases_told(*steps: tuple[float, str]) -> list[str]:
     """Return the phases that are told, given when a job's steps come in seconds."""
-    times = iter([0.0, *(at for at, _ in steps)])
+    times = iter([at for at, _ in steps])
     told: list[FromDevice] = []
     gauge = Gauge(told.append, Registry({}, device=torch.device("cpu")))
     reporter = Reporter(
@@ -22,14 +22,8 @@ def phases_told(*steps: tuple[float, str]) -> list[str]:
     return [message.phase for message in told if isinstance(message, ProgressMade)]
 
 
-def test_a_short_job_tells_its_first_step_alone() -> None:
-    early = SHORT_JOB_S / 2
-    assert phases_told((0.0, "forward"), (early, "cotangents"), (early, "replay")) == ["forward"]
-
-
 def test_a_new_phase_is_told_at_once() -> None:
-    later = SHORT_JOB_S * 2
-    steps = (0.0, "forward"), (later, "cotangents"), (later, "cotangents"), (later, "replay")
+    steps = (0.0, "forward"), (0.0, "cotangents"), (0.0, "cotangents"), (0.0, "replay")
     assert phases_told(*steps) == ["forward", "cotangents", "replay"]
 
 

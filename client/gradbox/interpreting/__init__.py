@@ -1,6 +1,6 @@
 """From a graph to a function, on the box. A graph is a stranger's: nothing here trusts it.
 
-Read `build` first: the interpreter over the graph's nodes. `bounded_arithmetic` holds Python
+Read `build` first, the function, and then `program`, its steps. `bounded_arithmetic` holds Python
 arithmetic to sizes that a tensor could have, `kernel_arguments` checks what a kernel would believe,
 `in_place_copies` keeps the caller's tensors from being written to, and `memory_meter` refuses a
 call before it allocates more than a budget.

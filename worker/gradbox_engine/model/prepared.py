@@ -98,11 +98,8 @@ def model_devices(model: nn.Module) -> tuple[torch.device, ...]:
 
     A model that lies on several devices moves what its modules hand on by itself.
     """
-    modules = list(model.modules())
-    parameters = (tensor for module in modules for tensor in module._parameters.values())
-    buffers = (tensor for module in modules for tensor in module._buffers.values())
-    found = (tensor.device for tensor in chain(parameters, buffers) if tensor is not None)
-    return tuple(dict.fromkeys(found)) or (torch.device("cpu"),)
+    tensors = chain(model.parameters(), model.buffers())
+    return tuple(dict.fromkeys(tensor.device for tensor in tensors)) or (torch.device("cpu"),)
 
 
 def model_device(model: nn.Module) -> torch.device:

@@ -91,7 +91,7 @@ def concatenated(
 def _moved_into_one(shards: Sequence[Outputs], name: str, num_rows: Sequence[int | None]) -> Tensor:
     rows = [1 if number is None else number for number in num_rows]
     first = shards[0][name]
-    if num_rows != [None] and len(shards) == 1:
+    if len(shards) == 1 and num_rows[0] is not None:
         return first
     whole = first.new_empty((sum(rows), *first.shape[1:]))
     del first

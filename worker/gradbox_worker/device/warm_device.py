@@ -43,8 +43,6 @@ from gradbox_worker.models.registry import Registry
 from gradbox_worker.work import Finished, Stopped, Work
 
 REPORT_S: Final = 0.1
-# A job shorter than this tells its first step alone.
-SHORT_JOB_S: Final = 0.02
 MEASURE_S: Final = 0.5
 
 
@@ -207,17 +205,11 @@ class Reporter:
         gauge: Gauge,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin with the job.
-
-        Args:
-            clock: returns seconds.
-        """
         self._tell = tell
         self._stop_requested = stop_requested
         self._gauge = gauge
         self._clock = clock
         self._phase = ""
-        self._began_at = clock()
         self._reported_at = 0.0
 
     def step(self, phase: str, done: int, total: int) -> None:
@@ -230,9 +222,7 @@ class Reporter:
             raise StopNow
         self._gauge.step()
         now = self._clock()
-        tells_phase = not self._phase or now - self._began_at >= SHORT_JOB_S
-        is_new = phase != self._phase and tells_phase
-        if not is_new and now - self._reported_at < REPORT_S:
+        if phase == self._phase and now - self._reported_at < REPORT_S:
             return
         self._phase, self._reported_at = phase, now
         self._tell(ProgressMade(phase=phase, done=done, total=total))
