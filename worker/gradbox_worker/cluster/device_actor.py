@@ -59,6 +59,7 @@ class DeviceActor:
     factors = _asks("factors")
     gram = _asks("gram")
     empty = _asks("empty")
+    drop_idle_graphs = _asks("drop_idle_graphs")
     take_rows = _asks("take_rows", group=ROWS)
     place_rows = _asks("place_rows", group=ROWS)
     news = _asks("news", group=CONTROL)

@@ -28,6 +28,8 @@ class RangeJob:
     Attributes:
         spec: as JSON.
         of_samples: whether its ranges are of samples, which need no phases.
+        result_path: names the job and the attempt at it, see `KeptGraphs`; `earlier_result` names
+            that of the forward job that its cotangents belong to.
         loss_parameters: names that `wrt` may match besides the model's.
         tensors: what the spec names that devices need, but inputs.
         forms: by group, what is known of every shard: its arguments' dtypes and shapes.
@@ -42,6 +44,8 @@ class RangeJob:
     model_version: str
     spec: str
     of_samples: bool
+    result_path: Path
+    earlier_result: Path | None
     loss_parameters: tuple[str, ...]
     tensors: Mapping[tuple[str, str], TensorBuffer]  # by blob and name
     forms: Sequence[Sequence[Mapping[str, TensorForm]]]

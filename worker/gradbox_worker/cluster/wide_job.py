@@ -25,6 +25,7 @@ from gradbox_worker.cluster.leased_devices import LeasedDevices
 from gradbox_worker.cluster.leases import Wish
 from gradbox_worker.cluster.pool import Lent
 from gradbox_worker.cluster.sent_tensors import RangeJob
+from gradbox_worker.cluster.waiting_graphs import WaitingGraphs
 from gradbox_worker.cluster.wide_computations import (
     Answer,
     WideComputation,
@@ -67,12 +68,14 @@ class WideJob:
         lent: Sequence[Lent],
         *,
         wish: Wish,
+        waiting: WaitingGraphs | None,
         settings: DeviceSettings,
         tell: Callable[[FromDevice], None],
         stop_requested: Callable[[], bool],
     ) -> None:
         self._work, self._spec = work, work.spec
         self._cluster, self._lent, self._wish = cluster, lent, wish
+        self._waiting = waiting
         self._settings = settings
         self._tell, self._stop_requested = tell, stop_requested
         self._leased: LeasedDevices | None = None
@@ -103,6 +106,7 @@ class WideJob:
             setting = WideSetting(
                 work=work,
                 leased=self._leased,
+                parts=self._waiting.parts if self._waiting else (),
                 num_ranges=len(self._lent),
                 groups=groups,
                 forms=forms,
@@ -155,6 +159,8 @@ class WideJob:
             model_version=view.version,
             spec=spec.model_dump_json(),
             of_samples=isinstance(wide, OfSamples),
+            result_path=self._work.result_path,
+            earlier_result=self._work.earlier_result,
             loss_parameters=wide.loss_parameters,
             tensors={(ref.blob, ref.tensor): TensorBuffer.of(tensors.tensor(ref)) for ref in refs},
             forms=forms,
@@ -171,6 +177,7 @@ class WideJob:
             job=ray.put(job),
             job_key=(job.job_id, job.attempt),
             groups=groups,
+            homes=self._waiting.homes if self._waiting else {},
             while_waiting=self._check,
         )
 

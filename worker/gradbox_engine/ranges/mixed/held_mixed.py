@@ -171,14 +171,18 @@ class HeldMixed:
         """
         raise BadInputs("mixed gradient: expected its first pass in the same job, got outputs")
 
-    def check(self, part: Range, norms: dict[str, NormStatistics]) -> None:
+    def check(self, part: Range, norms: dict[str, NormStatistics]) -> int:
         """Put the range's first shard through the model once more; the range is given up.
+
+        Returns:
+            0, for graphs that are kept.
 
         Raises:
             CoupledShards: the range's shards depend on the shards before them.
         """
         self._check(part, norms)
         del self._held[part.index]
+        return 0
 
     def _check(self, part: Range, norms: Mapping[str, NormStatistics]) -> None:
         if part.index > 0:
