@@ -198,7 +198,15 @@ def _held(
     }
     if isinstance(spec, MixedGradientSpec):
         inner, leaves = mixed_inner(spec, tensors, device=received.device)
-        return held_mixed(received.loaded.module, groups[0], inner, leaves, z=spec.z, **called)
+        return held_mixed(
+            received.loaded.module,
+            groups[0],
+            inner,
+            leaves,
+            z=spec.z,
+            checkpoints=checkpoints,
+            **called,
+        )
     if isinstance(spec, ForwardSpec):
         module = received.loaded.module
         returns: tuple[Returned, ...] = ("buffers",)

@@ -34,6 +34,7 @@ class RangeJob:
         tensors: what the spec names that devices need, but inputs.
         forms: by group, what is known of every shard: its arguments' dtypes and shapes.
         checkpoints: the folder of the box for them; None on a device that does not see it.
+        rows: the name there of the file with dense rows, see `range_checkpoints`.
         disk_reserve_bytes: what stays free on its disk.
         checkpoint_after_s: see `DeviceSettings`.
     """
@@ -50,6 +51,7 @@ class RangeJob:
     tensors: Mapping[tuple[str, str], TensorBuffer]  # by blob and name
     forms: Sequence[Sequence[Mapping[str, TensorForm]]]
     checkpoints: Path | None
+    rows: str
     disk_reserve_bytes: int | None
     checkpoint_after_s: float | None
 

@@ -24,6 +24,7 @@ from gradbox_worker.cluster.joined import JoinedCluster
 from gradbox_worker.cluster.leased_devices import LeasedDevices
 from gradbox_worker.cluster.leases import Wish
 from gradbox_worker.cluster.pool import Lent
+from gradbox_worker.cluster.range_checkpoints import file_with_rows
 from gradbox_worker.cluster.sent_tensors import RangeJob
 from gradbox_worker.cluster.waiting_graphs import WaitingGraphs
 from gradbox_worker.cluster.wide_computations import (
@@ -101,8 +102,9 @@ class WideJob:
             view = self._cluster.views[work.model]
             groups = input_groups(spec, view.methods, tensors)
             wide = _computation(work, tensors)
+            rows = file_with_rows(work, result_file)
             forms = [[tensors.forms(ref) for ref in group.shards] for group in spec.inputs]
-            self._leased = self._opened(self._range_job(view, wide, forms, tensors), groups)
+            self._leased = self._opened(self._range_job(view, wide, forms, tensors, rows), groups)
             setting = WideSetting(
                 work=work,
                 leased=self._leased,
@@ -147,6 +149,7 @@ class WideJob:
         wide: WideComputation,
         forms: Sequence[Sequence[Mapping[str, TensorForm]]],
         tensors: BlobTensors,
+        rows: str,
     ) -> RangeJob:
         """Return what every device is told; where Z is ordered is the coordinator's business."""
         inputs = [group.model_copy(update={"order": None}) for group in self._spec.inputs]
@@ -165,6 +168,7 @@ class WideJob:
             tensors={(ref.blob, ref.tensor): TensorBuffer.of(tensors.tensor(ref)) for ref in refs},
             forms=forms,
             checkpoints=self._work.checkpoints,
+            rows=rows,
             disk_reserve_bytes=self._work.disk_reserve_bytes,
             checkpoint_after_s=self._settings.checkpoint_after_s,
         )
