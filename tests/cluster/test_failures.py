@@ -13,6 +13,7 @@ from gradbox import GradClient, Gradient, GradResult, Jacobian, Job, MixedGradie
 from tests.cluster.conftest import ClusterBox
 from tests.cluster.processes import kill, parent, running, wait_until
 from tests.cluster.test_jobs import WAIT_S, num_ranges, shards, sum_of_squares
+from tests.cluster.test_kept_graphs import kept_by_range, stepped
 from tests.oracle import TOLERANCE, difference
 
 ACTOR = "ray::DeviceActor"
@@ -78,6 +79,20 @@ def test_a_device_that_dies_costs_its_range_alone(
     assert sorted(lost) == [0, 1]
     assert result.manifest.attempts == 1
     assert max(found.rerun_difference for found in result.manifest.ranges or ()) == 0
+
+
+@pytest.mark.slow
+def test_a_device_that_dies_between_the_halves_of_a_step_costs_its_range_alone(
+    cluster: ClusterBox, client: GradClient
+) -> None:
+    def a_device_dies() -> None:
+        kill(running(ACTOR, among=cluster.processes())[0])
+
+    kept, _, _ = stepped(client, devices=2)
+    f, _, second = stepped(client, devices=2, between=a_device_dies)
+    assert sorted(kept_by_range(second)) in ([0, 2], [1, 2])
+    assert [(run.start, run.stop) for run in second.ranges or ()] == [(0, 2), (2, 4)]
+    assert all(torch.equal(kept.grads[name], g) for name, g in f.grads.items())
 
 
 def rows_job(form: str, **given: object) -> Jacobian:

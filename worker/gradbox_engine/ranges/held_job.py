@@ -181,8 +181,8 @@ class HeldJob:
         """
         ready, clock = self._ready, PhaseTimer(*self._ready.devices)
         self._held.pop(part.index, None)
-        if not self._outlives_the_job:
-            for held in self._held.values():
+        for held in self._held.values():
+            if held.kept is None and not self._outlives_the_job:
                 held.records[-1].free_graph()  # kept beyond the budget, to be used next
         with clock.timed("forward"):
             checkpoint, sums, resumed = self._resumed(part)

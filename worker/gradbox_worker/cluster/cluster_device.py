@@ -72,7 +72,6 @@ class ClusterDevice:
         self._mark = mark
         entries = None if models is None else models_here(ray.get_actor(models))
         self._device = WarmDevice(settings, tell=self._news.append, entries=entries)
-        import_for_jobs()
 
     def describe(self) -> dict[str, Any]:
         """Say what the device is: its models as JSON, and whether it sees the data folder."""
@@ -83,6 +82,10 @@ class ClusterDevice:
             "process": os.getpid(),
             "sees_files": self._sees_files(),
         }
+
+    def import_for_jobs(self) -> None:
+        """Import what jobs need, while there is none."""
+        import_for_jobs()
 
     def _sees_files(self) -> bool:
         path, text = self._mark

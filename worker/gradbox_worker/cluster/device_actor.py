@@ -45,6 +45,7 @@ class DeviceActor:
         self.device = ClusterDevice(settings, mark, models)
 
     describe = _asks("describe")
+    import_for_jobs = _asks("import_for_jobs")
     run = _asks("run")
     open = _asks("open")
     forward = _asks("forward")
