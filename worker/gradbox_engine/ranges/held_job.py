@@ -20,21 +20,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
-from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
 from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.model.prepared import Prepared, prepared
-from gradbox_engine.model.shard_feed import Position, all_positions
+from gradbox_engine.model.shard_feed import all_positions
 from gradbox_engine.model.wrt import Selection, select
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.graphs_between_jobs import NONE_BETWEEN_JOBS, GraphsBetweenJobs
+from gradbox_engine.ranges.held_range import HeldRange, on_host, to_device
 from gradbox_engine.ranges.independence import check_independence
 from gradbox_engine.ranges.protocol import (
     EarlierOutputs,
@@ -55,7 +54,7 @@ from gradbox_engine.replay.replay import ReplayProgress
 from gradbox_engine.replay.retention import NONE_OLDER, GraphBudget, graph_budget
 from gradbox_engine.replay.set_gradient import GRADS_ALONE
 from gradbox_engine.replay.shard_record import ShardRecord, free_graphs, retried_without_kept_graphs
-from gradbox_engine.replay.z import NumRows, ShardRows, concatenated
+from gradbox_engine.replay.z import ShardRows, concatenated
 from gradbox_engine.requests import (
     CallKeywords,
     CallOptions,
@@ -125,22 +124,6 @@ def held_job(
         )
 
 
-@dataclass
-class HeldRange:
-    """What a device keeps of a range between its first pass and its replay.
-
-    `sums` are what an earlier run of its replay came to, `second` how far that was. `kept` is there
-    if an earlier job put it through, and left its graphs.
-    """
-
-    records: list[ShardRecord]
-    num_rows: NumRows
-    checkpoint: JobCheckpoint
-    sums: GradientSums
-    second: Checkpoint | None
-    kept: KeptPass | None = None
-
-
 class HeldJob:
     """The two phases, over any ranges, on a model that stays prepared."""
 
@@ -204,14 +187,14 @@ class HeldJob:
         penalties = [value.double() for record in records for value in record.penalties]
         with_buffers = self._with_buffers and part.index == 0
         return RangeOutputs(
-            outputs={group: _on_host(named) for group, named in whole.items()},
+            outputs={group: on_host(named) for group, named in whole.items()},
             rows={group: tuple(numbers) for group, numbers in num_rows.items()},
             penalties=(torch.stack(penalties) if penalties else torch.zeros(0).double()).cpu(),
             norms=norms,
             parameters=frozenset(self._selection.parameters),
             stateful=not first.after.equals(ready.buffers.first),
             seconds=clock.seconds["forward"],
-            buffers=_on_host(ready.buffers.named(first.after)) if with_buffers else None,
+            buffers=on_host(ready.buffers.named(first.after)) if with_buffers else None,
         )
 
     def resume(self, part: Range, earlier: EarlierOutputs) -> None:
@@ -220,7 +203,7 @@ class HeldJob:
         rows = ShardRows(self._ready.calls.groups, earlier.rows, positions=positions)
         records = [
             ShardRecord(
-                position, _to(z, self._ready.device), penalties=[], before=state, after=state
+                position, to_device(z, self._ready.device), penalties=[], before=state, after=state
             )
             for position, z in rows.parts(earlier.outputs).items()
         ]
@@ -248,21 +231,14 @@ class HeldJob:
             held.second = None
 
         with clock.timed("replay"):
-            if held.kept is not None:
-                held.kept.usable_for(
-                    self._with_cotangents(part, cotangents),
-                    parameters=frozenset(self._selection.parameters),
-                    inputs=self._ready.inputs,
-                )
+            held.free_unusable(cotangents, self._ready, self._selection)
             # A replay compares the shard as well, but under the buffers of its own range.
             first = held.records[0]
             in_replay = first.graph is None and first.position in cotangents.needed
             checked = held.kept is not None  # by the job that kept it
             if not checked and (cotangents.norms or not in_replay):
                 self._check_independence(part, held, cotangents.norms)
-            replayed = self._freeing_graphs(
-                partial(self._replay, part, held, cotangents), undo=undo
-            )
+            replayed = self._freeing_graphs(partial(self._replay, held, cotangents), undo=undo)
         del self._held[part.index]
         return RangeGradient(
             sums=held.sums.reached(),
@@ -289,14 +265,6 @@ class HeldJob:
     def _kept_before(self, part: Range, resumed: Resumed) -> KeptPass | None:
         """Return what an earlier job kept of a range, unless its replay has begun without that."""
         return None if resumed.second is not None else self._graphs.of(part)
-
-    def _with_cotangents(self, part: Range, cotangents: RangeCotangents) -> set[Position]:
-        groups = self._ready.calls.groups
-        return {
-            position
-            for position in self._positions[part.start : part.stop]
-            if cotangents.cotangents.get(groups[position.group].name)
-        }
 
     def _first_pass(
         self, part: Range, checkpoint: JobCheckpoint, done: list[ShardRecord]
@@ -326,8 +294,7 @@ class HeldJob:
         held = self._held.pop(part.index)
         if not self._outlives_the_job:
             return 0
-        parameters, inputs = frozenset(self._selection.parameters), self._ready.inputs
-        kept = KeptPass(held.records, parameters, inputs, held.num_rows, self._overlay_bytes)
+        kept = held.for_a_later_job(self._ready, self._selection, self._overlay_bytes)
         if kept.num_kept:
             self._graphs.keep(part, kept)
         return kept.num_kept
@@ -340,11 +307,8 @@ class HeldJob:
             updates = norm_statistics.updates(self._model, [first])
             self._freeing_graphs(partial(check_independence, self._ready, first, norms, updates))
 
-    def _replay(self, part: Range, held: HeldRange, cotangents: RangeCotangents) -> ReplayProgress:
-        device = self._ready.device
-        whole = {group: _to(named, device) for group, named in cotangents.cotangents.items()}
-        positions = self._positions[part.start : part.stop]
-        parts = ShardRows(self._ready.calls.groups, held.num_rows, positions=positions).parts(whole)
+    def _replay(self, held: HeldRange, cotangents: RangeCotangents) -> ReplayProgress:
+        parts = held.parts(cotangents, self._ready)
         needed = {position: parts[position] for position in cotangents.needed}
         free_graphs(held.records, parts.keys() - needed.keys())
         return scaled_replay(
@@ -364,11 +328,3 @@ class HeldJob:
         records = [record for held in self._held.values() for record in held.records]
         records += self._graphs.records()
         return retried_without_kept_graphs(step, records, undo=undo)
-
-
-def _to(named: Mapping[str, Tensor], device: torch.device) -> Outputs:
-    return {name: tensor.to(device) for name, tensor in named.items()}
-
-
-def _on_host(named: Mapping[str, Tensor]) -> Outputs:
-    return _to(named, torch.device("cpu"))
