@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
-from gradbox import GradClient, Gradient, GradResult, Jacobian, Job
+from gradbox import GradClient, Gradient, GradResult, Jacobian, Job, MixedGradient
 from tests.cluster.conftest import ClusterBox
 from tests.cluster.processes import kill, parent, running, wait_until
 from tests.cluster.test_jobs import WAIT_S, num_ranges, shards, sum_of_squares
+from tests.cluster.test_kept_graphs import kept_by_range, stepped
 from tests.oracle import TOLERANCE, difference
 
 ACTOR = "ray::DeviceActor"
@@ -25,7 +30,7 @@ def client(cluster: ClusterBox) -> GradClient:
 def long_job(**given: object) -> Gradient:
     return Gradient(
         model="unhurried",
-        inputs=shards(100),
+        inputs=shards(70),
         loss=sum_of_squares,
         mode="train",
         seed=5,
@@ -76,15 +81,27 @@ def test_a_device_that_dies_costs_its_range_alone(
     assert max(found.rerun_difference for found in result.manifest.ranges or ()) == 0
 
 
+@pytest.mark.slow
+def test_a_device_that_dies_between_the_halves_of_a_step_costs_its_range_alone(
+    cluster: ClusterBox, client: GradClient
+) -> None:
+    def a_device_dies() -> None:
+        kill(running(ACTOR, among=cluster.processes())[0])
+
+    kept, _, _ = stepped(client, devices=2)
+    f, _, second = stepped(client, devices=2, between=a_device_dies)
+    assert sorted(kept_by_range(second)) in ([0, 2], [1, 2])
+    assert [(run.start, run.stop) for run in second.ranges or ()] == [(0, 2), (2, 4)]
+    assert all(torch.equal(kept.grads[name], g) for name, g in f.grads.items())
+
+
 def rows_job(form: str, **given: object) -> Jacobian:
     reduce = {"reduce": "gram"} if form == "gram" else {"form": form}
     return Jacobian(model="unhurried", inputs=shards(60), **reduce, **given)
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["dense", *(pytest.param(form, marks=pytest.mark.slow) for form in ("factored", "gram"))],
-)
+@pytest.mark.slow  # a range is given to another device as that of a set gradient is
+@pytest.mark.parametrize("form", ["dense", "factored", "gram"])
 def test_a_device_that_dies_costs_its_range_of_samples_alone(
     cluster: ClusterBox, client: GradClient, form: str
 ) -> None:
@@ -120,13 +137,69 @@ def test_a_job_goes_on_after_what_holds_its_parts_died(
     assert difference(result.grads, undisturbed.grads) <= TOLERANCE
 
 
+SAMPLES = {
+    "dense rows": lambda: rows_job("dense", devices=2),
+    "factors": lambda: rows_job("factored", devices=2),
+    "a Gram": lambda: rows_job("gram", devices=2),
+    "norms": lambda: Jacobian(model="unhurried", inputs=shards(60), reduce="norm", devices=2),
+    "vjp": lambda: Jacobian(
+        model="unhurried",
+        inputs=shards(60),
+        reduce="vjp",
+        vectors=torch.ones(240, 3, dtype=torch.float64),
+        devices=2,
+    ),
+}
+
+
+def result_tensors(result: GradResult, folder: Path) -> dict[str, Tensor]:
+    """Return all that stands in the result file; of factors, whose tensors may be shared, rows."""
+    if result.manifest.form == "factored":
+        return {"rows": result.flat()}
+    path = folder / f"{result.manifest.job}.safetensors"
+    result.save(path)
+    return load_file(path)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [COORDINATOR, RAYLET], ids=["coordinator", "all of Ray"])
-def test_a_job_of_samples_begins_again_after_what_holds_its_parts_died(
-    cluster: ClusterBox, client: GradClient, victim: str
+@pytest.mark.parametrize(
+    ("name", "victim"),
+    [(name, COORDINATOR) for name in SAMPLES] + [("dense rows", RAYLET)],
+    ids=[f"{name}, coordinator" for name in SAMPLES] + ["dense rows, all of Ray"],
+)
+def test_a_job_of_samples_goes_on_after_what_holds_its_parts_died(
+    cluster: ClusterBox, client: GradClient, tmp_path: Path, name: str, victim: str
 ) -> None:
-    expected = client.submit(rows_job("dense", devices=2)).result(WAIT_S)
-    result = killed_in("samples", victim, cluster, client.submit(rows_job("dense", devices=2)))
-    assert result.manifest.attempts == 2
+    expected = client.submit(SAMPLES[name]()).result(WAIT_S)
+    result = killed_in("samples", victim, cluster, client.submit(SAMPLES[name]()))
+    assert (result.manifest.attempts, result.manifest.resumed) == (2, 1)
     assert len(result.manifest.ranges or ()) == 2
-    assert torch.equal(result.flat(), expected.flat())
+    found, wanted = (result_tensors(one, tmp_path) for one in (result, expected))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
+def mixed_job() -> MixedGradient:
+    y = torch.linspace(-1, 1, 3, dtype=torch.float64)
+    return MixedGradient(
+        model="unhurried",
+        inputs=shards(60),
+        inner=lambda y, v: (v.tanh() * y).square().sum(),
+        outer=lambda dfdz: dfdz.square().sum(),
+        y={"y": y},
+        mode="train",
+        devices=2,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["forward", "replay"])
+def test_a_mixed_gradient_goes_on_after_its_coordinator_died(
+    cluster: ClusterBox, client: GradClient, phase: str
+) -> None:
+    expected = client.submit(mixed_job()).result(WAIT_S)
+    result = killed_in(phase, COORDINATOR, cluster, client.submit(mixed_job()))
+    assert (result.manifest.attempts, result.manifest.resumed) == (2, 1)
+    assert len(result.manifest.ranges or ()) == 2
+    assert result.loss == expected.loss
+    assert all(torch.equal(result.grads[name], g) for name, g in expected.grads.items())

@@ -32,6 +32,7 @@ WAIT_S = 120.0
 @pytest.fixture(scope="module")
 def client(cluster: ClusterBox) -> GradClient:
     with cluster.box.client() as client:
+        wait_until(lambda: num_ranges(client) == 2, what="both devices")
         yield client
 
 
@@ -191,15 +192,6 @@ def test_a_forward_job_is_split(client: GradClient) -> None:
         torch.testing.assert_close(two.buffers[name], buffer, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("model", ["unhurried", "mlp"])  # with buffers that change, and without
-def test_naive_code_runs_over_remote_calls_that_are_split(client: GradClient, model: str) -> None:
-    f = client.model(model, mode="train", seed=5, devices="auto")
-    sum_of_squares(torch.cat([f(x) for x in shards(4)])).backward()
-    job = Gradient(model=model, inputs=shards(4), loss=sum_of_squares, mode="train", seed=5)
-    expected = client.submit(job).result(WAIT_S)
-    assert difference(f.grads, expected.grads) <= TOLERANCE
-
-
 def test_an_error_on_a_device_is_told_as_from_one_device(client: GradClient) -> None:
     wrong = [torch.zeros(4, 6, dtype=torch.float64) for _ in range(4)]
     said = []
@@ -237,10 +229,10 @@ def test_a_cancelled_job_frees_its_devices(client: GradClient, name: str) -> Non
     wait_until(lambda: num_ranges(client) == 2, what="both devices")
 
 
-@pytest.mark.parametrize("name", LONG)
-def test_a_job_over_its_time_is_stopped_on_all_devices(client: GradClient, name: str) -> None:
+def test_a_job_over_its_time_is_stopped_on_all_devices(client: GradClient) -> None:
     with pytest.raises(JobTimedOut):
-        client.submit(LONG[name](devices="auto", timeout_s=1.5)).result(WAIT_S)
+        client.submit(unhurried(400, devices="auto", timeout_s=1.5)).result(WAIT_S)
+    wait_until(lambda: num_ranges(client) == 2, what="both devices")
 
 
 def test_a_job_finds_the_devices_that_the_one_before_it_had(client: GradClient) -> None:

@@ -77,3 +77,12 @@ def test_a_device_that_is_removed_is_lent_no_more() -> None:
     leases.free("a")
     leases.ask(Wish("two", "m", at_most=2))
     assert granted(leases) == {"two": ["b"]}
+
+
+def test_a_job_that_follows_another_gets_the_devices_that_this_one_had() -> None:
+    leases = leases_of("a", "b")
+    leases.ask(Wish("forward", "m", job="f"))
+    granted(leases)
+    leases.free("a")  # idle for less time than b, which has the model too
+    leases.ask(Wish("gradient", "m", follows="f"))
+    assert granted(leases) == {"gradient": ["a"]}

@@ -20,7 +20,8 @@ from gradbox import (
 )
 from tests.client.test_mixed import mixed
 from tests.cluster.conftest import ClusterBox
-from tests.cluster.test_jobs import WAIT_S
+from tests.cluster.processes import wait_until
+from tests.cluster.test_jobs import WAIT_S, num_ranges
 from tests.mixed_cases import MIXED_CASES
 from tests.oracle import TOLERANCE
 
@@ -33,6 +34,7 @@ MODEL = "inplace_mlp"  # with dropout, and a forward that writes to its activati
 @pytest.fixture(scope="module")
 def client(cluster: ClusterBox) -> GradClient:
     with cluster.box.client() as client:
+        wait_until(lambda: num_ranges(client) == 2, what="both devices")
         yield client
 
 

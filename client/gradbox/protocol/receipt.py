@@ -24,6 +24,7 @@ class RangeView(BaseModel):
     """Consecutive shards, from `start` up to but not including `stop`, that one device ran.
 
     Per-sample quantities take `samples_s`, everything else `forward_s` and `replay_s`.
+    `shards_retained` counts those whose graphs were kept, for the replay or for a later job.
     `devices_lost` counts devices that ended while they ran them; `rerun_difference` is then the
     largest |z' − z| between two devices, relative to a shard's largest |z|.
     """
@@ -36,6 +37,7 @@ class RangeView(BaseModel):
     forward_s: float = 0.0
     replay_s: float = 0.0
     samples_s: float = 0.0
+    shards_retained: int = 0
     devices_lost: int = 0
     rerun_difference: float = 0.0
 

@@ -10,13 +10,17 @@ import torch
 
 from gradbox_engine import BadInputs, CoupledShards, FirstOutputs, Group, ReplayMismatch
 from gradbox_engine.ranges import (
+    GraphsBetweenJobs,
+    OneDevice,
     SplitCotangentGradient,
     SplitOutputs,
+    held_job,
     split_gradient_at_cotangents,
     split_set_outputs,
 )
+from gradbox_engine.replay.retention import NONE_OLDER
 from tests.cases import CASES, Case
-from tests.device import same_bits
+from tests.device import DEVICE, same_bits
 from tests.engine.ranges.running import EXACT, Devices, even, held_by
 from tests.engine.replay.halves import first_half, first_outputs
 from tests.engine.replay.running import question
@@ -102,6 +106,37 @@ def test_shards_that_changed_nothing_are_put_through_once():
     half = first_half(CASES["mlp"]())
     found = gradient_of(CASES["mlp"](), 2, half.cotangents(), half.found, retain=10**9)
     assert (found.retained, found.replayed) == (0, 4)
+
+
+@pytest.mark.parametrize("gone", [(), (0,), (1,)])
+@pytest.mark.parametrize("name", ["mlp", "cnn in train", "two towers"])
+def test_graphs_that_a_device_kept_of_a_range_change_no_bit(name, gone):
+    case, kept, half = CASES[name](), {}, first_half(CASES[name]())
+    groups, told = _asked(case, {"retain": 10**9})
+    model, parts = case.model().to(DEVICE), even(groups, 2)
+    graphs = GraphsBetweenJobs(
+        of=lambda part: kept.get(part.index),
+        keep=lambda part, found: kept.update({part.index: found}),
+        older=NONE_OLDER,
+        records=lambda: [record for found in kept.values() for record in found.records],
+    )
+    with held_job(model, groups, graphs=graphs, for_a_later_job=True, **told) as job:
+        first = split_set_outputs(OneDevice(job), parts, groups)
+    assert [run.retained for run in first.ranges] == [part.num_shards for part in parts]
+    for index in gone:
+        del kept[index]
+    with held_job(model, groups, graphs=graphs, **(told | {"retain": 0})) as job:
+        found = split_gradient_at_cotangents(
+            OneDevice(job), parts, groups, half.cotangents(), first_outputs(first)
+        )
+    expected = gradient_of(CASES[name](), 2, half.cotangents(), half.found)
+    assert all(same_bits(found.grads[name], g) for name, g in expected.grads.items())
+    assert all(
+        run.retained == part.num_shards
+        for run, part in zip(found.ranges, parts, strict=True)
+        if part.index not in gone
+    )
+    assert not any(record.graph for record in graphs.records())
 
 
 def test_outputs_that_depend_on_shards_before_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from gradbox_engine.ranges.samples import (
 )
 from gradbox_engine.ranges.samples.sample_ranges import gram_of
 from tests.case_models import seeded
+from tests.engine.interrupted import Kept, Killed, KilledAt, undisturbed
 from tests.engine.per_sample import naive
 from tests.engine.ranges.running import EXACT
 
@@ -315,3 +317,26 @@ def test_a_device_that_dies_costs_its_calls(dies, lost):
     whole = _jacobians_in_ranges(3, {"reduce": "gram"})
     assert torch.equal(found.arrays["gram"], whole.arrays["gram"])
     assert [run.devices_lost for run in found.ranges] == lost
+
+
+@pytest.mark.parametrize(
+    "name", [*(("gradient", n) for n in GRADIENTS), *(("jacobian", n) for n in JACOBIANS)]
+)
+def test_a_range_goes_on_behind_the_last_shard_of_its_checkpoint(name: tuple[str, str]) -> None:
+    kind, of = name
+
+    def answer(kept: dict[int, Kept], observer: KilledAt) -> SplitSamples:
+        how = {"observer": observer, "checkpoints": lambda part, task: kept[part.start]}
+        if kind == "gradient":
+            return _gradients_in_ranges(2, GRADIENTS[of], **how)
+        return _jacobians_in_ranges(2, JACOBIANS[of], **how)
+
+    whole, again, kept = undisturbed(), undisturbed(), defaultdict[int, Kept](Kept)
+    expected = answer(defaultdict(Kept), whole)
+    with pytest.raises(Killed):
+        answer(kept, KilledAt("samples", sum(SIZES[:2])))  # behind two shards of the first range
+    found = answer(kept, again)
+    assert len(again.steps) < len(whole.steps)
+    assert found.samples == expected.samples
+    tensors = _tensors(found)
+    assert all(torch.equal(tensors[key], tensor) for key, tensor in _tensors(expected).items())

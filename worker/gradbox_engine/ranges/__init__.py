@@ -7,11 +7,13 @@ between it and the devices. Then `held_job`, a device's side; replay/ does the w
 that shards change is in `norm_statistics` and `independence`, a device that dies in `split_job`.
 `in_process` runs ranges one after the other on one device, and so says what others must return.
 
-`split_halves` has the job whose loss runs elsewhere; mixed/ mixed second derivatives, by the same
+`split_halves` has the job whose loss runs elsewhere, `graphs_between_jobs` what waits between its
+halves; mixed/ mixed second derivatives, by the same
 protocol; samples/ per-sample gradients and Jacobians, whose ranges need no phases.
 """
 
 from gradbox_engine.ranges.cut import cut, shard_costs
+from gradbox_engine.ranges.graphs_between_jobs import GraphsBetweenJobs
 from gradbox_engine.ranges.held_job import HeldJob, held_job
 from gradbox_engine.ranges.in_process import OneDevice, set_gradient_in_ranges
 from gradbox_engine.ranges.protocol import (
@@ -42,6 +44,7 @@ __all__ = [
     "Devices",
     "EarlierOutputs",
     "GradientForm",
+    "GraphsBetweenJobs",
     "HeldJob",
     "NamedSums",
     "NormStatistics",

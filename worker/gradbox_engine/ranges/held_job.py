@@ -9,6 +9,9 @@ names, dtypes and sizes are ever read.
 Several ranges may be held on one device. They share its budget, and each begins with the registered
 buffers. All calls come from the thread that opened the job.
 
+A forward job may leave its ranges' graphs on the device, where a gradient job at their cotangents
+finds them in place of a first pass. A range whose graphs are gone is replayed.
+
 A range has a checkpoint of its own, as a job on one device has: whoever takes it up again, here or
 on another device, goes on behind the last shard that is in it.
 """
@@ -17,20 +20,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
-from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
 from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.shard_feed import all_positions
 from gradbox_engine.model.wrt import Selection, select
 from gradbox_engine.ranges import norm_statistics
+from gradbox_engine.ranges.graphs_between_jobs import NONE_BETWEEN_JOBS, GraphsBetweenJobs
+from gradbox_engine.ranges.held_range import HeldRange, on_host, to_device
 from gradbox_engine.ranges.independence import check_independence
 from gradbox_engine.ranges.protocol import (
     EarlierOutputs,
@@ -45,12 +48,13 @@ from gradbox_engine.replay.checkpoint import JobCheckpoint, Resumed
 from gradbox_engine.replay.first_pass import FirstPass, first_pass
 from gradbox_engine.replay.fp16_scaling import scaled_replay
 from gradbox_engine.replay.gradient_sums import GradientSums
+from gradbox_engine.replay.kept_graphs import KeptPass, bytes_beside, storages_of
 from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.replay.replay import ReplayProgress
-from gradbox_engine.replay.retention import GraphBudget, graph_budget
+from gradbox_engine.replay.retention import NONE_OLDER, GraphBudget, graph_budget
 from gradbox_engine.replay.set_gradient import GRADS_ALONE
 from gradbox_engine.replay.shard_record import ShardRecord, free_graphs, retried_without_kept_graphs
-from gradbox_engine.replay.z import NumRows, ShardRows, concatenated
+from gradbox_engine.replay.z import ShardRows, concatenated
 from gradbox_engine.requests import (
     CallKeywords,
     CallOptions,
@@ -75,6 +79,8 @@ def held_job(
     returns: Collection[Returned] = GRADS_ALONE,
     observer: Observer | None = None,
     checkpoints: Callable[[Range], Checkpoints] = lambda _: NoCheckpoints(),
+    graphs: GraphsBetweenJobs = NONE_BETWEEN_JOBS,
+    for_a_later_job: bool = False,
     **options: Unpack[CallKeywords],
 ) -> Iterator[HeldJob]:
     """Hold a model ready for ranges of a job; it is bit-identical afterwards.
@@ -86,31 +92,36 @@ def held_job(
         retain: of this device.
         observer: told about the shards of each range, counted from its own first.
         checkpoints: where the state of a range is written, and read when it begins again.
+        graphs: what earlier jobs kept.
+        for_a_later_job: whether `check` hands the graphs of a range to these.
 
     Raises:
         EngineError: see `errors`.
     """
     selection = select(model, wrt, others=loss_parameters)
+    registered = storages_of(model)
     with prepared(model, groups, selection, CallOptions(**options)) as ready:
         sums_bytes = GradientSums(selection.parameters).expected_bytes()
-        budget = graph_budget(retain, ready.devices, sums_bytes=sums_bytes)
-        with_buffers = "buffers" in returns
-        told = observer or Silent()
-        yield HeldJob(ready, model, selection, budget, told, with_buffers, checkpoints)
-
-
-@dataclass
-class HeldRange:
-    """What a device keeps of a range between its first pass and its replay.
-
-    `sums` are what an earlier run of its replay came to, `second` how far that was.
-    """
-
-    records: list[ShardRecord]
-    num_rows: NumRows
-    checkpoint: JobCheckpoint
-    sums: GradientSums
-    second: Checkpoint | None
+        overlay_bytes = bytes_beside(registered, model) if for_a_later_job else 0
+        budget = graph_budget(
+            retain,
+            ready.devices,
+            sums_bytes=sums_bytes,
+            overlay_bytes=overlay_bytes,
+            older=graphs.older if for_a_later_job else NONE_OLDER,
+        )
+        yield HeldJob(
+            ready,
+            model,
+            selection,
+            budget,
+            observer or Silent(),
+            with_buffers="buffers" in returns,
+            checkpoints=checkpoints,
+            graphs=graphs,
+            outlives_the_job=for_a_later_job,
+            overlay_bytes=overlay_bytes,
+        )
 
 
 class HeldJob:
@@ -123,8 +134,12 @@ class HeldJob:
         selection: Selection,
         budget: GraphBudget,
         observer: Observer,
+        *,
         with_buffers: bool,
         checkpoints: Callable[[Range], Checkpoints],
+        graphs: GraphsBetweenJobs,
+        outlives_the_job: bool,
+        overlay_bytes: int,
     ) -> None:
         self._ready = ready
         self._model = model
@@ -133,6 +148,9 @@ class HeldJob:
         self._observer = observer
         self._with_buffers = with_buffers
         self._checkpoints = checkpoints
+        self._graphs = graphs
+        self._outlives_the_job = outlives_the_job
+        self._overlay_bytes = overlay_bytes
         self._positions = all_positions(ready.calls.groups)
         self._held: dict[int, HeldRange] = {}
 
@@ -147,11 +165,15 @@ class HeldJob:
         ready, clock = self._ready, PhaseTimer(*self._ready.devices)
         self._held.pop(part.index, None)
         for held in self._held.values():
-            held.records[-1].free_graph()  # kept beyond the budget, to be used next
+            if held.kept is None and not self._outlives_the_job:
+                held.records[-1].free_graph()  # kept beyond the budget, to be used next
         with clock.timed("forward"):
             checkpoint, sums, resumed = self._resumed(part)
+            kept = self._kept_before(part, resumed)
             first = self._freeing_graphs(
-                partial(self._first_pass, part, checkpoint, resumed.records)
+                partial(
+                    self._first_pass, part, checkpoint, kept.records if kept else resumed.records
+                )
             )
             records = first.records
             norms = {} if part.is_whole else norm_statistics.updates(self._model, records)
@@ -159,18 +181,20 @@ class HeldJob:
                 concatenated, ready.calls.groups, {r.position: r.outputs for r in records}
             )
             whole, num_rows = retried_without_kept_graphs(joined, records, undo=lambda: None)
-        self._held[part.index] = HeldRange(records, num_rows, checkpoint, sums, resumed.second)
+        self._held[part.index] = HeldRange(
+            records, num_rows, checkpoint, sums, resumed.second, kept
+        )
         penalties = [value.double() for record in records for value in record.penalties]
         with_buffers = self._with_buffers and part.index == 0
         return RangeOutputs(
-            outputs={group: _on_host(named) for group, named in whole.items()},
+            outputs={group: on_host(named) for group, named in whole.items()},
             rows={group: tuple(numbers) for group, numbers in num_rows.items()},
             penalties=(torch.stack(penalties) if penalties else torch.zeros(0).double()).cpu(),
             norms=norms,
             parameters=frozenset(self._selection.parameters),
             stateful=not first.after.equals(ready.buffers.first),
             seconds=clock.seconds["forward"],
-            buffers=_on_host(ready.buffers.named(first.after)) if with_buffers else None,
+            buffers=on_host(ready.buffers.named(first.after)) if with_buffers else None,
         )
 
     def resume(self, part: Range, earlier: EarlierOutputs) -> None:
@@ -179,12 +203,15 @@ class HeldJob:
         rows = ShardRows(self._ready.calls.groups, earlier.rows, positions=positions)
         records = [
             ShardRecord(
-                position, _to(z, self._ready.device), penalties=[], before=state, after=state
+                position, to_device(z, self._ready.device), penalties=[], before=state, after=state
             )
             for position, z in rows.parts(earlier.outputs).items()
         ]
         checkpoint, sums, resumed = self._resumed(part)
-        self._held[part.index] = HeldRange(records, earlier.rows, checkpoint, sums, resumed.second)
+        kept = self._kept_before(part, resumed)
+        self._held[part.index] = HeldRange(
+            kept.records if kept else records, earlier.rows, checkpoint, sums, resumed.second, kept
+        )
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> RangeGradient:
         """Carry the cotangents back; the range is given up.
@@ -204,14 +231,14 @@ class HeldJob:
             held.second = None
 
         with clock.timed("replay"):
+            held.free_unusable(cotangents, self._ready, self._selection)
             # A replay compares the shard as well, but under the buffers of its own range.
             first = held.records[0]
             in_replay = first.graph is None and first.position in cotangents.needed
-            if cotangents.norms or not in_replay:
+            checked = held.kept is not None  # by the job that kept it
+            if not checked and (cotangents.norms or not in_replay):
                 self._check_independence(part, held, cotangents.norms)
-            replayed = self._freeing_graphs(
-                partial(self._replay, part, held, cotangents), undo=undo
-            )
+            replayed = self._freeing_graphs(partial(self._replay, held, cotangents), undo=undo)
         del self._held[part.index]
         return RangeGradient(
             sums=held.sums.reached(),
@@ -235,6 +262,10 @@ class HeldJob:
         checkpoint = JobCheckpoint(self._checkpoints(part), self._ready, sums)
         return checkpoint, sums, checkpoint.resumed()
 
+    def _kept_before(self, part: Range, resumed: Resumed) -> KeptPass | None:
+        """Return what an earlier job kept of a range, unless its replay has begun without that."""
+        return None if resumed.second is not None else self._graphs.of(part)
+
     def _first_pass(
         self, part: Range, checkpoint: JobCheckpoint, done: list[ShardRecord]
     ) -> FirstPass:
@@ -244,19 +275,29 @@ class HeldJob:
             before=done[-1].after if done else self._ready.buffers.first,
             budget=self._budget,
             observer=self._observer,
+            outlives_the_job=self._outlives_the_job,
             after_shard=lambda records: checkpoint.after_first_call([*done, *records]),
         )
         return FirstPass([*done, *first.records], first.after)
 
-    def check(self, part: Range, norms: Mapping[str, NormStatistics]) -> None:
+    def check(self, part: Range, norms: Mapping[str, NormStatistics]) -> int:
         """Put the range's first shard through the model once more; the range is given up.
+
+        Returns:
+            How many shards' graphs are kept for a later job.
 
         Raises:
             CoupledShards: the range's shards depend on the shards before them.
             EngineError: a call failed.
         """
         self._check_independence(part, self._held[part.index], norms)
-        del self._held[part.index]
+        held = self._held.pop(part.index)
+        if not self._outlives_the_job:
+            return 0
+        kept = held.for_a_later_job(self._ready, self._selection, self._overlay_bytes)
+        if kept.num_kept:
+            self._graphs.keep(part, kept)
+        return kept.num_kept
 
     def _check_independence(
         self, part: Range, held: HeldRange, norms: Mapping[str, NormStatistics]
@@ -266,11 +307,8 @@ class HeldJob:
             updates = norm_statistics.updates(self._model, [first])
             self._freeing_graphs(partial(check_independence, self._ready, first, norms, updates))
 
-    def _replay(self, part: Range, held: HeldRange, cotangents: RangeCotangents) -> ReplayProgress:
-        device = self._ready.device
-        whole = {group: _to(named, device) for group, named in cotangents.cotangents.items()}
-        positions = self._positions[part.start : part.stop]
-        parts = ShardRows(self._ready.calls.groups, held.num_rows, positions=positions).parts(whole)
+    def _replay(self, held: HeldRange, cotangents: RangeCotangents) -> ReplayProgress:
+        parts = held.parts(cotangents, self._ready)
         needed = {position: parts[position] for position in cotangents.needed}
         free_graphs(held.records, parts.keys() - needed.keys())
         return scaled_replay(
@@ -286,14 +324,7 @@ class HeldJob:
     def _freeing_graphs(
         self, step: Callable[[], T], *, undo: Callable[[], None] = lambda: None
     ) -> T:
-        """Run a step; where memory runs out, repeat it without the graphs of all held ranges."""
+        """Run a step; where memory runs out, repeat it without any kept graph of any range."""
         records = [record for held in self._held.values() for record in held.records]
+        records += self._graphs.records()
         return retried_without_kept_graphs(step, records, undo=undo)
-
-
-def _to(named: Mapping[str, Tensor], device: torch.device) -> Outputs:
-    return {name: tensor.to(device) for name, tensor in named.items()}
-
-
-def _on_host(named: Mapping[str, Tensor]) -> Outputs:
-    return _to(named, torch.device("cpu"))

@@ -40,7 +40,7 @@ class Held(Protocol):
     def resume(self, part: Range, earlier: EarlierOutputs) -> None:
         """Hold a range in place of that."""
 
-    def check(self, part: Range, norms: dict[str, NormStatistics]) -> None:
+    def check(self, part: Range, norms: dict[str, NormStatistics]) -> int:
         """Check a range that has no second phase."""
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> RangeGradient:
@@ -69,7 +69,7 @@ class OneDevice:
         """See `HeldJob.resume`."""
         return done(self._job.resume, part, earlier)
 
-    def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[None]:
+    def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[int]:
         """See `HeldJob.check`."""
         return done(self._job.check, part, norms)
 

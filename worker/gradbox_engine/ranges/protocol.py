@@ -150,16 +150,20 @@ class RangeDevice(Protocol):
     def resume(self, part: Range, earlier: EarlierOutputs) -> Future[None]:
         """Hold a range that an earlier job put through the model, in place of `forward`.
 
+        Graphs that the device kept of it since then are used, as they are by `forward`.
         The device needs the range's shards for it as for `forward`.
         """
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> Future[RangeGradient]:
         """Carry the cotangents back; `forward` or `resume` of the range came before, here."""
 
-    def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[None]:
+    def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[int]:
         """Check the range's first shard, see `independence`, and give the range up.
 
         For a job without a replay, which would do it; also after `forward` on this device.
+
+        Returns:
+            Of how many shards the device keeps the graphs for a later job.
         """
 
 

@@ -4,8 +4,10 @@
     split_gradient_at_cotangents    each range r:  G_r = Σ_{i in r} z̄ᵢᵀ ∂f(xᵢ; θ)/∂θ;  Σ_r G_r
 
 They are to `set_outputs` and `gradient_at_cotangents` what `split_set_gradient` is to
-`set_gradient`. No graphs are kept between them. Where shards changed buffers, the second begins
-with a first pass, for the buffers that each shard began with.
+`set_gradient`. A device may keep the graphs of its range for the second, see `held_job`: a range
+that has the same shards there needs no first pass then, and no replay of shards whose graphs were
+kept. Otherwise, where shards changed buffers, the second begins with a first pass, for the buffers
+that each shard began with.
 
 Cost: that of the two on one device divided among the devices, and for every range but the first at
 most one forward more, see `independence`.
@@ -89,6 +91,7 @@ def split_set_outputs(
         buffers=norm_statistics.buffers_after(gathered),
         stateful=any(outputs.stateful for outputs in gathered),
         seconds=clock.seconds,
+        retained=sum(run.retained for run in job.runs()),
         ranges=job.runs(),
     )
 

@@ -44,6 +44,7 @@ class RangeRun:
     forward_s: float
     replay_s: float
     devices_lost: int
+    retained: int  # shards whose graphs were kept for the replay, or are for that of a later job
     rerun_difference: float  # largest |z' − z| / max |z| of a shard between two devices
 
 
@@ -79,6 +80,7 @@ class SplitJob:
         self._earlier: Sequence[EarlierOutputs] = ()
         self._cotangents: Sequence[RangeCotangents] = ()
         self._gradients: dict[int, RangeGradient] = {}
+        self._kept: list[int] = []  # by range, see `check`
 
     def forward(self) -> list[RangeOutputs]:
         """Run the first pass of all ranges.
@@ -103,15 +105,16 @@ class SplitJob:
     def check(self) -> None:
         """Check that no range depends on another; for a job that ends with its first pass.
 
+        Graphs that are for a later job wait on the devices from here on.
+
         Raises:
             CoupledShards: one does.
             DeviceLost: no device is left, or one range has lost too many.
         """
         starts, _ = norm_statistics.composed([outputs.norms for outputs in self._outputs])
-        courses = [
-            self._check(part, norms) for part, norms in zip(self._parts, starts, strict=True)
-        ]
-        run_together(courses[1:])
+        self._kept = run_together(
+            [self._check(part, norms) for part, norms in zip(self._parts, starts, strict=True)]
+        )
 
     def replay(self, cotangents: Sequence[RangeCotangents]) -> list[RangeGradient]:
         """Run the replay of all ranges, on the devices that hold them.
@@ -146,6 +149,7 @@ class SplitJob:
                 forward_s=self._outputs[part.index].seconds if self._outputs else 0.0,
                 replay_s=found.seconds if (found := self._gradients.get(part.index)) else 0.0,
                 devices_lost=self._losses.of(part),
+                retained=found.retained if found else self._kept[part.index] if self._kept else 0,
                 rerun_difference=self._rerun_difference[part.index],
             )
             for part in self._parts
@@ -173,15 +177,15 @@ class SplitJob:
                 self._device[part.index] = device
                 return
 
-    def _check(self, part: Range, norms: dict[str, NormStatistics]) -> Course[None]:
+    def _check(self, part: Range, norms: dict[str, NormStatistics]) -> Course[int]:
         while True:
             try:
-                yield self._device[part.index].check(part, norms)
+                kept: int = yield self._device[part.index].check(part, norms)
             except DeviceLost as error:
                 self._losses.count(part, error)
                 yield from self._begin_again(part)
             else:
-                return
+                return kept
 
     def _begin_again(self, part: Range) -> Course[None]:
         """Give a range to another device, and compare its first pass with the first one's."""

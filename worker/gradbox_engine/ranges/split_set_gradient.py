@@ -11,8 +11,6 @@ range that of `set_gradient`.
 
 Cost: that of `set_gradient` divided among the devices, and for every range but the first at most
 one forward more, see `independence`. Moved: Z and ∂L/∂Z once, and k sums of gradients.
-
-Not supported: checkpoints. A job whose coordinator ends begins again.
 """
 
 from __future__ import annotations

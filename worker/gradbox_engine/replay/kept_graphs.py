@@ -11,8 +11,10 @@ float64 is kept, none of the same model in another precision may begin, nor the 
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import nn
 
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.replay.retention import HELD_FACTOR
@@ -82,3 +84,14 @@ class KeptPass:
             if parameters != self.parameters or set(names) != set(self.inputs[group]):
                 record.free_graph()
         return self.records
+
+
+def storages_of(model: nn.Module) -> frozenset[int]:
+    """Return the addresses of the storages that the parameters' data lies in."""
+    return frozenset(parameter.untyped_storage().data_ptr() for parameter in model.parameters())
+
+
+def bytes_beside(registered: Collection[int], model: nn.Module) -> int:
+    """Return how many bytes of the parameters' data lie in other storages than these."""
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+    return sum(s.nbytes() for address, s in storages.items() if address not in registered)

@@ -11,7 +11,7 @@ Cost: n forwards; memory beyond the model: Z, one shard's graph, and the graphs 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -25,7 +25,7 @@ from gradbox_engine.model.wrt import select
 from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.first_pass import FirstPass, first_pass
 from gradbox_engine.replay.gradient_sums import GradientSums
-from gradbox_engine.replay.kept_graphs import KeptPass
+from gradbox_engine.replay.kept_graphs import KeptPass, bytes_beside, storages_of
 from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.replay.retention import NONE_OLDER, OlderGraphs, graph_budget
 from gradbox_engine.replay.z import concatenated, ordered
@@ -47,7 +47,7 @@ class SetOutputs:
 
     `rows` has each shard's number of rows in Z, before that order; None where z has no dimension.
     `buffers` are the model's buffers advanced once per shard, and `stateful` says whether any of
-    them changed. `kept` is there if graphs were to be kept.
+    them changed. `kept` is there if graphs are kept, of `retained` shards.
     """
 
     outputs: dict[str, Z]
@@ -56,6 +56,7 @@ class SetOutputs:
     stateful: bool
     seconds: dict[Phase, float]
     kept: KeptPass | None = None
+    retained: int = 0
 
 
 def set_outputs(
@@ -84,11 +85,11 @@ def set_outputs(
         torch.OutOfMemoryError: one shard does not fit.
     """
     selection = select(model, wrt)
-    registered = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    registered = storages_of(model)
     told = CallOptions(**options).without_penalties("set_outputs")
     with prepared(model, groups, selection, told) as ready:
         clock = PhaseTimer(*ready.devices)
-        overlay_bytes = _bytes_beside(registered, model)
+        overlay_bytes = bytes_beside(registered, model)
         sums = GradientSums(selection.parameters)
         checkpoint = JobCheckpoint(checkpoints, ready, sums)
         done = checkpoint.resumed().records
@@ -130,10 +131,5 @@ def _answer(
         stateful=not first.after.equals(ready.buffers.first),
         seconds=clock.seconds,
         kept=kept if kept.num_kept else None,
+        retained=kept.num_kept,
     )
-
-
-def _bytes_beside(registered: Collection[int], model: nn.Module) -> int:
-    """Return how many bytes of the parameters' data lie in other storages than these."""
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
-    return sum(s.nbytes() for address, s in storages.items() if address not in registered)

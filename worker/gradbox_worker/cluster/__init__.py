@@ -13,11 +13,12 @@ of the job's shards and puts the parts together.
                       (`device.warm_device`), and what it holds of wide jobs
     sent_tensors      what an actor is sent of a job
     open_job          what an actor holds of a job between its first pass and its replay
-    range_checkpoints what it writes of that, for another attempt
+    range_checkpoints what it writes of that, and of samples, for another attempt
     open_samples      a per-sample job on an actor; `row_outlet`, its dense rows on their way out
     array_buffers     tensors as NumPy buffers, on their way between processes; `factor_buffers`
     main, serving     the coordinator: the entry point, and its loop
     joined            the cluster as a coordinator sees it
+    waiting_graphs    where graphs of a forward job wait for the gradient job that a coordinator has
     whole_job         a job that one device runs
     wide_job          a job that several run: `wide_computations` in two phases, `wide_samples`
     leased_devices    the devices of one such job; `ray_devices` and `ray_sample_devices` are what

@@ -72,7 +72,6 @@ class ClusterDevice:
         self._mark = mark
         entries = None if models is None else models_here(ray.get_actor(models))
         self._device = WarmDevice(settings, tell=self._news.append, entries=entries)
-        import_for_jobs()
 
     def describe(self) -> dict[str, Any]:
         """Say what the device is: its models as JSON, and whether it sees the data folder."""
@@ -83,6 +82,10 @@ class ClusterDevice:
             "process": os.getpid(),
             "sees_files": self._sees_files(),
         }
+
+    def import_for_jobs(self) -> None:
+        """Import what jobs need, while there is none."""
+        import_for_jobs()
 
     def _sees_files(self) -> bool:
         path, text = self._mark
@@ -142,10 +145,14 @@ class ClusterDevice:
         given = as_tensors(cotangents)
         return as_buffers(self._guarded(partial(self._in_phases().replay, part, given)))
 
-    def check(self, part: Range, norms: Any) -> None:
-        """Check the first shard of a range, and give the range up."""
+    def check(self, part: Range, norms: Any) -> int:
+        """Check the first shard of a range, and give the range up.
+
+        Returns:
+            Of how many shards graphs are kept for a later job.
+        """
         given = as_tensors(norms)
-        self._guarded(partial(self._in_phases().check, part, given))
+        return self._guarded(partial(self._in_phases().check, part, given))
 
     def take_sums(self, index: int) -> Any:
         """Give the sums of a range away, as buffers."""
@@ -181,14 +188,22 @@ class ClusterDevice:
         gram = self._guarded(partial(self._of_samples().gram, left, right, trace=trace))
         return gram, num_bytes([left, right])
 
-    def empty(self) -> None:
-        """Drop what a job holds here, and graphs that have waited long enough for one."""
+    def empty(self) -> float | None:
+        """Drop what a job holds here, but graphs for a later one.
+
+        Returns:
+            In how many seconds `drop_idle_graphs` is to be called; None if there are none.
+        """
         if self._leaving:
             os._exit(0)  # with no tensor freed, see `Caught`
         self._close()
         self._abandoned = False
         self._news.clear()
-        if self._device.idle_left_s() == 0:
+        return self._device.idle_left_s()
+
+    def drop_idle_graphs(self) -> None:
+        """Drop graphs that have waited long enough for a job."""
+        if self._held is None and self._device.idle_left_s() == 0:
             self._device.drop_kept_graphs()
 
     def news(self) -> list[str]:
@@ -245,10 +260,13 @@ class ClusterDevice:
         try:
             return call()
         except StopNow:
+            self._device.drop_kept_graphs()
             raise JobStopped("told to stop") from None
         except BaseException:
             if any(map(refuses_work, self._device.registry.devices)):
                 self._leave_soon()
+            else:
+                self._device.drop_kept_graphs()
             raise
 
     def _leave_soon(self) -> None:

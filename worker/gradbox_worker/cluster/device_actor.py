@@ -45,6 +45,7 @@ class DeviceActor:
         self.device = ClusterDevice(settings, mark, models)
 
     describe = _asks("describe")
+    import_for_jobs = _asks("import_for_jobs")
     run = _asks("run")
     open = _asks("open")
     forward = _asks("forward")
@@ -59,6 +60,7 @@ class DeviceActor:
     factors = _asks("factors")
     gram = _asks("gram")
     empty = _asks("empty")
+    drop_idle_graphs = _asks("drop_idle_graphs")
     take_rows = _asks("take_rows", group=ROWS)
     place_rows = _asks("place_rows", group=ROWS)
     news = _asks("news", group=CONTROL)

@@ -175,6 +175,7 @@ class Head:
                 ray.kill(one.actor)
                 continue
             self._actors[one.name] = one.actor
+            one.actor.import_for_jobs.remote()  # while workers start
             log.info("device %s is ready (%s)", one.name, described["hardware"])
         return problems
 

@@ -6,7 +6,7 @@ What crosses processes is counted here, by kind.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import Any, Final
@@ -53,6 +53,7 @@ class LeasedDevices:
         job: Any,
         job_key: tuple[str, int],
         groups: Sequence[Group],
+        homes: Mapping[int, str],
         while_waiting: Callable[[], object],
     ) -> None:
         """Open the job on each device.
@@ -62,11 +63,13 @@ class LeasedDevices:
             job: a reference to the `RangeJob`.
             job_key: its id and attempt.
             groups: whose shards are sent.
+            homes: by range, the device that it goes to if that is there.
             while_waiting: called while no device is left; may raise to stop.
         """
         self._cluster, self._wish, self._groups = cluster, wish, groups
         self.job, self.job_key = job, job_key
         self._while_waiting = while_waiting
+        self._homes = homes
         self._threads = ThreadPoolExecutor(len(lent) + 1, thread_name_prefix="answers")
         self._unused = deque(LeasedDevice(one, self) for one in lent)
         self.alive = list(self._unused)
@@ -93,12 +96,28 @@ class LeasedDevices:
             ClusterGone: the head of the cluster ended.
         """
         device = self._of.get(part.index)
-        if device is None and self._unused:
-            device = self._unused.popleft()
-        elif device is None or not device.still_holds_the_job():
+        if device is None:
+            device = self._first(part)
+        elif not device.still_holds_the_job():
             device = self._another(part)
         self._of[part.index] = device
         return device
+
+    def _first(self, part: Range) -> LeasedDevice:
+        """Return a device for a range that had none yet.
+
+        Its own; or one that has no range and is no range's own; or one of all, so that a job may
+        have more ranges than devices.
+        """
+        home, homes = self._homes.get(part.index), set(self._homes.values())
+        own = [device for device in self.alive if device.name == home]
+        free = [device for device in self._unused if device.name not in homes]
+        found = next(iter([*own, *free]), None)
+        if found is None:
+            return self.alive[part.index % len(self.alive)] if self.alive else self._another(part)
+        if found in self._unused:
+            self._unused.remove(found)
+        return found
 
     def blocks(self, positions: Sequence[Position]) -> list[tuple[list[Position], Any]]:
         """Return shards in the object store; read and put once."""

@@ -5,8 +5,8 @@ what it asked for. Waiting leases are served in the order in which they asked, w
 which the dispatcher let their jobs begin, so that owners take turns here as they do there. A device
 that ends its part is free at once, and goes to the lease that waits first.
 
-Of the idle devices a lease gets those that have its model loaded, then those that were idle
-longest.
+Of the idle devices a lease gets those that ran the job which it follows, for graphs may wait there,
+then those that have its model loaded, then those that were idle longest.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
+
+# So many jobs a device is remembered by: graphs of a forward job wait for one of the next.
+NUM_JOBS: Final = 64
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class Wish:
         lease: its id.
         model: what it will run.
         at_most: how many devices it can use.
+        job: what it will be remembered by on its devices.
+        follows: the `job` of an earlier lease, whose graphs wait on the devices that it had.
         with_files: whether its first device must see the box's data folder, where any does, as
             one must that runs a whole job.
     """
@@ -32,6 +38,8 @@ class Wish:
     model: str
     at_most: int = 1
     with_files: bool = False
+    job: str = ""
+    follows: str = ""
 
 
 @dataclass
@@ -39,6 +47,7 @@ class _Device:
     sees_files: bool
     lease: str | None = None
     models: list[str] = field(default_factory=list)  # those it ran, the last one last
+    jobs: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_JOBS))  # those it ran
 
 
 class Leases:
@@ -119,13 +128,18 @@ class Leases:
         for name in chosen:
             device = self._devices[name]
             device.lease = wish.lease
+            device.jobs.append(wish.job)
             device.models = [m for m in device.models if m != wish.model] + [wish.model]
             self._idle.remove(name)
         return chosen
 
     def _best(self, wish: Wish) -> list[str]:
         warm_first = sorted(
-            self._idle, key=lambda name: wish.model not in self._devices[name].models
+            self._idle,
+            key=lambda name: (
+                not wish.follows or wish.follows not in self._devices[name].jobs,
+                wish.model not in self._devices[name].models,
+            ),
         )
         if wish.with_files and any(device.sees_files for device in self._devices.values()):
             first = next((n for n in warm_first if self._devices[n].sees_files), None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from gradbox.protocol.spec import JOB_SPEC
 from gradbox_engine import Checkpoints, Observer
 from gradbox_engine.ranges import (
     EarlierOutputs,
+    GraphsBetweenJobs,
     NamedSums,
     NormStatistics,
     Range,
@@ -46,10 +48,22 @@ from gradbox_worker.models.registry import Loaded
 
 
 @dataclass(frozen=True)
+class HalfInRanges:
+    """A job as kept graphs know it, see `computations.kept_graphs`."""
+
+    spec: JobSpec
+    model: str
+    model_version: str
+    result_path: Path
+    earlier_result: Path | None
+
+
+@dataclass(frozen=True)
 class ReceivedJob:
     """A job as a device was sent it, with its model and what lies over that."""
 
     spec: JobSpec
+    half: HalfInRanges
     loaded: Loaded
     tensors: SentTensors
     device: torch.device
@@ -65,6 +79,8 @@ class ReceivedJob:
             GradboxError: as for the whole job.
         """
         spec, on_device = JOB_SPEC.validate_json(job.spec), device.registry.device
+        half = HalfInRanges(spec, job.model, job.model_version, job.result_path, job.earlier_result)
+        device.kept.begin(half, loaded=device.registry.holds(job.model))
         loaded = device.registry.get(job.model, job.model_version)
         tensors = SentTensors(job, device=on_device)
         weights = {name: tensors.tensor(ref) for name, ref in spec.weights.items()}
@@ -72,7 +88,7 @@ class ReceivedJob:
         readout = None
         if spec.readout is not None:
             readout = build_function(spec.readout, tensors, device=on_device).function
-        return cls(spec, loaded, tensors, on_device, readout, weights | widened, len(widened))
+        return cls(spec, half, loaded, tensors, on_device, readout, weights | widened, len(widened))
 
 
 class OpenJob:
@@ -89,11 +105,12 @@ class OpenJob:
         self._shards = received.tensors
         self._sums: dict[int, NamedSums] = {}
         self._checkpoints = RangeCheckpoints(job, devices=received.loaded.devices)
+        self._kept = device.kept
         self._open = ExitStack()
         try:
             self._open.enter_context(device.limit.held())
             self._job = self._open.enter_context(
-                _held(received, job, observer, self._checkpoints.of)
+                _held(received, job, observer, self._checkpoints.of, _graphs(received, device))
             )
         except BaseException:
             self.close()
@@ -102,6 +119,7 @@ class OpenJob:
     def close(self) -> None:
         """Put the model back, in the thread that opened it."""
         self._open.close()
+        self._kept.rest()
 
     def resumed(self, part: Range) -> int:
         """Return how often a range went on from a checkpoint."""
@@ -124,9 +142,9 @@ class OpenJob:
         self._sums[part.index] = found.sums
         return replace(found, sums=part.index)
 
-    def check(self, part: Range, norms: dict[str, NormStatistics]) -> None:
-        """Check the range's first shard; see `HeldJob`."""
-        self._job.check(part, norms)
+    def check(self, part: Range, norms: dict[str, NormStatistics]) -> int:
+        """Check the range's first shard, and keep its graphs; see `HeldJob`."""
+        return self._job.check(part, norms)
 
     def take_sums(self, index: int) -> dict[str, TensorBuffer]:
         """Give the sums of a range away."""
@@ -146,11 +164,23 @@ class OpenJob:
         return num_bytes(dict(other))
 
 
+def _graphs(received: ReceivedJob, device: WarmDevice) -> GraphsBetweenJobs:
+    """Return the graphs that wait on the device, by ranges of this job's shards."""
+    kept, half = device.kept, received.half
+    return GraphsBetweenJobs(
+        of=lambda part: kept.of(half, shards=(part.start, part.stop)),
+        keep=lambda part, graphs: kept.keep(half, graphs, shards=(part.start, part.stop)),
+        older=kept,
+        records=lambda: kept.records,
+    )
+
+
 def _held(
     received: ReceivedJob,
     job: RangeJob,
     observer: Observer,
     checkpoints: Callable[[Range], Checkpoints],
+    graphs: GraphsBetweenJobs,
 ) -> AbstractContextManager[Held]:
     """Return the engine's side of a job in two phases."""
     spec, tensors = received.spec, received.tensors
@@ -168,12 +198,28 @@ def _held(
     }
     if isinstance(spec, MixedGradientSpec):
         inner, leaves = mixed_inner(spec, tensors, device=received.device)
-        return held_mixed(received.loaded.module, groups[0], inner, leaves, z=spec.z, **called)
+        return held_mixed(
+            received.loaded.module,
+            groups[0],
+            inner,
+            leaves,
+            z=spec.z,
+            checkpoints=checkpoints,
+            **called,
+        )
     if isinstance(spec, ForwardSpec):
         module = received.loaded.module
         returns: tuple[Returned, ...] = ("buffers",)
         return held_job(
-            module, groups, wrt=spec.wrt, returns=returns, checkpoints=checkpoints, **called
+            module,
+            groups,
+            wrt=spec.wrt,
+            retain=spec.retain,
+            returns=returns,
+            checkpoints=checkpoints,
+            graphs=graphs,
+            for_a_later_job=True,
+            **called,
         )
     return held_job(
         received.loaded.module,
@@ -184,5 +230,6 @@ def _held(
         returns=tuple(spec.returns),
         penalties=model_penalties(spec, tensors, device=received.device),
         checkpoints=checkpoints,
+        graphs=graphs,
         **called,
     )

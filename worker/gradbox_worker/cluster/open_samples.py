@@ -17,6 +17,7 @@ from gradbox_factors import Factored
 from gradbox_worker.cluster.array_buffers import TensorBuffer, as_buffers, as_tensors
 from gradbox_worker.cluster.factor_buffers import FactorBuffers
 from gradbox_worker.cluster.open_job import ReceivedJob
+from gradbox_worker.cluster.range_checkpoints import RangeCheckpoints
 from gradbox_worker.cluster.row_outlet import RowOutlet
 from gradbox_worker.cluster.sent_tensors import RangeJob
 from gradbox_worker.computations.dense_rows import DenseSink, Progress
@@ -48,6 +49,7 @@ class SampleAnswer:
     result: SampleResult
     factors: FactorBuffers | None
     rounded: Measured
+    resumed: int  # how often the range went on from a checkpoint
 
 
 class OpenSamples:
@@ -73,7 +75,10 @@ class OpenSamples:
             ).function
         progress = Progress(observer)
         self._rounding = RoundedGradients(spec.transfer)
-        self.outlet = RowOutlet(while_waiting=progress.repeat)
+        self.outlet = RowOutlet(while_waiting=progress.repeat, kept_as=job.rows)
+        self._checkpoints = RangeCheckpoints(
+            job, devices=received.loaded.devices, rows=self.outlet, rounding=self._rounding
+        )
         sink = None
         if rows_go_to_file(spec):
             sink = DenseSink(self.outlet, self._rounding, progress, squeezed=loss is not None)
@@ -88,6 +93,7 @@ class OpenSamples:
             budget_bytes=int(budget_bytes * ENGINE_SHARE),
             sink=sink,
             streams=sample_streams(rows, others),
+            checkpoints=self._checkpoints.of_samples,
             readout=received.readout,
             weights=received.weights,
             **how_called(spec),
@@ -130,6 +136,7 @@ class OpenSamples:
             as_buffers(replace(found.result, factors=None)),
             None if factors is None else FactorBuffers.of(factors),
             self._rounding.measured(),
+            self._checkpoints.resumed(part.index),
         )
 
     def factors(self, index: int) -> FactorBuffers:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +30,8 @@ POOL: Final = "pool"
 # After its coordinator's death a device may take so long to come to its next shard.
 ABANDON_S: Final = 30.0
 PAUSE_S: Final = 0.25
-# So long a lease of several devices waits for those that have just ended their part.
+# So long a lease of several devices, or of a certain one, waits for those that have just ended
+# their part.
 IDLE_S: Final = 1.0
 REBUILDING: Final = "rebuilding"
 
@@ -64,6 +66,7 @@ class Pool:
         self._writing: set[str] = set()  # devices that may write to files of the box
         self._granted: dict[str, asyncio.Future[list[Lent]]] = {}
         self._taking_back: dict[str, asyncio.Task[None]] = {}
+        self._dropping: dict[str, asyncio.Task[None]] = {}  # by device: graphs that wait too long
         self._coordinators: dict[str, int] = {}  # by lease: a file descriptor of the process
         self._tasks: set[asyncio.Task[None]] = set()
         self._files = FilesToShip(models_file)
@@ -141,7 +144,7 @@ class Pool:
         self._watch(wish.lease, pid)
         granted = self._granted[wish.lease] = asyncio.get_running_loop().create_future()
         try:
-            if wish.at_most > 1 and self._taking_back:
+            if (wish.at_most > 1 or wish.follows) and self._taking_back:
                 await asyncio.wait(list(self._taking_back.values()), timeout=IDLE_S)
             if wish.lease not in self._coordinators:
                 return []  # it was ended meanwhile
@@ -224,7 +227,8 @@ class Pool:
         while (actor := self._actors.get(name)) is not None:
             try:
                 await actor.stop_all.remote()  # up to the next `empty`
-                await asyncio.wait_for(_empty(actor), ABANDON_S)
+                left_s = await asyncio.wait_for(_empty(actor), ABANDON_S)
+                self._have_graphs_dropped(name, actor, after_s=left_s)
                 self._leases.free(name)
                 self._grant()
                 return
@@ -236,6 +240,14 @@ class Pool:
                 await self.remove(name)
             except RayActorError:
                 await asyncio.sleep(PAUSE_S)  # it is starting again
+
+    def _have_graphs_dropped(self, name: str, actor: Any, *, after_s: float | None) -> None:
+        """Have a device drop the graphs that it keeps for a later job, unless that comes before."""
+        earlier = self._dropping.pop(name, None)
+        if earlier is not None:
+            earlier.cancel()
+        if after_s is not None:
+            self._dropping[name] = self._begin(_graphs_dropped(actor, after_s + PAUSE_S))
 
     async def _rebuilt(self) -> None:
         """Have all devices build their models anew, first those whose versions count."""
@@ -292,5 +304,12 @@ async def _restarted(actor: Any) -> Mapping[str, Any]:
             return described
 
 
-async def _empty(actor: Any) -> None:
-    await actor.empty.remote()
+async def _empty(actor: Any) -> float | None:
+    left_s: float | None = await actor.empty.remote()
+    return left_s
+
+
+async def _graphs_dropped(actor: Any, after_s: float) -> None:
+    await asyncio.sleep(after_s)
+    with suppress(RayActorError):  # and so were they
+        await actor.drop_idle_graphs.remote()

@@ -129,7 +129,7 @@ class RayRangeDevice:
         answer = device.actor.replay.remote(part, buffers)
         return self._leased.future(answer, then, devices=(device,))
 
-    def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[None]:
+    def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[int]:
         """Check the range's first shard, and give the range up."""
         answer = self._device.actor.check.remote(part, as_buffers(norms))
         return self._leased.future(answer, lambda found: found, devices=(self._device,))

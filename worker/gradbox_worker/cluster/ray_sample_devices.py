@@ -151,6 +151,7 @@ class RaySampleDevices:
     def joined(self, answer: SampleAnswer, task: SampleTask, rows: Rows | None) -> RangeSamples:
         """Return what a range gave, here."""
         self._rounding.add(answer.rounded)
+        self.leased.note_resumed(answer.resumed)
         result = as_tensors(answer.result, copy=task.reduce in SUMMED)
         factors = answer.factors
         if factors is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Condition
 from typing import Final
 
@@ -49,13 +50,15 @@ Handed = RowLayout | RowBlock
 class RowOutlet:
     """Stands for the result file on a device; see `dense_rows.RowsFile`."""
 
-    def __init__(self, *, while_waiting: Callable[[], object]) -> None:
+    def __init__(self, *, while_waiting: Callable[[], object], kept_as: str) -> None:
         """Know of no file yet.
 
         Args:
+            kept_as: the file's second name in the folder of checkpoints, which an earlier attempt
+                may have given it.
             while_waiting: called every 0.2 s while a call waits for the coordinator; may raise.
         """
-        self._while_waiting = while_waiting
+        self._while_waiting, self._kept_as = while_waiting, kept_as
         self._changed = Condition()
         self._waiting: deque[Handed] = deque()
         self._laid_out: RowLayout | None = None
@@ -98,6 +101,23 @@ class RowOutlet:
             return
         self._wait_until(lambda: not self._waiting)
         self._hand_over(RowBlock(name, at, TensorBuffer.of(piece.detach().cpu().clone())))
+
+    def keep(self, place: Path) -> str | None:
+        """Flush the rows that were written here, for another attempt; see `ResultOnDisk.keep`.
+
+        Raises:
+            OSError: they are written elsewhere, or the file cannot have a second name.
+        """
+        if self._laid_out is None:
+            return None
+        if self._file is None:
+            raise OSError("the rows of this device are written on another machine")
+        self._file.keep(place.with_name(self._kept_as))
+        return self._kept_as
+
+    def go_on(self, place: Path) -> bool:
+        """Tell whether a file that was kept is the one that this attempt goes on with."""
+        return place.name == self._kept_as and place.exists()
 
     def taken(self, *, wait_s: float) -> list[Handed]:
         """Return what was handed over since the last call, after waiting for some."""

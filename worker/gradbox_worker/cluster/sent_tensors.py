@@ -28,10 +28,13 @@ class RangeJob:
     Attributes:
         spec: as JSON.
         of_samples: whether its ranges are of samples, which need no phases.
+        result_path: names the job and the attempt at it, see `KeptGraphs`; `earlier_result` names
+            that of the forward job that its cotangents belong to.
         loss_parameters: names that `wrt` may match besides the model's.
         tensors: what the spec names that devices need, but inputs.
         forms: by group, what is known of every shard: its arguments' dtypes and shapes.
         checkpoints: the folder of the box for them; None on a device that does not see it.
+        rows: the name there of the file with dense rows, see `range_checkpoints`.
         disk_reserve_bytes: what stays free on its disk.
         checkpoint_after_s: see `DeviceSettings`.
     """
@@ -42,10 +45,13 @@ class RangeJob:
     model_version: str
     spec: str
     of_samples: bool
+    result_path: Path
+    earlier_result: Path | None
     loss_parameters: tuple[str, ...]
     tensors: Mapping[tuple[str, str], TensorBuffer]  # by blob and name
     forms: Sequence[Sequence[Mapping[str, TensorForm]]]
     checkpoints: Path | None
+    rows: str
     disk_reserve_bytes: int | None
     checkpoint_after_s: float | None
 

@@ -17,6 +17,7 @@ from gradbox_engine.errors import CoupledShards
 from gradbox_worker.cluster.joined import ClusterGone, JoinedCluster
 from gradbox_worker.cluster.leases import Wish
 from gradbox_worker.cluster.pool import Lent
+from gradbox_worker.cluster.waiting_graphs import WaitingGraphs
 from gradbox_worker.cluster.whole_job import Outcome, lives, run_whole
 from gradbox_worker.cluster.wide_job import WideJob, can_be_split
 from gradbox_worker.computations.execution import StopNow
@@ -118,11 +119,21 @@ class Coordinator:
         """
         devices = order.spec.devices if can_be_split(order.spec) else 1
         at_most = ALL if devices == AUTO else devices
-        wish = Wish(uuid.uuid4().hex, order.model, at_most=at_most, with_files=True)
+        waiting = WaitingGraphs.of(order.spec, order.earlier_result)
+        if waiting is not None and not waiting.fit(at_most):
+            waiting = None
+        wish = Wish(
+            uuid.uuid4().hex,
+            order.model,
+            at_most=at_most if waiting is None else waiting.num_devices,
+            with_files=True,
+            job=str(order.result_path),
+            follows="" if waiting is None else waiting.job,
+        )
         try:
             lent = self._leased(wish)
             self.begun = True
-            return self._run_on(order, lent, wish)
+            return self._run_on(order, lent, wish, waiting)
         except StopNow:
             return RunStopped()
         finally:
@@ -139,9 +150,12 @@ class Coordinator:
             if living:
                 return living
 
-    def _run_on(self, order: Run, lent: list[Lent], wish: Wish) -> Outcome:
-        if len(lent) > 1 or (not lent[0].sees_files and can_be_split(order.spec)):
-            found = self._run_wide(order, lent, wish)
+    def _run_on(
+        self, order: Run, lent: list[Lent], wish: Wish, waiting: WaitingGraphs | None
+    ) -> Outcome:
+        in_ranges = waiting is not None and len(waiting.ranges) > 0
+        if in_ranges or len(lent) > 1 or (not lent[0].sees_files and can_be_split(order.spec)):
+            found = self._run_wide(order, lent, wish, waiting)
             if not isinstance(found, CoupledShards):
                 return found
             order = order.model_copy(update={"not_split": str(found)})
@@ -157,7 +171,9 @@ class Coordinator:
         if self._stop_requested():
             raise StopNow
 
-    def _run_wide(self, order: Run, lent: list[Lent], wish: Wish) -> Outcome | CoupledShards:
+    def _run_wide(
+        self, order: Run, lent: list[Lent], wish: Wish, waiting: WaitingGraphs | None
+    ) -> Outcome | CoupledShards:
         """Run a job in ranges, unless its shards are coupled and "auto" leaves it to one device.
 
         Raises:
@@ -169,6 +185,7 @@ class Coordinator:
             self._cluster,
             lent,
             wish=wish,
+            waiting=waiting,
             settings=self._settings,
             tell=self._tell,
             stop_requested=self._stop_requested,

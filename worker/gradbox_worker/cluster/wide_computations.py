@@ -59,12 +59,14 @@ class WideSetting:
 
     Attributes:
         num_ranges: how many at most.
+        parts: the ranges that it must have, where there are some.
         forms: by group, what is known of every shard: its arguments' dtypes and shapes.
     """
 
     work: Work
     leased: LeasedDevices
     num_ranges: int
+    parts: tuple[Range, ...]
     groups: Sequence[Group]
     forms: Sequence[Sequence[Mapping[str, TensorForm]]]
     tensors: BlobTensors
@@ -112,7 +114,7 @@ class InPhases:
 
     def run(self, setting: WideSetting) -> Answer:
         """See `WideComputation`."""
-        parts = setting.cut(range(len(setting.groups)))
+        parts = setting.parts or setting.cut(range(len(setting.groups)))
         devices = RayDevices(setting.leased, setting.groups)
         computed, runs = self.compute(setting, devices, parts)
         views = [
@@ -122,6 +124,7 @@ class InPhases:
                 device=device,
                 forward_s=run.forward_s,
                 replay_s=run.replay_s,
+                shards_retained=run.retained,
                 devices_lost=run.devices_lost,
                 rerun_difference=run.rerun_difference,
             )

@@ -24,7 +24,9 @@ from gradbox_worker.cluster.joined import JoinedCluster
 from gradbox_worker.cluster.leased_devices import LeasedDevices
 from gradbox_worker.cluster.leases import Wish
 from gradbox_worker.cluster.pool import Lent
+from gradbox_worker.cluster.range_checkpoints import file_with_rows
 from gradbox_worker.cluster.sent_tensors import RangeJob
+from gradbox_worker.cluster.waiting_graphs import WaitingGraphs
 from gradbox_worker.cluster.wide_computations import (
     Answer,
     WideComputation,
@@ -67,12 +69,14 @@ class WideJob:
         lent: Sequence[Lent],
         *,
         wish: Wish,
+        waiting: WaitingGraphs | None,
         settings: DeviceSettings,
         tell: Callable[[FromDevice], None],
         stop_requested: Callable[[], bool],
     ) -> None:
         self._work, self._spec = work, work.spec
         self._cluster, self._lent, self._wish = cluster, lent, wish
+        self._waiting = waiting
         self._settings = settings
         self._tell, self._stop_requested = tell, stop_requested
         self._leased: LeasedDevices | None = None
@@ -98,11 +102,13 @@ class WideJob:
             view = self._cluster.views[work.model]
             groups = input_groups(spec, view.methods, tensors)
             wide = _computation(work, tensors)
+            rows = file_with_rows(work, result_file)
             forms = [[tensors.forms(ref) for ref in group.shards] for group in spec.inputs]
-            self._leased = self._opened(self._range_job(view, wide, forms, tensors), groups)
+            self._leased = self._opened(self._range_job(view, wide, forms, tensors, rows), groups)
             setting = WideSetting(
                 work=work,
                 leased=self._leased,
+                parts=self._waiting.parts if self._waiting else (),
                 num_ranges=len(self._lent),
                 groups=groups,
                 forms=forms,
@@ -143,6 +149,7 @@ class WideJob:
         wide: WideComputation,
         forms: Sequence[Sequence[Mapping[str, TensorForm]]],
         tensors: BlobTensors,
+        rows: str,
     ) -> RangeJob:
         """Return what every device is told; where Z is ordered is the coordinator's business."""
         inputs = [group.model_copy(update={"order": None}) for group in self._spec.inputs]
@@ -155,10 +162,13 @@ class WideJob:
             model_version=view.version,
             spec=spec.model_dump_json(),
             of_samples=isinstance(wide, OfSamples),
+            result_path=self._work.result_path,
+            earlier_result=self._work.earlier_result,
             loss_parameters=wide.loss_parameters,
             tensors={(ref.blob, ref.tensor): TensorBuffer.of(tensors.tensor(ref)) for ref in refs},
             forms=forms,
             checkpoints=self._work.checkpoints,
+            rows=rows,
             disk_reserve_bytes=self._work.disk_reserve_bytes,
             checkpoint_after_s=self._settings.checkpoint_after_s,
         )
@@ -171,6 +181,7 @@ class WideJob:
             job=ray.put(job),
             job_key=(job.job_id, job.attempt),
             groups=groups,
+            homes=self._waiting.homes if self._waiting else {},
             while_waiting=self._check,
         )
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,7 +36,6 @@ from gradbox_engine import Checkpoint
 from gradbox_service.store import Room
 from gradbox_service.store.files import files_of, put_in_place
 from gradbox_worker.files.result_file import write_result
-from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients
 
 log = logging.getLogger(__name__)
@@ -63,6 +62,16 @@ class Pace:
         return cls(first_s=first_s, every_s=first_s / 2, share=share)
 
 
+class RowsInPlace(Protocol):
+    """Rows that are not copied into a checkpoint: a `ResultOnDisk`, or what stands for it."""
+
+    def keep(self, place: Path) -> str | None:
+        """Flush them, and return the second name of their file; None if there are none."""
+
+    def go_on(self, place: Path) -> bool:
+        """Go on with those of an earlier attempt; False if that cannot be."""
+
+
 class CheckpointFile:
     """The checkpoint of one job, for one attempt at it.
 
@@ -78,7 +87,7 @@ class CheckpointFile:
         attempt: int | str,
         identity: Callable[[], Mapping[str, str]],
         disk_reserve_bytes: int | None = None,
-        result: ResultOnDisk | None = None,
+        result: RowsInPlace | None = None,
         rounding: RoundedGradients | None = None,
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,

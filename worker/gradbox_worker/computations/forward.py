@@ -38,7 +38,11 @@ def computed(answer: SetOutputs, spec: ForwardSpec, *, kept: KeptPass | None = N
             for returned in spec.returns
             for name, tensor in section(returned, sections[returned]).items()
         },
-        facts={"rows": answer.rows, "stateful": answer.stateful},
+        facts={
+            "rows": answer.rows,
+            "stateful": answer.stateful,
+            "shards_retained": answer.retained,
+        },
         seconds=answer.seconds,
         kept=kept,
     )

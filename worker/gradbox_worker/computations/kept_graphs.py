@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, JobSpec, SharedSpec
 from gradbox_engine import KeptPass
-from gradbox_worker.work import Work
+from gradbox_engine.replay.shard_record import ShardRecord
 
 IDLE_S: Final = 60.0
 
@@ -34,14 +34,31 @@ IDLE_S: Final = 60.0
 OWN: Final = frozenset({"protocol", "model", "priority", "timeout_s", "devices", "name"})
 
 
+class Half(Protocol):
+    """What graphs are kept of, and looked for: a `Work`, or a range's part in one."""
+
+    @property
+    def spec(self) -> JobSpec: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def model_version(self) -> str: ...
+    @property
+    def result_path(self) -> Path: ...
+    @property
+    def earlier_result(self) -> Path | None: ...
+
+
 @dataclass(frozen=True)
 class _Entry:
-    """One forward job's graphs, and all that they depend on.
+    """One forward job's graphs, or those of a range of its shards, and all that they depend on.
 
     `result_path` tells the job, and the attempt at it, whose outputs the cotangents belong to.
+    `shards` are where a range begins and ends; None if one device ran them all.
     """
 
     result_path: Path
+    shards: tuple[int, int] | None
     model: str
     model_version: str
     terms: dict[str, Any]
@@ -74,7 +91,12 @@ class KeptGraphs:
         """Saved tensors of the shard that was kept last."""
         return self._entries[-1].kept.newest_bytes if self._entries else 0
 
-    def begin(self, work: Work, *, loaded: bool) -> None:
+    @property
+    def records(self) -> list[ShardRecord]:
+        """All shards that have, or had, a graph here."""
+        return [record for entry in self._entries for record in entry.kept.records]
+
+    def begin(self, work: Half, *, loaded: bool) -> None:
         """Make way for a job.
 
         Args:
@@ -88,19 +110,25 @@ class KeptGraphs:
             if entry.model != work.model or entry.terms["precision"] == work.spec.precision
         ]
 
-    def keep(self, work: Work, kept: KeptPass | None) -> None:
-        """Keep what a forward job that is done left, if anything."""
+    def keep(
+        self, work: Half, kept: KeptPass | None, *, shards: tuple[int, int] | None = None
+    ) -> None:
+        """Keep what a forward job left, or a range of it, if anything."""
         if kept is not None:
             entry = _Entry(
-                work.result_path, work.model, work.model_version, _terms(work.spec), kept
+                work.result_path, shards, work.model, work.model_version, _terms(work.spec), kept
             )
             self._entries.append(entry)
 
-    def of(self, work: Work) -> KeptPass | None:
-        """Return what the forward job that a job's cotangents belong to left, if it is here."""
+    def of(self, work: Half, *, shards: tuple[int, int] | None = None) -> KeptPass | None:
+        """Return what the forward job that a job's cotangents belong to left, if it is here.
+
+        Args:
+            shards: of the range that it left it of.
+        """
         for entry in self._entries:
             same = (
-                entry.result_path == work.earlier_result
+                (entry.result_path, entry.shards) == (work.earlier_result, shards)
                 and (entry.model, entry.model_version) == (work.model, work.model_version)
                 and entry.terms == _terms(work.spec)
             )

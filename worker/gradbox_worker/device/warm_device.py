@@ -51,6 +51,7 @@ class WarmDevice:
 
     Attributes:
         registry: the models.
+        kept: the graphs that jobs left for later ones.
         limit: what a job may allocate.
         result_memory_bytes: what may be in memory of a result on its way into its file, or None.
         views: the models that were described when it was opened.
@@ -101,7 +102,7 @@ class WarmDevice:
         self.limit = MemoryLimit(*devices, job_bytes=settings.job_memory_bytes)
         self.result_memory_bytes = settings.result_memory_bytes
         self._tell = tell
-        self._blobs, self._kept = blob_store(settings.data), KeptGraphs()
+        self._blobs, self.kept = blob_store(settings.data), KeptGraphs()
         pace_s = settings.checkpoint_after_s
         self._pace = None if pace_s is None else Pace.after(pace_s)
         self._gauge = Gauge(tell, self.registry)
@@ -130,7 +131,7 @@ class WarmDevice:
             work,
             registry=self.registry,
             blobs=self._blobs,
-            kept=self._kept,
+            kept=self.kept,
             observer=observer,
             result_memory_bytes=self.result_memory_bytes,
             limit=self.limit,
@@ -148,11 +149,11 @@ class WarmDevice:
 
     def idle_left_s(self) -> float | None:
         """Return how long kept graphs may still wait for a job; None if there are none."""
-        return self._kept.idle_left_s()
+        return self.kept.idle_left_s()
 
     def drop_kept_graphs(self) -> None:
         """Free the graphs that earlier jobs left."""
-        self._kept.drop()
+        self.kept.drop()
 
     def watched(self, *, stop_requested: Callable[[], bool]) -> Reporter:
         """Return an observer for the engine that tells progress and stops on request."""

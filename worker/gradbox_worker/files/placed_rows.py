@@ -10,12 +10,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from gradbox_service.store.files import WRITE_OUT_BYTES, begin_to_write_out
+from gradbox_service.store.files import (
+    WRITE_OUT_BYTES,
+    begin_to_write_out,
+    flush_folder,
+    make_folder,
+)
 from gradbox_service.store.room import Room
 from gradbox_worker.files.result_file import RESULT, tensor_bytes
 
@@ -120,6 +126,23 @@ class PlacedRows:
         """
         with self._placement.room.noticing_a_full_disk(what=RESULT):
             self._writer.piece(self._placement.regions[name], at, piece)
+
+    def keep(self, place: Path) -> None:
+        """Flush what was written, and give the file a second name, unless that is its own.
+
+        Raises:
+            FileNotFoundError: the attempt that laid the file out has ended.
+            OSError: it cannot have that name.
+        """
+        with self._placement.room.noticing_a_full_disk(what=RESULT):
+            os.fsync(self._writer.descriptor)
+        if not place.exists():
+            make_folder(place.parent)
+            with suppress(FileExistsError):  # by a device that writes other rows
+                os.link(self._placement.path, place)
+            flush_folder(place.parent)
+        if place.stat().st_ino != self._placement.inode:
+            raise FileNotFoundError(f"{place}: expected the file that the rows are in")
 
     def close(self) -> None:
         """Close the file."""

@@ -77,9 +77,13 @@ class ResultOnDisk:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._beside.unlink(missing_ok=True)
+            self._writer = None
 
     def lay_out(
         self,
@@ -201,7 +205,8 @@ class ResultOnDisk:
             InvalidInputs: a dtype has no place in a safetensors file.
             StorageFull: the disk does not hold it.
         """
-        if self._descriptor is None:
+        if not self._regions:
+            self._close()  # a file that an earlier attempt laid out
             return write_result(self._path, tensors, metadata=metadata, room=self._disk)
         self._disk.check(sum(tensor.nbytes for tensor in tensors.values()), what=RESULT)
         for name, tensor in tensors.items():

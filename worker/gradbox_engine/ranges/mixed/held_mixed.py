@@ -1,19 +1,22 @@
 """A mixed gradient on one device, held open between its first pass and its tangent pass.
 
 As in `held_job`, ranges may follow each other on one device, each begins with the registered
-buffers, and shards outside of a device's ranges may hold `meta` tensors.
+buffers and has a checkpoint of its own, and shards outside of a device's ranges may hold `meta`
+tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.mixed.equipment import Equipment, equipped
 from gradbox_engine.mixed.phases import (
@@ -37,6 +40,7 @@ from gradbox_engine.ranges.protocol import (
     RangeGradient,
     RangeOutputs,
 )
+from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.replay.z import ShardRows, concatenated
@@ -76,6 +80,7 @@ def held_mixed(
     *,
     z: str | None = None,
     observer: Observer | None = None,
+    checkpoints: Callable[[Range], Checkpoints] = lambda _: NoCheckpoints(),
     **options: Unpack[CallKeywords],
 ) -> Iterator[HeldMixed]:
     """Hold a model ready for ranges of a job; it is bit-identical afterwards.
@@ -84,20 +89,37 @@ def held_mixed(
 
     Args:
         leaves: y by name, those that outer alone reads too.
+        checkpoints: where the state of a range is written, and read when it begins again.
     """
     with equipped(model, group, inner, leaves, z=z, observer=observer, **options) as equipment:
-        yield HeldMixed(equipment, model, group, leaves)
+        yield HeldMixed(equipment, model, group, leaves, checkpoints)
+
+
+@dataclass(frozen=True)
+class HeldRange:
+    """What a device keeps of a range between its two passes; `went` is how far the second is."""
+
+    records: list[ShardRecord]
+    checkpoint: JobCheckpoint
+    sums: LeafSums
+    went: TangentPass
 
 
 class HeldMixed:
     """The two phases, over any ranges; see `RangeDevice`."""
 
     def __init__(
-        self, equipment: Equipment, model: nn.Module, group: Group, leaves: Mapping[str, Tensor]
+        self,
+        equipment: Equipment,
+        model: nn.Module,
+        group: Group,
+        leaves: Mapping[str, Tensor],
+        checkpoints: Callable[[Range], Checkpoints],
     ) -> None:
         self._equipment, self._ready = equipment, equipment.ready
         self._model, self._group, self._leaves = model, group, leaves
-        self._held: dict[int, list[ShardRecord]] = {}
+        self._checkpoints = checkpoints
+        self._held: dict[int, HeldRange] = {}
 
     def forward(self, part: Range) -> RangeOutputs:
         """Take v, a and dfdz of a range's shards; the outputs are dfdz.
@@ -108,13 +130,22 @@ class HeldMixed:
         """
         clock = PhaseTimer(*self._ready.devices)
         with clock.timed("forward"):
-            records = first_pass(self._equipment, (), shards=range(part.start, part.stop))
+            sums = LeafSums(self._leaves)
+            checkpoint = JobCheckpoint(self._checkpoints(part), self._ready, sums)
+            resumed = checkpoint.resumed()
+            went = TangentPass(**resumed.second.facts) if resumed.second else TangentPass()
+            records = first_pass(
+                self._equipment,
+                resumed.records,
+                shards=range(part.start, part.stop),
+                after_shard=checkpoint.after_first_call,
+            )
             norms = {} if part.is_whole else norm_statistics.updates(self._model, records)
             parts = {record.position: {BARE: record.outputs[DFDZ]} for record in records}
             whole, num_rows = concatenated([self._group], parts)
             for record in records:
                 record.outputs[DFDZ] = parts[record.position][BARE]  # a view of the whole
-        self._held[part.index] = records
+        self._held[part.index] = HeldRange(records, checkpoint, sums, went)
         return RangeOutputs(
             outputs={group: {BARE: named[BARE].cpu()} for group, named in whole.items()},
             rows={group: tuple(numbers) for group, numbers in num_rows.items()},
@@ -134,12 +165,13 @@ class HeldMixed:
             EngineError: see `mixed_gradient`.
         """
         assert isinstance(cotangents, DirectionsOfRange)
-        records, clock = self._held[part.index], PhaseTimer(*self._ready.devices)
-        sums, went = LeafSums(self._leaves), TangentPass()
+        held, clock = self._held[part.index], PhaseTimer(*self._ready.devices)
+        records, sums, went = held.records, held.sums, held.went
         with clock.timed("replay"):
             if cotangents.norms or records[0].position not in cotangents.needed:
                 self._check(part, cotangents.norms)
-            sums.add({name: g.to(self._ready.device) for name, g in cotangents.direct.items()})
+            if not went.num_done:
+                sums.add({name: g.to(self._ready.device) for name, g in cotangents.direct.items()})
             tangent_pass(
                 self._equipment,
                 records,
@@ -147,6 +179,7 @@ class HeldMixed:
                 sums,
                 went=went,
                 largest=cotangents.largest.to(self._ready.device),
+                after_shard=partial(held.checkpoint.after_second_call, records),
             )
         del self._held[part.index]
         unreached = sums.unreached()
@@ -171,18 +204,22 @@ class HeldMixed:
         """
         raise BadInputs("mixed gradient: expected its first pass in the same job, got outputs")
 
-    def check(self, part: Range, norms: dict[str, NormStatistics]) -> None:
+    def check(self, part: Range, norms: dict[str, NormStatistics]) -> int:
         """Put the range's first shard through the model once more; the range is given up.
+
+        Returns:
+            0, for graphs that are kept.
 
         Raises:
             CoupledShards: the range's shards depend on the shards before them.
         """
         self._check(part, norms)
         del self._held[part.index]
+        return 0
 
     def _check(self, part: Range, norms: Mapping[str, NormStatistics]) -> None:
         if part.index > 0:
-            first = self._held[part.index][0]
+            first = self._held[part.index].records[0]
             updates = norm_statistics.updates(self._model, [first])
             entries = {name: value for name, value in first.outputs.items() if name != DFDZ}
             check_independence(
@@ -191,7 +228,7 @@ class HeldMixed:
 
     def _directions(self, part: Range, cotangents: RangeCotangents) -> dict[Position, Tensor]:
         """Return u of the shards that need a tangent."""
-        records = self._held[part.index]
+        records = self._held[part.index].records
         num_rows = {self._group.name: [_num_rows(record) for record in records]}
         positions = [record.position for record in records]
         rows = ShardRows([self._group], num_rows, positions=positions)

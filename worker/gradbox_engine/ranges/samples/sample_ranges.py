@@ -1,4 +1,4 @@
-"""A per-sample job on one device: any range of it, each call a job of its own."""
+"""A per-sample job on one device: any range of it, each call a job with a checkpoint of its own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine.checkpoint import Checkpoints
 from gradbox_engine.per_sample.api import BUDGET_BYTES
 from gradbox_engine.per_sample.job import PerSampleJob
 from gradbox_engine.per_sample.pieces import Piece, Sink
@@ -46,6 +47,7 @@ class SampleRanges:
         budget_bytes: int = BUDGET_BYTES,
         sink: Sink | None = None,
         streams: Sequence[tuple[int, int]] | None = None,
+        checkpoints: Callable[[Range, SampleTask], Checkpoints | None] = lambda *_: None,
         **setting: Any,
     ) -> None:
         """Take the job.
@@ -55,11 +57,13 @@ class SampleRanges:
             others: the shards of `OtherShards`.
             sink: takes the dense rows of this device's ranges, at their places in the whole job.
             streams: of the other shards and then of the job's own, see `callable_model`.
+            checkpoints: where the state of a range is written, and read when it begins again.
         """
         self._model, self._inputs, self._others = model, inputs, others
         self._request, self._loss = request, loss
         self._observer, self._budget_bytes, self._sink = observer, budget_bytes, sink
         self._streams, self._setting = streams, setting
+        self._checkpoints = checkpoints
 
     def count(self, part: Range, *, of_others: bool) -> tuple[int, ...]:
         """Return how many samples each shard of a range has.
@@ -78,7 +82,7 @@ class SampleRanges:
         """Say whether `form="auto"` keeps factors, by the range's first shard and B of the job."""
         first = replace(part, stop=part.start + 1)
         asked = replace(task, form="auto", keep_rows=False)
-        return self._run(first, asked, _Nowhere()).factors is not None
+        return self._run(first, asked, _Nowhere(), None).factors is not None
 
     def run(self, part: Range, task: SampleTask) -> RangeSamples:
         """Compute a range.
@@ -90,12 +94,14 @@ class SampleRanges:
         sink = None
         if dense and self._sink is not None:
             sink = OffsetSink(self._sink, task.first_sample, task.num_samples)
-        result = self._run(part, task, sink)
+        result = self._run(part, task, sink, self._checkpoints(part, task))
         if task.keep_rows:
             return RangeSamples(replace(result, factors=None), result.factors)
         return RangeSamples(result)
 
-    def _run(self, part: Range, task: SampleTask, sink: Sink | None) -> SampleResult:
+    def _run(
+        self, part: Range, task: SampleTask, sink: Sink | None, checkpoints: Checkpoints | None
+    ) -> SampleResult:
         request = replace(
             self._request,
             reduce=task.reduce,
@@ -107,7 +113,7 @@ class SampleRanges:
         shards = self._shards(part, of_others=task.of_others)
         with self._ready(part, of_others=task.of_others) as ready:
             job = PerSampleJob(
-                ready, request, shards, self._observer, None, self._budget_bytes, sink
+                ready, request, shards, self._observer, checkpoints, self._budget_bytes, sink
             )
             if self._loss is None:
                 return job.jacobians()

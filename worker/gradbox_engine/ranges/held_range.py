@@ -1,0 +1,76 @@
+"""What a device keeps of a range between its first pass and its replay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradbox_engine.checkpoint import Checkpoint
+from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.prepared import Prepared
+from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.wrt import Selection
+from gradbox_engine.ranges.protocol import RangeCotangents
+from gradbox_engine.replay.checkpoint import JobCheckpoint
+from gradbox_engine.replay.gradient_sums import GradientSums
+from gradbox_engine.replay.kept_graphs import KeptPass
+from gradbox_engine.replay.shard_record import ShardRecord
+from gradbox_engine.replay.z import NumRows, ShardRows
+
+
+@dataclass
+class HeldRange:
+    """A range that was put through the model.
+
+    `sums` are what an earlier run of its replay came to, `second` how far that was. `kept` is there
+    if an earlier job put it through, and left its graphs.
+    """
+
+    records: list[ShardRecord]
+    num_rows: NumRows
+    checkpoint: JobCheckpoint
+    sums: GradientSums
+    second: Checkpoint | None
+    kept: KeptPass | None = None
+
+    def parts(self, cotangents: RangeCotangents, ready: Prepared) -> dict[Position, Outputs]:
+        """Return each shard's cotangents on the device."""
+        given = cotangents.cotangents
+        whole = {group: to_device(named, ready.device) for group, named in given.items()}
+        positions = [record.position for record in self.records]
+        return ShardRows(ready.calls.groups, self.num_rows, positions=positions).parts(whole)
+
+    def free_unusable(
+        self, cotangents: RangeCotangents, ready: Prepared, selection: Selection
+    ) -> None:
+        """Free graphs of an earlier job that differentiate other things than this one."""
+        if self.kept is None:
+            return
+        groups = ready.calls.groups
+        positions = {
+            record.position
+            for record in self.records
+            if cotangents.cotangents.get(groups[record.position.group].name)
+        }
+        parameters = frozenset(selection.parameters)
+        self.kept.usable_for(positions, parameters=parameters, inputs=ready.inputs)
+
+    def for_a_later_job(
+        self, ready: Prepared, selection: Selection, overlay_bytes: int
+    ) -> KeptPass:
+        """Return the range with the graphs that a later job may use."""
+        parameters = frozenset(selection.parameters)
+        return KeptPass(self.records, parameters, ready.inputs, self.num_rows, overlay_bytes)
+
+
+def to_device(named: Mapping[str, Tensor], device: torch.device) -> Outputs:
+    """Return tensors on a device."""
+    return {name: tensor.to(device) for name, tensor in named.items()}
+
+
+def on_host(named: Mapping[str, Tensor]) -> Outputs:
+    """Return tensors in the host's memory."""
+    return to_device(named, torch.device("cpu"))
