@@ -180,4 +180,7 @@ class Devices(Protocol):
         """
 
     def fetched(self, sums: Sums) -> Future[NamedSums]:
-        """Bring sums to the coordinator."""
+        """Bring sums to the coordinator, or to where the result is.
+
+        Those that the result has then are returned as tensors on `meta`, for their names.
+        """

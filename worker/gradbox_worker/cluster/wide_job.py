@@ -19,7 +19,7 @@ from gradbox.protocol import JacobianSpec, JobSpec, ModelView, PerSampleGradient
 from gradbox_engine.errors import DeviceLost
 from gradbox_engine.requests import Group, Phase
 from gradbox_service.store import Room, blob_store
-from gradbox_worker.cluster.array_buffers import HOST, TensorBuffer
+from gradbox_worker.cluster.array_buffers import HOST, TensorBuffer, num_bytes
 from gradbox_worker.cluster.joined import JoinedCluster
 from gradbox_worker.cluster.leased_devices import LeasedDevices
 from gradbox_worker.cluster.leases import Wish
@@ -164,7 +164,7 @@ class WideJob:
         )
 
     def _opened(self, job: RangeJob, groups: Sequence[Group]) -> LeasedDevices:
-        return LeasedDevices(
+        leased = LeasedDevices(
             self._cluster,
             self._lent,
             wish=self._wish,
@@ -173,6 +173,8 @@ class WideJob:
             groups=groups,
             while_waiting=self._check,
         )
+        leased.count("inputs", num_bytes(dict(job.tensors)))
+        return leased
 
     def step(self, phase: Phase, done: int, total: int) -> None:
         """Hear of shards that are done, as the engine's observer; see `split_set_gradient`.
