@@ -60,6 +60,11 @@ class GradientForm:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes it has."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class NormStatistics:

@@ -29,6 +29,7 @@ from gradbox_worker.device.messages import (
     FromDevice,
     Run,
     RunFailed,
+    RunFinished,
     RunLost,
     RunStopped,
     send,
@@ -119,18 +120,21 @@ class Coordinator:
         devices = order.spec.devices if can_be_split(order.spec) else 1
         at_most = ALL if devices == AUTO else devices
         wish = Wish(uuid.uuid4().hex, order.model, at_most=at_most, with_files=True)
+        at_rest = False
         try:
             while True:
                 lent = self._leased(wish)
                 self.begun = True
                 try:
-                    return self._run_on(order, lent, wish)
+                    found = self._run_on(order, lent, wish)
+                    at_rest = len(lent) == 1 and isinstance(found, RunFinished)
+                    return found
                 except DiedBefore:
                     self.begun = False
         except StopNow:
             return RunStopped()
         finally:
-            self._cluster.end(wish.lease)
+            self._cluster.end(wish.lease, at_rest=at_rest)
 
     def _leased(self, wish: Wish) -> list[Lent]:
         """Return one device, or several of those that live: one may have died while it was idle."""
