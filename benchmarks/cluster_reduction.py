@@ -1,8 +1,8 @@
 """The sum of gradients of two actors against the memory's copy speed, with the actors' own code.
 
-`python -m benchmarks.cluster_reduction` prints the seconds of both, round by round, as JSON. Each of
-two actors has a sum of 400 MB in a hundred tensors; the left one adds the right one's to its own. A
-copy is of as many bytes, to memory that was written to before, in one thread.
+`python -m benchmarks.cluster_reduction` prints the seconds of both, round by round, as JSON. Each
+of two actors has a sum of 400 MB in a hundred tensors; the left one adds the right one's to its
+own. A copy is of as many bytes, to memory that was written to before, in one thread.
 """
 
 from __future__ import annotations
