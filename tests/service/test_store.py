@@ -67,7 +67,7 @@ def test_an_upload_that_stops_leaves_nothing(tmp_path: Path) -> None:
     digest, data = blob_of({"x": ones(3)})
     store = BlobStore(tmp_path)
     with store.upload(digest) as upload:
-        upload.write(data)
+        upload.write([data])
     assert files_under(tmp_path) == set()
 
 
@@ -108,7 +108,7 @@ def test_a_sweep_removes_what_dead_uploads_left(tmp_path: Path) -> None:
         "import sys, time; from pathlib import Path\n"
         "from gradbox_service.store.blobs import BlobStore\n"
         "upload = BlobStore(Path(sys.argv[1])).upload('dead' * 16)\n"
-        "upload.write(b'x'); print('begun', flush=True); time.sleep(60)"
+        "upload.write([b'x']); print('begun', flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", upload_for_ever, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as dying:
@@ -116,7 +116,7 @@ def test_a_sweep_removes_what_dead_uploads_left(tmp_path: Path) -> None:
         assert dying.stdout.readline() == b"begun\n"
         begun = time.time() - 2 * blobs_module.UNLOCKED_S
         with store.upload("live" * 16) as upload:
-            upload.write(b"x")
+            upload.write([b"x"])
             for path in (tmp_path / "incoming").iterdir():
                 os.utime(path, (begun, begun))
             store.sweep()

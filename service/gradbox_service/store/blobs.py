@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -105,7 +105,7 @@ class BlobStore:
         """
         with self.upload(digest) as upload:
             for chunk in chunks:
-                upload.write(chunk)
+                upload.write([chunk])
             header = upload.commit()
         self._remember(digest, header)
 
@@ -170,17 +170,19 @@ class Upload:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.size_bytes = 0
 
-    def write(self, chunk: bytes | bytearray | memoryview) -> None:
-        """Append bytes, and hash them.
+    def write(self, chunks: Sequence[bytes]) -> None:
+        """Append chunks, and hash them.
 
         Raises:
             StorageFull: there is no room for them.
         """
-        self._room.check(len(chunk), what=BLOB)
+        num_bytes = sum(map(len, chunks))
+        self._room.check(num_bytes, what=BLOB)
         with self._room.noticing_a_full_disk(what=BLOB):
-            self._file.write(chunk)
-        self._hash.update(chunk)
-        before, self.size_bytes = self.size_bytes, self.size_bytes + len(chunk)
+            self._file.writelines(chunks)
+        for chunk in chunks:
+            self._hash.update(chunk)
+        before, self.size_bytes = self.size_bytes, self.size_bytes + num_bytes
         if self.size_bytes // WRITE_OUT_BYTES > before // WRITE_OUT_BYTES:
             begin_to_write_out(self._file.fileno())
 

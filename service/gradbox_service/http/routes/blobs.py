@@ -100,28 +100,29 @@ def _own(box: Backing, caller: TokenInfo) -> OwnBlobs:
     return OwnBlobs(caller.name, blobs=box.blobs, owners=box.owners)
 
 
-async def _pieces(request: Request, *, limit_bytes: int) -> AsyncIterator[bytearray]:
-    """Yield the body in pieces of `PIECE_BYTES`.
+async def _pieces(request: Request, *, limit_bytes: int) -> AsyncIterator[list[bytes]]:
+    """Yield the body in pieces of `PIECE_BYTES`, each as the chunks received.
 
     Raises:
         BlobTooLarge: there is more of it, or it says that there will be.
     """
     if announced_bytes(request) > limit_bytes:
         raise _too_large(announced_bytes(request), limit_bytes)
-    piece, taken = bytearray(), 0
+    piece: list[bytes] = []
+    taken = yielded = 0
     async for chunk in request.stream():
         taken += len(chunk)
         if taken > limit_bytes:
             raise _too_large(taken, limit_bytes)
-        piece += chunk
-        if len(piece) >= PIECE_BYTES:
+        piece.append(chunk)
+        if taken - yielded >= PIECE_BYTES:
             yield piece
-            piece = bytearray()
+            piece, yielded = [], taken
     if piece:
         yield piece
 
 
-async def _write(upload: Upload, pieces: AsyncIterator[bytearray]) -> None:
+async def _write(upload: Upload, pieces: AsyncIterator[list[bytes]]) -> None:
     """Write and hash each piece while the next one is received."""
     writing: asyncio.Task[None] | None = None
     try:
