@@ -127,6 +127,16 @@ def test_a_whole_job_whose_device_dies_has_another_attempt(
 
 
 @pytest.mark.slow
+def test_a_device_that_died_while_it_was_idle_costs_no_attempt(
+    cluster: ClusterBox, client: GradClient
+) -> None:
+    for pid in running(ACTOR, among=cluster.processes()):
+        kill(pid)
+    job = Gradient(model="unhurried", inputs=shards(2), loss=sum_of_squares, devices=1)
+    assert client.submit(job).result(WAIT_S).manifest.attempts == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [COORDINATOR, RAYLET], ids=["coordinator", "all of Ray"])
 @pytest.mark.parametrize("phase", ["forward", "replay"])
 def test_a_job_goes_on_after_what_holds_its_parts_died(

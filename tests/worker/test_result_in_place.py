@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,8 @@ from torch import Tensor
 from gradbox.errors import InvalidInputs, StorageFull
 from gradbox.tensors.safetensors_header import read_header
 from gradbox_service.store import Room
+from gradbox_worker.files import result_in_place
+from gradbox_worker.files.placed_rows import WHOLE, PlacedRows
 from gradbox_worker.files.result_file import write_result
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from tests.disks import largest_file, small_disk
@@ -79,6 +81,41 @@ def test_what_comes_behind_narrow_rows_is_aligned(tmp_path: Path) -> None:
         result.commit({"samples/loss": torch.arange(3).double()}, metadata={})
     assert read_header(path).tensors["samples/loss"].begin % 8 == 0
     assert torch.equal(load_file(path)["samples/loss"], torch.arange(3).double())
+
+
+def test_tensors_that_another_process_writes_whole_stand_beside_those_in_memory(
+    tmp_path: Path,
+) -> None:
+    far, here, scalar = torch.randn(3, 4), torch.randn(5).bfloat16(), torch.randn(()).double()
+    path, on_meta = tmp_path / "r.safetensors", torch.empty(3, 4, device="meta")
+    forms = {name: (tuple(x.shape), x.dtype) for name, x in (("far", far), ("here", here))}
+    with ResultOnDisk(path, room=Room(tmp_path)) as result:
+        result.lay_out_whole(forms)
+        with closing(PlacedRows(result.placement())) as file:
+            file.write("far", WHOLE, far)
+        given = {"far": on_meta, "here": here, "scalar": scalar}
+        view = result.commit(given, metadata={})
+    found = load_file(path)
+    assert found.keys() - {"filler"} == given.keys()
+    assert torch.equal(found["far"], far)
+    assert torch.equal(found["here"], here)
+    assert torch.equal(found["scalar"], scalar)
+    assert view.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_header_that_outgrows_its_room_moves_what_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_in_place, "MOVED_BYTES", 1000)
+    first, path = torch.randn(7, 111), tmp_path / "r.safetensors"
+    later = {f"input_grads/{number}": torch.randn(3) for number in range(2000)}
+    with ResultOnDisk(path, room=Room(tmp_path)) as result:
+        result.lay_out_whole({"first": ((7, 111), torch.float32)})
+        result.write("first", WHOLE, first)
+        result.commit({"first": torch.empty(7, 111, device="meta"), **later}, metadata={})
+    found = load_file(path)
+    assert torch.equal(found["first"], first)
+    assert all(torch.equal(found[name], tensor) for name, tensor in later.items())
 
 
 def test_a_result_given_up_leaves_nothing(tmp_path: Path) -> None:

@@ -60,6 +60,11 @@ class GradientForm:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes it has."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class NormStatistics:
@@ -184,4 +189,7 @@ class Devices(Protocol):
         """
 
     def fetched(self, sums: Sums) -> Future[NamedSums]:
-        """Bring sums to the coordinator."""
+        """Bring sums to the coordinator, or to where the result is.
+
+        Those that the result has then are returned as tensors on `meta`, for their names.
+        """

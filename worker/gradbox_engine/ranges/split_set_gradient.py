@@ -10,7 +10,8 @@ alike, it is that of `set_gradient_in_ranges` over the same ranges to the last b
 range that of `set_gradient`.
 
 Cost: that of `set_gradient` divided among the devices, and for every range but the first at most
-one forward more, see `independence`. Moved: Z and ∂L/∂Z once, and k sums of gradients.
+one forward more, see `independence`. Moved: Z and ∂L/∂Z once, and k - 1 sums of gradients; one more
+where `Devices.fetched` brings the last one here.
 """
 
 from __future__ import annotations

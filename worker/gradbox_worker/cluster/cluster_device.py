@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from gradbox.printable import log_to_stderr
 from gradbox_engine.ranges.protocol import Range, RangeCotangents
 from gradbox_worker.cluster.array_buffers import READ_ONLY, as_buffers, as_tensors, num_bytes
 from gradbox_worker.cluster.factor_buffers import FactorBuffers
-from gradbox_worker.cluster.open_job import OpenJob
+from gradbox_worker.cluster.open_job import OpenJob, StoredSums
 from gradbox_worker.cluster.open_samples import OpenSamples, SampleAnswer, SharedBySamples
 from gradbox_worker.cluster.row_outlet import Handed
 from gradbox_worker.cluster.sent_tensors import RangeJob
@@ -154,13 +154,21 @@ class ClusterDevice:
         given = as_tensors(norms)
         return self._guarded(partial(self._in_phases().check, part, given))
 
-    def take_sums(self, index: int) -> Any:
-        """Give the sums of a range away, as buffers."""
-        return self._in_phases().take_sums(index)
+    def take_sums(self, index: int, names: Sequence[str]) -> Any:
+        """Give some of the sums of a range away, as buffers."""
+        return self._in_phases().take_sums(index, names)
 
     def add(self, index: int, other: Any) -> int:
         """Add sums that another device gave away to those of a range; returns their bytes."""
         return self._guarded(partial(self._in_phases().add, index, other))
+
+    def stored_sums(self, index: int) -> StoredSums:
+        """Round the sums of a range as the result has them; returns their forms."""
+        return self._guarded(partial(self._in_phases().stored_sums, index))
+
+    def write_sums(self, index: int, placement: Placement) -> bool:
+        """Write the sums of a range into the result file; False if it is not seen here."""
+        return self._guarded(partial(self._in_phases().write_sums, index, placement))
 
     def count(self, part: Range, blocks: Any, of_others: bool, opened: int) -> tuple[int, ...]:
         """Count the samples of each shard of a range; `opened` as in `forward`."""

@@ -54,6 +54,8 @@ class DeviceActor:
     check = _asks("check")
     take_sums = _asks("take_sums")
     add = _asks("add")
+    stored_sums = _asks("stored_sums")
+    write_sums = _asks("write_sums")
     count = _asks("count")
     smaller = _asks("smaller")
     run_samples = _asks("run_samples")

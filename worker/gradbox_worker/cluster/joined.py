@@ -98,9 +98,13 @@ class JoinedCluster:
         """Give a device back before the lease ends: it has ended its part, or died."""
         self._pool.give_back.remote(name)
 
-    def end(self, lease: str) -> None:
-        """Give all devices of a lease back, and wait for nothing: who wants several waits then."""
-        self._pool.end.remote(lease)
+    def end(self, lease: str, *, at_rest: bool = False) -> None:
+        """Give all devices of a lease back, and wait for nothing: who wants several waits then.
+
+        Args:
+            at_rest: whether they have answered all they were asked.
+        """
+        self._pool.end.remote(lease, at_rest)
 
     def check(self) -> None:
         """Look whether the head is the one that was joined.

@@ -144,14 +144,28 @@ class LeasedDevices:
         """
 
         def wait() -> Any:
+            meanwhile()
+            return ray.get(reference)
+
+        return self.called(wait, then, devices=devices)
+
+    def called(
+        self,
+        call: Callable[[], Any],
+        then: Callable[[Any], Any] = lambda found: found,
+        *,
+        devices: Sequence[LeasedDevice],
+    ) -> Future[Any]:
+        """Return what a call that waits for devices becomes, in a thread; see `future`."""
+
+        def run() -> Any:
             try:
-                meanwhile()
-                found = ray.get(reference)
+                found = call()
             except RayError as error:
                 raise _failure(error, devices) from None
             return then(found)
 
-        return self._threads.submit(wait)
+        return self._threads.submit(run)
 
     def count(self, kind: str, size_bytes: int) -> None:
         """Note that bytes crossed processes."""

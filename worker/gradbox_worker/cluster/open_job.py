@@ -6,7 +6,7 @@ It is of a computation in two phases; `open_samples` has the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,10 @@ from gradbox_worker.computations.engine_inputs import (
     mixed_inner,
     model_penalties,
 )
+from gradbox_worker.computations.sections import GRADS, section
 from gradbox_worker.device.warm_device import WarmDevice
-from gradbox_worker.files.rounded_gradients import widened_weights
+from gradbox_worker.files.placed_rows import WHOLE, PlacedRows, Placement
+from gradbox_worker.files.rounded_gradients import Measured, RoundedGradients, widened_weights
 from gradbox_worker.models.registry import Loaded
 
 
@@ -91,6 +93,14 @@ class ReceivedJob:
         return cls(spec, half, loaded, tensors, on_device, readout, weights | widened, len(widened))
 
 
+@dataclass(frozen=True)
+class StoredSums:
+    """Sums as they stand in the result file: by their names there, shapes and dtypes."""
+
+    forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    rounded: Measured
+
+
 class OpenJob:
     """A job that is open on this device, from one call to the next."""
 
@@ -104,6 +114,8 @@ class OpenJob:
         self.weights_widened = received.weights_widened
         self._shards = received.tensors
         self._sums: dict[int, NamedSums] = {}
+        self._stored: Mapping[str, Tensor] = {}
+        self._transfer = received.spec.transfer
         self._checkpoints = RangeCheckpoints(job, devices=received.loaded.devices)
         self._kept = device.kept
         self._open = ExitStack()
@@ -146,9 +158,10 @@ class OpenJob:
         """Check the range's first shard, and keep its graphs; see `HeldJob`."""
         return self._job.check(part, norms)
 
-    def take_sums(self, index: int) -> dict[str, TensorBuffer]:
-        """Give the sums of a range away."""
-        buffers: dict[str, TensorBuffer] = as_buffers(self._sums.pop(index))
+    def take_sums(self, index: int, names: Sequence[str]) -> dict[str, TensorBuffer]:
+        """Give some of the sums of a range away; by names of parameters, reached or not."""
+        sums = self._sums[index]
+        buffers: dict[str, TensorBuffer] = as_buffers({n: sums.pop(n) for n in names if n in sums})
         return buffers
 
     def add(self, index: int, other: Mapping[str, TensorBuffer]) -> int:
@@ -162,6 +175,33 @@ class OpenJob:
         }
         self._sums[index] = added(mine, right)
         return num_bytes(dict(other))
+
+    def stored_sums(self, index: int) -> StoredSums:
+        """Round the sums of a range as the result has them, and return their forms."""
+        rounding = RoundedGradients(self._transfer)
+        self._stored = rounding.rounded(section(GRADS, self._sums[index]))
+        forms = {name: (tuple(x.shape), x.dtype) for name, x in self._stored.items()}
+        return StoredSums(forms, rounding.measured())
+
+    def write_sums(self, index: int, placement: Placement) -> bool:
+        """Write what `stored_sums` told of to the result file, and drop it.
+
+        Returns:
+            False if there is no such file here.
+
+        Raises:
+            StorageFull: the disk does not hold it.
+        """
+        try:
+            file = PlacedRows(placement)
+        except FileNotFoundError:
+            return False
+        with closing(file):
+            for name, tensor in self._stored.items():
+                file.write(name, WHOLE, tensor)
+        self._sums.pop(index)
+        self._stored = {}
+        return True
 
 
 def _graphs(received: ReceivedJob, device: WarmDevice) -> GraphsBetweenJobs:

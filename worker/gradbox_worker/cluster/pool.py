@@ -163,12 +163,16 @@ class Pool:
         """Take back a device that has ended its part, or has died."""
         self._take_back(name)
 
-    async def end(self, lease: str) -> None:
-        """End a lease: have its devices stopped, made empty, and lent again."""
+    async def end(self, lease: str, at_rest: bool = False) -> None:
+        """End a lease: have its devices stopped, made empty, and lent again.
+
+        Args:
+            at_rest: there is nothing to be stopped.
+        """
         self._unwatch(lease)
         self._leases.withdraw(lease)
         for name in self._leases.of(lease):
-            self._take_back(name)
+            self._take_back(name, at_rest=at_rest)
 
     def _free(self, name: str) -> None:
         self._leases.free(name)
@@ -215,18 +219,19 @@ class Pool:
             asyncio.get_running_loop().remove_reader(descriptor)
             os.close(descriptor)
 
-    def _take_back(self, name: str) -> asyncio.Task[None]:
+    def _take_back(self, name: str, *, at_rest: bool = False) -> asyncio.Task[None]:
         """Have a device made empty and lent again, once; the task ends when it is."""
         if name not in self._taking_back:
-            task = self._taking_back[name] = self._begin(self._taken_back(name))
+            task = self._taking_back[name] = self._begin(self._taken_back(name, at_rest))
             task.add_done_callback(lambda _: self._taking_back.pop(name))
         return self._taking_back[name]
 
-    async def _taken_back(self, name: str) -> None:
+    async def _taken_back(self, name: str, at_rest: bool) -> None:
         """Have a device drop what it holds, and lend it again; one that died, once it is back."""
         while (actor := self._actors.get(name)) is not None:
             try:
-                await actor.stop_all.remote()  # up to the next `empty`
+                if not at_rest:
+                    await actor.stop_all.remote()  # up to the next `empty`
                 left_s = await asyncio.wait_for(_empty(actor), ABANDON_S)
                 self._have_graphs_dropped(name, actor, after_s=left_s)
                 self._leases.free(name)

@@ -5,21 +5,27 @@ What crosses processes, as NumPy buffers in the object store:
     shards of a range       put by the coordinator in blocks, each read when the device needs it
     Z, dL/dZ of a range     the answer of `forward`, the argument of `replay`
     sums of gradients       from the device of the right neighbour to that of the left one, in a
-                            tree; the last one to the coordinator
+                            tree; the device that has the last one writes it into the result file,
+                            or it comes to the coordinator from a device that does not see that
 
 A device whose last sum was taken is given back at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Final
+
+import ray
+import torch
 
 from gradbox_engine.model.shard_feed import all_positions
 from gradbox_engine.ranges import (
     EarlierOutputs,
+    GradientForm,
     NamedSums,
     NormStatistics,
     Range,
@@ -31,22 +37,48 @@ from gradbox_engine.ranges import (
 from gradbox_engine.requests import Group
 from gradbox_worker.cluster.array_buffers import as_buffers, as_tensors, num_bytes
 from gradbox_worker.cluster.leased_devices import LeasedDevice, LeasedDevices
+from gradbox_worker.cluster.open_job import StoredSums
+from gradbox_worker.computations.sections import GRADS
+from gradbox_worker.files.result_in_place import ResultOnDisk
+from gradbox_worker.files.rounded_gradients import RoundedGradients
+
+PIECE_BYTES: Final = 32 * 2**20
+"""What is added of two sums while the next piece is copied to the store."""
 
 
 @dataclass(frozen=True)
 class HeldSums:
-    """The sums of a range, and of what was added to them, on the device that has them."""
+    """The sums of a range, and of what was added to them, on the device that has them.
+
+    Attributes:
+        pieces: names of their parameters, by what travels together.
+    """
 
     device: LeasedDevice
     index: int
+    pieces: Sequence[Sequence[str]]
 
 
 class RayDevices:
     """The devices of one job."""
 
-    def __init__(self, leased: LeasedDevices, groups: Sequence[Group]) -> None:
-        """Use what was leased; the groups are those of the whole job."""
+    def __init__(
+        self,
+        leased: LeasedDevices,
+        groups: Sequence[Group],
+        *,
+        result: ResultOnDisk | None,
+        rounding: RoundedGradients,
+    ) -> None:
+        """Use what was leased.
+
+        Args:
+            groups: of the whole job.
+            result: where sums of gradients go; None if they are not asked for.
+            rounding: told of the rounding on the devices.
+        """
         self._leased, self._positions = leased, all_positions(groups)
+        self._result, self._rounding = result, rounding
         leased.moved.update(outputs=0, cotangents=0, sums=0)
 
     def take(self, part: Range) -> RayRangeDevice:
@@ -62,28 +94,47 @@ class RayDevices:
         """Add the right sums to the left ones, where those are."""
         assert isinstance(left, HeldSums)
         assert isinstance(right, HeldSums)
-        taken = right.device.actor.take_sums.remote(right.index)
 
-        def then(bytes_added: int) -> Sums:
-            self._leased.count("sums", bytes_added)
+        def then(bytes_added: list[int]) -> Sums:
+            self._leased.count("sums", sum(bytes_added))
             right.device.held.discard(right.index)
             self._leased.give_back_if_empty(right.device)
             return left
 
-        added = left.device.actor.add.remote(left.index, taken)
+        added = [
+            left.device.actor.add.remote(
+                left.index, right.device.actor.take_sums.remote(right.index, names)
+            )
+            for names in left.pieces
+        ]
         return self._leased.future(added, then, devices=(left.device, right.device))
 
     def fetched(self, sums: Sums) -> Future[NamedSums]:
-        """Bring sums here."""
+        """Have sums written into the result file where they are, or bring them here."""
         assert isinstance(sums, HeldSums)
+        bring = self._written if sums.device.writes_files else self._taken
+        return self._leased.called(partial(bring, sums), devices=(sums.device,))
 
-        def then(buffers: Any) -> NamedSums:
-            self._leased.count("sums", num_bytes(buffers))
-            named: NamedSums = as_tensors(buffers, copy=False)
-            return named
+    def _written(self, sums: HeldSums) -> NamedSums:
+        """Return stand-ins, on `meta`, for sums that their device has written."""
+        actor = sums.device.actor
+        stored: StoredSums = ray.get(actor.stored_sums.remote(sums.index))
+        if self._result is not None:
+            self._result.lay_out_whole(stored.forms)
+            if not ray.get(actor.write_sums.remote(sums.index, self._result.placement())):
+                return self._taken(sums)
+            self._rounding.add(stored.rounded)
+        return {
+            name.removeprefix(f"{GRADS}/"): torch.empty(shape, dtype=dtype, device="meta")
+            for name, (shape, dtype) in stored.forms.items()
+        }
 
-        taken = sums.device.actor.take_sums.remote(sums.index)
-        return self._leased.future(taken, then, devices=(sums.device,))
+    def _taken(self, sums: HeldSums) -> NamedSums:
+        names = [name for piece in sums.pieces for name in piece]
+        buffers = ray.get(sums.device.actor.take_sums.remote(sums.index, names))
+        self._leased.count("sums", num_bytes(buffers))
+        named: NamedSums = as_tensors(buffers, copy=False)
+        return named
 
 
 class RayRangeDevice:
@@ -121,8 +172,10 @@ class RayRangeDevice:
         device = self._device
 
         def then(buffers: Any) -> RangeGradient:
+            self._leased.count("input_grads", num_bytes(buffers.input_grads))
             found: RangeGradient = as_tensors(buffers)
-            return replace(found, sums=HeldSums(device, part.index))
+            sums = HeldSums(device, part.index, in_pieces(found.parameters))
+            return replace(found, sums=sums)
 
         buffers = as_buffers(cotangents)
         self._leased.count("cotangents", num_bytes(buffers))
@@ -133,3 +186,16 @@ class RayRangeDevice:
         """Check the range's first shard, and give the range up."""
         answer = self._device.actor.check.remote(part, as_buffers(norms))
         return self._leased.future(answer, lambda found: found, devices=(self._device,))
+
+
+def in_pieces(parameters: Mapping[str, GradientForm]) -> list[list[str]]:
+    """Return the names of parameters in order, cut where a piece has enough bytes."""
+    pieces: list[list[str]] = [[]]
+    size_bytes = 0
+    for name, form in parameters.items():
+        if size_bytes >= PIECE_BYTES:
+            pieces.append([])
+            size_bytes = 0
+        pieces[-1].append(name)
+        size_bytes += form.num_bytes
+    return pieces

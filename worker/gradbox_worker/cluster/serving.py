@@ -18,7 +18,7 @@ from gradbox_worker.cluster.joined import ClusterGone, JoinedCluster
 from gradbox_worker.cluster.leases import Wish
 from gradbox_worker.cluster.pool import Lent
 from gradbox_worker.cluster.waiting_graphs import WaitingGraphs
-from gradbox_worker.cluster.whole_job import Outcome, lives, run_whole
+from gradbox_worker.cluster.whole_job import DiedBefore, Outcome, answered, run_whole
 from gradbox_worker.cluster.wide_job import WideJob, can_be_split
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.device.child import DeviceSettings
@@ -30,6 +30,7 @@ from gradbox_worker.device.messages import (
     FromDevice,
     Run,
     RunFailed,
+    RunFinished,
     RunLost,
     RunStopped,
     send,
@@ -130,20 +131,30 @@ class Coordinator:
             job=str(order.result_path),
             follows="" if waiting is None else waiting.job,
         )
+        at_rest = False
         try:
-            lent = self._leased(wish)
-            self.begun = True
-            return self._run_on(order, lent, wish, waiting)
+            while True:
+                lent = self._leased(wish)
+                self.begun = True
+                try:
+                    found = self._run_on(order, lent, wish, waiting)
+                    at_rest = len(lent) == 1 and isinstance(found, RunFinished)
+                    return found
+                except DiedBefore:
+                    self.begun = False
         except StopNow:
             return RunStopped()
         finally:
-            self._cluster.end(wish.lease)
+            self._cluster.end(wish.lease, at_rest=at_rest)
 
     def _leased(self, wish: Wish) -> list[Lent]:
-        """Return one device or more, of those that live: one may have died while it was idle."""
+        """Return one device, or several of those that live: one may have died while it was idle."""
         while True:
             lent = self._cluster.lease(wish, while_waiting=self._check)
-            living = [device for device in lent if lives(device)]
+            if len(lent) == 1:
+                return lent  # `run_whole` asks, and `WideJob`
+            calls = [device.actor.news.remote() for device in lent]
+            living = [one for one, call in zip(lent, calls, strict=True) if answered(call)]
             for device in lent:
                 if device not in living:
                     self._cluster.give_back(device.name)

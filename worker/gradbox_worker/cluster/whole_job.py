@@ -25,13 +25,8 @@ Outcome = RunFinished | RunFailed | RunStopped | RunLost
 DEVICE_ENDED: Final = "the process of its device in the cluster ended"
 
 
-def lives(lent: Lent) -> bool:
-    """Tell whether a device lives, and clear what it had to say of an earlier job."""
-    try:
-        ray.get(lent.actor.news.remote())
-    except RayActorError:
-        return False
-    return True
+class DiedBefore(Exception):
+    """The device had died before it was asked to run the job."""
 
 
 def run_whole(
@@ -49,8 +44,10 @@ def run_whole(
         stop_requested: asked every 0.2 s.
 
     Raises:
+        DiedBefore: another device is to run it.
         ClusterGone: the head of the cluster ended.
     """
+    lived = lent.actor.news.remote()  # nobody waits for it unless the device is lost
     answer = lent.actor.run.remote(order.model_dump_json())
     told_to_stop = False
     try:
@@ -64,14 +61,25 @@ def run_whole(
     except RayActorError:
         cluster.check()
         cluster.give_back(lent.name)
+        if not answered(lived):
+            raise DiedBefore from None
         return RunStopped() if told_to_stop else RunLost(reason=DEVICE_ENDED, fault=DEVICE_ENDED)
-    _hand_on(news, tell)
+    _hand_on([*ray.get(lived), *news], tell)
     found: Any = FROM_DEVICE.validate_json(outcome)
     if isinstance(found, RunFailed) and found.leaving:
         cluster.give_back(lent.name)
         return found.model_copy(update={"leaving": False})  # this process goes on
     assert isinstance(found, Outcome)
     return found
+
+
+def answered(call: Any) -> bool:
+    """Wait for a call of a device, and tell whether it lived to answer."""
+    try:
+        ray.get(call)
+    except RayActorError:
+        return False
+    return True
 
 
 def _hand_on(frames: list[str], tell: Callable[[FromDevice], None]) -> None:

@@ -45,6 +45,7 @@ from gradbox_worker.computations.engine_inputs import (
     model_penalties,
 )
 from gradbox_worker.computations.job import Computed
+from gradbox_worker.computations.sections import GRADS
 from gradbox_worker.files.blob_tensors import BlobTensors, TensorForm
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients
@@ -115,7 +116,14 @@ class InPhases:
     def run(self, setting: WideSetting) -> Answer:
         """See `WideComputation`."""
         parts = setting.parts or setting.cut(range(len(setting.groups)))
-        devices = RayDevices(setting.leased, setting.groups)
+        spec = setting.work.spec
+        wanted = isinstance(spec, MixedGradientSpec) or GRADS in getattr(spec, "returns", ())
+        devices = RayDevices(
+            setting.leased,
+            setting.groups,
+            result=setting.result if wanted else None,
+            rounding=setting.rounding,
+        )
         computed, runs = self.compute(setting, devices, parts)
         views = [
             RangeView(

@@ -19,7 +19,7 @@ from gradbox.protocol import JacobianSpec, JobSpec, ModelView, PerSampleGradient
 from gradbox_engine.errors import DeviceLost
 from gradbox_engine.requests import Group, Phase
 from gradbox_service.store import Room, blob_store
-from gradbox_worker.cluster.array_buffers import HOST, TensorBuffer
+from gradbox_worker.cluster.array_buffers import HOST, TensorBuffer, num_bytes
 from gradbox_worker.cluster.joined import JoinedCluster
 from gradbox_worker.cluster.leased_devices import LeasedDevices
 from gradbox_worker.cluster.leases import Wish
@@ -174,7 +174,7 @@ class WideJob:
         )
 
     def _opened(self, job: RangeJob, groups: Sequence[Group]) -> LeasedDevices:
-        return LeasedDevices(
+        leased = LeasedDevices(
             self._cluster,
             self._lent,
             wish=self._wish,
@@ -184,6 +184,8 @@ class WideJob:
             homes=self._waiting.homes if self._waiting else {},
             while_waiting=self._check,
         )
+        leased.count("inputs", num_bytes(dict(job.tensors)))
+        return leased
 
     def step(self, phase: Phase, done: int, total: int) -> None:
         """Hear of shards that are done, as the engine's observer; see `split_set_gradient`.

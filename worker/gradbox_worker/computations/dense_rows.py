@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gradbox_engine import Observer
 from gradbox_engine.requests import Phase
+from gradbox_worker.computations.sections import GRADS
 from gradbox_worker.files.placed_rows import Piece
 from gradbox_worker.files.rounded_gradients import RoundedGradients
-
-GRADS: Final = "grads"
 
 
 class RowsFile(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -210,6 +210,20 @@ def _inner(
     )
 
 
+@dataclass(frozen=True)
+class _Function:
+    """A function, equal to any that was built from the same graph and tensors.
+
+    The engine keeps plans of per-sample jobs by their readout, so that a later job finds them.
+    """
+
+    built_from: str
+    call: Callable[..., Any] = field(compare=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
 def build_function(
     traced: TracedFunction, tensors: TensorSource, *, device: torch.device
 ) -> BuiltFunction:
@@ -223,7 +237,7 @@ def build_function(
     buffers = [name for name, ref in traced.tensors.items() if ref.buffer]
     graph_function = build(traced.graph, read, device=device, buffers=buffers)
     return BuiltFunction(
-        function=_within_budget(graph_function, device),
+        function=_Function(traced.model_dump_json(), _within_budget(graph_function, device)),
         leaves=leaves,
         has_buffers=bool(buffers),
         buffers=lambda: graph_function.buffers,

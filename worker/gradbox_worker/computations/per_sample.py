@@ -20,11 +20,11 @@ from gradbox_engine.per_sample import (
     per_sample_gradient,
 )
 from gradbox_factors import Factored, relative_error
-from gradbox_worker.computations.dense_rows import GRADS, DenseSink, Progress
+from gradbox_worker.computations.dense_rows import DenseSink, Progress
 from gradbox_worker.computations.engine_inputs import TensorSource, build_function
 from gradbox_worker.computations.factors import described, stored_rows
 from gradbox_worker.computations.job import Computed, LoadedJob
-from gradbox_worker.computations.sections import section
+from gradbox_worker.computations.sections import GRADS, section
 
 # The engine's budget is for pieces and, half as much, for the output gradients they are made of.
 ENGINE_SHARE = 0.5

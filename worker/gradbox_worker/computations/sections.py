@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from torch import Tensor
 
 from gradbox_engine.replay.input_gradients import InputGrads
 from gradbox_engine.requests import Z
+
+GRADS: Final = "grads"
 
 
 def section(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

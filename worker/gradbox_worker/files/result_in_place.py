@@ -2,7 +2,8 @@
 
 The header comes first in a safetensors file, but the receipt in it is known last. So the header is
 given room, padded with spaces as the format allows, and written when all else is there. Pieces may
-come in any order, so the digest is taken by reading the file once more.
+come in any order, so the digest is taken by reading the file once more. What follows the header is
+moved where that outgrows its room, for tensors may be added that nobody knew of before.
 
 A later attempt can go on with the file of one that was interrupted: `keep` flushes what was
 written and gives the file a second name, which stays when the attempt's own is removed, and `go_on`
@@ -32,7 +33,7 @@ from torch import Tensor
 from gradbox.protocol import ResultView
 from gradbox_service.store.files import flush_folder, make_folder, put_in_place
 from gradbox_service.store.room import Room
-from gradbox_worker.files.placed_rows import InPlaceWriter, Piece, Placement, Region
+from gradbox_worker.files.placed_rows import WHOLE, InPlaceWriter, Piece, Placement, Region
 from gradbox_worker.files.result_file import (
     ALIGNMENT_BYTES,
     LENGTH_BYTES,
@@ -49,6 +50,7 @@ from gradbox_worker.files.result_file import (
 ROOM_BYTES: Final = 64 * 2**10
 ROOM_A_TENSOR_BYTES: Final = 512
 FILLER: Final = "filler"
+MOVED_BYTES: Final = 16 * 2**20
 
 
 class ResultOnDisk:
@@ -109,16 +111,38 @@ class ResultOnDisk:
             name: ((shapes[name][0], *shapes[name][2:]) if squeezed else shapes[name], dtypes[name])
             for name in names
         }
-        self._entries = laid_out(stated)
-        self._room = len(header_bytes(self._entries, {})) - LENGTH_BYTES + ROOM_BYTES
-        self._room += sum(ROOM_A_TENSOR_BYTES + 10 * len(json.dumps(name)) for name in names)
-        self._room = -(-self._room // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._make_room(stated)
         for name, entry in self._entries.items():
             _, outputs, *rest = shapes[name]
             rows = rest[0] if rest else 1
             row_bytes = torch.Size(rest[1:]).numel() * dtypes[name].itemsize
-            start, self._end = entry["data_offsets"]
-            self._regions[name] = Region(self._data_start + start, outputs, rows, row_bytes)
+            start = self._data_start + entry["data_offsets"][0]
+            self._regions[name] = Region(start, outputs, rows, row_bytes)
+
+    def lay_out_whole(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """Make room on disk for tensors that are written whole, here or by another process.
+
+        Args:
+            tensors: name → shape and dtype.
+
+        Raises:
+            InvalidInputs: a dtype has no place in a safetensors file.
+            StorageFull: the disk does not hold it.
+        """
+        for name, (_, dtype) in tensors.items():
+            check_storable(name, dtype)
+        names = sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name))
+        self._make_room({name: tensors[name] for name in names})
+        for name, entry in self._entries.items():
+            start, end = entry["data_offsets"]
+            self._regions[name] = Region.whole(self._data_start + start, end - start)
+
+    def _make_room(self, stated: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self._entries, self._regions = laid_out(stated), {}
+        self._end = max((entry["data_offsets"][1] for entry in self._entries.values()), default=0)
+        self._room = len(header_bytes(self._entries, {})) - LENGTH_BYTES + ROOM_BYTES
+        self._room += sum(ROOM_A_TENSOR_BYTES + 10 * len(json.dumps(name)) for name in stated)
+        self._room = -(-self._room // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         size_bytes = self._data_start + self._end
         if self._descriptor is None:
             self._writer = InPlaceWriter(self._created())
@@ -201,6 +225,9 @@ class ResultOnDisk:
     def commit(self, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> ResultView:
         """Add the tensors that are in memory and put the file in its place.
 
+        Args:
+            tensors: of those that were laid out, the ones on `meta` have been written.
+
         Raises:
             InvalidInputs: a dtype has no place in a safetensors file.
             StorageFull: the disk does not hold it.
@@ -208,26 +235,43 @@ class ResultOnDisk:
         if not self._regions:
             self._close()  # a file that an earlier attempt laid out
             return write_result(self._path, tensors, metadata=metadata, room=self._disk)
-        self._disk.check(sum(tensor.nbytes for tensor in tensors.values()), what=RESULT)
+        in_memory = [tensor for tensor in tensors.values() if not tensor.is_meta]
+        self._disk.check(sum(tensor.nbytes for tensor in in_memory), what=RESULT)
         for name, tensor in tensors.items():
             check_storable(name, tensor.dtype)
         filler = torch.zeros(-self._end % ALIGNMENT_BYTES, dtype=torch.uint8)
-        names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-        added = {FILLER: filler} if filler.numel() and tensors else {}
+        for name in tensors.keys() & self._regions.keys():
+            if not tensors[name].is_meta:
+                self.write(name, WHOLE, tensors[name])
+        others = tensors.keys() - self._regions.keys()
+        names = sorted(others, key=lambda name: (-tensors[name].element_size(), name))
+        added = {FILLER: filler} if filler.numel() and names else {}
         added |= {name: tensors[name] for name in names}
         stated = {name: (tuple(x.shape), x.dtype) for name, x in added.items()}
         self._entries |= laid_out(stated, at=self._end)
+        self._make_header_fit(metadata)
         for name, tensor in added.items():
             start = self._entries[name]["data_offsets"][0]
             self._put(tensor_bytes(tensor), self._data_start + start)
         header = header_bytes(self._entries, metadata, room=self._room)
-        if len(header) != self._data_start:
-            raise RuntimeError(
-                f"expected a header of at most {self._room} bytes, got {len(header)}: the receipt "
-                f"outgrew the room that was left for it"
-            )
         self._put(memoryview(header), 0)
         return self._put_in_place()
+
+    def _make_header_fit(self, metadata: Mapping[str, str]) -> None:
+        """Move what was written so far, from its end on, where the header outgrew its room."""
+        assert self._descriptor is not None
+        needed = len(header_bytes(self._entries, metadata)) - LENGTH_BYTES
+        moved_by = needed - self._room
+        if moved_by <= 0:
+            return
+        if self._kept is not None:
+            self._kept.unlink(missing_ok=True)  # a later attempt would not find the rows in it
+        self._disk.check(moved_by, what=RESULT)
+        for start in reversed(range(0, self._end, MOVED_BYTES)):
+            length = min(MOVED_BYTES, self._end - start)
+            data = os.pread(self._descriptor, length, self._data_start + start)
+            self._put(memoryview(data), self._data_start + start + moved_by)
+        self._room = needed
 
     @property
     def _descriptor(self) -> int | None:

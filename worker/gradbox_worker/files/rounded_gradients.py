@@ -34,10 +34,17 @@ BLOCK: Final = 2**22
 
 @dataclass(frozen=True)
 class Measured:
-    """What rounding did in another process: its error, and what dtypes the gradients had."""
+    """What rounding did in another process.
+
+    Attributes:
+        error: the largest so far.
+        dtypes: what the gradients had before.
+        kept: names of those that stayed in their own.
+    """
 
     error: float
     dtypes: Mapping[str, str]
+    kept: tuple[str, ...] = ()
 
 
 class RoundedGradients:
@@ -87,12 +94,13 @@ class RoundedGradients:
 
     def measured(self) -> Measured:
         """Return what was rounded so far, for another process to `add`."""
-        return Measured(self.error, dict(self._dtypes))
+        return Measured(self.error, dict(self._dtypes), tuple(self._kept))
 
     def add(self, other: Measured) -> None:
         """Take into account what another process rounded."""
         self.error = max(self.error, other.error)
         self._dtypes |= other.dtypes
+        self._kept += other.kept
 
     def facts(self, *, weights_widened: int) -> dict[str, Any]:
         """Return the fields of the receipt."""
@@ -111,7 +119,8 @@ class RoundedGradients:
 
     def _rounded(self, name: str, gradient: Tensor) -> Tensor:
         assert self._format is not None
-        if not name.startswith(SECTIONS) or not _is_wider(gradient.dtype):
+        # One on `meta` was rounded by the process that wrote it.
+        if gradient.is_meta or not name.startswith(SECTIONS) or not _is_wider(gradient.dtype):
             return gradient
         rounded = gradient.detach().to(self._format)
         if _overflows(gradient, rounded):

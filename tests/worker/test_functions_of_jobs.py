@@ -1,0 +1,35 @@
+"""Functions of a job, as the engine is given them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradbox.protocol import TracedFunction
+from gradbox.tracing.trace import trace
+from gradbox_service.store import blob_store
+from gradbox_worker.computations.engine_inputs import build_function
+from gradbox_worker.files.blob_tensors import BlobTensors
+
+HOST = torch.device("cpu")
+
+
+def twice(output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def thrice(output: Tensor) -> Tensor:
+    return 3 * output
+
+
+def test_functions_of_the_same_graph_are_one_key(tmp_path: Path) -> None:
+    """Plans of per-sample jobs are kept by their readout, for jobs to come."""
+    traced = (trace(function, positional=1) for function in (twice, twice, thrice))
+    graphs = [TracedFunction(graph=found.graph, tensors={}) for found in traced]
+    with BlobTensors(blob_store(tmp_path), device=HOST) as tensors:
+        first, again, other = (build_function(g, tensors, device=HOST).function for g in graphs)
+    assert {first: "plan"}.get(again) == "plan"
+    assert other not in {first: "plan"}
+    assert torch.equal(again(torch.ones(2)), torch.full((2,), 2.0))
