@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, BinaryIO, Final, NoReturn, TypeVar
 
 from gradbox.errors import BlobRejected
 
@@ -87,9 +87,19 @@ def read_header(path: Path) -> SafetensorsHeader:
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        file_bytes = os.fstat(file.fileno()).st_size
-        length = header_length(file.read(LENGTH_BYTES), file_bytes=file_bytes)
-        return parse_header(file.read(length), file_bytes=file_bytes)
+        return header_of(file)
+
+
+def header_of(file: BinaryIO) -> SafetensorsHeader:
+    """Read and check the header of an open file, from its beginning on.
+
+    Raises:
+        BlobRejected, OSError: as for `read_header`.
+    """
+    file.seek(0)
+    file_bytes = os.fstat(file.fileno()).st_size
+    length = header_length(file.read(LENGTH_BYTES), file_bytes=file_bytes)
+    return parse_header(file.read(length), file_bytes=file_bytes)
 
 
 def header_length(first_bytes: bytes, *, file_bytes: int) -> int:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from gradbox.errors import BlobRejected
-from gradbox.tensors.safetensors_header import SafetensorsHeader, read_header
+from gradbox.tensors.safetensors_header import SafetensorsHeader, header_of, read_header
 from gradbox_service.store.files import (
     WRITE_OUT_BYTES,
     FileUse,
@@ -165,7 +165,7 @@ class Upload:
         self._beside = beside
         self._place = place
         self._hash = hashlib.sha256()
-        self._file: BinaryIO = beside.open("xb")
+        self._file: BinaryIO = beside.open("x+b")
         with suppress(OSError):  # a file system without locks: the file is swept after a day
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.size_bytes = 0
@@ -202,7 +202,7 @@ class Upload:
         with self._room.noticing_a_full_disk(what=BLOB):
             self._file.flush()
             os.fsync(self._file.fileno())
-        header = read_header(self._beside)
+        header = header_of(self._file)
         put_in_place(self._beside, self._place)
         return header
 
