@@ -5,7 +5,7 @@
 forward, replay   the slowest of k ranges of N/k shards, each shard and each device a little apart
 inputs, Z, dL/dZ  all of them over the one link of the box's machine
 loss              on the box, in proportion to the rows of Z
-sums              a binary tree, neighbours in one machine first; the last one to the box
+sums              a binary tree, neighbours in one machine first; the last one is on the box's
 calls             what the box spends on Ray's calls, one after the other
 
 Efficiency is T(1) / (k T(k)). It may exceed 1, for with k devices k times as many graphs are kept,
@@ -151,10 +151,9 @@ def _reduction_s(sum_bytes: int, network: Network, assumed: Assumed, devices: in
         return 0.0
     inside = min(devices, network.devices_a_machine).bit_length() - 1
     levels = math.ceil(math.log2(devices))
-    link = network.between if devices > network.devices_a_machine else network.inside
     seconds = inside * sum_bytes / network.inside + (levels - inside) * sum_bytes / network.between
     adding = levels * 3 * sum_bytes / assumed.add_bytes_per_s  # two are read, one is written
-    return seconds + adding + (levels + 1) * network.latency_s + sum_bytes / link
+    return seconds + adding + levels * network.latency_s
 
 
 def below(points: Sequence[Point]) -> Point | None:

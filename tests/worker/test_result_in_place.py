@@ -18,7 +18,7 @@ from torch import Tensor
 from gradbox.errors import InvalidInputs, StorageFull
 from gradbox.tensors.safetensors_header import read_header
 from gradbox_service.store import Room
-from gradbox_worker.files import result_in_place
+from gradbox_worker.files import placed_rows
 from gradbox_worker.files.placed_rows import WHOLE, PlacedRows
 from gradbox_worker.files.result_file import write_result
 from gradbox_worker.files.result_in_place import ResultOnDisk
@@ -106,7 +106,7 @@ def test_tensors_that_another_process_writes_whole_stand_beside_those_in_memory(
 def test_a_header_that_outgrows_its_room_moves_what_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(result_in_place, "MOVED_BYTES", 1000)
+    monkeypatch.setattr(placed_rows, "MOVED_BYTES", 1000)
     first, path = torch.randn(7, 111), tmp_path / "r.safetensors"
     later = {f"input_grads/{number}": torch.randn(3) for number in range(2000)}
     with ResultOnDisk(path, room=Room(tmp_path)) as result:

@@ -25,6 +25,7 @@ from gradbox_service.store.files import (
     WRITE_OUT_BYTES,
     FileUse,
     begin_to_write_out,
+    lock,
     make_folder,
     put_in_place,
     touch,
@@ -166,8 +167,7 @@ class Upload:
         self._place = place
         self._hash = hashlib.sha256()
         self._file: BinaryIO = beside.open("x+b")
-        with suppress(OSError):  # a file system without locks: the file is swept after a day
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(self._file.fileno())  # without locks there, the file is swept after a day
         self.size_bytes = 0
 
     def write(self, chunks: Sequence[bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import sys
 from dataclasses import dataclass
@@ -53,6 +54,15 @@ def files_of(folder: Path, job_id: str) -> list[Path]:
     except FileNotFoundError:
         return []
     return [folder / name for name in names if name.startswith(f"{job_id}.")]
+
+
+def lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed; False if another process has, or it cannot be done."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def begin_to_write_out(descriptor: int) -> None:

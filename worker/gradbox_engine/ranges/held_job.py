@@ -23,37 +23,32 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar, Unpack
 
-import torch
 from torch import nn
 
 from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
-from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.shard_feed import all_positions
 from gradbox_engine.model.wrt import Selection, select
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.graphs_between_jobs import NONE_BETWEEN_JOBS, GraphsBetweenJobs
-from gradbox_engine.ranges.held_range import HeldRange, on_host, to_device
 from gradbox_engine.ranges.independence import check_independence
 from gradbox_engine.ranges.protocol import (
     EarlierOutputs,
-    GradientForm,
     NormStatistics,
     Range,
     RangeCotangents,
     RangeGradient,
     RangeOutputs,
 )
+from gradbox_engine.ranges.range_on_device import RangeOnDevice, on_host, to_device
 from gradbox_engine.replay.checkpoint import JobCheckpoint, Resumed
 from gradbox_engine.replay.first_pass import FirstPass, first_pass
-from gradbox_engine.replay.fp16_scaling import scaled_replay
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.kept_graphs import KeptPass, bytes_beside, storages_of
 from gradbox_engine.replay.phase_timer import PhaseTimer
-from gradbox_engine.replay.replay import ReplayProgress
 from gradbox_engine.replay.retention import NONE_OLDER, GraphBudget, graph_budget
 from gradbox_engine.replay.set_gradient import GRADS_ALONE
-from gradbox_engine.replay.shard_record import ShardRecord, free_graphs, retried_without_kept_graphs
+from gradbox_engine.replay.shard_record import ShardRecord, retried_without_kept_graphs
 from gradbox_engine.replay.z import ShardRows, concatenated
 from gradbox_engine.requests import (
     CallKeywords,
@@ -152,7 +147,7 @@ class HeldJob:
         self._outlives_the_job = outlives_the_job
         self._overlay_bytes = overlay_bytes
         self._positions = all_positions(ready.calls.groups)
-        self._held: dict[int, HeldRange] = {}
+        self._held: dict[int, RangeOnDevice] = {}
 
     def forward(self, part: Range) -> RangeOutputs:
         """Put the shards of a range through the model, from the registered buffers on.
@@ -181,15 +176,14 @@ class HeldJob:
                 concatenated, ready.calls.groups, {r.position: r.outputs for r in records}
             )
             whole, num_rows = retried_without_kept_graphs(joined, records, undo=lambda: None)
-        self._held[part.index] = HeldRange(
+        self._held[part.index] = RangeOnDevice(
             records, num_rows, checkpoint, sums, resumed.second, kept
         )
-        penalties = [value.double() for record in records for value in record.penalties]
         with_buffers = self._with_buffers and part.index == 0
         return RangeOutputs(
             outputs={group: on_host(named) for group, named in whole.items()},
             rows={group: tuple(numbers) for group, numbers in num_rows.items()},
-            penalties=(torch.stack(penalties) if penalties else torch.zeros(0).double()).cpu(),
+            penalties=self._held[part.index].penalties(),
             norms=norms,
             parameters=frozenset(self._selection.parameters),
             stateful=not first.after.equals(ready.buffers.first),
@@ -209,7 +203,7 @@ class HeldJob:
         ]
         checkpoint, sums, resumed = self._resumed(part)
         kept = self._kept_before(part, resumed)
-        self._held[part.index] = HeldRange(
+        self._held[part.index] = RangeOnDevice(
             kept.records if kept else records, earlier.rows, checkpoint, sums, resumed.second, kept
         )
 
@@ -238,23 +232,12 @@ class HeldJob:
             checked = held.kept is not None  # by the job that kept it
             if not checked and (cotangents.norms or not in_replay):
                 self._check_independence(part, held, cotangents.norms)
-            replayed = self._freeing_graphs(partial(self._replay, held, cotangents), undo=undo)
+            replayed = self._freeing_graphs(
+                partial(held.replay, cotangents, self._ready, self._observer), undo=undo
+            )
         del self._held[part.index]
-        return RangeGradient(
-            sums=held.sums.reached(),
-            parameters={
-                name: GradientForm(tuple(p.shape), accumulation_dtype(p.dtype))
-                for name, p in self._selection.parameters.items()
-            },
-            inputs={group: tuple(names) for group, names in self._ready.inputs.items()},
-            input_grads={
-                position: {n: None if g is None else g.cpu() for n, g in named.items()}
-                for position, named in replayed.input_grads.items()
-            },
-            retained=replayed.num_retained,
-            replayed=replayed.num_replayed,
-            replay_difference=replayed.difference,
-            seconds=clock.seconds["replay"],
+        return held.gradient(
+            self._ready, self._selection, replayed, seconds=clock.seconds["replay"]
         )
 
     def _resumed(self, part: Range) -> tuple[JobCheckpoint, GradientSums, Resumed]:
@@ -300,26 +283,12 @@ class HeldJob:
         return kept.num_kept
 
     def _check_independence(
-        self, part: Range, held: HeldRange, norms: Mapping[str, NormStatistics]
+        self, part: Range, held: RangeOnDevice, norms: Mapping[str, NormStatistics]
     ) -> None:
         if part.index > 0:
             first = held.records[0]
             updates = norm_statistics.updates(self._model, [first])
             self._freeing_graphs(partial(check_independence, self._ready, first, norms, updates))
-
-    def _replay(self, held: HeldRange, cotangents: RangeCotangents) -> ReplayProgress:
-        parts = held.parts(cotangents, self._ready)
-        needed = {position: parts[position] for position in cotangents.needed}
-        free_graphs(held.records, parts.keys() - needed.keys())
-        return scaled_replay(
-            self._ready,
-            held.records,
-            needed,
-            held.sums,
-            observer=self._observer,
-            resumed=held.second,
-            after_shard=partial(held.checkpoint.after_second_call, held.records),
-        )
 
     def _freeing_graphs(
         self, step: Callable[[], T], *, undo: Callable[[], None] = lambda: None

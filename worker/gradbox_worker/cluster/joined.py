@@ -14,8 +14,8 @@ from ray.exceptions import RayError
 from gradbox.protocol import ModelView
 from gradbox_worker.cluster.address_file import ClusterAddress
 from gradbox_worker.cluster.array_buffers import READ_ONLY
-from gradbox_worker.cluster.leases import Wish
-from gradbox_worker.cluster.pool import POOL, Lent
+from gradbox_worker.cluster.leases import Lent, Wish
+from gradbox_worker.cluster.pool import POOL
 from gradbox_worker.cluster.ray_session import join
 from gradbox_worker.errors import DeviceNotStarted
 

@@ -27,8 +27,7 @@ from gradbox_engine.requests import Group
 from gradbox_worker.cluster.array_buffers import as_buffers, num_bytes
 from gradbox_worker.cluster.cluster_device import JobStopped
 from gradbox_worker.cluster.joined import JoinedCluster
-from gradbox_worker.cluster.leases import Wish
-from gradbox_worker.cluster.pool import Lent
+from gradbox_worker.cluster.leases import Lent, Wish
 
 BLOCK_BYTES: Final = 64 * 2**20
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 # So many jobs a device is remembered by: graphs of a forward job wait for one of the next.
 NUM_JOBS: Final = 64
@@ -40,6 +40,22 @@ class Wish:
     with_files: bool = False
     job: str = ""
     follows: str = ""
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A device that a lease has.
+
+    Attributes:
+        sees_files: whether it sees the box's data folder, as one must that runs a whole job.
+        writes_files: whether it may write to a file there beside the coordinator, on whose machine
+            it is: over a network two machines that write to one file may undo each other's writes.
+    """
+
+    name: str
+    actor: Any  # a handle of a `DeviceActor`
+    sees_files: bool
+    writes_files: bool
 
 
 @dataclass

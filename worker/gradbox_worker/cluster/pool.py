@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import ray
 from ray.exceptions import ActorDiedError, RayActorError
 
-from gradbox_worker.cluster.leases import Leases, Wish
+from gradbox_worker.cluster.coordinator_watch import CoordinatorWatch
+from gradbox_worker.cluster.leases import Leases, Lent, Wish
 from gradbox_worker.cluster.model_versions import ModelVersions
 from gradbox_worker.cluster.shipped_models import FilesToShip
 from gradbox_worker.models.shipping import ShippedModels
@@ -34,22 +33,6 @@ PAUSE_S: Final = 0.25
 # their part.
 IDLE_S: Final = 1.0
 REBUILDING: Final = "rebuilding"
-
-
-@dataclass(frozen=True)
-class Lent:
-    """A device that a lease has.
-
-    Attributes:
-        sees_files: whether it sees the box's data folder, as one must that runs a whole job.
-        writes_files: whether it may write to a file there beside the coordinator, on whose machine
-            it is: over a network two machines that write to one file may undo each other's writes.
-    """
-
-    name: str
-    actor: Any  # a handle of a `DeviceActor`
-    sees_files: bool
-    writes_files: bool
 
 
 class Pool:
@@ -67,7 +50,7 @@ class Pool:
         self._granted: dict[str, asyncio.Future[list[Lent]]] = {}
         self._taking_back: dict[str, asyncio.Task[None]] = {}
         self._dropping: dict[str, asyncio.Task[None]] = {}  # by device: graphs that wait too long
-        self._coordinators: dict[str, int] = {}  # by lease: a file descriptor of the process
+        self._coordinators = CoordinatorWatch(self._abandoned)
         self._tasks: set[asyncio.Task[None]] = set()
         self._files = FilesToShip(models_file)
         self._versions = ModelVersions()
@@ -141,7 +124,7 @@ class Pool:
         Args:
             pid: of the coordinator, on this machine.
         """
-        self._watch(wish.lease, pid)
+        self._coordinators.begin(wish.lease, pid)
         granted = self._granted[wish.lease] = asyncio.get_running_loop().create_future()
         try:
             if (wish.at_most > 1 or wish.follows) and self._taking_back:
@@ -169,7 +152,7 @@ class Pool:
         Args:
             at_rest: there is nothing to be stopped.
         """
-        self._unwatch(lease)
+        self._coordinators.end(lease)
         self._leases.withdraw(lease)
         for name in self._leases.of(lease):
             self._take_back(name, at_rest=at_rest)
@@ -198,26 +181,12 @@ class Pool:
             for name in names
         ]
 
-    def _watch(self, lease: str, pid: int) -> None:
-        """End the lease when the coordinator dies."""
-        if lease in self._coordinators:
-            return
-        descriptor = self._coordinators[lease] = os.pidfd_open(pid)
-
-        def died() -> None:
-            log.warning("the coordinator %s of lease %s died", pid, lease)
-            granted = self._granted.get(lease)
-            if granted is not None and not granted.done():
-                granted.cancel()
-            self._begin(self.end(lease))
-
-        asyncio.get_running_loop().add_reader(descriptor, died)
-
-    def _unwatch(self, lease: str) -> None:
-        descriptor = self._coordinators.pop(lease, None)
-        if descriptor is not None:
-            asyncio.get_running_loop().remove_reader(descriptor)
-            os.close(descriptor)
+    def _abandoned(self, lease: str) -> None:
+        """End a lease whose coordinator died."""
+        granted = self._granted.get(lease)
+        if granted is not None and not granted.done():
+            granted.cancel()
+        self._begin(self.end(lease))
 
     def _take_back(self, name: str, *, at_rest: bool = False) -> asyncio.Task[None]:
         """Have a device made empty and lent again, once; the task ends when it is."""

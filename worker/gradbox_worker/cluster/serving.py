@@ -15,8 +15,7 @@ from gradbox.errors import JobFailed
 from gradbox.protocol import Problem
 from gradbox_engine.errors import CoupledShards
 from gradbox_worker.cluster.joined import ClusterGone, JoinedCluster
-from gradbox_worker.cluster.leases import Wish
-from gradbox_worker.cluster.pool import Lent
+from gradbox_worker.cluster.leases import Lent, Wish
 from gradbox_worker.cluster.waiting_graphs import WaitingGraphs
 from gradbox_worker.cluster.whole_job import DiedBefore, Outcome, answered, run_whole
 from gradbox_worker.cluster.wide_job import WideJob, can_be_split

@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from gradbox_worker.cluster.joined import POLL_S, JoinedCluster
-from gradbox_worker.cluster.pool import Lent
+from gradbox_worker.cluster.leases import Lent
 from gradbox_worker.device.messages import (
     FROM_DEVICE,
     FromDevice,

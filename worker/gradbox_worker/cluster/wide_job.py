@@ -22,8 +22,7 @@ from gradbox_service.store import Room, blob_store
 from gradbox_worker.cluster.array_buffers import HOST, TensorBuffer, num_bytes
 from gradbox_worker.cluster.joined import JoinedCluster
 from gradbox_worker.cluster.leased_devices import LeasedDevices
-from gradbox_worker.cluster.leases import Wish
-from gradbox_worker.cluster.pool import Lent
+from gradbox_worker.cluster.leases import Lent, Wish
 from gradbox_worker.cluster.range_checkpoints import file_with_rows
 from gradbox_worker.cluster.sent_tensors import RangeJob
 from gradbox_worker.cluster.waiting_graphs import WaitingGraphs

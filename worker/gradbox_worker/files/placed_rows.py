@@ -26,6 +26,7 @@ from gradbox_service.store.files import (
 from gradbox_service.store.room import Room
 from gradbox_worker.files.result_file import RESULT, tensor_bytes
 
+MOVED_BYTES: Final = 16 * 2**20
 Piece = tuple[slice, slice, slice]
 """Samples, outputs, and rows of the parameter's dim 0."""
 
@@ -110,6 +111,16 @@ class InPlaceWriter:
         if self._in_cache_bytes >= WRITE_OUT_BYTES:
             self._in_cache_bytes = 0
             begin_to_write_out(self.descriptor)
+
+    def move(self, start: int, stop: int, *, by: int) -> None:
+        """Move bytes towards the end, the last ones first.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        for begin in reversed(range(start, stop, MOVED_BYTES)):
+            data = os.pread(self.descriptor, min(MOVED_BYTES, stop - begin), begin)
+            self.put(memoryview(data), begin + by)
 
 
 class PlacedRows:

@@ -17,7 +17,6 @@ Shapes: B samples, Y outputs.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from gradbox.protocol import ResultView
-from gradbox_service.store.files import flush_folder, make_folder, put_in_place
+from gradbox_service.store.files import flush_folder, lock, make_folder, put_in_place
 from gradbox_service.store.room import Room
 from gradbox_worker.files.placed_rows import WHOLE, InPlaceWriter, Piece, Placement, Region
 from gradbox_worker.files.result_file import (
@@ -50,7 +49,6 @@ from gradbox_worker.files.result_file import (
 ROOM_BYTES: Final = 64 * 2**10
 ROOM_A_TENSOR_BYTES: Final = 512
 FILLER: Final = "filler"
-MOVED_BYTES: Final = 16 * 2**20
 
 
 class ResultOnDisk:
@@ -189,7 +187,7 @@ class ResultOnDisk:
             descriptor = os.open(place, os.O_RDWR)
         except FileNotFoundError:
             return False
-        if not _locked(descriptor):
+        if not lock(descriptor):
             os.close(descriptor)
             return False
         make_folder(self._path.parent)
@@ -203,7 +201,7 @@ class ResultOnDisk:
         # Anew, for a file of that name may have been kept under another.
         self._beside.unlink(missing_ok=True)
         descriptor = os.open(self._beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        _locked(descriptor)  # where files cannot be locked, none is gone on with either
+        lock(descriptor)  # where files cannot be locked, none is gone on with either
         return descriptor
 
     def placement(self) -> Placement:
@@ -259,7 +257,7 @@ class ResultOnDisk:
 
     def _make_header_fit(self, metadata: Mapping[str, str]) -> None:
         """Move what was written so far, from its end on, where the header outgrew its room."""
-        assert self._descriptor is not None
+        assert self._writer is not None
         needed = len(header_bytes(self._entries, metadata)) - LENGTH_BYTES
         moved_by = needed - self._room
         if moved_by <= 0:
@@ -267,10 +265,8 @@ class ResultOnDisk:
         if self._kept is not None:
             self._kept.unlink(missing_ok=True)  # a later attempt would not find the rows in it
         self._disk.check(moved_by, what=RESULT)
-        for start in reversed(range(0, self._end, MOVED_BYTES)):
-            length = min(MOVED_BYTES, self._end - start)
-            data = os.pread(self._descriptor, length, self._data_start + start)
-            self._put(memoryview(data), self._data_start + start + moved_by)
+        with self._disk.noticing_a_full_disk(what=RESULT):
+            self._writer.move(self._data_start, self._data_start + self._end, by=moved_by)
         self._room = needed
 
     @property
@@ -300,12 +296,3 @@ class ResultOnDisk:
         assert self._writer is not None
         with self._disk.noticing_a_full_disk(what=RESULT):
             self._writer.put(data, offset)
-
-
-def _locked(descriptor: int) -> bool:
-    """Lock an open file until it is closed; False if another process has, or it cannot be done."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

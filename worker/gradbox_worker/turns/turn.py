@@ -154,11 +154,8 @@ class TurnRunner:
         except GradboxError as error:  # another version of gradbox accepted it
             return Failed(Problem.of(error))
         if spec is None:
-            return Failed(
-                Problem.of(
-                    JobFailed("expected the job's spec in the store, found none: submit it again")
-                )
-            )
+            missing = JobFailed("expected the job's spec in the store, found none: submit it again")
+            return Failed(Problem.of(missing))
         work = Work(
             job_id=record.id,
             attempt=record.attempt,

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.wrt import Selection
-from gradbox_engine.ranges.protocol import RangeCotangents
+from gradbox_engine.ranges.protocol import GradientForm, RangeCotangents, RangeGradient
 from gradbox_engine.replay.checkpoint import JobCheckpoint
+from gradbox_engine.replay.fp16_scaling import scaled_replay
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.kept_graphs import KeptPass
-from gradbox_engine.replay.shard_record import ShardRecord
+from gradbox_engine.replay.replay import ReplayProgress
+from gradbox_engine.replay.shard_record import ShardRecord, free_graphs
 from gradbox_engine.replay.z import NumRows, ShardRows
+from gradbox_engine.requests import Observer
 
 
 @dataclass
-class HeldRange:
+class RangeOnDevice:
     """A range that was put through the model.
 
     `sums` are what an earlier run of its replay came to, `second` how far that was. `kept` is there
@@ -64,6 +69,49 @@ class HeldRange:
         """Return the range with the graphs that a later job may use."""
         parameters = frozenset(selection.parameters)
         return KeptPass(self.records, parameters, ready.inputs, self.num_rows, overlay_bytes)
+
+    def replay(
+        self, cotangents: RangeCotangents, ready: Prepared, observer: Observer
+    ) -> ReplayProgress:
+        """Carry the cotangents back, into `sums`; raises as `scaled_replay` does."""
+        parts = self.parts(cotangents, ready)
+        needed = {position: parts[position] for position in cotangents.needed}
+        free_graphs(self.records, parts.keys() - needed.keys())
+        return scaled_replay(
+            ready,
+            self.records,
+            needed,
+            self.sums,
+            observer=observer,
+            resumed=self.second,
+            after_shard=partial(self.checkpoint.after_second_call, self.records),
+        )
+
+    def penalties(self) -> Tensor:
+        """Return the values of the penalties, shard by shard, in float64 on the host."""
+        values = [value.double() for record in self.records for value in record.penalties]
+        return (torch.stack(values) if values else torch.zeros(0).double()).cpu()
+
+    def gradient(
+        self, ready: Prepared, selection: Selection, replayed: ReplayProgress, *, seconds: float
+    ) -> RangeGradient:
+        """Return what the replay of the range came to."""
+        return RangeGradient(
+            sums=self.sums.reached(),
+            parameters={
+                name: GradientForm(tuple(p.shape), accumulation_dtype(p.dtype))
+                for name, p in selection.parameters.items()
+            },
+            inputs={group: tuple(names) for group, names in ready.inputs.items()},
+            input_grads={
+                position: {n: None if g is None else g.cpu() for n, g in named.items()}
+                for position, named in replayed.input_grads.items()
+            },
+            retained=replayed.num_retained,
+            replayed=replayed.num_replayed,
+            replay_difference=replayed.difference,
+            seconds=seconds,
+        )
 
 
 def to_device(named: Mapping[str, Tensor], device: torch.device) -> Outputs:
