@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -154,9 +154,9 @@ class ClusterDevice:
         given = as_tensors(norms)
         return self._guarded(partial(self._in_phases().check, part, given))
 
-    def take_sums(self, index: int, names: Sequence[str]) -> Any:
-        """Give some of the sums of a range away, as buffers."""
-        return self._in_phases().take_sums(index, names)
+    def take_sums(self, index: int) -> Any:
+        """Give the sums of a range away, as buffers."""
+        return self._in_phases().take_sums(index)
 
     def add(self, index: int, other: Any) -> int:
         """Add sums that another device gave away to those of a range; returns their bytes."""

@@ -158,10 +158,9 @@ class OpenJob:
         """Check the range's first shard, and keep its graphs; see `HeldJob`."""
         return self._job.check(part, norms)
 
-    def take_sums(self, index: int, names: Sequence[str]) -> dict[str, TensorBuffer]:
-        """Give some of the sums of a range away; by names of parameters, reached or not."""
-        sums = self._sums[index]
-        buffers: dict[str, TensorBuffer] = as_buffers({n: sums.pop(n) for n in names if n in sums})
+    def take_sums(self, index: int) -> dict[str, TensorBuffer]:
+        """Give the sums of a range away."""
+        buffers: dict[str, TensorBuffer] = as_buffers(self._sums.pop(index))
         return buffers
 
     def add(self, index: int, other: Mapping[str, TensorBuffer]) -> int:

@@ -13,11 +13,11 @@ A device whose last sum was taken is given back at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import ray
 import torch
@@ -25,7 +25,6 @@ import torch
 from gradbox_engine.model.shard_feed import all_positions
 from gradbox_engine.ranges import (
     EarlierOutputs,
-    GradientForm,
     NamedSums,
     NormStatistics,
     Range,
@@ -42,21 +41,13 @@ from gradbox_worker.computations.sections import GRADS
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients
 
-PIECE_BYTES: Final = 32 * 2**20
-"""What is added of two sums while the next piece is copied to the store."""
-
 
 @dataclass(frozen=True)
 class HeldSums:
-    """The sums of a range, and of what was added to them, on the device that has them.
-
-    Attributes:
-        pieces: names of their parameters, by what travels together.
-    """
+    """The sums of a range, and of what was added to them, on the device that has them."""
 
     device: LeasedDevice
     index: int
-    pieces: Sequence[Sequence[str]]
 
 
 class RayDevices:
@@ -95,18 +86,15 @@ class RayDevices:
         assert isinstance(left, HeldSums)
         assert isinstance(right, HeldSums)
 
-        def then(bytes_added: list[int]) -> Sums:
-            self._leased.count("sums", sum(bytes_added))
+        taken = right.device.actor.take_sums.remote(right.index)
+
+        def then(bytes_added: int) -> Sums:
+            self._leased.count("sums", bytes_added)
             right.device.held.discard(right.index)
             self._leased.give_back_if_empty(right.device)
             return left
 
-        added = [
-            left.device.actor.add.remote(
-                left.index, right.device.actor.take_sums.remote(right.index, names)
-            )
-            for names in left.pieces
-        ]
+        added = left.device.actor.add.remote(left.index, taken)
         return self._leased.future(added, then, devices=(left.device, right.device))
 
     def fetched(self, sums: Sums) -> Future[NamedSums]:
@@ -130,8 +118,7 @@ class RayDevices:
         }
 
     def _taken(self, sums: HeldSums) -> NamedSums:
-        names = [name for piece in sums.pieces for name in piece]
-        buffers = ray.get(sums.device.actor.take_sums.remote(sums.index, names))
+        buffers = ray.get(sums.device.actor.take_sums.remote(sums.index))
         self._leased.count("sums", num_bytes(buffers))
         named: NamedSums = as_tensors(buffers, copy=False)
         return named
@@ -174,8 +161,7 @@ class RayRangeDevice:
         def then(buffers: Any) -> RangeGradient:
             self._leased.count("input_grads", num_bytes(buffers.input_grads))
             found: RangeGradient = as_tensors(buffers)
-            sums = HeldSums(device, part.index, in_pieces(found.parameters))
-            return replace(found, sums=sums)
+            return replace(found, sums=HeldSums(device, part.index))
 
         buffers = as_buffers(cotangents)
         self._leased.count("cotangents", num_bytes(buffers))
@@ -186,16 +172,3 @@ class RayRangeDevice:
         """Check the range's first shard, and give the range up."""
         answer = self._device.actor.check.remote(part, as_buffers(norms))
         return self._leased.future(answer, lambda found: found, devices=(self._device,))
-
-
-def in_pieces(parameters: Mapping[str, GradientForm]) -> list[list[str]]:
-    """Return the names of parameters in order, cut where a piece has enough bytes."""
-    pieces: list[list[str]] = [[]]
-    size_bytes = 0
-    for name, form in parameters.items():
-        if size_bytes >= PIECE_BYTES:
-            pieces.append([])
-            size_bytes = 0
-        pieces[-1].append(name)
-        size_bytes += form.num_bytes
-    return pieces
