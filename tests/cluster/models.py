@@ -51,6 +51,23 @@ def running_mean() -> nn.Module:
     return RunningMean()
 
 
+class MaskedMean(nn.Module):
+    """A mean over the positions of a sample that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(5, 3), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        counts = attention_mask[..., None]
+        return (self.dropout(self.layer(x).tanh()) * counts).sum(1) / counts.sum(1)
+
+
+@seeded
+def masked_mean() -> nn.Module:
+    return MaskedMean()
+
+
 def weighted() -> nn.Module:
     """Wants weights of a file: its own are not the same in any two calls."""
     return nn.Linear(5, 3, dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from gradbox import GradClient, Gradient, GradResult, Jacobian, Job, MixedGradie
 from tests.cluster.conftest import ClusterBox
 from tests.cluster.processes import kill, parent, running, wait_until
 from tests.cluster.test_jobs import WAIT_S, num_ranges, shards, sum_of_squares
-from tests.cluster.test_kept_graphs import kept_by_range, stepped
+from tests.cluster.test_kept_graphs import stepped
 from tests.oracle import TOLERANCE, difference
 
 ACTOR = "ray::DeviceActor"
@@ -50,10 +51,11 @@ def both_devices_are_idle(client: GradClient) -> None:
 
 
 def when_in(phase: str, job: Job) -> None:
-    """Wait until shards of a phase are done, and some are not."""
+    """Wait until shards of a phase are done, and some are not; cotangents are one step."""
+    least = 0 if phase == "cotangents" else 1
     for event in job.events():
-        progress = event.progress
-        if progress is not None and progress.phase == phase and 0 < progress.done < progress.total:
+        found = event.progress
+        if found is not None and found.phase == phase and least <= found.done < found.total:
             return
     raise AssertionError(f"the job ended before it was seen in its {phase}")
 
@@ -81,6 +83,30 @@ def test_a_device_that_dies_costs_its_range_alone(
     assert max(found.rerun_difference for found in result.manifest.ranges or ()) == 0
 
 
+def deliberate(z: Tensor) -> Tensor:
+    """A loss that takes seconds: products of a matrix of (rows, rows)."""
+    product = torch.tanh(z @ z.mT)
+    for _ in range(300):
+        product = torch.tanh(product @ product)
+    return (z - z.mean(0)).square().sum() + product.square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [ACTOR, COORDINATOR, RAYLET])
+def test_a_death_during_the_loss_changes_no_result(
+    cluster: ClusterBox, client: GradClient, victim: str
+) -> None:
+    job = replace(long_job(devices=2), inputs=shards(40, rows=16), loss=deliberate)
+    expected = client.submit(job).result(WAIT_S)
+    result = killed_in("cotangents", victim, cluster, client.submit(job))
+    assert result.manifest.seconds.cotangents > 1  # long enough to be met
+    assert difference(result.grads, expected.grads) <= TOLERANCE
+    assert result.loss == pytest.approx(expected.loss, rel=TOLERANCE)
+    lost = [found.devices_lost for found in result.manifest.ranges or ()]
+    went = (result.manifest.attempts, result.manifest.resumed, sorted(lost))
+    assert went == ((1, 1, [0, 1]) if victim == ACTOR else (2, 1, [0, 0]))
+
+
 @pytest.mark.slow
 def test_a_device_that_dies_between_the_halves_of_a_step_costs_its_range_alone(
     cluster: ClusterBox, client: GradClient
@@ -89,8 +115,10 @@ def test_a_device_that_dies_between_the_halves_of_a_step_costs_its_range_alone(
         kill(running(ACTOR, among=cluster.processes())[0])
 
     kept, _, _ = stepped(client, devices=2)
-    f, _, second = stepped(client, devices=2, between=a_device_dies)
-    assert sorted(kept_by_range(second)) in ([0, 2], [1, 2])
+    f, first, second = stepped(client, devices=2, between=a_device_dies)
+    pairs = list(zip(first.ranges or (), second.ranges or (), strict=True))
+    stayed = [after.shards_retained for before, after in pairs if before.device == after.device]
+    assert stayed == [2]
     assert [(run.start, run.stop) for run in second.ranges or ()] == [(0, 2), (2, 4)]
     assert all(torch.equal(kept.grads[name], g) for name, g in f.grads.items())
 
@@ -200,6 +228,19 @@ def mixed_job() -> MixedGradient:
         mode="train",
         devices=2,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["forward", "replay"])
+def test_a_device_that_dies_costs_its_range_of_a_mixed_gradient_alone(
+    cluster: ClusterBox, client: GradClient, phase: str
+) -> None:
+    expected = client.submit(mixed_job()).result(WAIT_S)
+    result = killed_in(phase, ACTOR, cluster, client.submit(mixed_job()))
+    assert result.manifest.attempts == 1
+    assert sorted(run.devices_lost for run in result.manifest.ranges or ()) == [0, 1]
+    assert result.loss == expected.loss
+    assert all(torch.equal(result.grads[name], g) for name, g in expected.grads.items())
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from gradbox import (
     JobTimedOut,
     ModelCallFailed,
     Penalty,
+    pack,
 )
 from tests.cases import CASES
 from tests.client.test_scenarios import gradient_of
@@ -96,6 +97,29 @@ def test_ranges_are_cut_by_bytes(client: GradClient) -> None:
     job = Gradient(model="mlp", inputs=inputs, loss=sum_of_squares, devices=2)
     receipt = client.submit(job).result(WAIT_S).manifest
     assert [(r.start, r.stop) for r in receipt.ranges or ()] == [(0, 1), (1, 4)]
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_packed_shards_are_split_too(client: GradClient, mode: str) -> None:
+    mask = (torch.arange(9) < torch.tensor([3, 9, 1, 4, 4, 2, 9, 5])[:, None]).double()
+    samples = torch.randn(8, 9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    whole = {"x": samples, "attention_mask": mask}
+    packed = pack(whole, tokens=18)
+    common = {"model": "masked_mean", "mode": mode, "streams": "sample", "seed": 3}
+
+    def weighted(z: Tensor) -> Tensor:
+        return (z * torch.arange(8.0)[:, None]).square().sum()
+
+    one, two = (
+        Gradient(inputs=packed.shards, order=packed.order, loss=weighted, devices=devices, **common)
+        for devices in (1, 2)
+    )
+    found, expected = client.submit(two).result(WAIT_S), client.submit(one).result(WAIT_S)
+    assert len(found.manifest.ranges or ()) == 2
+    assert difference(found.grads, expected.grads) <= TOLERANCE
+    if mode == "eval":
+        unpacked = Gradient(inputs=[whole], loss=weighted, **common)
+        assert difference(found.grads, client.submit(unpacked).result(WAIT_S).grads) <= TOLERANCE
 
 
 def test_a_job_that_asks_for_one_device_runs_on_one(client: GradClient) -> None:

@@ -150,10 +150,13 @@ class WideJob:
         tensors: BlobTensors,
         rows: str,
     ) -> RangeJob:
-        """Return what every device is told; where Z is ordered is the coordinator's business."""
-        inputs = [group.model_copy(update={"order": None}) for group in self._spec.inputs]
-        spec = self._spec.model_copy(update={"inputs": inputs})
-        refs = [*spec.weights.values(), *tensors_of([spec.readout]), *wide.sent]
+        """Return what every device is told.
+
+        It orders no Z, but the random numbers of samples belong to their places there.
+        """
+        spec = self._spec
+        orders = [group.order for group in spec.inputs if group.order is not None]
+        refs = [*orders, *spec.weights.values(), *tensors_of([spec.readout]), *wide.sent]
         return RangeJob(
             job_id=self._work.job_id,
             attempt=self._work.attempt,
