@@ -10,6 +10,8 @@ import { problemBlock } from "/static/problem.js";
 
 const LIMIT = 100;
 const PAUSE_MS = 800;
+// A job that began and ended between two pictures of the box was in neither.
+const LIST_AGAIN_MS = 5000;
 const FILTERS = [["", "All"], ["running", "Running"], ["queued", "Waiting"], ["done", "Done"], ["failed", "Failed"], ["cancelled", "Cancelled"]];
 
 export function jobs() {
@@ -76,8 +78,9 @@ export function jobs() {
   }
 
   const stop = onEnd((job) => job.id && soon());
+  const clock = setInterval(() => document.hidden || soon(), LIST_AGAIN_MS);
   load();
-  return { element, update, title: "Jobs", leave: () => { stop(); clearTimeout(timer); } };
+  return { element, update, title: "Jobs", leave: () => { stop(); clearInterval(clock); clearTimeout(timer); } };
 }
 
 function nothing(state) {
