@@ -370,3 +370,22 @@ def test_gradients_flow_through_a_chain_of_remote_models(client: GradClient) -> 
     second(lift(first(x))).square().sum().backward()
     assert difference(f.grads, first.grads) <= TOLERANCE
     assert difference(g.grads, second.grads) <= TOLERANCE
+
+
+@pytest.mark.parametrize("retain", ["auto", 0])
+def test_a_call_leaves_alone_what_another_calls_inputs_were_computed_from(
+    client: GradClient, retain: int | str
+) -> None:
+    x, y = shards_of(4, 3)
+    lift = nn.Linear(3, 5).double()
+    f, g = client.model("mlp", retain=retain), client.model("inplace_mlp", retain=retain)
+    chained, beside = g(lift(f(x))), g(y)
+    beside.square().sum().backward()
+    assert f.grads == {}
+    assert lift.weight.grad is None
+    chained.square().sum().backward()
+    first, second = NaiveModel(case_models.mlp()), NaiveModel(case_models.inplace_mlp())
+    loss = second(lift(first(x))).square().sum() + second(y).square().sum()
+    loss.backward()
+    assert difference(f.grads, first.grads) <= TOLERANCE
+    assert difference(g.grads, second.grads) <= TOLERANCE

@@ -1,15 +1,18 @@
 """The graph behind a remote model's outputs.
 
-    anchor → AccumulatedGrads ─┐
-    inputs ────────────────────┴→ JobOutputs → CallOutput → z of a call
-                                             → CallOutput → z of another
+    anchor ──→ GradientJob ──┬──────────────→ CallOutput → z of a call
+    inputs ──→ CallInputs ───┴─(of its call)→
 
-`JobOutputs` is one node for all calls of a forward job, so that autograd hands it their cotangents
-together and one gradient job serves them all. `CallOutput` is one for each call: a second backward
-pass through a call that was not retained fails, as it does in a local graph, while the other calls
-of the job can still have their first. `AccumulatedGrads` runs only where autograd wants the
-gradients of the model itself: `torch.autograd.grad(loss, x)` leaves them alone, as it does with
-local ones. `anchor` is a leaf that requires grad, so that outputs do even where no input does.
+Autograd runs every node that can be reached from the loss, whether a gradient comes that way or
+not, and frees what it saved. So inputs hang on the outputs of their own call alone: another call of
+the same job leaves what they were computed from as it is. `CallOutput` notes its cotangent; a
+second backward pass through a call that was not retained fails there, as in a local graph. Whoever
+needs gradients first, `CallInputs` or `GradientJob`, runs one gradient job for all that was noted:
+autograd takes what was made last first, so that is one job, except where cotangents come from
+several devices, whose threads do not wait for each other. `GradientJob` runs only where autograd
+wants the gradients of the model itself: `torch.autograd.grad(loss, x)` leaves them alone, as it
+does with local ones. `anchor` is a leaf that requires grad, so that outputs do even where no input
+does.
 """
 
 from __future__ import annotations
@@ -26,14 +29,17 @@ from gradbox.errors import InvalidInputs
 class DoneForward(Protocol):
     """A forward job that is done."""
 
-    def replay(self, cotangents: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Run the gradient job; return the gradients of the inputs and keep the others."""
+    def note(self, place: Any, cotangent: Tensor) -> None:
+        """Remember a cotangent of the backward pass that runs."""
+
+    def input_grads(self, call: int) -> list[Tensor | None]:
+        """Return the gradients of a call's inputs, by a gradient job if none has run for it."""
 
     def accumulate(self) -> None:
-        """Add the gradients of the last replay to the model's."""
+        """Add the gradients of this pass to the model's."""
 
 
-class AccumulatedGrads(Function):
+class GradientJob(Function):
     """The node whose backward adds the gradients of a job to the model's."""
 
     @staticmethod
@@ -47,41 +53,41 @@ class AccumulatedGrads(Function):
         return gradients[0], None
 
 
-class JobOutputs(Function):
-    """The outputs of all calls of a job."""
+class CallInputs(Function):
+    """The inputs of one call that require grad."""
 
     @staticmethod
-    def forward(
-        ctx: Any, job: DoneForward, outputs: list[Tensor], token: Tensor, *inputs: Tensor
-    ) -> Any:
-        ctx.job = job
-        ctx.set_materialize_grads(False)
-        return tuple(outputs)
+    def forward(ctx: Any, job: DoneForward, call: int, *inputs: Tensor) -> Tensor:
+        ctx.job, ctx.call = job, call
+        return torch.zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise InvalidInputs(
-                "expected one derivative through a remote model, got create_graph=True, which asks "
-                "for a second: leave it out, or use MixedGradient, which differentiates twice on "
-                "the box"
-            )
-        input_grads = ctx.job.replay(cotangents)
-        return None, None, torch.zeros(()), *input_grads
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, *ctx.job.input_grads(ctx.call)
 
 
 class CallOutput(Function):
     """One output of one call; used up by one backward pass unless the graph is retained."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor) -> Tensor:
+    def forward(ctx: Any, job: DoneForward, place: Any, output: Tensor, *tokens: Tensor) -> Tensor:
+        ctx.job, ctx.place, ctx.tokens = job, place, len(tokens)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(output.new_empty(0))
         return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise InvalidInputs(
+                "expected one derivative through a remote model, got create_graph=True, which asks "
+                "for a second: leave it out, or use MixedGradient, which differentiates twice on "
+                "the box"
+            )
         _ = ctx.saved_tensors
-        return gradients[0]
+        if gradients[0] is not None:
+            ctx.job.note(ctx.place, gradients[0])
+        return None, None, None, *[torch.zeros(()) for _ in range(ctx.tokens)]
 
 
 class NotFetched(Function):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from gradbox.computations import Cotangents, Forward, Gradient
 from gradbox.errors import GradboxError
 from gradbox.inputs.shards import ShardGroup
 from gradbox.protocol.spec_fields import Transfer
-from gradbox.remote.autograd import AccumulatedGrads, CallOutput, JobOutputs
+from gradbox.remote.autograd import CallInputs, CallOutput, GradientJob
 from gradbox.remote.calls import Call
 from gradbox.results.result import GradResult
 
@@ -71,6 +72,15 @@ class CallsForward(Forward):
         )
 
 
+@dataclass
+class BackwardPass:
+    """What one backward pass has found of a job: cotangents, and what came of those before."""
+
+    cotangents: dict[Place, Tensor] = field(default_factory=dict)
+    input_grads: dict[Place, Tensor] = field(default_factory=dict)
+    grads: list[Mapping[str, Tensor]] = field(default_factory=list)
+
+
 class Batch:
     """A run of calls under one mode and the same weights."""
 
@@ -84,7 +94,8 @@ class Batch:
         self._names = names
         self._values: dict[Place, Tensor] = {}
         self._error: GradboxError | None = None
-        self._found: Mapping[str, Tensor] = {}
+        self._inputs: dict[Place, Tensor] = {}
+        self._passes: dict[int, BackwardPass] = {}
         self._done = False
 
     def value(self, place: Place) -> Tensor:
@@ -130,19 +141,48 @@ class Batch:
         self._done = True
         return result
 
-    def replay(self, cotangents: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Run the gradient job; return the gradients of the inputs and keep the others."""
-        given = dict(zip(self._places, cotangents, strict=True))
-        reached = {index for (index, _), c in given.items() if c is not None}
-        tensors = {
-            self._section(place): c.reshape(1) if c.ndim == 0 else c
-            for place, c in given.items()
-            if c is not None
-        }
+    def note(self, place: Place, cotangent: Tensor) -> None:
+        """Remember a cotangent of the backward pass that runs."""
+        self._backward_pass().cotangents[place] = cotangent
+
+    def input_grads(self, call: int) -> list[Tensor | None]:
+        """Return the gradients of a call's inputs, by a gradient job where none has run for it."""
+        found = self._backward_pass()
+        if any(index == call for index, _ in found.cotangents):
+            self._run_gradient(found)
+        return [found.input_grads.pop(key, None) for key in self._inputs if key[0] == call]
+
+    def accumulate(self) -> None:
+        """Add the gradients of this pass to the model's."""
+        found = self._backward_pass()
+        if found.cotangents:
+            self._run_gradient(found)
+        for grads in found.grads:
+            self._owner.add_grads(grads)
+
+    def _backward_pass(self) -> BackwardPass:
+        """Return what belongs to the backward pass that runs; several threads may have one each."""
+        current = torch._C._current_graph_task_id()
+        if current not in self._passes:
+            self._passes[current] = BackwardPass()
+            at_its_end = partial(self._passes.__delitem__, current)
+            Variable._execution_engine.queue_callback(at_its_end)
+        return self._passes[current]
+
+    def _run_gradient(self, found: BackwardPass) -> None:
+        """Run the gradient job at the cotangents so far."""
+        given, found.cotangents = found.cotangents, {}
+        reached = [key for key in self._inputs if key[0] in {index for index, _ in given}]
         options = self._owner.job_options()
         computation = Gradient(
-            loss=Cotangents(tensors, of=self._job_id),
-            wrt=self._wrt([key for key in self._inputs if key[0] in reached]),
+            loss=Cotangents(
+                {
+                    self._section(place): c.reshape(1) if c.ndim == 0 else c
+                    for place, c in given.items()
+                },
+                of=self._job_id,
+            ),
+            wrt=self._wrt(reached),
             transfer=self._owner.transfer(),
             **{field: options[field] for field in ("priority", "timeout_s", "devices", "name")},
         )
@@ -151,16 +191,10 @@ class Batch:
         except GradboxError as error:
             raise self._located(error) from None
         unreached = set(result.manifest.unreached)
-        self._found = {n: g for n, g in result.grads.items() if n not in unreached}
-        return [
-            self._input_grad(result, key, leaf) if key[0] in reached else None
-            for key, leaf in self._inputs.items()
-        ]
-
-    def accumulate(self) -> None:
-        """Add the gradients of the last replay to the model's."""
-        found, self._found = self._found, {}
-        self._owner.add_grads(found)
+        found.grads.append({n: g for n, g in result.grads.items() if n not in unreached})
+        for key in reached:
+            grad, before = self._input_grad(result, key), found.input_grads.get(key)
+            found.input_grads[key] = grad if before is None else before + grad
 
     def _wrt(self, inputs: Sequence[Place]) -> list[str] | None:
         """Return what a job differentiates: the parameters that are wanted, and these inputs."""
@@ -174,29 +208,30 @@ class Batch:
         self._inputs = {
             (call.index, name): leaf for call in self.calls for name, leaf in call.leaves.items()
         }
-        outputs = {
-            (call.index, name): self._output(result, call, name)
+        # Made before all outputs, so that autograd runs them after those, see `autograd`.
+        of_job = GradientJob.apply(self._owner.anchor, self)  # type: ignore[no-untyped-call]
+        of_inputs = {
+            call.index: CallInputs.apply(self, call.index, *call.leaves.values())  # type: ignore[no-untyped-call]
             for call in self.calls
-            for name in self._names
+            if call.leaves
         }
-        recorded = {call.index for call in self.calls if call.recorded}
-        self._values = {place: z for place, z in outputs.items() if place[0] not in recorded}
-        self._places = [place for place in outputs if place[0] in recorded]
-        if self._places:
-            token = AccumulatedGrads.apply(self._owner.anchor, self)  # type: ignore[no-untyped-call]
-            zs = JobOutputs.apply(  # type: ignore[no-untyped-call]
-                self, [outputs[p] for p in self._places], token, *self._inputs.values()
-            )
-            for place, z in zip(self._places, zs, strict=True):
-                self._values[place] = CallOutput.apply(z)  # type: ignore[no-untyped-call]
+        for call in self.calls:
+            tokens = [of_job, *([of_inputs[call.index]] if call.leaves else [])]
+            for name in self._names:
+                z, place = self._output(result, call, name), (call.index, name)
+                self._values[place] = (
+                    CallOutput.apply(self, place, z, *tokens)  # type: ignore[no-untyped-call]
+                    if call.recorded
+                    else z
+                )
 
     def _output(self, result: GradResult, call: Call, name: str) -> Tensor:
         z: Tensor = result.outputs[self._section((call.index, name))]
         rows = (result.manifest.rows or {})[group_name(self._position[call.index])]
         return (z.reshape(()) if rows == [None] else z).to(call.device)
 
-    def _input_grad(self, result: GradResult, key: Place, leaf: Tensor) -> Tensor:
-        index, name = key
+    def _input_grad(self, result: GradResult, key: Place) -> Tensor:
+        (index, name), leaf = key, self._inputs[key]
         found: Tensor = result.input_grads[f"{group_name(self._position[index])}/0/{name}"]
         return found.to(leaf.device, leaf.dtype)
 
