@@ -92,9 +92,9 @@ def busy_day(backing: Backing) -> None:
             owner = draw.choices(PEOPLE, weights=[5, 4, 3, 2, 1])[0]
             ended_s = now_s - day * 86400 - draw.random() * (86400 if day else 50_000) - 30
             lasted_s = draw.lognormvariate(6.2, 0.9)
-            _ended(backing, f"{day}-{number}", owner, began_s=ended_s - lasted_s, ended_s=ended_s)
+            ended(backing, f"{day}-{number}", owner, began_s=ended_s - lasted_s, ended_s=ended_s)
     for number in range(5):  # ada's latest, on the second device
-        _ended(
+        ended(
             backing, f"late-{number}", "ada", began_s=now_s - 700 * (number + 1),
             ended_s=now_s - 700 * (number + 1) + 90 * (number + 2), fails=number == 1,
         )  # fmt: skip
@@ -155,7 +155,7 @@ def _wait(backing: Backing, number: int, job_id: str, created_s: float) -> str:
     return job_id
 
 
-def _ended(
+def ended(
     backing: Backing,
     job_id: str,
     owner: str,
@@ -164,6 +164,7 @@ def _ended(
     ended_s: float,
     fails: bool = False,
 ) -> None:
+    """Let a job have run from its beginning to its end."""
     number = sum(map(ord, job_id))
     record = JobRecord(
         id=job_id, owner=owner, computation=COMPUTATIONS[number % 5], model=MODELS[number % 4][0],

@@ -13,7 +13,7 @@ from playwright.sync_api import Page, expect
 
 from gradbox_service.dashboard.pages import POLICY
 from tests.dashboard.conftest import DESK, PHONE, Open
-from tests.dashboard.staged import Staged, many_waiting, staged
+from tests.dashboard.staged import Staged, ended, many_waiting, staged
 
 # What has to be there before a page counts as shown.
 VIEWS = {
@@ -164,6 +164,15 @@ def test_a_user_sees_who_waits_but_no_names_of_others_jobs(open_page: Open, busy
     expect(others.first).to_be_visible()
     expect(page.locator(".queue")).not_to_contain_text("influence of batch 12")
     expect(others.get_by_role("button")).to_have_count(0)
+
+
+def test_a_job_that_no_picture_of_the_box_had_is_listed(open_page: Open, tmp_path: Path) -> None:
+    with staged(tmp_path) as box:
+        page = open_page(box.url).log_in(box.token, "jobs")
+        expect(page.get_by_text("You have no jobs yet")).to_be_visible()
+        now_s = time.time()
+        ended(box.backing, "brief", "ada", began_s=now_s - 0.01, ended_s=now_s)
+        expect(page.locator(".jobs tbody tr .state")).to_have_text("done")
 
 
 def test_a_model_that_cannot_be_built_says_why(open_page: Open, busy: Staged) -> None:

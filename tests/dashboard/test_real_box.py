@@ -73,19 +73,6 @@ def test_a_failed_job_says_why(open_page: Open, box: TestBox) -> None:
     expect(page).to_have_url(re.compile("#/jobs$"))
 
 
-def test_jobs_too_short_for_any_picture_of_the_box_are_listed(
-    open_page: Open, box: TestBox
-) -> None:
-    page = open_page(box.url).log_in(box.other_token, "jobs")
-    rows = page.get_by_role("row").filter(has_text="too short")
-    expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
-    expect(rows).to_have_count(0)
-    with box.client(box.other_token) as client:
-        for number in range(5):
-            client.submit(slow_job(f"too short {number}", num_shards=1, columns=5)).wait()
-    expect(rows).to_have_count(5)
-
-
 def test_a_job_that_is_done_shows_its_receipt(open_page: Open, box: TestBox) -> None:
     job = box.client(box.other_token).submit(slow_job("short", num_shards=2))
     loss = job.result().loss
