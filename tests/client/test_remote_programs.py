@@ -94,7 +94,7 @@ def loss_of(zs: Sequence[Tensor], kind: int) -> Tensor:
 class Program:
     """What was drawn, step by step; every step compares the two."""
 
-    def __init__(self, client: GradClient, seed: int) -> None:
+    def __init__(self, client: GradClient, seed: int, **options: Any) -> None:
         self._of, self._numbers = random.Random(seed), torch.Generator().manual_seed(seed)
         name = self._of.choice(["mlp", "inplace_mlp", "average_in_place", "frozen"])
         mode = self._of.choice(["train", "eval"])
@@ -102,7 +102,9 @@ class Program:
         floating = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
         self._weights = {n: p.detach().clone() for n, p in floating}
         retain = self._of.choice(["auto", "auto", 0])
-        self.remote = client.model(name, mode=mode, seed=seed, weights=self._weights, retain=retain)
+        self.remote = client.model(
+            name, mode=mode, seed=seed, weights=self._weights, retain=retain, **options
+        )
         self.local = Local(model, mode=mode, seed=seed)
         self._twins: list[Twins] = []
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gradbox import Cotangents, Forward, GradClient, Gradient, GradResult, MixedGradient, Penalty
+from tests.client.test_remote_programs import Program
 from tests.cluster.conftest import ClusterBox
 from tests.cluster.processes import wait_until
 from tests.cluster.test_jobs import WAIT_S, num_ranges
@@ -169,3 +170,8 @@ def test_a_mixed_gradient(client: GradClient, tmp_path: Path, seed: int) -> None
         **options,
     )
     assert_alike(results, tmp_path, near=drawn.near(options))
+
+
+@pytest.mark.parametrize("seed", range(NUM_DRAWS))
+def test_a_program_with_a_remote_model(client: GradClient, seed: int) -> None:
+    Program(client, seed, devices="auto").run()
