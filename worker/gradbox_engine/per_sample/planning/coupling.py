@@ -79,6 +79,6 @@ def _mixed(a: Tensor, b: Tensor, c: Tensor, uses: ProbeUses) -> bool | None:
         return False
     # An order is found for samples in a merged dim only where no other sample differs in it.
     merged = (a.shape[dim], b.shape[dim]) != (uses.samples, uses.samples + EXTRA)
-    if not merged and others_differ(b, c, BatchAxis(dim), changed=uses.changed):
-        return True
-    return None
+    if merged or b.shape != c.shape:  # rows that data chose may be as many as samples
+        return None
+    return True if others_differ(b, c, BatchAxis(dim), changed=uses.changed) else None

@@ -205,15 +205,18 @@ class ProbedUse:
             return None
         if any(out is one for out in self.first.outputs for one in self.first.inputs):
             return None
-        step = VmapStep(self.first.function, self.number, "vmap", tuple(axes), output_axis)
-        return step if self._reproduced(step) else None
+        # Not what the probe run got from it: later calls may have written to that.
+        expected = self.first.function(*self.first.args, **self.first.kwargs)
+        order = tuple(sorted(range(expected.dim()), key=expected.stride, reverse=True))
+        step = VmapStep(self.first.function, self.number, "vmap", tuple(axes), output_axis, order)
+        return step if self._reproduces(step, expected) else None
 
     def _plain_arguments(self, use: Use) -> str:
         leaves, tree = tree_flatten((use.args, use.kwargs))
         plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         return f"{plain}{tree}"
 
-    def _reproduced(self, step: VmapStep) -> bool:
+    def _reproduces(self, step: VmapStep, expected: Tensor) -> bool:
         tracked = {
             id(tensor): key
             for tensor, key in zip(self.first.inputs, self.first.keys, strict=True)
@@ -223,8 +226,6 @@ class ProbedUse:
             out = step.vectorised(tracked, self.first.args, self.first.kwargs, lambda *_: None)
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
             return False
-        # Not what the probe run got from it: later calls may have written to that.
-        expected = self.first.function(*self.first.args, **self.first.kwargs)
         return out.shape == expected.shape and torch.allclose(
             out, expected, rtol=1e-3, atol=1e-5, equal_nan=True
         )

@@ -225,10 +225,15 @@ class ExpandStep(Step):
 
 @dataclass(frozen=True)
 class VmapStep(Step):
-    """Any other function, vectorised over samples."""
+    """Any other function, vectorised over samples.
+
+    Its output lies in memory as the function's own does, whose dims, outermost first, are `order`:
+    dropout after it draws in that order, and a `view` of it needs it.
+    """
 
     input_axes: tuple[BatchAxis | None, ...]  # of the tensors among the arguments
     output_axis: BatchAxis
+    order: tuple[int, ...]
 
     def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def record(copies: Tensor, q: Tensor, key: Key) -> None:
@@ -275,7 +280,8 @@ class VmapStep(Step):
             return self.output_axis.lead(result)[0]
 
         out: Tensor = torch.vmap(alone, in_dims=tuple(dims))(*tensors)
-        return self.output_axis.back(out)
+        places = [self.order.index(dim) for dim in range(len(self.order))]
+        return self.output_axis.back(out).permute(self.order).contiguous().permute(places)
 
     def _samples(self, tensors: list[Tensor]) -> int:
         for tensor, axis in zip(tensors, self.input_axes, strict=True):
