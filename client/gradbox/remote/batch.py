@@ -94,7 +94,6 @@ class Batch:
         self._names = names
         self._values: dict[Place, Tensor] = {}
         self._error: GradboxError | None = None
-        self._inputs: dict[Place, Tensor] = {}
         self._passes: dict[int, BackwardPass] = {}
         self._done = False
 
@@ -150,7 +149,7 @@ class Batch:
         found = self._backward_pass()
         if any(index == call for index, _ in found.cotangents):
             self._run_gradient(found)
-        return [found.input_grads.pop(key, None) for key in self._inputs if key[0] == call]
+        return [found.input_grads.pop((call, name), None) for name in self._leaves(call)]
 
     def accumulate(self) -> None:
         """Add the gradients of this pass to the model's."""
@@ -172,7 +171,8 @@ class Batch:
     def _run_gradient(self, found: BackwardPass) -> None:
         """Run the gradient job at the cotangents so far."""
         given, found.cotangents = found.cotangents, {}
-        reached = [key for key in self._inputs if key[0] in {index for index, _ in given}]
+        calls = dict.fromkeys(index for index, _ in given)
+        reached = [(index, name) for index in calls for name in self._leaves(index)]
         options = self._owner.job_options()
         computation = Gradient(
             loss=Cotangents(
@@ -196,6 +196,10 @@ class Batch:
             grad, before = self._input_grad(result, key), found.input_grads.get(key)
             found.input_grads[key] = grad if before is None else before + grad
 
+    def _leaves(self, call: int) -> Mapping[str, Tensor]:
+        """Return a call's inputs that require grad."""
+        return self.calls[self._position[call]].leaves
+
     def _wrt(self, inputs: Sequence[Place]) -> list[str] | None:
         """Return what a job differentiates: the parameters that are wanted, and these inputs."""
         globs = self._owner.wrt_globs()
@@ -205,9 +209,6 @@ class Batch:
         return [*(globs or ["*"]), *named]
 
     def _record(self, result: GradResult) -> None:
-        self._inputs = {
-            (call.index, name): leaf for call in self.calls for name, leaf in call.leaves.items()
-        }
         # Made before all outputs, so that autograd runs them after those, see `autograd`.
         of_job = GradientJob.apply(self._owner.anchor, self)  # type: ignore[no-untyped-call]
         of_inputs = {
@@ -231,7 +232,8 @@ class Batch:
         return (z.reshape(()) if rows == [None] else z).to(call.device)
 
     def _input_grad(self, result: GradResult, key: Place) -> Tensor:
-        (index, name), leaf = key, self._inputs[key]
+        index, name = key
+        leaf = self._leaves(index)[name]
         found: Tensor = result.input_grads[f"{group_name(self._position[index])}/0/{name}"]
         return found.to(leaf.device, leaf.dtype)
 

@@ -152,7 +152,7 @@ class WideJob:
     ) -> RangeJob:
         """Return what every device is told.
 
-        It orders no Z, but the random numbers of samples belong to their places there.
+        Devices put no Z in order, but a sample's random numbers belong to its place in it.
         """
         spec = self._spec
         orders = [group.order for group in spec.inputs if group.order is not None]
