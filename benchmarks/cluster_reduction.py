@@ -20,8 +20,8 @@ from typing import Any, Final
 import ray
 import torch
 
-from gradbox_worker.cluster.open_job import OpenJob
-from gradbox_worker.cluster.ray_session import leave, start_here
+from gradbox_worker.cluster.actor.open_job import OpenJob
+from gradbox_worker.cluster.head.ray_session import leave, start_here
 
 NUM_TENSORS: Final = 100
 TENSOR_NUMBERS: Final = 10**6  # of float32

@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradbox_worker.cluster.array_buffers import TensorBuffer, as_buffers, as_tensors, num_bytes
+from gradbox_worker.cluster.exchange.array_buffers import (
+    TensorBuffer,
+    as_buffers,
+    as_tensors,
+    num_bytes,
+)
 
 
 @pytest.mark.parametrize(

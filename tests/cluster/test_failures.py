@@ -18,7 +18,7 @@ from tests.cluster.test_kept_graphs import stepped
 from tests.oracle import TOLERANCE, difference
 
 ACTOR = "ray::DeviceActor"
-COORDINATOR = "gradbox_worker.cluster.main"
+COORDINATOR = "gradbox_worker.cluster.coordinator.main"
 RAYLET = "raylet/raylet"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradbox_worker.cluster.leases import Leases, Wish
+from gradbox_worker.cluster.head.leases import Leases, Wish
 
 
 def leases_of(*devices: str, without_files: tuple[str, ...] = ()) -> Leases:

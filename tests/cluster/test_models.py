@@ -8,7 +8,7 @@ import pytest
 
 from gradbox import GradClient, Gradient
 from gradbox.protocol import ModelView
-from gradbox_worker.cluster.model_versions import ModelVersions
+from gradbox_worker.cluster.head.model_versions import ModelVersions
 from tests.cluster.conftest import ClusterBox
 from tests.cluster.processes import wait_until
 from tests.cluster.test_jobs import WAIT_S, num_ranges, shards, sum_of_squares

@@ -73,7 +73,7 @@ def test_nothing_outlives_a_box(
 def test_the_head_and_the_pool_import_no_torch() -> None:
     """They compute nothing, and a box starts sooner without."""
     code = (
-        "import sys, gradbox_worker.cluster.head, gradbox_worker.cluster.__main__; "
+        "import sys, gradbox_worker.cluster.head.head, gradbox_worker.cluster.__main__; "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

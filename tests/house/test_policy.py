@@ -67,7 +67,10 @@ def modules_loaded_by(statement: str) -> set[str]:
             "gradbox_worker.turns.turn, gradbox_worker.device.main",
             "numpy",
         ),
-        ("import gradbox_worker.cluster.main, gradbox_worker.cluster.leases", "fastapi"),
+        (
+            "import gradbox_worker.cluster.coordinator.main, gradbox_worker.cluster.head.leases",
+            "fastapi",
+        ),
     ],
     ids=["client", "service", "worker", "coordinator"],
 )

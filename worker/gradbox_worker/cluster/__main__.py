@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from gradbox.printable import log_to_stderr
-from gradbox_worker.cluster.address_file import NAME
-from gradbox_worker.cluster.ray_environment import reach, start_here
+from gradbox_worker.cluster.head.address_file import NAME
+from gradbox_worker.cluster.head.ray_environment import reach, start_here
 from gradbox_worker.device import DeviceSettings
 from gradbox_worker.device.descendants import MARK, Guardian, end_descendants
 from gradbox_worker.errors import WorkerError
@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace, *, file: Path, stopping: threading.Event) 
     else:
         reach(options.address)
     # Only now: Ray reads its environment when it is imported.
-    from gradbox_worker.cluster import head, ray_session
+    from gradbox_worker.cluster.head import head, ray_session
 
     namespace = f"gradbox-{uuid.uuid4().hex[:12]}"
     devices = [part.strip() for part in options.device.split(",") if part.strip()]

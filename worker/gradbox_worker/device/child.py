@@ -32,7 +32,7 @@ from gradbox_worker.device.parentage import Adopted, adopt_orphans
 from gradbox_worker.device.template import Template
 
 DEVICE_MODULE: Final = "gradbox_worker.device.main"
-CLUSTER_MODULE: Final = "gradbox_worker.cluster.main"
+CLUSTER_MODULE: Final = "gradbox_worker.cluster.coordinator.main"
 POLL_S: Final = 0.2
 LEAVE_S: Final = 5.0  # to end by itself, once told or once it said so
 DRAIN_S: Final = 2.0  # to read what it printed, once it and what it started are gone

@@ -21,13 +21,18 @@ import ray
 
 from gradbox.printable import log_to_stderr
 from gradbox_engine.ranges.protocol import Range, RangeCotangents
-from gradbox_worker.cluster.array_buffers import READ_ONLY, as_buffers, as_tensors, num_bytes
-from gradbox_worker.cluster.factor_buffers import FactorBuffers
-from gradbox_worker.cluster.open_job import OpenJob, StoredSums
-from gradbox_worker.cluster.open_samples import OpenSamples, SampleAnswer, SharedBySamples
-from gradbox_worker.cluster.row_outlet import Handed
-from gradbox_worker.cluster.sent_tensors import RangeJob
-from gradbox_worker.cluster.shipped_models import models_here
+from gradbox_worker.cluster.actor.open_job import OpenJob, StoredSums
+from gradbox_worker.cluster.actor.open_samples import OpenSamples, SampleAnswer, SharedBySamples
+from gradbox_worker.cluster.actor.row_outlet import Handed
+from gradbox_worker.cluster.exchange.array_buffers import (
+    READ_ONLY,
+    as_buffers,
+    as_tensors,
+    num_bytes,
+)
+from gradbox_worker.cluster.exchange.factor_buffers import FactorBuffers
+from gradbox_worker.cluster.exchange.sent_tensors import RangeJob
+from gradbox_worker.cluster.exchange.shipped_models import models_here
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.importing import import_for_jobs

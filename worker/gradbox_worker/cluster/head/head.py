@@ -21,10 +21,10 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gradbox_worker.cluster.address_file import ClusterAddress
-from gradbox_worker.cluster.device_actor import CONTROL, ROWS, DeviceActor
-from gradbox_worker.cluster.pool import POOL, Pool
-from gradbox_worker.cluster.ray_session import RayOnThisMachine
+from gradbox_worker.cluster.actor.device_actor import CONTROL, ROWS, DeviceActor
+from gradbox_worker.cluster.head.address_file import ClusterAddress
+from gradbox_worker.cluster.head.pool import POOL, Pool
+from gradbox_worker.cluster.head.ray_session import RayOnThisMachine
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.errors import DeviceNotStarted
 from gradbox_worker.models.models_file import gpus_of_a_device, read_models_file

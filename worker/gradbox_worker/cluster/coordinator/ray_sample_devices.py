@@ -27,17 +27,17 @@ from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.ranges import Range
 from gradbox_engine.ranges.samples import RangeSamples, Rows, SampleTask
 from gradbox_engine.ranges.samples.joining import SUMMED
-from gradbox_worker.cluster.array_buffers import (
+from gradbox_worker.cluster.actor.open_samples import SampleAnswer, SharedBySamples
+from gradbox_worker.cluster.actor.row_outlet import Handed, RowLayout
+from gradbox_worker.cluster.coordinator.leased_devices import LeasedDevice, LeasedDevices
+from gradbox_worker.cluster.exchange.array_buffers import (
     HOST,
     TensorBuffer,
     as_buffers,
     as_tensors,
     num_bytes,
 )
-from gradbox_worker.cluster.factor_buffers import FactorBuffers
-from gradbox_worker.cluster.leased_devices import LeasedDevice, LeasedDevices
-from gradbox_worker.cluster.open_samples import SampleAnswer, SharedBySamples
-from gradbox_worker.cluster.row_outlet import Handed, RowLayout
+from gradbox_worker.cluster.exchange.factor_buffers import FactorBuffers
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients
 

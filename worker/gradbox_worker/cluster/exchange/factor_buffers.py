@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradbox_factors import Factored, packed, unpacked
-from gradbox_worker.cluster.array_buffers import TensorBuffer, as_buffers
+from gradbox_worker.cluster.exchange.array_buffers import TensorBuffer, as_buffers
 
 
 @dataclass(frozen=True)

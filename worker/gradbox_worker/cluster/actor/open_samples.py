@@ -14,12 +14,12 @@ from gradbox_engine.ranges import Range
 from gradbox_engine.ranges.samples import SampleRanges, SampleTask
 from gradbox_engine.ranges.samples.sample_ranges import gram_of
 from gradbox_factors import Factored
-from gradbox_worker.cluster.array_buffers import TensorBuffer, as_buffers, as_tensors
-from gradbox_worker.cluster.factor_buffers import FactorBuffers
-from gradbox_worker.cluster.open_job import ReceivedJob
-from gradbox_worker.cluster.range_checkpoints import RangeCheckpoints
-from gradbox_worker.cluster.row_outlet import RowOutlet
-from gradbox_worker.cluster.sent_tensors import RangeJob
+from gradbox_worker.cluster.actor.open_job import ReceivedJob
+from gradbox_worker.cluster.actor.range_checkpoints import RangeCheckpoints
+from gradbox_worker.cluster.actor.row_outlet import RowOutlet
+from gradbox_worker.cluster.exchange.array_buffers import TensorBuffer, as_buffers, as_tensors
+from gradbox_worker.cluster.exchange.factor_buffers import FactorBuffers
+from gradbox_worker.cluster.exchange.sent_tensors import RangeJob
 from gradbox_worker.computations.dense_rows import DenseSink, Progress
 from gradbox_worker.computations.engine_inputs import build_function, input_groups
 from gradbox_worker.computations.memory import default_result_memory_bytes

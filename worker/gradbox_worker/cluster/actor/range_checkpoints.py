@@ -26,7 +26,7 @@ from gradbox_engine.checkpoint import NoCheckpoints
 from gradbox_engine.ranges import Range
 from gradbox_engine.ranges.samples import SampleTask
 from gradbox_service.store.files import files_of
-from gradbox_worker.cluster.sent_tensors import RangeJob
+from gradbox_worker.cluster.exchange.sent_tensors import RangeJob
 from gradbox_worker.computations.checkpoints import CheckpointFile, Pace, RowsInPlace
 from gradbox_worker.computations.receipts import gradbox_version, kind_of
 from gradbox_worker.files.result_in_place import ResultOnDisk

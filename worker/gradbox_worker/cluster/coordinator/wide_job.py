@@ -19,21 +19,21 @@ from gradbox.protocol import JacobianSpec, JobSpec, ModelView, PerSampleGradient
 from gradbox_engine.errors import DeviceLost
 from gradbox_engine.requests import Group, Phase
 from gradbox_service.store import Room, blob_store
-from gradbox_worker.cluster.array_buffers import HOST, TensorBuffer, num_bytes
-from gradbox_worker.cluster.joined import JoinedCluster
-from gradbox_worker.cluster.leased_devices import LeasedDevices
-from gradbox_worker.cluster.leases import Lent, Wish
-from gradbox_worker.cluster.range_checkpoints import file_with_rows
-from gradbox_worker.cluster.sent_tensors import RangeJob
-from gradbox_worker.cluster.waiting_graphs import WaitingGraphs
-from gradbox_worker.cluster.wide_computations import (
+from gradbox_worker.cluster.actor.range_checkpoints import file_with_rows
+from gradbox_worker.cluster.coordinator.joined import JoinedCluster
+from gradbox_worker.cluster.coordinator.leased_devices import LeasedDevices
+from gradbox_worker.cluster.coordinator.waiting_graphs import WaitingGraphs
+from gradbox_worker.cluster.coordinator.wide_computations import (
     Answer,
     WideComputation,
     WideSetting,
     in_phases,
     tensors_of,
 )
-from gradbox_worker.cluster.wide_samples import OfSamples
+from gradbox_worker.cluster.coordinator.wide_samples import OfSamples
+from gradbox_worker.cluster.exchange.array_buffers import HOST, TensorBuffer, num_bytes
+from gradbox_worker.cluster.exchange.sent_tensors import RangeJob
+from gradbox_worker.cluster.head.leases import Lent, Wish
 from gradbox_worker.computations.engine_inputs import input_groups
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.computations.memory import PeakMemory

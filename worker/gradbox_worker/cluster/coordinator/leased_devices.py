@@ -24,10 +24,10 @@ from gradbox_engine.errors import DeviceLost
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.ranges import Range
 from gradbox_engine.requests import Group
-from gradbox_worker.cluster.array_buffers import as_buffers, num_bytes
-from gradbox_worker.cluster.cluster_device import JobStopped
-from gradbox_worker.cluster.joined import JoinedCluster
-from gradbox_worker.cluster.leases import Lent, Wish
+from gradbox_worker.cluster.actor.cluster_device import JobStopped
+from gradbox_worker.cluster.coordinator.joined import JoinedCluster
+from gradbox_worker.cluster.exchange.array_buffers import as_buffers, num_bytes
+from gradbox_worker.cluster.head.leases import Lent, Wish
 
 BLOCK_BYTES: Final = 64 * 2**20
 

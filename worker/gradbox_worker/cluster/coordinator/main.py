@@ -11,8 +11,8 @@ import sys
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from gradbox_worker.cluster.address_file import ClusterAddress
-from gradbox_worker.cluster.ray_environment import reach
+from gradbox_worker.cluster.head.address_file import ClusterAddress
+from gradbox_worker.cluster.head.ray_environment import reach
 from gradbox_worker.device import main as device_main
 from gradbox_worker.device.messages import Begin
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def serve(connection: Connection, orders: Inbox, *, begin: Begin, settings: DeviceSettings) -> None:
-    """Coordinate jobs on the cluster; see `cluster.serving.serve`."""
+    """Coordinate jobs on the cluster; see `serving.serve`."""
     assert settings.cluster is not None
     found = ClusterAddress.wait(settings.cluster)
     reach(found.address, token=found.token)
-    from gradbox_worker.cluster.serving import serve as serve_joined
+    from gradbox_worker.cluster.coordinator.serving import serve as serve_joined
 
     serve_joined(connection, orders, begin=begin, settings=settings)
 
 
 if __name__ == "__main__":
-    device_main.main(sys.argv[1:], serving="gradbox_worker.cluster.main")
+    device_main.main(sys.argv[1:], serving="gradbox_worker.cluster.coordinator.main")

@@ -14,11 +14,11 @@ from typing import Final
 from gradbox.errors import JobFailed
 from gradbox.protocol import Problem
 from gradbox_engine.errors import CoupledShards
-from gradbox_worker.cluster.joined import ClusterGone, JoinedCluster
-from gradbox_worker.cluster.leases import Lent, Wish
-from gradbox_worker.cluster.waiting_graphs import WaitingGraphs
-from gradbox_worker.cluster.whole_job import DiedBefore, Outcome, answered, run_whole
-from gradbox_worker.cluster.wide_job import WideJob, can_be_split
+from gradbox_worker.cluster.coordinator.joined import ClusterGone, JoinedCluster
+from gradbox_worker.cluster.coordinator.waiting_graphs import WaitingGraphs
+from gradbox_worker.cluster.coordinator.whole_job import DiedBefore, Outcome, answered, run_whole
+from gradbox_worker.cluster.coordinator.wide_job import WideJob, can_be_split
+from gradbox_worker.cluster.head.leases import Lent, Wish
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.importing import import_for_jobs

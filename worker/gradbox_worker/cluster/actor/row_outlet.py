@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from gradbox_worker.cluster.array_buffers import TensorBuffer
+from gradbox_worker.cluster.exchange.array_buffers import TensorBuffer
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.files.placed_rows import Piece, PlacedRows, Placement
 

@@ -35,8 +35,8 @@ from gradbox_engine.ranges import (
 )
 from gradbox_engine.ranges.mixed import split_mixed_gradient
 from gradbox_engine.ranges.protocol import HOST
-from gradbox_worker.cluster.leased_devices import LeasedDevices
-from gradbox_worker.cluster.ray_devices import RayDevices
+from gradbox_worker.cluster.coordinator.leased_devices import LeasedDevices
+from gradbox_worker.cluster.coordinator.ray_devices import RayDevices
 from gradbox_worker.computations import cotangents, forward, gradient, mixed_gradient
 from gradbox_worker.computations.engine_inputs import (
     Loss,

@@ -40,7 +40,7 @@ class DeviceActor:
         self, settings: DeviceSettings, mark: tuple[Path, str], models: str | None
     ) -> None:
         """Open the device, see there."""
-        from gradbox_worker.cluster.cluster_device import ClusterDevice
+        from gradbox_worker.cluster.actor.cluster_device import ClusterDevice
 
         self.device = ClusterDevice(settings, mark, models)
 

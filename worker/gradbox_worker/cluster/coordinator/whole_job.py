@@ -8,8 +8,8 @@ from typing import Any, Final
 import ray
 from ray.exceptions import RayActorError
 
-from gradbox_worker.cluster.joined import POLL_S, JoinedCluster
-from gradbox_worker.cluster.leases import Lent
+from gradbox_worker.cluster.coordinator.joined import POLL_S, JoinedCluster
+from gradbox_worker.cluster.head.leases import Lent
 from gradbox_worker.device.messages import (
     FROM_DEVICE,
     FromDevice,

@@ -34,9 +34,9 @@ from gradbox_engine.ranges import (
     Sums,
 )
 from gradbox_engine.requests import Group
-from gradbox_worker.cluster.array_buffers import as_buffers, as_tensors, num_bytes
-from gradbox_worker.cluster.leased_devices import LeasedDevice, LeasedDevices
-from gradbox_worker.cluster.open_job import StoredSums
+from gradbox_worker.cluster.actor.open_job import StoredSums
+from gradbox_worker.cluster.coordinator.leased_devices import LeasedDevice, LeasedDevices
+from gradbox_worker.cluster.exchange.array_buffers import as_buffers, as_tensors, num_bytes
 from gradbox_worker.computations.sections import GRADS
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients

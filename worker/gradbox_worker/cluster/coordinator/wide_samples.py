@@ -12,9 +12,9 @@ from gradbox.protocol import JacobianSpec, PerSampleGradientSpec, RangeView, Ten
 from gradbox_engine.per_sample.request import GradientReduction, JacobianReduction
 from gradbox_engine.ranges.protocol import HOST
 from gradbox_engine.ranges.samples import SplitSamples, split_samples
-from gradbox_worker.cluster.open_samples import request_of
-from gradbox_worker.cluster.ray_sample_devices import RaySampleDevices
-from gradbox_worker.cluster.wide_computations import Answer, WideSetting, tensors_of
+from gradbox_worker.cluster.actor.open_samples import request_of
+from gradbox_worker.cluster.coordinator.ray_sample_devices import RaySampleDevices
+from gradbox_worker.cluster.coordinator.wide_computations import Answer, WideSetting, tensors_of
 from gradbox_worker.computations.factors import stored_rows
 from gradbox_worker.computations.per_sample import (
     computed_gradient,

@@ -17,10 +17,10 @@ from typing import Any, Final
 import ray
 from ray.exceptions import ActorDiedError, RayActorError
 
-from gradbox_worker.cluster.coordinator_watch import CoordinatorWatch
-from gradbox_worker.cluster.leases import Leases, Lent, Wish
-from gradbox_worker.cluster.model_versions import ModelVersions
-from gradbox_worker.cluster.shipped_models import FilesToShip
+from gradbox_worker.cluster.exchange.shipped_models import FilesToShip
+from gradbox_worker.cluster.head.coordinator_watch import CoordinatorWatch
+from gradbox_worker.cluster.head.leases import Leases, Lent, Wish
+from gradbox_worker.cluster.head.model_versions import ModelVersions
 from gradbox_worker.models.shipping import ShippedModels
 
 log = logging.getLogger(__name__)

@@ -32,9 +32,9 @@ from gradbox_engine.ranges import (
 from gradbox_engine.ranges.in_process import Held
 from gradbox_engine.ranges.mixed import held_mixed
 from gradbox_engine.requests import Returned
-from gradbox_worker.cluster.array_buffers import TensorBuffer, as_buffers, num_bytes
-from gradbox_worker.cluster.range_checkpoints import RangeCheckpoints
-from gradbox_worker.cluster.sent_tensors import RangeJob, SentTensors
+from gradbox_worker.cluster.actor.range_checkpoints import RangeCheckpoints
+from gradbox_worker.cluster.exchange.array_buffers import TensorBuffer, as_buffers, num_bytes
+from gradbox_worker.cluster.exchange.sent_tensors import RangeJob, SentTensors
 from gradbox_worker.computations.engine_inputs import (
     build_function,
     differentiated,

@@ -12,11 +12,11 @@ import ray
 from ray.exceptions import RayError
 
 from gradbox.protocol import ModelView
-from gradbox_worker.cluster.address_file import ClusterAddress
-from gradbox_worker.cluster.array_buffers import READ_ONLY
-from gradbox_worker.cluster.leases import Lent, Wish
-from gradbox_worker.cluster.pool import POOL
-from gradbox_worker.cluster.ray_session import join
+from gradbox_worker.cluster.exchange.array_buffers import READ_ONLY
+from gradbox_worker.cluster.head.address_file import ClusterAddress
+from gradbox_worker.cluster.head.leases import Lent, Wish
+from gradbox_worker.cluster.head.pool import POOL
+from gradbox_worker.cluster.head.ray_session import join
 from gradbox_worker.errors import DeviceNotStarted
 
 POLL_S: Final = 0.2
