@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-
-from benchmarks.pairs import TOWERS, Batch
-from benchmarks.workloads import Workload
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 NORMAL_DEVIATIONS = 1.4826  # standard deviations to a normal distribution's median deviation
@@ -32,19 +24,6 @@ class Seconds:
 
 
 Runs = dict[str, list[Seconds]]
-
-
-@dataclass(frozen=True)
-class ShardCost:
-    """Seconds that a forward and a backward of one shard take, medians: of CPU, or on CUDA wall."""
-
-    forward: float
-    backward: float
-
-    @property
-    def bound(self) -> float:
-        """Return (2F + B)/(F + B): what replaying every shard costs, to naive."""
-        return (2 * self.forward + self.backward) / (self.forward + self.backward)
 
 
 def reuse_memory() -> None:
@@ -156,65 +135,6 @@ def bracketed(
                 ratios[name].append(2 * here.wall / (before.wall + after.wall))
             before = after
     return {name: Ratio.of(found) for name, found in ratios.items()}, rounds
-
-
-class ShardClock:
-    """Times a forward and a backward of a few shards each time it is run."""
-
-    def __init__(self, workload: Workload, *, num_shards: int = 4) -> None:
-        self._encoder = workload.encoder()
-        self._on_cpu = workload.device == "cpu"
-        shards = [shard for tower in TOWERS for shard in workload.shards[tower]]
-        self._shards = shards[:: max(1, len(shards) // num_shards)]
-        self._forward: list[float] = []
-        self._backward: list[float] = []
-
-    def __call__(self) -> None:
-        for shard in self._shards:
-            outputs: list[torch.Tensor] = []
-            self._forward.append(self._seconds(partial(self._run, shard, outputs)))
-            cotangent = torch.ones_like(outputs[0])
-            self._backward.append(self._seconds(partial(outputs[0].backward, cotangent)))
-        self._encoder.zero_grad(set_to_none=True)
-
-    def _seconds(self, run: Callable[[], object]) -> float:
-        seconds = timed(run)
-        return seconds.cpu if self._on_cpu else seconds.wall
-
-    def _run(self, shard: Batch, outputs: list[torch.Tensor]) -> None:
-        outputs.append(self._encoder(**shard))
-
-    def cost(self) -> ShardCost:
-        """Return the medians so far, the unmeasured first run left out."""
-        warm = len(self._shards)
-        return ShardCost(
-            statistics.median(self._forward[warm:]), statistics.median(self._backward[warm:])
-        )
-
-
-def peak_bytes(peer: str, workload: Workload, *, threads: int, kept: int = 0) -> int | None:
-    """Return the peak memory of one step beyond the loaded model, measured in a fresh process.
-
-    None when the process did not live to say it. `kept` is how many graphs gradbox may keep.
-    """
-    command = [sys.executable, "-m", "benchmarks.memory", peer]
-    for option, value in (
-        ("--kept", kept),
-        ("--task", workload.task),
-        ("--pairs", workload.num_pairs),
-        ("--shard", workload.shard),
-        ("--num-tokens", workload.num_tokens),
-        ("--threads", threads),
-        ("--device", workload.device),
-    ):
-        command += [option, str(value)]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=False, env={**os.environ, **FRESH}
-    )
-    if done.returncode != 0:
-        return None
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found["peak_bytes"]
 
 
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.cuda.clock import Clock
 from benchmarks.cuda.sizes import Sizes
-from benchmarks.mixed_task import METHODS, Task
+from benchmarks.mixed.task import METHODS, Task
 from benchmarks.page import mebibytes, table
 
 NUM_SHARDS = (1, 8, 32)

@@ -19,9 +19,9 @@ from benchmarks.cuda import models
 from benchmarks.cuda.clock import Ceilings, Clock
 from benchmarks.cuda.sizes import Sizes
 from benchmarks.page import mebibytes, table
-from benchmarks.per_sample import call
-from benchmarks.per_sample_peers import outputs_of, peers
-from benchmarks.per_sample_workloads import WORKLOADS, Workload
+from benchmarks.per_sample.peers import outputs_of, peers
+from benchmarks.per_sample.times import call
+from benchmarks.per_sample.workloads import WORKLOADS, Workload
 
 OURS: dict[str, dict[str, Any]] = {
     "gradbox, dense": {},

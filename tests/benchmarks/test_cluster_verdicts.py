@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.cluster import ClusterPlan, ClusterTimes, Timing, cluster_section
-from benchmarks.cluster_reduction import Reduction
+from benchmarks.cluster.reduction import Reduction
+from benchmarks.cluster.speed_up import ClusterPlan, ClusterTimes, Timing, cluster_section
 
 MIB = 2**20
 JOB = Timing(

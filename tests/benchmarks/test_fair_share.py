@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from benchmarks.day import PersonsDay, persons_days
-from benchmarks.day_jobs import read_mix
-from benchmarks.fair_share import Ran, fair_waits
+from benchmarks.box.day import PersonsDay, persons_days
+from benchmarks.box.day_jobs import read_mix
+from benchmarks.box.fair_share import Ran, fair_waits
 
 
 def ran(person: str, submitted_s: float, device_s: float, *, started_s: float = 0.0) -> Ran:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.large_results import Beside, LargeResults, large_results_section
-from benchmarks.small_jobs import Costs
+from benchmarks.box.large_results import Beside, LargeResults, large_results_section
+from benchmarks.box.small_jobs import Costs
 
 FOUND = LargeResults(
     dense=Costs([9000.0, 8000.0, 30000.0], 3.0, 80.0, {"client": 900.0, "device": 5000.0}),

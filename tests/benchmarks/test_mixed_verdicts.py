@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from benchmarks.mixed import DOUBLE, GRADBOX, Mixed, MixedPlan, Peak, mixed_section, mixed_verdicts
-from benchmarks.mixed_task import METHODS
+from benchmarks.mixed.task import METHODS
+from benchmarks.mixed.times import (
+    DOUBLE,
+    GRADBOX,
+    Mixed,
+    MixedPlan,
+    Peak,
+    mixed_section,
+    mixed_verdicts,
+)
 
 MIB = 2**20
 PLAN = MixedPlan(num_shards=(1, 8), depths=(4, 64), depth=16, shard=4, rounds=3, threads=1)

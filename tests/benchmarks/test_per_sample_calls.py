@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import per_sample_calls
-from benchmarks.per_sample_calls import MANY, CallTimes, calls_section, measure_calls
+from benchmarks.per_sample import calls
+from benchmarks.per_sample.calls import MANY, CallTimes, calls_section, measure_calls
 from benchmarks.source_trees import ROOT
 
 
@@ -17,7 +17,7 @@ def test_a_row_states_the_calls_and_a_further_shard() -> None:
 
 @pytest.mark.slow
 def test_two_source_trees_are_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(per_sample_calls, "PROCESSES", 1)
+    monkeypatch.setattr(calls, "PROCESSES", 1)
     found = measure_calls(["W2 B=2"], against=ROOT)
     assert [one.tree for one in found] == ["before", "this"]
     assert all(one.base_s > 0 and one.ratios["dense"] > 1 for one in found)

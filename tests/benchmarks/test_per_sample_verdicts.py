@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.per_sample import DENSE, OTHERS, WARM, Measured, measure
-from benchmarks.per_sample_report import per_sample_section, verdicts
-from benchmarks.per_sample_workloads import WORKLOADS
+from benchmarks.per_sample.report import per_sample_section, verdicts
+from benchmarks.per_sample.times import DENSE, OTHERS, WARM, Measured, measure
+from benchmarks.per_sample.workloads import WORKLOADS
 
 BASE_S = 0.5
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.remote_autograd import AutogradOverhead, AutogradPlan, autograd_section, ratio
+from benchmarks.box.remote_autograd import AutogradOverhead, AutogradPlan, autograd_section, ratio
 
 PLAN = AutogradPlan(num_pairs=48, shard=16, rounds=3, threads=1)
 

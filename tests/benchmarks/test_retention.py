@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.measure import ShardCost
-from benchmarks.overhead import plain_loop
-from benchmarks.peers import SHARDED, gradbox, keeping, reference, sharded
-from benchmarks.public_peers import OPEN_CLIP
-from benchmarks.retention import (
+from benchmarks.replay.overhead import plain_loop
+from benchmarks.replay.retention import (
     Correctness,
     Point,
     Retention,
@@ -17,8 +14,11 @@ from benchmarks.retention import (
     kept_at,
     most_within,
 )
-from benchmarks.retention_report import bars
-from benchmarks.workloads import Workload, relative_difference
+from benchmarks.replay.retention_report import bars
+from benchmarks.set_loss.peers import SHARDED, gradbox, keeping, reference, sharded
+from benchmarks.set_loss.public_peers import OPEN_CLIP
+from benchmarks.set_loss.shard_cost import ShardCost
+from benchmarks.set_loss.workloads import Workload, relative_difference
 
 MIB = 2**20
 SAME = 1e-5  # float32

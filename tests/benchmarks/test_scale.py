@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scale import Assumed, Network, ShardCosts, below, curve, job_seconds
+from benchmarks.cluster.scale import Assumed, Network, ShardCosts, below, curve, job_seconds
 
 COSTS = ShardCosts(
     forward_s=0.1,

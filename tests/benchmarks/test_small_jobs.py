@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.small_jobs import Costs, SmallJobs, small_jobs_section
+from benchmarks.box.small_jobs import Costs, SmallJobs, small_jobs_section
 
 FAST = Costs([8.0] * 100, num_requests=2.0, num_commands=60.0, cpu_ms={"client": 1.0})
 MET = SmallJobs(FAST, FAST, FAST, local_step_ms=1.0, rate_one=150.0, rate_many=150.0, load=0.1)

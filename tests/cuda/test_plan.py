@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import CUDA_PARTS
 from benchmarks.cuda.parts import PARTS
+from benchmarks.options import CUDA_PARTS
 from tests.cuda import __main__ as run
 from tests.cuda import report
 from tests.cuda.plan import DEFAULT_MINUTES, Step, plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.per_sample_workloads import deep_mlp, resnet, small_mlp
+from benchmarks.per_sample.workloads import deep_mlp, resnet, small_mlp
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
 from tests.device import DEVICE, moved
 from tests.engine.per_sample import naive

@@ -1,0 +1,5 @@
+"""What a person waits for around the computation, on a box that `gradbox up` starts.
+
+`service`, `small_jobs`, `large_results`, `queue` and `remote_autograd` are a benchmark each. `day`
+is that of ten people: `day_jobs` sends what `day_mix.csv` says, `fair_share` tells what is fair.
+"""

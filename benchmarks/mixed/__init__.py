@@ -1,0 +1,1 @@
+"""Mixed second derivatives through a deep frozen generator (`task`): `times`, and peak `memory`."""

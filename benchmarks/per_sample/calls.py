@@ -1,0 +1,134 @@
+"""Public per-sample calls of this source tree, and of another one beside it.
+
+What is timed is one call on one shard with all that it checks, the plan made by an earlier call.
+Processes of the two trees take turns; in each, the summed step and the calls take turns. Each
+figure is the median over rounds and processes of CPU time, to the summed step's median in the same
+process: a busy machine slows both. One thread, glibc's heap as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.page import table
+from benchmarks.per_sample.peers import outputs_of
+from benchmarks.per_sample.workloads import WORKLOADS, Workload
+from benchmarks.source_trees import trees_in_turn
+from gradbox_engine.per_sample import jacobian, per_sample_gradient
+
+PROCESSES = 3  # of each tree and workload
+ROUNDS: Mapping[str, int] = {"W2 B=2": 200, "W2 B=256": 20}
+OTHER_ROUNDS = 3
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    "factors": {"form": "factored"},
+    "norms": {"reduce": "norm"},
+    "dense": {},
+}
+MANY = "factors, three shards"
+
+
+@dataclass(frozen=True)
+class CallTimes:
+    """Medians of one workload's calls from one tree: of CPU seconds and of ratios to the base."""
+
+    workload: str
+    tree: str
+    base_s: float
+    ratios: Mapping[str, float]
+
+    @property
+    def later_shard(self) -> float:
+        """Return what the factors of a further shard of a job take."""
+        return (self.ratios[MANY] - self.ratios["factors"]) / 2
+
+
+def measure_calls(names: Sequence[str], *, against: Path | None) -> list[CallTimes]:
+    """Measure each workload from this tree and from the one at `against`."""
+    found = []
+    for name in names:
+        runs = trees_in_turn(
+            "benchmarks.per_sample.calls", name, against=against, processes=PROCESSES
+        )
+        found += [_medians(name, tree, medians) for tree, medians in runs.items()]
+    return found
+
+
+def calls_section(found: Sequence[CallTimes]) -> str:
+    """Describe the measurement."""
+    rows = [
+        [
+            f"{one.workload} {one.tree}",
+            f"{one.base_s * 1e3:.2f}",
+            *(f"{one.ratios[name]:.2f}" for name in FORMS),
+            f"{one.later_shard:.2f}",
+        ]
+        for one in found
+    ]
+    return "\n".join(
+        [
+            "## Public per-sample calls",
+            "",
+            "One call on one shard, checks included, to one summed forward and backward of the "
+            "same batch: medians of CPU time over interleaved rounds and processes, one thread, "
+            "glibc's heap as it is. `later shard`: the factors of a further shard of the same job.",
+            "",
+            *table(["", "base ms", *FORMS, "later shard"], rows),
+        ]
+    )
+
+
+def _medians(name: str, tree: str, runs: Sequence[Mapping[str, float]]) -> CallTimes:
+    ratios = {
+        method: statistics.median(run[method] / run["base"] for run in runs) for method in runs[0]
+    }
+    base_s = statistics.median(run["base"] for run in runs)
+    return CallTimes(name, tree, base_s, ratios)
+
+
+def _calls(work: Workload) -> dict[str, Callable[[], Any]]:
+    parameters = list(work.model.parameters())
+
+    def call(shards: int, how: Mapping[str, Any]) -> Any:
+        shared = {"output": work.output, "wrt": work.wrt, **how}
+        if work.outputs > 1:
+            return jacobian(work.model, [work.shard] * shards, **shared)
+        return per_sample_gradient(work.model, [work.shard] * shards, work.loss, **shared)
+
+    def base() -> Any:
+        total = work.loss(outputs_of(work)).sum()
+        return torch.autograd.grad(total, parameters, allow_unused=True)
+
+    found: dict[str, Callable[[], Any]] = {"base": base}
+    for name, how in FORMS.items():
+        found[name] = lambda how=how: call(1, how)
+    found[MANY] = lambda: call(3, FORMS["factors"])
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    """Measure one workload in this process and print the medians, in CPU seconds."""
+    (name,) = arguments
+    torch.set_num_threads(1)
+    calls = _calls(WORKLOADS[name]())
+    seconds: dict[str, list[float]] = {method: [] for method in calls}
+    for call in calls.values():
+        call(), call()
+    for _ in range(ROUNDS.get(name, OTHER_ROUNDS)):
+        for method, call in calls.items():
+            start = time.process_time_ns()
+            call()
+            seconds[method].append((time.process_time_ns() - start) / 1e9)
+    print(json.dumps({method: statistics.median(times) for method, times in seconds.items()}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

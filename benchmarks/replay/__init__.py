@@ -1,0 +1,5 @@
+"""Set gradients by the engine alone: against naive code and peers, over budgets of memory.
+
+`replay` (its section: `replay_report`) keeps no graphs, `retention` some; `ends` keeps none and
+all, of two source trees; `penalties`, `packing` and, on a GPU, `overhead` measure one thing each.
+"""

@@ -1,0 +1,86 @@
+"""Peak memory of one step of one peer: `python -m benchmarks.set_loss.memory PEER --pairs 64 …`.
+
+A process of its own for each figure, because an allocator keeps what an earlier step needed. The
+model and the samples are loaded before the measurement begins, and a step on sixteen pairs in
+shards of one brings in the code that a first step would page in; the gradients are part of the
+figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import torch
+
+from benchmarks.measure import FRESH, return_memory
+from benchmarks.set_loss.public_peers import peer_named
+from benchmarks.set_loss.workloads import Workload
+from gradbox_worker.computations.memory import PeakMemory
+
+
+def peak_bytes(peer: str, workload: Workload, *, threads: int, kept: int = 0) -> int | None:
+    """Return the peak memory of one step beyond the loaded model, measured in a fresh process.
+
+    None when the process did not live to say it. `kept` is how many graphs gradbox may keep.
+    """
+    command = [sys.executable, "-m", "benchmarks.set_loss.memory", peer]
+    for option, value in (
+        ("--kept", kept),
+        ("--task", workload.task),
+        ("--pairs", workload.num_pairs),
+        ("--shard", workload.shard),
+        ("--num-tokens", workload.num_tokens),
+        ("--threads", threads),
+        ("--device", workload.device),
+    ):
+        command += [option, str(value)]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=False, env={**os.environ, **FRESH}
+    )
+    if done.returncode != 0:
+        return None
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found["peak_bytes"]
+
+
+def main(arguments: list[str]) -> int:
+    """Print the bytes as JSON."""
+    args = _parser().parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    workload = Workload(args.pairs, args.shard, args.task, args.num_tokens, args.device)
+    peer_named(args.peer, kept=0).load(replace(workload, num_pairs=16, shard=1))()
+    step = peer_named(args.peer, kept=args.kept).load(workload)
+    assert workload.batches
+    assert workload.shards
+    gc.collect()
+    return_memory()
+    memory = PeakMemory(torch.device(args.device))
+    step()
+    peak_bytes, before_bytes = memory.measure()
+    print(json.dumps({"peak_bytes": peak_bytes - before_bytes}))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.set_loss.memory", description=__doc__
+    )
+    parser.add_argument("peer")
+    parser.add_argument("--kept", type=int, default=0, help="graphs that gradbox may keep")
+    parser.add_argument("--task", default="minilm")
+    parser.add_argument("--pairs", type=int, required=True)
+    parser.add_argument("--shard", type=int, required=True)
+    parser.add_argument("--num-tokens", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
