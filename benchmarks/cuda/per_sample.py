@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -84,6 +84,14 @@ def _on(work: Workload, device: torch.device) -> Workload:
     return replace(work, model=work.model.to(device), shard=shard)
 
 
+def _built_once(
+    build: Callable[[Workload], Callable[[], object]], work: Workload
+) -> Callable[[], object]:
+    """Return a call that builds what it runs when it is first made, and may fail then."""
+    built = cache(lambda: build(work))
+    return lambda: built()()
+
+
 def _measured(work: Workload, clock: Clock, ceilings: Ceilings, sizes: Sizes) -> Iterator[str]:
     parameters = list(work.model.parameters())
 
@@ -93,7 +101,7 @@ def _measured(work: Workload, clock: Clock, ceilings: Ceilings, sizes: Sizes) ->
     runs: dict[str, Callable[[], object]] = {"base": base}
     absent: dict[str, str] = {}
     ours = {name: partial(call, work, **how) for name, how in OURS.items()}
-    others = {n: run for n, run in peers(work).items() if n not in LEFT_OUT}
+    others = {n: _built_once(b, work) for n, b in peers().items() if n not in LEFT_OUT}
     for name, run in {**ours, **others}.items():
         try:
             run()

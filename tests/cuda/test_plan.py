@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,19 @@ def test_every_path_and_every_part_of_the_plan_is_there() -> None:
         assert all((run.ROOT / path).exists() for path in paths), step.name
     measured = {s.command[3] for s in plan(1) if s.command[0] == "benchmarks"}
     assert measured == set(CUDA_PARTS) == set(PARTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", CUDA_PARTS)
+def test_every_part_runs_on_a_cpu_at_small_sizes(part: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "cuda", "--device", "cpu", "--dry"]
+    done = subprocess.run(
+        [*command, "--parts", part, "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=run.ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_no_step_takes_a_call_of_ten_minutes_and_the_first_ones_fit_the_default() -> None:
