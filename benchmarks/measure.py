@@ -80,7 +80,7 @@ def median_ratio(runs: list[Seconds], to: list[Seconds], *, cpu: bool) -> float:
 
 
 def _finish() -> None:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 

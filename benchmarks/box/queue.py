@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -270,10 +271,10 @@ def _drain(box: _Box, num_jobs: int) -> float:
     ended = 0
     began = time.perf_counter()
     while ended < num_jobs:
-        taken = box.connection.blpop([f"rq:queue:{QUEUE}"], timeout=10)
+        taken: Any = box.connection.blpop([f"rq:queue:{QUEUE}"], timeout=10)
         if taken is None:
             raise TimeoutError("expected the dispatcher to feed a turn within 10 s")
-        job_id = taken[1].decode().rsplit("-", 2)[0]  # type: ignore[index]
+        job_id = taken[1].decode().rsplit("-", 2)[0]
         begin = partial(JobRecord.begin, worker="w", now_s=time.time())
         record = box.backing.records.update(job_id, begin, lease_s=60.0)
         if record is not None:

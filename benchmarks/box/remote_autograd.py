@@ -112,8 +112,16 @@ def measure_remote_autograd(plan: AutogradPlan) -> AutogradOverhead:
                 raise RuntimeError(f"the gradients differ by {apart:.1e}")
             times.append(seconds)
     # The first round is every way's first step: caches fill, files and memory come into being.
-    columns = [tuple(column) for column in zip(*times[1:], strict=True)]
-    return AutogradOverhead(plan, *columns, retained=remote.retained, replayed=remote.replayed)
+    remote_s, remote_replaying_s, naive_s, replaying_s = zip(*times[1:], strict=True)
+    return AutogradOverhead(
+        plan,
+        remote_s,
+        remote_replaying_s,
+        naive_s,
+        replaying_s,
+        retained=remote.retained,
+        replayed=remote.replayed,
+    )
 
 
 def autograd_section(found: AutogradOverhead) -> str:

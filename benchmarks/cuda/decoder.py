@@ -7,6 +7,7 @@ graph of all would take: its peak grows by the sample, and the table states it f
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +29,11 @@ def measure(clock: Clock, sizes: Sizes) -> str:
     draw = torch.Generator().manual_seed(2)
     size = (sizes.decoder_shard, sizes.decoder_tokens)
     num_shards = -(-sizes.decoder_samples // sizes.decoder_shard)
-    words = model.config.vocab_size
-    shards = [{"input_ids": torch.randint(words, size, generator=draw)} for _ in range(num_shards)]
+    config: Any = model.config
+    shards = [
+        {"input_ids": torch.randint(config.vocab_size, size, generator=draw)}
+        for _ in range(num_shards)
+    ]
 
     def gradient(retain: int | str = 0, shards: list[Shard] = shards) -> SetGradient:
         return set_gradient(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ def _model(clock: Clock, sizes: Sizes) -> nn.Module:
 
 
 def _step(
-    model: nn.Module, shard: Shard, call: Callable[..., Tensor] | None = None
+    model: nn.Module, shard: Shard, call: Callable[..., Any] | None = None
 ) -> dict[str, Tensor]:
     z = (model if call is None else call)(shard["input_ids"])
     z.square().sum().backward()

@@ -19,7 +19,7 @@ from benchmarks.cuda import models
 from benchmarks.cuda.clock import Ceilings, Clock
 from benchmarks.cuda.sizes import Sizes
 from benchmarks.page import mebibytes, table
-from benchmarks.per_sample.peers import outputs_of, peers
+from benchmarks.per_sample.peers import Arrays, outputs_of, peers
 from benchmarks.per_sample.times import call
 from benchmarks.per_sample.workloads import WORKLOADS, Workload
 
@@ -85,7 +85,7 @@ def _on(work: Workload, device: torch.device) -> Workload:
 
 
 def _built_once(
-    build: Callable[[Workload], Callable[[], object]], work: Workload
+    build: Callable[[Workload], Callable[[], Arrays]], work: Workload
 ) -> Callable[[], object]:
     """Return a call that builds what it runs when it is first made, and may fail then."""
     built = cache(lambda: build(work))
@@ -100,7 +100,9 @@ def _measured(work: Workload, clock: Clock, ceilings: Ceilings, sizes: Sizes) ->
 
     runs: dict[str, Callable[[], object]] = {"base": base}
     absent: dict[str, str] = {}
-    ours = {name: partial(call, work, **how) for name, how in OURS.items()}
+    ours: dict[str, Callable[[], object]] = {
+        name: partial(call, work, **how) for name, how in OURS.items()
+    }
     others = {n: _built_once(b, work) for n, b in peers().items() if n not in LEFT_OUT}
     for name, run in {**ours, **others}.items():
         try:

@@ -35,7 +35,8 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + 0.1 * self.branch(x)
+        out: Tensor = x + 0.1 * self.branch(x)
+        return out
 
 
 def generator(depth: int) -> nn.Module:
@@ -75,7 +76,7 @@ class Task:
 
     def double_backward(self) -> Tensor:
         """Return dt/dy by a graph of everything, and of its gradient."""
-        gradients = []
+        gradients: list[Tensor] = []
         for shard in self.shards:
             z = shard.clone().requires_grad_()
             value = inner(self.y, self.generator(z))
@@ -97,4 +98,5 @@ def inner(y: Tensor, v: Tensor) -> Tensor:
 
 def outer(dfdz: Tensor) -> Tensor:
     """Return the gradient penalty."""
-    return (dfdz.norm(dim=1) - 1).square().sum()
+    penalty: Tensor = (dfdz.norm(dim=1) - 1).square().sum()
+    return penalty

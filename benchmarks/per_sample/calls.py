@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,8 @@ def _calls(work: Workload) -> dict[str, Callable[[], Any]]:
 
     found: dict[str, Callable[[], Any]] = {"base": base}
     for name, how in FORMS.items():
-        found[name] = lambda how=how: call(1, how)
-    found[MANY] = lambda: call(3, FORMS["factors"])
+        found[name] = partial(call, 1, how)
+    found[MANY] = partial(call, 3, FORMS["factors"])
     return found
 
 

@@ -88,7 +88,11 @@ def _registered(name: str) -> str:
 
 
 def _measured(client: GradClient, work: Workload, form: str, how: Mapping[str, Any]) -> JobTime:
-    shared = {"model": _registered(work.name), "inputs": [work.shard], "output": work.output}
+    shared: dict[str, Any] = {
+        "model": _registered(work.name),
+        "inputs": [work.shard],
+        "output": work.output,
+    }
 
     def through() -> Any:
         if work.outputs > 1:

@@ -53,8 +53,9 @@ def outputs_of(work: Workload) -> Tensor:
 def _called(work: Workload, model: Any, arguments: dict[str, Any]) -> Tensor:
     by_place = [x for name, x in arguments.items() if name.isdigit()]
     by_name = {name: x for name, x in arguments.items() if not name.isdigit()}
-    z = model(*by_place, **by_name)
-    return z if work.output is None else z[work.output]
+    out = model(*by_place, **by_name)
+    z: Tensor = out if work.output is None else out[work.output]
+    return z
 
 
 def _loop(work: Workload) -> Arrays:
@@ -80,7 +81,7 @@ def _loop(work: Workload) -> Arrays:
 
 
 def _vmapped(work: Workload) -> Callable[[], Arrays]:
-    model = work.model
+    model: Any = work.model
     if hasattr(model, "set_attn_implementation"):  # fused kernels' masks branch on values
         model = copy.deepcopy(model)
         model.set_attn_implementation("eager")
@@ -144,8 +145,8 @@ def _out_of_place(model: nn.Module) -> nn.Module:
     """Return a copy as peers with hooks on modules need it, which computes the same."""
     found = copy.deepcopy(model)
     for module in found.modules():
-        if getattr(module, "inplace", False):
-            module.inplace = False
+        if hasattr(module, "inplace"):
+            vars(module)["inplace"] = False
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return found

@@ -75,7 +75,7 @@ def plain_loop(workload: Workload) -> Step:
             torch.cat(outputs[start : start + per_tower]).requires_grad_()
             for start in range(0, len(outputs), per_tower)
         ]
-        info_nce(*towers).backward()  # type: ignore[no-untyped-call]
+        info_nce(*towers).backward()
         cotangents = [
             part
             for z in towers

@@ -146,7 +146,7 @@ def _load(method: str, batches: dict[str, Batch], tokens: int, mode: Mode) -> St
 def _padded(encoder: Encoder, batches: dict[str, Batch]) -> Step:
     def step() -> Outcome:
         encoder.zero_grad(set_to_none=True)
-        info_nce(*(encoder(**batches[tower]) for tower in TOWERS)).backward()  # type: ignore[no-untyped-call]
+        info_nce(*(encoder(**batches[tower]) for tower in TOWERS)).backward()
         return outcome(encoder)
 
     return step
