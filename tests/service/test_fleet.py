@@ -35,6 +35,15 @@ def test_a_described_model_is_found_by_name_and_version(backing: Backing) -> Non
     assert backing.fleet.model("tiny", version="b" * 64) is None
 
 
+def test_a_model_described_anew_is_found_as_it_is_described_now(backing: Backing) -> None:
+    for size_bytes in (1, 2, 1):
+        backing.fleet.describe([MODEL.model_copy(update={"size_bytes": size_bytes})])
+        for _ in range(2):
+            found = backing.fleet.model(MODEL.name, version=MODEL.version)
+            assert found is not None
+            assert found.size_bytes == size_bytes
+
+
 def test_the_version_that_most_workers_offer_comes_first() -> None:
     offers = [{"m": "old"}, {"m": "new"}, {"m": "new", "other": "1"}, {}]
     workers = [

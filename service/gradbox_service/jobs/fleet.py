@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 import redis
@@ -23,6 +24,8 @@ T = TypeVar("T", bound=BaseModel)
 WORKERS = "gradbox:workers"
 MODELS = "gradbox:models"
 RELOADS = "gradbox:models:reloads"
+# Announcements remembered as they were parsed, by their bytes; a large model's takes 1 MB.
+PARSED_KEPT = 32
 
 
 class WorkerPresence(BaseModel):
@@ -195,10 +198,16 @@ def _presence_key(name: str) -> str:
 def _parsed(kind: type[T], text: bytes) -> T | None:
     """Return what was announced; None, with its bytes logged, for what cannot be read."""
     try:
-        return kind.model_validate_json(text)
+        return cast(T, _validated(kind, text))
     except ValueError:
         log.error("an announcement that is no %s is left out: %r", kind.__name__, text[:2000])
         return None
+
+
+@lru_cache(maxsize=PARSED_KEPT)
+def _validated(kind: type[BaseModel], text: bytes) -> BaseModel:
+    # Every posted job asks for its model, whose parameters take longer to parse than the job.
+    return kind.model_validate_json(text)
 
 
 def offered_versions(workers: Sequence[WorkerPresence]) -> dict[str, list[str]]:
