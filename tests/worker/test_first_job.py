@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 
 FIRST_JOB = """
+import gc
 import sys
 import gradbox_worker.device.main
 import gradbox_worker.device.serving
@@ -25,26 +27,36 @@ jacobian(model, [shard])
 per_sample_gradient(model, [shard], lambda z: z.square().sum(1))
 metered(lambda z: (z * z).sum(), budget_bytes=2**20)(torch.randn(4, 2))
 print(*{name.partition(".")[0] for name in set(sys.modules) - before})
+print(len(gc.get_objects()), gc.get_freeze_count())
 """
 
 
+@dataclass(frozen=True)
+class Serving:
+    """A process that has run its first jobs."""
+
+    modules: set[str]  # before them
+    imported: set[str]  # packages, by them
+    num_objects: int  # that a full garbage collection looks at
+    num_left_out: int
+
+
 @pytest.fixture(scope="module")
-def imported() -> tuple[set[str], set[str]]:
-    """Modules of a process that serves, and packages that its first jobs import."""
+def serving() -> Serving:
     command = [sys.executable, "-c", FIRST_JOB]
     run = subprocess.run(command, check=True, capture_output=True, text=True)
-    serving, first_job = run.stdout.splitlines()
-    return set(serving.split()), set(first_job.split())
+    modules, imported, objects = (line.split() for line in run.stdout.splitlines())
+    return Serving(set(modules), set(imported), *map(int, objects))
 
 
-def test_a_device_imports_nothing_of_the_network_or_of_ray(
-    imported: tuple[set[str], set[str]],
-) -> None:
-    serving, _ = imported
-    assert "torch" in serving
-    assert not {"httpx", "redis", "rq", "typer", "fastapi", "ray"} & serving
+def test_a_device_imports_nothing_of_the_network_or_of_ray(serving: Serving) -> None:
+    assert "torch" in serving.modules
+    assert not {"httpx", "redis", "rq", "typer", "fastapi", "ray"} & serving.modules
 
 
-def test_a_first_job_imports_nothing_of_torch(imported: tuple[set[str], set[str]]) -> None:
-    _, by_first_job = imported
-    assert not {"torch", "sympy", "mpmath"} & by_first_job
+def test_a_first_job_imports_nothing_of_torch(serving: Serving) -> None:
+    assert not {"torch", "sympy", "mpmath"} & serving.imported
+
+
+def test_a_full_garbage_collection_looks_at_little_of_what_was_imported(serving: Serving) -> None:
+    assert serving.num_objects < 0.1 * serving.num_left_out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,19 @@ def test_the_least_recently_used_model_leaves_when_the_budget_is_exceeded(tmp_pa
     models.get("different_each_time")
     assert models.get("affine").module is affine
     assert models.get("tied").module is not tied
+
+
+def test_a_model_that_leaves_is_freed_where_cycles_are_left_out_of_garbage_collection(
+    tmp_path: Path,
+) -> None:
+    models = registry(tmp_path, "affine", "tied")
+    module = models.get("affine").module
+    module.itself = [module]
+    gone = weakref.ref(module)
+    del module
+    gc.freeze()
+    assert models.drop_idle(but="tied", wanted_bytes=1) == ["affine"]
+    assert gone() is None
 
 
 def test_a_model_larger_than_the_budget_is_served_all_the_same(tmp_path: Path) -> None:

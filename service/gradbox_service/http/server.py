@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import resource
 import signal
@@ -80,6 +81,7 @@ def serve(
     try:
         if listening is not None:
             listening(url_of(bound, tls=settings.tls_cert is not None))
+        gc.freeze()  # else some request waits 70 ms while all that was imported is looked at
         Server(config, hub=app.state.hub, board=app.state.board).run(sockets=[bound])
     finally:
         bound.close()

@@ -140,6 +140,7 @@ class Registry:
             dropped_bytes += self._loaded.pop(name).size_bytes
             dropped.append(name)
         if dropped:
+            gc.unfreeze()  # a model may be part of a cycle that `import_for_jobs` left out
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
