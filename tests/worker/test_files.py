@@ -134,6 +134,23 @@ def test_a_result_is_a_valid_file_of_the_size_and_digest_it_is_said_to_have(
     assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3)[:1, 2],
+        torch.arange(6.0).view(2, 3).T[:1, :1],
+        torch.arange(6.0)[4:5].expand(1),
+        torch.tensor([1 + 2j, -3j], dtype=torch.complex64).conj(),
+        torch.tensor([1 + 2j, -3j], dtype=torch.complex64).conj().imag,
+    ],
+    ids=["one entry of a column", "one by one", "one", "conjugate", "negative"],
+)
+def test_a_view_is_written_as_its_numbers(tmp_path: Path, tensor: Tensor) -> None:
+    path = tmp_path / "job.1.safetensors"
+    write_result(path, {"x": tensor}, metadata={}, room=Room(tmp_path))
+    assert torch.equal(load_file(path)["x"], tensor)
+
+
 def test_a_result_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "job.1.safetensors"
     with pytest.raises(RuntimeError):

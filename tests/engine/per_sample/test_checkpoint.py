@@ -18,6 +18,7 @@ from gradbox_engine.per_sample import (
     per_sample_gradient,
 )
 from gradbox_engine.per_sample.pieces import Piece
+from tests.engine.drawn_models import DrawnModel, samples
 from tests.engine.interrupted import Kept, Killed, KilledAt, undisturbed
 from tests.engine.per_sample.zoo import Written, build
 
@@ -209,6 +210,57 @@ def test_a_job_that_goes_on_compares_its_first_shard() -> None:
         anew(checkpoints=kept, observer=KilledAt("samples", 2))
     with pytest.raises(CoupledSamples):
         anew(checkpoints=kept)
+
+
+class KilledBehind:
+    """Ends a job once it has written so many states."""
+
+    def __init__(self, kept: Kept, num_written: int) -> None:
+        self._kept, self._num_written = kept, num_written
+
+    def step(self, phase: str, done: int, total: int) -> None:
+        if self._kept.num_written == self._num_written:
+            raise Killed
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", [394, 823])
+def test_plans_are_made_on_the_shards_that_an_undisturbed_job_makes_them_on(
+    seed: int, shards: int
+) -> None:
+    """Which expert a position goes to differs from shard to shard; three shapes take turns."""
+
+    def anew(**given: Any) -> SampleResult:
+        model = DrawnModel(seed).eval()
+        assert "experts" in model.names
+        return jacobian(model, samples(seed, [3, 1, 3, 2, 1]), **given)
+
+    expected, kept = anew(), Kept()
+    with pytest.raises(Killed):
+        anew(checkpoints=kept, observer=KilledBehind(kept, shards))
+    assert same(anew(checkpoints=kept), expected)
+
+
+class FirstAlone(Kept):
+    """Keeps a job's first state, as of a job that is killed long after it."""
+
+    def due(self) -> bool:
+        return self.num_written == 0
+
+
+@pytest.mark.parametrize("seed", [807, 934])
+def test_plans_that_a_process_made_behind_its_state_are_made_anew_when_it_goes_on(
+    seed: int,
+) -> None:
+    """A worker that lives on has the plans of the attempt that it ended."""
+
+    def answer(model: nn.Module, **given: Any) -> SampleResult:
+        return jacobian(model.eval(), samples(seed, [3, 1, 3, 2, 1]), **given)
+
+    expected, kept, model = answer(DrawnModel(seed)), FirstAlone(), DrawnModel(seed)
+    with pytest.raises(Killed):
+        answer(model, checkpoints=kept, observer=KilledAt("samples", 10))
+    assert same(answer(model, checkpoints=kept), expected)
 
 
 def test_rows_in_fp16_go_on_with_the_same_bits() -> None:

@@ -63,6 +63,15 @@ def test_a_scripted_part() -> None:
     assert _apart(model, _x()) <= naive.TOLERANCE
 
 
+@pytest.mark.parametrize("reduce", ["none", "norm", "gram", "vjp"])
+def test_rows_by_parameters_that_z_does_not_depend_on_are_zeros(reduce: Any) -> None:
+    model = Written(lambda m, x: m.a(x), a=nn.Linear(5, 3), unused=nn.Linear(2, 2)).double()
+    vectors = torch.ones(6, 3, dtype=torch.float64) if reduce == "vjp" else None
+    found = jacobian(model, [_x()], wrt=["unused.*"], reduce=reduce, vectors=vectors)
+    assert found.arrays
+    assert not any(array.any() for array in found.arrays.values())
+
+
 def test_a_complex_parameter_is_refused_by_name() -> None:
     model = Written(
         lambda m, x: torch.fft.irfft(torch.fft.rfft(m.a(x)) * m.w, n=5),

@@ -37,6 +37,8 @@ def gradients(
     Args:
         cotangent: of the shape of `value`.
     """
+    if not value.requires_grad:
+        return [None] * len(wanted)
     if not DIRECT:
         total = (value * cotangent).sum()
         found: Sequence[Tensor | None] = torch.autograd.grad(

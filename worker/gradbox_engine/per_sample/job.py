@@ -213,7 +213,7 @@ class PerSampleJob:
             return None
         found = found.to(self._model.device)
         facts.resume(found.section("facts"))
-        self._planned.resume(found.section("plans").facts["loops"], first=facts.shards)
+        self._planned.resume(found.section("plans").facts["states"], self._arguments)
         return found.section("rows")
 
     def _keep(self, facts: ResultFacts, rows: Callable[[int], Checkpoint]) -> None:
@@ -222,7 +222,7 @@ class PerSampleJob:
             self._checkpoints.write(
                 Checkpoint.of_sections(
                     facts=facts.state(),
-                    plans=Checkpoint({}, {"loops": self._planned.loops()}),
+                    plans=Checkpoint({}, {"states": self._planned.states(facts.shards)}),
                     rows=rows(facts.samples),
                 )
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,43 @@ class PlanInUse:
     plan: Plan
     made_on: int | None  # the shard on which this job made it; None: an earlier job did
     since: int  # the shard from which on it is used; -1: none, it was doubted
-    compared: bool = False  # whether this job has compared rows
+    samples: int = SAMPLES  # of that shard in the probe runs
+    compared: bool = False  # whether this process has compared rows
+    confirmed: frozenset[str] = frozenset()  # parameters whose rows an earlier process compared
+
+    def late(self, found: Set[str], index: int) -> bool:
+        """Tell whether rows are confirmed on a shard later than the first with these shapes."""
+        return self.since != index and bool(found & (self.plan.unconfirmed - self.confirmed))
+
+    def doubt(self, parameters: Collection[str]) -> None:
+        """Have all rows compared again, as those of a plan from elsewhere."""
+        self.plan.unconfirmed |= set(parameters)
+        self.since, self.confirmed = -1, frozenset()
+
+    def state(self, num_done: int) -> dict[str, Any]:
+        """Return what another process begins with.
+
+        Args:
+            num_done: how many of the job's shards are.
+        """
+        unconfirmed = sorted(self.plan.unconfirmed - self.confirmed)
+        return {
+            "made_on": self.made_on,
+            "since": self.since,
+            "samples": self.samples,
+            "loops": self.plan.loops,
+            "recorded": self.plan.recorded,
+            "unconfirmed": unconfirmed if self.since < num_done else None,  # None: all of them
+        }
+
+    def resume(self, found: Mapping[str, Any], parameters: Collection[str]) -> None:
+        """Go on from a `state` of another process; rows are compared all the same."""
+        if not found["recorded"]:
+            self.plan.loop_over_all(found["loops"], "")
+        self.plan.loops.update(found["loops"])
+        self.since = found["since"]
+        if found["unconfirmed"] is not None:
+            self.confirmed = frozenset(parameters) - set(found["unconfirmed"])
 
 
 class PlannedModel:
@@ -74,7 +110,7 @@ class PlannedModel:
         plans[signature] = plan
         while len(plans) > MOST_PLANS:
             del plans[next(iter(plans))]
-        return self._use(signature, PlanInUse(plan, index, index))
+        return self._use(signature, PlanInUse(plan, index, index, samples))
 
     def graph(self, plan: Plan, arguments: dict[str, Any], index: int, head: Head) -> RecordedGraph:
         """Run a shard forward."""
@@ -101,20 +137,26 @@ class PlannedModel:
         except (*CALL_ERRORS, NoBatchAxis):
             return None
 
-    def loops(self) -> list[dict[str, str]]:
-        """Return why parameters are looped over, for each plan in use, by their first shards."""
-        return [dict(used.plan.loops) for used in self._in_use.values()]
+    def states(self, num_done: int) -> list[dict[str, Any]]:
+        """Return each plan's `state`, by their first shards."""
+        return [used.state(num_done) for used in self._in_use.values()]
 
-    def resume(self, loops: Sequence[Mapping[str, str]], *, first: int) -> None:
-        """Loop over what another process found to need it; rows are compared all the same.
+    def resume(
+        self,
+        states: Sequence[Mapping[str, Any]],
+        arguments: Callable[[int], dict[str, Any]],
+    ) -> None:
+        """Make the plans that another process had, on the same shards.
 
         Args:
-            loops: what `loops` returned there, after it had counted the same shards.
-            first: the shard from which on this process computes.
+            states: what `states` returned there, after it had counted the same shards.
+            arguments: returns those of a shard.
         """
-        for used, found in zip(self._in_use.values(), loops, strict=True):
-            used.plan.loops.update(found)
-            used.since = first
+        for used, found in zip(list(self._in_use.values()), states, strict=True):
+            made_on, samples = found["made_on"], found["samples"]
+            if made_on is not None and (made_on, samples) != (used.made_on, used.samples):
+                used = self.plan_anew(arguments(made_on), made_on, samples=samples)
+            used.resume(found, self.model.parameters)
 
     def _use(self, signature: Any, used: PlanInUse) -> PlanInUse:
         self._in_use[signature] = used

@@ -144,7 +144,7 @@ class ShardRun:
         """Return the terms if they are autograd's, else those of a new plan or of a loop."""
         found = compare(expected, terms, rounding=self.plan.rounding)
         # A gradient that was zero until now may have hidden a dependence between samples as well.
-        late = self._used.since != self._index and found.confirmed & self.plan.unconfirmed
+        late = self._used.late(found.confirmed, self._index)
         if late or (found.wrong and self._used.made_on != self._index):
             self._plan_anew()
             return self.terms(outputs, last=False)
@@ -194,8 +194,7 @@ class ShardRun:
     def _terms_again(self, outputs: range, *, last: bool) -> Terms:
         """Run the shard again and compare all rows; where z has no one row, only the drawn one."""
         if self.plan.alone:
-            self.plan.unconfirmed |= set(self._parameters)
-            self._used.since = -1
+            self._used.doubt(self._parameters)
         else:
             self._used.compared = False
         self.graph = self._graph()

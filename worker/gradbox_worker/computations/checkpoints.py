@@ -2,7 +2,8 @@
 
 The file holds the tensors of an engine's checkpoint and, in its metadata, its JSON values, the
 job's identity, and how often the job was resumed. It is written beside and renamed, so it is there
-whole or not at all, in the folder that all workers of the box share.
+whole or not at all, in the folder that all workers of the box share. It states its own digest, so
+one whose bytes a disk has changed is not gone on from.
 
 Rows that are written in place are not copied into it. Before it is written they are flushed, and
 their file gets a second name, DATA/checkpoints/JOB.ATTEMPT.rows, which the checkpoint states. So
@@ -21,22 +22,21 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final, Protocol
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from gradbox.errors import InvalidInputs, StorageFull
 from gradbox_engine import Checkpoint
 from gradbox_service.store import Room
 from gradbox_service.store.files import files_of, put_in_place
-from gradbox_worker.files.result_file import write_result
+from gradbox_worker.computations.strides import laid_out, strides_of
 from gradbox_worker.files.rounded_gradients import RoundedGradients
+from gradbox_worker.files.sealed_file import is_whole, write_sealed
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class CheckpointFile:
         began = self._clock()
         own, rows = (self._folder / f"{self._own}.{kind}" for kind in ("safetensors", "rows"))
         if not self._num_written:
-            num_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+            num_bytes = sum(x.numel() * x.element_size() for x in checkpoint.tensors.values())
             self._last_s = num_bytes / SLOW_DISK_BYTES_PER_S
             if not self._affordable():
                 return
@@ -146,15 +146,16 @@ class CheckpointFile:
                 "resumed": self.resumed,
                 "facts": checkpoint.facts,
                 "names": list(checkpoint.tensors),
-                "dims": _dims_in_memory(checkpoint.tensors),
+                "strides": strides_of(checkpoint.tensors),
                 "rounding_error": self._rounding.error,
                 "rows": None if self._result is None else self._result.keep(rows),
             }
             metadata = {METADATA_KEY: json.dumps(document)}
-            write_result(own, checkpoint.tensors, metadata=metadata, room=self._room, flush=True)
+            write_sealed(own, checkpoint.tensors, metadata=metadata, room=self._room)
             put_in_place(own, self._path)
         except (StorageFull, InvalidInputs, OSError) as error:
             log.warning("no checkpoint of %s: %s", self._job_id, error)
+            own.unlink(missing_ok=True)
         self._written_at = self._clock()
         self._last_s = self._written_at - began
         self._total_s += self._last_s
@@ -181,14 +182,17 @@ class CheckpointFile:
 
     def _read(self) -> Checkpoint | None:
         try:
+            if not is_whole(self._path):
+                log.warning("the checkpoint of %s has other bytes than were written", self._job_id)
+                return None
             with safe_open(self._path, framework="pt") as file:
                 document = json.loads((file.metadata() or {})[METADATA_KEY])
                 if document["identity"] != self._identity():
                     log.info("the checkpoint of %s is of another kind of run", self._job_id)
                     return None
-                dims = document["dims"]
-                tensors = {
-                    name: _copied(file.get_tensor(name), dims.get(name))
+                strides = document["strides"]
+                tensors = {  # copies, for the file is replaced while they live
+                    name: laid_out(file.get_tensor(name), strides.get(name))
                     for name in document["names"]
                 }
                 found = Checkpoint(tensors, dict(document["facts"]))
@@ -221,23 +225,3 @@ def _remove(paths: Iterable[Path]) -> None:
 def checkpoint_path(folder: Path, job_id: str) -> Path:
     """Return where a job's checkpoint lies."""
     return folder / f"{job_id}.safetensors"
-
-
-def _dims_in_memory(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Return the order in which dims lie in memory, of tensors where it is not that of the file.
-
-    A matrix product may round otherwise where its operand is laid out otherwise.
-    """
-    return {
-        name: sorted(range(x.dim()), key=lambda dim: -strides[dim])
-        for name, x, strides in ((name, x, x.stride()) for name, x in tensors.items())
-        if not x.is_contiguous() and 0 not in strides
-    }
-
-
-def _copied(tensor: Tensor, dims: Sequence[int] | None) -> Tensor:
-    """Return a copy, laid out as the tensor was: the file is replaced while it lives."""
-    if dims is None:
-        return tensor.clone()
-    copy = tensor.permute(*dims).clone(memory_format=torch.contiguous_format)
-    return copy.permute(*(dims.index(dim) for dim in range(len(dims))))

@@ -37,13 +37,11 @@ def write_result(
     *,
     metadata: Mapping[str, str],
     room: Room,
-    flush: bool = False,
 ) -> ResultView:
     """Write `path` so that it is there whole or not at all, and return its size and digest.
 
-    Args:
-        flush: whether it outlives a power cut. A result need not, for it can be computed again: it
-            may then be missing or cut short, and the box says so.
+    A power cut it may not outlive: it is then missing or cut short, and the box says so. A result
+    can be computed again.
 
     Raises:
         InvalidInputs: a tensor's dtype has no place in a safetensors file.
@@ -64,9 +62,6 @@ def write_result(
                 with _digested(piece, digest):
                     file.write(piece)
             size_bytes = file.tell()
-            if flush:
-                file.flush()
-                os.fsync(file.fileno())
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
@@ -136,7 +131,9 @@ def header_bytes(
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes in row-major order, as they stand in the file."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # Not `reshape`: the one entry of shape (1,) may have any stride, which bytes cannot have.
+    flat = whole.as_strided((whole.numel(),), (1,))
     view: memoryview = flat.view(torch.uint8).numpy().data
     return view
 
