@@ -216,6 +216,16 @@ def test_a_checkpoint_counts_on_rows_in_place(tmp_path: Path) -> None:
     assert names(tmp_path / "checkpoints") == set()
 
 
+def test_rows_that_were_cut_short_are_not_gone_on_with(tmp_path: Path) -> None:
+    with rows_in_place(tmp_path, attempt=1) as (result, file):
+        lay_out(result)
+        file.write(state())
+    os.truncate(tmp_path / "checkpoints" / "j.1.rows", 16)
+    with rows_in_place(tmp_path, attempt=2) as (_, file):
+        assert file.read() is None
+    assert not names(tmp_path / "checkpoints")
+
+
 def test_rows_are_flushed_before_a_checkpoint_counts_on_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

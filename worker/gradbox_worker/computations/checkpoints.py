@@ -141,6 +141,7 @@ class CheckpointFile:
             if not self._affordable():
                 return
         try:
+            kept = None if self._result is None else self._result.keep(rows)
             document = {
                 "identity": dict(self._identity()),
                 "resumed": self.resumed,
@@ -148,7 +149,8 @@ class CheckpointFile:
                 "names": list(checkpoint.tensors),
                 "strides": strides_of(checkpoint.tensors),
                 "rounding_error": self._rounding.error,
-                "rows": None if self._result is None else self._result.keep(rows),
+                "rows": kept,
+                "rows_bytes": 0 if kept is None else (self._folder / kept).stat().st_size,
             }
             metadata = {METADATA_KEY: json.dumps(document)}
             write_sealed(own, checkpoint.tensors, metadata=metadata, room=self._room)
@@ -196,8 +198,8 @@ class CheckpointFile:
                     for name in document["names"]
                 }
                 found = Checkpoint(tensors, dict(document["facts"]))
-                if not self._has_rows(document["rows"]):
-                    log.info("the rows of %s are not there, or still written to", self._job_id)
+                if not self._has_rows(document["rows"], document["rows_bytes"]):
+                    log.info("the rows of %s are not whole, or still written to", self._job_id)
                     return None
                 self._rounding.error = float(document["rounding_error"])
                 self.resumed = int(document["resumed"]) + 1
@@ -210,11 +212,17 @@ class CheckpointFile:
         """Remove what attempts at the job kept."""
         _remove(files_of(self._folder, self._job_id))
 
-    def _has_rows(self, name: str | None) -> bool:
-        """Go on with the rows in place that a checkpoint counts on; False if that cannot be."""
-        return name is None or (
-            self._result is not None and self._result.go_on(self._folder / Path(name).name)
-        )
+    def _has_rows(self, name: str | None, num_bytes: int) -> bool:
+        """Go on with the rows in place that a checkpoint counts on; False if that cannot be.
+
+        Args:
+            num_bytes: that their file had; a file that was cut short since is of no use.
+        """
+        if name is None:
+            return True
+        rows = self._folder / Path(name).name
+        whole = rows.exists() and rows.stat().st_size >= num_bytes
+        return whole and self._result is not None and self._result.go_on(rows)
 
 
 def _remove(paths: Iterable[Path]) -> None:
