@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradbox_engine.per_sample import per_sample_gradient
+from gradbox_engine.errors import ModelCallFailed
+from gradbox_engine.per_sample import jacobian, per_sample_gradient
 from tests.engine.per_sample import naive
 from tests.engine.per_sample.zoo import Written
 
@@ -64,3 +65,22 @@ def test_a_bias_needs_no_input_that_is_changed_in_place_later() -> None:
     expected = naive.flat(naive.rows(_squares(naive.outputs(model, inputs))[:, None], biases))[:, 0]
     result = per_sample_gradient(model, [inputs], _squares, wrt=["*bias"])
     assert naive.difference(naive.flat(result.arrays, lead=1), expected) <= naive.TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, inputs: per_sample_gradient(model, [inputs], _squares),
+        lambda model, inputs: jacobian(model, [inputs], reduce="vjp", vectors=torch.ones(6, 3)),
+    ],
+    ids=["rows", "vjp"],
+)
+def test_a_change_in_place_that_autograd_refuses_is_the_models_fault(
+    call: Callable[..., object],
+) -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        return m.b(m.a(x).sigmoid().mul_(2))  # type: ignore[operator,no-any-return]
+
+    model = Written(forward, a=nn.Linear(5, 4), b=nn.Linear(4, 3))
+    with pytest.raises(ModelCallFailed, match=r"shard 0: the backward pass.*inplace"):
+        call(model, {"0": torch.randn(6, 5)})

@@ -204,7 +204,8 @@ class PerSampleJob:
                 f"vectors: expected shape {expected}, got {tuple(self._request.vectors.shape)}"
             )
         cotangents = cotangents.reshape(graph.value.shape)
-        return pulled_back(graph, cotangents, rounding=self._model.rounding)
+        with run.blaming_backward():
+            return pulled_back(graph, cotangents, rounding=self._model.rounding)
 
     def _resumed(self, facts: ResultFacts) -> Checkpoint | None:
         """Return the rows' part of what an earlier process left, and give the facts theirs."""

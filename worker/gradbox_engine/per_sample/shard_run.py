@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradbox_engine.model.blame import blaming
 from gradbox_engine.per_sample.backward import RecordedGraph, Terms
 from gradbox_engine.per_sample.planned_model import Head, PlannedModel
 from gradbox_engine.per_sample.planning.plan import Plan
@@ -90,7 +91,19 @@ class ShardRun:
         return self._used.plan
 
     def terms(self, outputs: range, *, last: bool) -> Terms:
-        """Return every parameter's term for some outputs, checked; `last` frees the graph."""
+        """Return every parameter's term for some outputs, checked; `last` frees the graph.
+
+        Raises:
+            ModelCallFailed: the backward pass raised an error.
+        """
+        with self.blaming_backward():
+            return self._terms(outputs, last=last)
+
+    def blaming_backward(self) -> blaming:
+        """Return the context in which errors are those of this shard's backward pass."""
+        return blaming("the backward pass", self._model.model.where(self._index))
+
+    def _terms(self, outputs: range, *, last: bool) -> Terms:
         whole, of_row = self._to_compare()
         if not whole and not of_row:
             return self.graph.terms(outputs, keep_graph=not last)
@@ -147,7 +160,7 @@ class ShardRun:
         late = self._used.late(found.confirmed, self._index)
         if late or (found.wrong and self._used.made_on != self._index):
             self._plan_anew()
-            return self.terms(outputs, last=False)
+            return self._terms(outputs, last=False)
         if found.wrong:
             self.plan.loop(found.wrong, "its rule's result differed from autograd's")
             terms = self.graph.terms(outputs, keep_graph=True)
@@ -198,7 +211,7 @@ class ShardRun:
         else:
             self._used.compared = False
         self.graph = self._graph()
-        return self.terms(outputs, last=last)
+        return self._terms(outputs, last=last)
 
     def _plan_anew(self, *, on_all_samples: bool = False) -> None:
         samples = self._model.count(self._arguments, self._index) if on_all_samples else SAMPLES
