@@ -21,7 +21,7 @@ from gradbox.tracing.default_dtype import check_default_dtype
 from gradbox.tracing.plain_method import is_method, plain_method
 from gradbox.tracing.refusals import ON_YOUR_SIDE, instead_of
 from gradbox.tracing.source_location import untraceable
-from gradbox.tracing.symbols import Symbol
+from gradbox.tracing.symbols import VIEWS, Symbol
 
 
 class Recording(GraphAppendingTracer):
@@ -181,7 +181,6 @@ _READS: Final = frozenset(
     "__array__ __bool__ __contains__ __float__ __index__ __int__ __iter__ item numpy tolist".split()
 )
 _MAKES: Final = frozenset("as_tensor asarray from_numpy tensor".split())
-_VIEWS: Final = frozenset("H T imag mH mT real".split())
 _DROPOUTS: Final[tuple[Callable[..., Any], ...]] = (
     F.dropout,
     F.dropout1d,
@@ -224,7 +223,7 @@ class Recorder(TorchFunctionMode):
 
     def _property(self, func: Any, kind: str, args: tuple[Any, ...]) -> Any:
         name = func.__self__.__name__
-        if kind == "__get__" and name in _VIEWS:
+        if kind == "__get__" and name in VIEWS:
             return self._recording.create_proxy("call_function", getattr, (args[0], name), {})
         if kind == "__set__" or name in ("data", "grad"):
             raise untraceable(f"the attribute .{name} is not recorded", instead_of("data"))

@@ -12,7 +12,7 @@ import operator
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch.fx import Node, Proxy
@@ -27,6 +27,9 @@ _CONTROL_FLOW = (
 
 _KNOWN = "decide outside the function, or by an argument with a Python value"
 _MATCH_CLASS = dis.opmap["MATCH_CLASS"]
+
+# Attributes that are views: whether gradients flow through one is settled where it is read.
+VIEWS: Final = frozenset("H T imag mH mT real".split())
 
 
 class Symbol(Proxy):
@@ -107,13 +110,19 @@ class Symbol(Proxy):
 
 
 class SymbolAttribute(Symbol):
-    """An attribute that was read: a node of its own when used, a method call when called."""
+    """An attribute that was read: a node of its own when used, a method call when called.
+
+    A view is a node at once: `z.T` taken under `torch.no_grad()` stays without a gradient, and one
+    taken before keeps its own.
+    """
 
     def __init__(self, root: Symbol, attr: str) -> None:
         self.root = root
         self.attr = attr
         self.tracer = root.tracer
         self._node: Node | None = None
+        if attr in VIEWS:
+            self._node = self.node
 
     @property
     def node(self) -> Node:  # type: ignore[override]
@@ -136,7 +145,9 @@ def _define_in_place(name: str) -> None:
     setattr(Symbol, record.__name__, record)
 
 
-for _name in "iadd iand ifloordiv imatmul imod imul ior ipow isub itruediv ixor".split():
+for (
+    _name
+) in "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split():
     _define_in_place(_name)
 
 
