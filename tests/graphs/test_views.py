@@ -1,4 +1,4 @@
-"""Views and aliases in a graph are those of the function: with its gradients, and written through."""
+"""Views and second names in a graph are those of the function: gradients and writes reach them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradbox.errors import UntraceableLoss
 from gradbox.interpreting.build import build
 from gradbox.tracing.trace import trace
 
@@ -61,3 +62,42 @@ def test_a_shift_in_place_is_seen_through_another_name() -> None:
         return (z * places).sum()
 
     assert agrees(shifted, torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 4.0]]))
+
+
+def written_base(base: Tensor, view: Tensor) -> Callable[[Tensor], Tensor]:
+    def loss(z: Tensor) -> Tensor:
+        with torch.no_grad():
+            base.copy_(z)
+        return (z[0] * view).sum()
+
+    return loss
+
+
+def written_view(base: Tensor, view: Tensor) -> Callable[[Tensor], Tensor]:
+    def loss(z: Tensor) -> Tensor:
+        view[1:] += z[0, 1:].detach()
+        return (z * base).sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("loss", [written_base, written_view])
+def test_a_write_that_another_closure_tensor_would_show_is_refused(
+    loss: Callable[[Tensor, Tensor], Callable[[Tensor], Tensor]],
+) -> None:
+    base = torch.zeros(2, 3)
+    with pytest.raises(UntraceableLoss, match=r"\(2, 3\).*share memory"):
+        trace(loss(base, base[1]), positional=1)
+    trace(loss(base, base[1].clone()), positional=1)
+
+
+def test_tensors_that_share_memory_may_be_read_beside_a_write_elsewhere() -> None:
+    base = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
+    view = base.T
+
+    def loss(z: Tensor) -> Tensor:
+        product = z @ view
+        product += 1
+        return (product @ base).sum()
+
+    assert agrees(loss, torch.ones(2, 3, dtype=torch.float64))

@@ -127,7 +127,8 @@ WRITING_FUNCTIONS: Final = frozenset(
         *_names(
             "operator.",
             """
-            iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor setitem
+            iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor
+            setitem
             """,
         ),
         *_names("torch.nn.functional.", "batch_norm instance_norm"),
