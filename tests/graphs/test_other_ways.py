@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradbox.errors import UntraceableLoss
 from gradbox.interpreting.build import build
@@ -130,3 +130,27 @@ def test_a_module_imported_meanwhile_may_draw_numbers(
 
     trace(loss, positional=1)
     del sys.modules["drawing_when_imported"]
+
+
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
+def test_a_module_that_changes_gradients_on_their_way_back_is_refused(register: str) -> None:
+    layer = nn.Linear(3, 3).requires_grad_(False)
+
+    def loss(z: Tensor) -> Tensor:
+        found: Tensor = layer(z).sum()
+        return found
+
+    trace(loss, positional=1)
+    getattr(layer, register)(lambda module, *gradients: None)
+    with pytest.raises(UntraceableLoss, match="Linear has a backward hook"):
+        trace(loss, positional=1)
+
+
+def test_a_parameter_that_changes_its_gradient_is_refused() -> None:
+    layer = nn.Linear(3, 1)
+    trace(layer, positional=1)
+    layer.bias.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(UntraceableLoss, match="parameter bias has a hook"):
+        trace(layer, positional=1)

@@ -19,7 +19,7 @@ from gradbox.graphs.check import MAX_NODES, is_zero
 from gradbox.tracing.default_dtype import check_default_dtype
 from gradbox.tracing.dropouts import drops_nothing
 from gradbox.tracing.plain_method import is_method, plain_method
-from gradbox.tracing.refusals import ON_YOUR_SIDE, instead_of
+from gradbox.tracing.refusals import HOOKED, ON_YOUR_SIDE, instead_of
 from gradbox.tracing.source_location import untraceable
 from gradbox.tracing.symbols import VIEWS, Symbol
 from gradbox.tracing.writes import writes
@@ -156,6 +156,8 @@ class Recording(GraphAppendingTracer):
         if tensor.requires_grad:
             if known is None:
                 raise self.refusal(_foreign(tensor), _GIVE)
+            if tensor._backward_hooks:
+                raise self.refusal(f"the parameter {known} has a hook", HOOKED)
             self.parameters[known] = tensor
             return known
         buffer = self._buffers.get(id(tensor))
