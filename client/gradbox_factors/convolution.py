@@ -169,12 +169,12 @@ class Convolution(Term):
             image = convolve(
                 right, tangent, None, window.stride, window.padding, window.dilation, window.groups
             )
-        image = image.view(self.samples, -1)
+        image = image.reshape(self.samples, -1)
         return torch.einsum("ybn,bn->by", self.left.flatten(2), image)
 
     def vjp(self, cotangent: Tensor) -> Tensor:
         left = torch.einsum("by,ybn->bn", cotangent, self.left.flatten(2))
-        left = left.view(-1, *self.left.shape[3:])
+        left = left.reshape(-1, *self.left.shape[3:])
         right = self.right.flatten(0, 1)
         image, other = right, left
         if self.window.transposed:

@@ -16,6 +16,7 @@ from gradbox.interpreting.memory_meter import Meter, metered
 
 Z = torch.arange(24, dtype=torch.float64).reshape(6, 4)
 MASK = Z > 10
+COLUMNS = torch.tensor([0, 3, 1, 1])
 EIGHT = 8  # bytes of a float64
 
 
@@ -35,6 +36,9 @@ def spent(function: Callable[[Tensor], Any]) -> int:
         (lambda z: z.exp().add_(1), 24 * EIGHT),
         (lambda z: z[MASK], 13 * EIGHT),
         (lambda z: torch.masked_select(z, MASK), 13 * EIGHT),
+        (lambda z: z[MASK[:, 3], COLUMNS], 4 * EIGHT),
+        (lambda z: z[None][:, MASK[:, 3]], 4 * 4 * EIGHT),
+        (lambda z: z.view(2, 3, 4, 1)[MASK.view(2, 3, 4)[..., 3], :, 0], 4 * 4 * EIGHT),
         (lambda z: MASK.nonzero(), 13 * 2 * EIGHT),
         (lambda z: torch.eye(3, dtype=z.dtype), 9 * EIGHT),
     ],
@@ -77,6 +81,27 @@ def test_a_function_beyond_its_budget_stops_before_it_allocates() -> None:
     labels = torch.arange(2000) % 2
     with pytest.raises(GraphRefused, match="GiB are allowed"):
         metered(losses.triplet_all, budget_bytes=2**28)(z, labels)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda mask, labels: (mask, labels),
+        lambda mask, labels: (labels, mask[:10]),
+        lambda mask, labels: (mask[:, None] & mask[:10], None),
+    ],
+)
+def test_what_a_mask_and_labels_pick_is_foreseen(
+    index: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+) -> None:
+    logits = torch.zeros(4000, 10, 2)
+    mask = torch.arange(4000) % 10 == 0
+    chosen = index(mask, torch.arange(400) % 10)
+    expected = logits[chosen]
+    function = metered(lambda z: z[chosen], budget_bytes=expected.nbytes)
+    assert torch.equal(function(logits), expected)
+    with pytest.raises(GraphRefused):
+        metered(lambda z: z[chosen], budget_bytes=expected.nbytes - 1)(logits)
 
 
 def test_the_sum_over_many_small_tensors_counts() -> None:

@@ -114,9 +114,9 @@ OPERATORS: Final = frozenset(
     _names(
         "operator.",
         """
-        abs add and_ eq floordiv ge getitem gt iadd iand ifloordiv imatmul imod imul invert ior
-        ipow isub itruediv ixor le lshift lt matmul mod mul ne neg or_ pos pow rshift setitem sub
-        truediv xor
+        abs add and_ eq floordiv ge getitem gt iadd iand ifloordiv ilshift imatmul imod imul invert
+        ior ipow irshift isub itruediv ixor le lshift lt matmul mod mul ne neg or_ pos pow rshift
+        setitem sub truediv xor
         """,
     )
 )
@@ -126,7 +126,10 @@ WRITING_FUNCTIONS: Final = frozenset(
     (
         *_names(
             "operator.",
-            "iadd iand ifloordiv imatmul imod imul ior ipow isub itruediv ixor setitem",
+            """
+            iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor
+            setitem
+            """,
         ),
         *_names("torch.nn.functional.", "batch_norm instance_norm"),
     )

@@ -92,6 +92,7 @@ def _calculate(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         "operator.pow": _check_power,
         "operator.ipow": _check_power,
         "math.pow": _check_power,
+        "operator.ilshift": _check_shift,
         "operator.lshift": _check_shift,
     }.get(name)
     joins = name in ("operator.add", "operator.iadd")

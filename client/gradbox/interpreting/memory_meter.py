@@ -158,18 +158,23 @@ def _selected(tensor: torch.Tensor, mask: torch.Tensor) -> int:
 
 
 def _indexed(tensor: torch.Tensor, indices: Any, *rest: Any, **kwargs: Any) -> int:
-    num, dims = 1, 0
+    """Return the size of tensor[indices]; a mask is one index for each entry that it names."""
+    dim, kept, shapes = 0, 1, []
     for index in indices:
         if index is None:
-            dims += 1
+            kept *= math.prod(tensor.shape[dim : dim + 1])
+            dim += 1
         elif index.dtype in (torch.bool, torch.uint8):
-            num = max(num, int(torch.count_nonzero(index)))
-            dims += index.ndim
+            shapes.append((int(torch.count_nonzero(index)),))
+            dim += index.ndim
         else:
-            num = max(num, 1) * max(index.numel(), 1)
-            dims += 1
-    kept = [size for size, index in zip(tensor.shape, indices, strict=False) if index is None]
-    return num * math.prod(kept) * math.prod(tensor.shape[dims:]) * tensor.element_size()
+            shapes.append(tuple(index.shape))
+            dim += 1
+    try:
+        num = math.prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    except RuntimeError:  # torch will refuse the call
+        return 0
+    return num * kept * math.prod(tensor.shape[dim:]) * tensor.element_size()
 
 
 def _uniques(tensor: torch.Tensor, *rest: Any, **kwargs: Any) -> int:

@@ -83,8 +83,9 @@ def _operator(name: str) -> Callable[..., Any]:
 
 # Python looks operators up on the class, past `__getattr__`.
 for _name in (
-    "add radd sub rsub mul rmul truediv rtruediv pow rpow matmul rmatmul neg abs "
-    "lt le gt ge eq ne float int bool"
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow "
+    "matmul rmatmul and rand or ror xor rxor invert neg pos abs lt le gt ge eq ne contains "
+    "float int bool"
 ).split():
     setattr(LazyTensor, f"__{_name}__", _operator(f"__{_name}__"))
 LazyTensor.__hash__ = object.__hash__  # type: ignore[method-assign]  # as a tensor's

@@ -4,5 +4,5 @@ Read `trace` first. It runs the function once on `symbols` (torch.fx proxies); `
 graph while it grows and decides which nodes may enter it; `interception` replaces what Python
 offers no hook for, `math.sqrt` and `isinstance` among it, and puts it back; `encode` writes the
 graph as JSON. What cannot be recorded is refused with the user's own line: `source_location`,
-`refusals`, `default_dtype`.
+`refusals`, `default_dtype`; so is a write that the box would show elsewhere than here: `writes`.
 """

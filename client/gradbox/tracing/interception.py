@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -191,7 +192,7 @@ def _replacements(generators: tuple[Any, ...]) -> dict[int, Callable[..., Any]]:
     originals = [getattr(math, name.removeprefix("math.")) for name in sorted(allow_list.MATH)]
     originals += [torch.finfo, torch.iinfo]
     found = {id(original): _recorded(original) for original in originals}
-    for test in (isinstance, torch.is_tensor):
+    for test in (isinstance, callable, torch.is_tensor):
         found[id(test)] = _refuse_type_tests(test)
     for factory in (torch.zeros, torch.ones):
         found[id(factory)] = _sized(factory)
@@ -244,7 +245,7 @@ def _refuse_drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse a random number to a thread that traces, which would freeze it into the graph."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _TRACED.recording:
+        if _TRACED.recording and not _importing(sys._getframe(1)):
             raise untraceable(
                 f"{draw.__name__}() draws random numbers, which would be frozen into the graph",
                 instead_of("rand"),
@@ -254,8 +255,19 @@ def _refuse_drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _importing(frame: FrameType | None) -> bool:
+    """Tell whether a module is being imported, whose numbers are not the function's."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _refuse_type_tests(known: Callable[..., bool]) -> Callable[..., bool]:
     """Stand for `isinstance`, which would say False of a symbol whatever it stands for.
+
+    And for `callable`, which would say True.
 
     Torch's own code asks it of symbols as well, and is answered.
     """

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import count
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Graph as FxGraph
 from torch.fx import Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 from torch.overrides import TorchFunctionMode
 
+from gradbox.errors import UntraceableLoss
 from gradbox.graphs import allow_list, targets
-from gradbox.graphs.argument_rules import argument, writes_in_place
+from gradbox.graphs.argument_rules import argument
 from gradbox.graphs.check import MAX_NODES, is_zero
 from gradbox.tracing.default_dtype import check_default_dtype
+from gradbox.tracing.dropouts import drops_nothing
 from gradbox.tracing.plain_method import is_method, plain_method
-from gradbox.tracing.refusals import ON_YOUR_SIDE, instead_of
+from gradbox.tracing.refusals import HOOKED, ON_YOUR_SIDE, instead_of
 from gradbox.tracing.source_location import untraceable
-from gradbox.tracing.symbols import Symbol
+from gradbox.tracing.symbols import VIEWS, Symbol
+from gradbox.tracing.writes import writes
 
 
 class Recording(GraphAppendingTracer):
@@ -32,6 +33,9 @@ class Recording(GraphAppendingTracer):
         parameters: the names of the tensors whose gradients are wanted, by their identity.
         buffers: likewise those of a module's buffers, which keep their names.
         structured: any public attribute of a symbol may be a field.
+
+    Attributes:
+        refused: what the function tried and no graph can hold.
     """
 
     def __init__(
@@ -47,10 +51,11 @@ class Recording(GraphAppendingTracer):
         self.parameters: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self.writes = False
+        self.refused: list[UntraceableLoss] = []
+        self.structured = structured
         self._names = parameters
         self._buffers = buffers
         self._nodes: dict[int, Node] = {}
-        self._structured = structured
         self._grad_enabled = True
         self._autocast = _autocast_state()
 
@@ -75,7 +80,7 @@ class Recording(GraphAppendingTracer):
         type_expr: Any = None,
     ) -> Node:
         if len(self.graph.nodes) >= MAX_NODES:
-            raise untraceable(
+            raise self.refusal(
                 f"the function makes more than {MAX_NODES} operations",
                 "a Python loop was unrolled: write it with batched operations",
             )
@@ -89,7 +94,7 @@ class Recording(GraphAppendingTracer):
         }
         self._admit(kind, target, args, kwargs)
         self._record_grad_mode()
-        self.writes = self.writes or _writes(kind, target, args, kwargs)
+        self.writes = self.writes or writes(kind, target, args, kwargs)
         return self.graph.create_node(kind, target, args, kwargs, name, type_expr)
 
     def create_arg(self, a: Any) -> Any:
@@ -101,6 +106,11 @@ class Recording(GraphAppendingTracer):
             return list(a)
         return super().create_arg(a)
 
+    def refusal(self, what: str, instead: str) -> UntraceableLoss:
+        """Return an error to raise, and keep it: a function that catches it goes another way."""
+        self.refused.append(untraceable(what, instead))
+        return self.refused[-1]
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Tell whether a real tensor is already part of the graph."""
         return id(tensor) in self._nodes
@@ -108,23 +118,23 @@ class Recording(GraphAppendingTracer):
     def _admit(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         if kind == "call_method":
             if target not in allow_list.METHODS:
-                raise untraceable(f"the method .{target}() is not allowed", instead_of(target))
+                raise self.refusal(f"the method .{target}() is not allowed", instead_of(target))
         elif targets.name_of(target) is None:
             name = getattr(target, "__name__", repr(target))
-            raise untraceable(f"the function {name} is not allowed", instead_of(name))
-        elif target is getattr and args[1] not in allow_list.ATTRIBUTES and not self._structured:
-            raise untraceable(f"the attribute .{args[1]} is not allowed", instead_of(args[1]))
+            raise self.refusal(f"the function {name} is not allowed", instead_of(name))
+        elif target is getattr and args[1] not in allow_list.ATTRIBUTES and not self.structured:
+            raise self.refusal(f"the attribute .{args[1]} is not allowed", instead_of(args[1]))
         for name in allow_list.FORBIDDEN_KEYWORDS:
             if name in kwargs or argument(name, targets.name_of(target), args, {}) is not None:
-                raise untraceable(f"the argument {name}= is not allowed", "leave it out")
+                raise self.refusal(f"the argument {name}= is not allowed", "leave it out")
         for name in allow_list.ZERO_KEYWORDS:
             if not is_zero(argument(name, targets.name_of(target), args, kwargs)):
-                raise untraceable(f"the argument {name}= is not 0", instead_of("dropout"))
+                raise self.refusal(f"the argument {name}= is not 0", instead_of("dropout"))
 
     def _record_grad_mode(self) -> None:
         """Record what torch.no_grad() did since the last node; other modes are refused."""
         if torch.is_inference_mode_enabled() or _autocast_state() != self._autocast:
-            raise untraceable(
+            raise self.refusal(
                 "autocast or inference mode is switched inside the function",
                 "convert with .float() or .to(dtype), and use torch.no_grad()",
             )
@@ -141,11 +151,13 @@ class Recording(GraphAppendingTracer):
 
     def _name(self, tensor: torch.Tensor) -> str:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-            raise untraceable("a tensor of the function is not dense", "use .to_dense()")
+            raise self.refusal("a tensor of the function is not dense", "use .to_dense()")
         known = self._names.get(id(tensor))
         if tensor.requires_grad:
             if known is None:
-                raise untraceable(_foreign(tensor), _GIVE)
+                raise self.refusal(_foreign(tensor), _GIVE)
+            if tensor._backward_hooks:
+                raise self.refusal(f"the parameter {known} has a hook", HOOKED)
             self.parameters[known] = tensor
             return known
         buffer = self._buffers.get(id(tensor))
@@ -181,15 +193,6 @@ _READS: Final = frozenset(
     "__array__ __bool__ __contains__ __float__ __index__ __int__ __iter__ item numpy tolist".split()
 )
 _MAKES: Final = frozenset("as_tensor asarray from_numpy tensor".split())
-_VIEWS: Final = frozenset("H T imag mH mT real".split())
-_DROPOUTS: Final[tuple[Callable[..., Any], ...]] = (
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-)
 
 
 class Recorder(TorchFunctionMode):
@@ -208,7 +211,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in ("__get__", "__set__"):
             return self._property(func, name, args)
-        if func in _DROPOUTS and not _drops(func, args, kwargs):
+        if drops_nothing(func, args, kwargs):
             return args[0] if args else kwargs["input"]
         if not _has_symbol((args, kwargs)):
             if name in _METADATA:
@@ -224,14 +227,17 @@ class Recorder(TorchFunctionMode):
 
     def _property(self, func: Any, kind: str, args: tuple[Any, ...]) -> Any:
         name = func.__self__.__name__
-        if kind == "__get__" and name in _VIEWS:
+        if kind == "__get__" and name in VIEWS:
             return self._recording.create_proxy("call_function", getattr, (args[0], name), {})
         if kind == "__set__" or name in ("data", "grad"):
-            raise untraceable(f"the attribute .{name} is not recorded", instead_of("data"))
+            raise self._recording.refusal(
+                f"the attribute .{name} is not recorded", instead_of("data")
+            )
         return func(*args)
 
     def _constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
         """Make a constant whose dtype or device is that of another tensor of the graph."""
+        self._check_known(func.__name__, args)
         later = {name: value for name, value in kwargs.items() if isinstance(value, Proxy)}
         now = {name: value for name, value in kwargs.items() if name not in later}
         value = func(*args, **now)
@@ -241,22 +247,18 @@ class Recorder(TorchFunctionMode):
 
     def _read(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Read the value of a tensor that is known now: a closure tensor or a buffer."""
+        self._check_known(name, args)
+        return func(*args, **kwargs)
+
+    def _check_known(self, name: str, args: tuple[Any, ...]) -> None:
         for tensor in args:
             if isinstance(tensor, torch.Tensor) and (
                 tensor.requires_grad or (self._recording.writes and self._recording.holds(tensor))
             ):
-                raise untraceable(
+                raise self._recording.refusal(
                     f"{name} reads a tensor that has a gradient or was written to",
                     instead_of("item"),
                 )
-        return func(*args, **kwargs)
-
-
-def _writes(kind: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    if kind == "call_method":
-        return target in allow_list.IN_PLACE
-    name = targets.name_of(target)
-    return name in allow_list.WRITING_FUNCTIONS or writes_in_place(name, args, kwargs)
 
 
 def _foreign(tensor: torch.Tensor) -> str:
@@ -277,12 +279,6 @@ def _number(value: Any) -> Any:
 
 def _autocast_state() -> tuple[bool, ...]:
     return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
-
-
-def _drops(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    bound = inspect.signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bool(bound.arguments["training"]) and bound.arguments["p"] != 0
 
 
 def _has_symbol(value: Any) -> bool:

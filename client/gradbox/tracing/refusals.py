@@ -17,6 +17,7 @@ _RANDOM = (
     "loss_inputs"
 )
 _GRADIENT = "a loss is differentiated by the box; write the formula of the derivative instead"
+HOOKED: Final = "the box would not call it: write what it does to the gradient with .detach()"
 _DETACH = "use .detach()"
 _DTYPE = "use .to(torch.float32) or another dtype"
 _FILLED = "memory without values has somebody else's in it; use torch.zeros or new_zeros"

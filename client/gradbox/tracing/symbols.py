@@ -12,14 +12,20 @@ import operator
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch.fx import Node, Proxy
 
+from gradbox.graphs import allow_list
 from gradbox.tracing.refusals import ON_YOUR_SIDE
 from gradbox.tracing.source_location import is_user_code, untraceable
 
+NO_NUMBER: Final = (
+    "sizes and tensors have no value while the function is traced, so int(), float(), range(), "
+    "max() and min() of them cannot be recorded: use //, torch.arange, torch.clamp or math "
+    f"functions called as math.sqrt(...); {ON_YOUR_SIDE}"
+)
 _CONTROL_FLOW = (
     "write it with torch.where, a mask or torch.clamp; a choice that does not depend on tensors "
     f"can be an argument with a Python value; {ON_YOUR_SIDE}"
@@ -27,32 +33,52 @@ _CONTROL_FLOW = (
 
 _KNOWN = "decide outside the function, or by an argument with a Python value"
 _MATCH_CLASS = dis.opmap["MATCH_CLASS"]
+_LOAD_ATTR = dis.opmap["LOAD_ATTR"]
+# What a value of a graph may be asked for; `hasattr` says no to all else, as it does of a tensor.
+_PUBLIC: Final = allow_list.ATTRIBUTES.union(
+    *map(dir, (torch.Tensor, torch.Size, torch.device, torch.dtype, torch.finfo, torch.iinfo))
+)
+
+# Attributes that are views: whether gradients flow through one is settled where it is read.
+VIEWS: Final = frozenset("H T imag mH mT real".split())
 
 
 class Symbol(Proxy):
     """A tensor, size or number that has no value yet."""
 
+    tracer: Any  # a Recording
+
     # NumPy hands an operation with a symbol back to the symbol.
     __array_ufunc__ = None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
+        if name.startswith("_") or not (self.tracer.structured or name in _PUBLIC):
+            raise AttributeError(f"a tensor has no attribute {name!r}")
         return SymbolAttribute(self, name)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The type, but not for `case torch.Tensor():`, which would pass over a symbol."""
+        """The type, but not for those who would take another way for a tensor.
+
+        They are `case torch.Tensor():`, `z.__class__ is torch.Tensor`, functools.singledispatch.
+        """
         frame = sys._getframe(1)
-        if frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _MATCH_CLASS:
-            raise untraceable("`match` asks for the type of a value that is not known yet", _KNOWN)
+        asked_by = frame.f_code.co_code[frame.f_lasti] if frame.f_lasti >= 0 else None
+        if asked_by == _MATCH_CLASS:
+            raise self.tracer.refusal(
+                "`match` asks for the type of a value that is not known yet", _KNOWN
+            )
+        if asked_by == _LOAD_ATTR and is_user_code(frame.f_code.co_filename):
+            raise self.tracer.refusal("the type of a value is asked for", _KNOWN)
         return type(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("tracer", "node", "root", "attr", "_node"):
             super().__setattr__(name, value)
             return
-        raise untraceable(f"setting .{name} is not recorded", "use a method such as copy_ instead")
+        raise self.tracer.refusal(
+            f"setting .{name} is not recorded", "use a method such as copy_ instead"
+        )
 
     def __bool__(self) -> bool:
         caller = sys._getframe(1)
@@ -60,12 +86,12 @@ class Symbol(Proxy):
             message = f"an assertion of the loss does not hold (line {caller.f_lineno})"
             self.tracer.create_proxy("call_function", torch._assert, (self, message), {})
             return True
-        raise untraceable("Python control flow depends on a value", _CONTROL_FLOW)
+        raise self.tracer.refusal("Python control flow depends on a value", _CONTROL_FLOW)
 
     def __iter__(self) -> Iterator[Proxy]:
         num_targets = _unpacked(sys._getframe(1))
         if num_targets is None:
-            raise untraceable(
+            raise self.tracer.refusal(
                 "a loop runs over a tensor",
                 "write it with batched operations, or unpack into as many names as there are "
                 f"entries; {ON_YOUR_SIDE}",
@@ -81,17 +107,19 @@ class Symbol(Proxy):
         self.tracer.create_proxy("call_function", torch._assert, (equal, message), {})
 
     def __len__(self) -> int:
-        raise untraceable("len() of a tensor is not known yet", "use z.shape[0]")
+        raise self.tracer.refusal("len() of a tensor is not known yet", "use z.shape[0]")
 
     def __contains__(self, item: Any) -> bool:
-        raise untraceable("`in` looks at the values of a tensor", "use torch.isin")
+        raise self.tracer.refusal("`in` looks at the values of a tensor", "use torch.isin")
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     def __hash__(self) -> int:
         if is_user_code(sys._getframe(1).f_code.co_filename):
-            raise untraceable("a set or a dict looks up a value that is not known yet", _KNOWN)
+            raise self.tracer.refusal(
+                "a set or a dict looks up a value that is not known yet", _KNOWN
+            )
         return id(self)
 
     def __str__(self) -> str:
@@ -99,21 +127,37 @@ class Symbol(Proxy):
             raise untraceable("the text of a value is asked for that is not known yet", _KNOWN)
         return repr(self)
 
+    def __float__(self) -> NoReturn:
+        raise self.tracer.refusal("a Python number is needed here", NO_NUMBER)
+
+    __int__ = __complex__ = __float__
+
+    def __copy__(self, memo: Any = None) -> NoReturn:
+        raise self.tracer.refusal("the copy module does not know this value yet", "use .clone()")
+
+    __deepcopy__ = __copy__
+
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise untraceable(
+        raise self.tracer.refusal(
             "a tensor becomes a NumPy array, for NumPy, SciPy or scikit-learn",
             f"use the torch function instead; {ON_YOUR_SIDE}",
         )
 
 
 class SymbolAttribute(Symbol):
-    """An attribute that was read: a node of its own when used, a method call when called."""
+    """An attribute that was read: a node of its own when used, a method call when called.
+
+    A view is a node at once: `z.T` taken under `torch.no_grad()` stays without a gradient, and one
+    taken before keeps its own.
+    """
 
     def __init__(self, root: Symbol, attr: str) -> None:
         self.root = root
         self.attr = attr
         self.tracer = root.tracer
         self._node: Node | None = None
+        if attr in VIEWS:
+            self._node = self.node
 
     @property
     def node(self) -> Node:  # type: ignore[override]
@@ -123,20 +167,26 @@ class SymbolAttribute(Symbol):
         return self._node
 
     def __call__(self, *args: Any, **kwargs: Any) -> Proxy:
-        return self.tracer.create_proxy("call_method", self.attr, (self.root, *args), kwargs)
+        result: Proxy = self.tracer.create_proxy(
+            "call_method", self.attr, (self.root, *args), kwargs
+        )
+        return result
 
 
 def _define_in_place(name: str) -> None:
     target = getattr(operator, name)
 
     def record(self: Symbol, other: Any) -> Proxy:
-        return self.tracer.create_proxy("call_function", target, (self, other), {})
+        written: Proxy = self.tracer.create_proxy("call_function", target, (self, other), {})
+        return written
 
     record.__name__ = f"__{name}__"
     setattr(Symbol, record.__name__, record)
 
 
-for _name in "iadd iand ifloordiv imatmul imod imul ior ipow isub itruediv ixor".split():
+for _name in """
+    iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor
+""".split():
     _define_in_place(_name)
 
 

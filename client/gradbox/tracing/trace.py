@@ -27,8 +27,9 @@ from gradbox.graphs.schema import Graph
 from gradbox.tracing.encode import encode
 from gradbox.tracing.interception import buffers, intercepting, trainable_parameters
 from gradbox.tracing.recording import Recorder, Recording
-from gradbox.tracing.refusals import ON_YOUR_SIDE
 from gradbox.tracing.source_location import raised_line
+from gradbox.tracing.symbols import NO_NUMBER
+from gradbox.tracing.writes import check_shared_memory
 
 # What a user's function raises when it meets a symbol, or when it is wrong by itself. An exception
 # class of the user's own passes as it is.
@@ -104,10 +105,14 @@ def trace(
     given = dict(zip(keywords, symbols[len(names) :], strict=True))
     with intercepting(function, recording), Recorder(recording):
         result = _call(function, symbols[: len(names)], {**given, **options})
+    for error in recording.refused:  # caught by the function, which went on without the value
+        raise error
     _check_result(result, structured=structured)
     recording.output(result)
     graph = encode(recording.graph)
     traced = Traced(graph, recording.constants, recording.parameters, recording.buffers)
+    if recording.writes:
+        check_shared_memory(recording.graph, traced.tensors)
     check_graph(graph, traced.tensors)
     return traced
 
@@ -125,12 +130,7 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 def _explain(error: Exception) -> str:
     said = f"{type(error).__name__}: {error}"
     if "Symbol" in str(error):
-        return (
-            f"a Python number or a tensor with values is needed here ({said}); sizes and tensors "
-            "have no value while the function is traced, so int(), float(), range(), max() and "
-            "min() of them cannot be recorded: use //, torch.arange, torch.clamp or math functions "
-            f"called as math.sqrt(...); {ON_YOUR_SIDE}"
-        )
+        return f"a Python number or a tensor with values is needed here ({said}); {NO_NUMBER}"
     return f"the function raised {said}; correct it, or write this step with torch functions"
 
 

@@ -7,8 +7,9 @@ from typing import Any, Final, NoReturn
 
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.hooks import BackwardHook
 
-from gradbox.tracing.refusals import instead_of
+from gradbox.tracing.refusals import HOOKED, instead_of
 from gradbox.tracing.source_location import untraceable
 
 _EVAL: Final = f"call .eval() on it; {instead_of('dropout')}"
@@ -30,6 +31,11 @@ def rrelu(module: nn.RReLU, input: Any) -> Any:
     if module.training:
         raise untraceable("nn.RReLU draws its slopes in train mode", _EVAL)
     return F.leaky_relu(input, (module.lower + module.upper) / 2, module.inplace)
+
+
+def backward_hook(hook: BackwardHook, args: Any) -> NoReturn:
+    """Refuse a module that changes gradients on their way back, which no graph shows."""
+    raise untraceable(f"nn.{type(hook.module).__name__} has a backward hook", HOOKED)
 
 
 def always(what: str, instead: str) -> Callable[..., NoReturn]:

@@ -19,6 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils.hooks import BackwardHook
 
 from gradbox.tracing.torch_modules import (
     attention,
@@ -110,6 +111,7 @@ _INSTEAD: Final[dict[tuple[type, str], Callable[..., Any]]] = {
     (nn.TripletMarginWithDistanceLoss, "forward"): losses.triplet_with_distance,
     **{(kind, "forward"): refused.dropout(kind.forward) for kind in _DROPOUTS},
     (nn.RReLU, "forward"): refused.rrelu,
+    (BackwardHook, "setup_input_hook"): refused.backward_hook,
     (nn.FractionalMaxPool2d, "forward"): refused.fractional_pooling,
     (nn.FractionalMaxPool3d, "forward"): refused.fractional_pooling,
     (nn.DataParallel, "forward"): refused.several_devices,
