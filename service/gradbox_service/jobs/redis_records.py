@@ -132,8 +132,8 @@ class RedisRecords(RedisPlaces):
         found: dict[str, JobRecord] = {}
         newest, start, ids = math.inf if after is None else after.created_s, 0, [b""] * PAGE
         while len(found) < limit and len(ids) == PAGE:
-            page = self._redis.zrange(key, cast(Any, newest), offset=start, **NEWEST_FIRST)
-            ids = [job_id for job_id, _ in cast("list[tuple[bytes, float]]", page)]
+            page: Any = self._redis.zrange(key, cast(Any, newest), offset=start, **NEWEST_FIRST)
+            ids = [job_id for job_id, _ in page]
             for record in self._many(ids):
                 behind = after is None or (record.created_s, record.id) < after
                 if behind and state in (None, record.state):
