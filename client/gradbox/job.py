@@ -51,6 +51,7 @@ class Job:
         self._connection = connection
         self._results = results  # the box's own folder of them, if it is this machine's
         self._view = view
+        self._noting = threading.Lock()
         self._small_result = result  # which came with what the box said of the job
         self._waits = waits or JobWaits(connection)
 
@@ -69,7 +70,7 @@ class Job:
 
     @property
     def view(self) -> JobView:
-        """What the box said of the job when it was last asked."""
+        """The newest that the box has said of the job."""
         return self._view
 
     @property
@@ -81,7 +82,7 @@ class Job:
         """Ask the box how the job is, unless that can no longer change."""
         if not self._view.state.final:
             answer = self._connection.request("GET", f"/v1/jobs/{self.id}")
-            self._view = parsed(JobView, answer)
+            self._note(parsed(JobView, answer))
         return self._view
 
     def events(self, *, after: str | None = None) -> Iterator[JobEvent]:
@@ -138,7 +139,7 @@ class Job:
         """
         if not self._view.state.final:
             with ProgressBar(self._title, shown=progress) as bar:
-                self._view = await self._waits.until_over(self.id, on_view=bar.show_view)
+                self._note(await self._waits.until_over(self.id, on_view=bar.show_view))
         return self._view
 
     def result(self, timeout: float | None = None, *, progress: bool | None = None) -> GradResult:
@@ -163,7 +164,8 @@ class Job:
             "GET", f"/v1/jobs/{self.id}", headers={"Accept": accept}, wait_s=QUICK_S
         )
         answered = read_answer(answer)
-        self._view, self._small_result = answered.view, answered.result
+        self._small_result = answered.result
+        self._note(answered.view)
 
     def _fetched(self, *, progress: bool | None, stop: threading.Event | None = None) -> GradResult:
         """Open what came already, or fetch it into a folder that is removed with the result."""
@@ -229,7 +231,7 @@ class Job:
     def cancel(self) -> JobView:
         """Cancel the job: at once if it waits, within a shard if it runs; nothing if it is over."""
         answer = self._connection.request("DELETE", f"/v1/jobs/{self.id}")
-        self._view = parsed(JobView, answer)
+        self._note(parsed(JobView, answer))
         return self._view
 
     def delete(self) -> None:
@@ -270,6 +272,12 @@ class Job:
         verify(small, expected=view.result)
         return small
 
+    def _note(self, view: JobView) -> None:
+        """Take what the box said, unless it is older: threads ask at once, and events replay."""
+        with self._noting:
+            if view.state.stage(view.attempts) >= self._view.state.stage(self._view.attempts):
+                self._view = view
+
     @property
     def _result_path(self) -> str:
         return f"/v1/jobs/{self.id}/result"
@@ -283,7 +291,7 @@ class Job:
     ) -> Iterator[JobEvent]:
         for event in follow(self._connection, self.id, after=after, deadline_s=deadline_s):
             if event.job is not None:
-                self._view = event.job
+                self._note(event.job)
             yield event
         if not self._view.state.final:
             self.refresh()

@@ -207,5 +207,9 @@ def test_jobs_are_listed_in_pages(box: Box) -> None:
             break
         query = {"limit": 2, "cursor": page["next"]}
     assert pages == [ids[:2], ids[2:4], ids[4:]]
-    refused = box.client.get("/v1/jobs?cursor=nonsense")
+
+
+@pytest.mark.parametrize("cursor", ["nonsense", "nan_a", "inf_a", "1e999_a"])
+def test_a_cursor_that_is_none_is_refused(box: Box, cursor: str) -> None:
+    refused = box.client.get("/v1/jobs", params={"cursor": cursor})
     assert (refused.status_code, "cursor" in refused.json()["detail"]) == (422, True)

@@ -13,9 +13,9 @@ import pytest
 import redis
 
 from gradbox.errors import IdempotencyConflict
-from gradbox.protocol import JobState, JobView, ProgressView
+from gradbox.protocol import JobState, JobView, ProgressView, ResultView
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, Mark, Place, Records, RedisRecords
+from gradbox_service.jobs import JobRecord, Place, Records, RedisRecords
 from gradbox_service.jobs.redis_changes import MAX_TOLD_BYTES
 from tests.service.boxes import a_record, a_spec, advance, begin
 
@@ -52,6 +52,16 @@ def test_a_key_with_another_spec_is_a_conflict(records: Records) -> None:
     records.create(a_record("one"), spec=a_spec(), idempotency_key="k")
     with pytest.raises(IdempotencyConflict, match="'k'"):
         records.create(a_record("two", spec_digest="e"), spec=a_spec(), idempotency_key="k")
+
+
+def test_a_key_is_free_again_once_its_job_is_forgotten(records: Records) -> None:
+    records.create(a_record("one"), spec=a_spec(), idempotency_key="k")
+    records.update("one", partial(JobRecord.request_cancel, now_s=9.0))
+    records.forget("one")
+    other = a_record("two", spec_digest="e" * 64)
+    assert records.create(other, spec=a_spec(), idempotency_key="k") == other
+    again = replace(other, id="three")
+    assert records.create(again, spec=a_spec(), idempotency_key="k") == other
 
 
 def test_keys_of_two_owners_do_not_meet(records: Records) -> None:
@@ -91,16 +101,6 @@ def test_a_creation_whose_answer_is_lost_does_not_undo_what_a_worker_began(
     assert created == records.get("job1")
     assert created.held_by(1)
     assert [event.kind for event in records.events("job1")] == ["state", "state"]
-
-
-def test_owned_jobs_come_newest_first_and_by_state(records: Records) -> None:
-    for number in range(5):
-        records.create(a_record(f"job{number}", created_s=float(number)), spec=a_spec())
-    records.create(a_record("other", owner="bob"), spec=a_spec())
-    begin(records, "job1")
-    assert [r.id for r in records.owned("ann")] == ["job4", "job3", "job2", "job1", "job0"]
-    assert [r.id for r in records.owned("ann", limit=2)] == ["job4", "job3"]
-    assert [r.id for r in records.owned("ann", state=JobState.RUNNING)] == ["job1"]
 
 
 def test_one_of_many_workers_begins_a_job(records: Records) -> None:
@@ -209,6 +209,19 @@ def test_a_transition_that_does_not_apply_leaves_no_event(records: Records) -> N
     assert len(records.events("job1")) == 1
 
 
+def test_a_result_deleted_after_the_end_leaves_the_final_event_the_last(records: Records) -> None:
+    records.create(a_record(), spec=a_spec())
+    result = ResultView(size_bytes=1, sha256="0" * 64)
+    begun = begin(records, "job1")
+    finish = partial(JobRecord.finish, attempt=begun.attempt, result=result, now_s=9.0)
+    records.update("job1", finish)
+    events = records.events("job1")
+    dropped = records.update("job1", partial(JobRecord.drop_result, now_s=10.0))
+    assert dropped is not None
+    assert [event.final for event in events] == [False, False, True]
+    assert records.events("job1") == events
+
+
 def test_changes_wait_for_what_comes(records: Records) -> None:
     records.create(a_record("before"), spec=a_spec())
     cursor, changes = records.changes(None, wait_s=0.0)
@@ -261,30 +274,3 @@ def test_a_job_is_followed_for_a_while(records: Records) -> None:
     records.follow(["b"], for_s=0.01)
     time.sleep(0.05)
     assert set(records.followed()) == {"a"}
-
-
-def test_jobs_come_in_pages_whatever_goes_meanwhile(records: Records) -> None:
-    for number in range(5):  # two of one time
-        record = a_record(f"job{number}", created_s=float(number // 2))
-        records.create(record, spec=a_spec())
-    first = records.owned("ann", limit=2)
-    assert [record.id for record in first] == ["job4", "job3"]
-    records.update("job3", partial(JobRecord.request_cancel, now_s=9.0))
-    records.forget("job3")
-    after = Mark(first[-1].created_s, first[-1].id)
-    assert [record.id for record in records.owned("ann", after=after)] == ["job2", "job1", "job0"]
-
-
-def test_jobs_are_listed_and_counted_by_state(records: Records) -> None:
-    for job_id in ("a", "b", "c"):
-        records.create(a_record(job_id), spec=a_spec())
-    begin(records, "a")
-    records.update("b", partial(JobRecord.request_cancel, now_s=9.0))
-    found = {s: [r.id for r in records.owned("ann", state=s)] for s in JobState}
-    assert {state: ids for state, ids in found.items() if ids} == {
-        JobState.RUNNING: ["a"],
-        JobState.CANCELLED: ["b"],
-        JobState.QUEUED: ["c"],
-    }
-    assert records.num_active("ann") == 2
-    assert set(records.active_ids()) == {"a", "c"}

@@ -68,10 +68,11 @@ def test_a_range_comes_alone(memory_box: Box, url: str, wanted: str, begin: int,
         ("bytes=" + "9" * 40 + "-", 400),
     ],
 )
+@pytest.mark.parametrize("condition", [{}, {"If-Range": ETAG}], ids=["always", "of this file"])
 def test_a_range_that_cannot_be_served_is_a_problem(
-    memory_box: Box, url: str, wanted: str, status: int
+    memory_box: Box, url: str, condition: dict[str, str], wanted: str, status: int
 ) -> None:
-    answer = memory_box.client.get(url, headers={"Range": wanted})
+    answer = memory_box.client.get(url, headers={"Range": wanted, **condition})
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"
     if status == 416:

@@ -26,6 +26,12 @@ class JobState(StrEnum):
     def final(self) -> bool:
         return self in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 
+    def stage(self, attempt: int) -> tuple[int, int]:
+        """Return what grows with every change of a job's state: the attempt, and how far it is."""
+        if self is JobState.RUNNING:
+            return attempt, 0
+        return attempt, 2 if self.final else 1
+
 
 class View(BaseModel):
     """Frozen; unknown fields are kept out of the way, so that a newer service can add some."""

@@ -9,8 +9,13 @@ from gradbox_service.jobs.record import JobRecord
 from gradbox_service.jobs.records import Event
 
 
-def event_of(before: JobRecord | None, after: JobRecord) -> Event:
-    """Return the event of a change, without its id."""
+def event_of(before: JobRecord | None, after: JobRecord) -> Event | None:
+    """Return the event of a change, without its id; None for a change after the job's end.
+
+    A result may be deleted then; the final state is told once, and is the stream's last event.
+    """
+    if before is not None and before.state.final:
+        return None
     if before is not None and replace(before, progress=after.progress) == after and after.progress:
         return Event("", "progress", after.progress.model_dump_json())
     return state_event(after)

@@ -227,6 +227,8 @@ class MemoryRecords:
         if charge is not None:
             self.usage.add(charge)
         event = event_of(before, after)
+        if event is None:
+            return
         self._tell(after.id, event)
         told = after if event.kind == "state" else None
         self._ring(Change(after.id, event.kind, final=event.final, record=told))

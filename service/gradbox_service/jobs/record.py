@@ -183,10 +183,8 @@ class JobRecord:
 
     @property
     def stage(self) -> tuple[int, int]:
-        """What grows with every change of the state: the attempt, and how far that is."""
-        if self.state is JobState.RUNNING:
-            return self.attempt, 0
-        return self.attempt, 2 if self.state.final else 1
+        """What grows with every change of the state: see `JobState.stage`."""
+        return self.state.stage(self.attempt)
 
     def held_by(self, attempt: int) -> bool:
         """Tell whether `attempt` is the one that runs now."""

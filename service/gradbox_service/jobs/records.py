@@ -141,6 +141,8 @@ class Records(Protocol):
     ) -> JobRecord | None:
         """Apply `transition` to the newest record and append the event, as one transaction.
 
+        A change after the job's end has no event: the final state was the last one.
+
         Args:
             transition: may be called several times, so it must be pure.
             lease_s: also grant the resulting attempt a lease of this length; used with `begin`.

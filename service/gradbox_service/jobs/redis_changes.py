@@ -55,6 +55,8 @@ def write(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     if charge is not None:
         usage.write(pipe, charge)
     event = event_of(before, after)
+    if event is None:
+        return
     tell(pipe, after.id, event)
     told = event.kind == "state" and len(text) <= MAX_TOLD_BYTES
     ring(pipe, after.id, event.kind, final=event.final, record=text if told else b"")

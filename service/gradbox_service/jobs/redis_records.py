@@ -25,6 +25,7 @@ indices, its event and its lease change together or not at all.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -52,7 +53,7 @@ from gradbox_service.jobs.redis_places import RedisPlaces
 from gradbox_service.jobs.redis_script import ConditionalCommands
 
 PAGE = 200
-NEWEST_FIRST: Any = {"desc": True, "byscore": True, "num": PAGE}
+NEWEST_FIRST: Any = {"end": "-inf", "desc": True, "byscore": True, "withscores": True, "num": PAGE}
 CHANGES_READ = 1000
 
 
@@ -92,8 +93,10 @@ class RedisRecords(RedisPlaces):
         if found is None:
             return None
         job_id, _, digest = found.decode().partition(" ")
-        check_same_spec(idempotency_key, stored=digest, posted=spec_digest)
-        return self.get(job_id)
+        record = self.get(job_id)
+        if record is not None:  # the key outlives a job that is forgotten sooner
+            check_same_spec(idempotency_key, stored=digest, posted=spec_digest)
+        return record
 
     def get(self, job_id: str) -> JobRecord | None:
         return self._read(job_id, cast("bytes | None", self._redis.get(job_key(job_id))))
@@ -126,22 +129,19 @@ class RedisRecords(RedisPlaces):
         after: Mark | None = None,
     ) -> Sequence[JobRecord]:
         key = owner_key(owner) if state is None else changes.index_key(owner, state)
-        found: list[JobRecord] = []
-        start = 0
-        newest, last = cast(Any, ("+inf" if after is None else after.created_s, "-inf"))
-        while len(found) < limit:
-            ids = self._redis.zrange(key, newest, last, offset=start, **NEWEST_FIRST)
-            if not ids:
-                break
-            start += PAGE
-            records = self._many(cast("list[bytes]", ids))
-            found += [
-                record
-                for record in records
-                if state in (None, record.state)
-                and (after is None or (record.created_s, record.id) < after)
-            ]
-        return found[:limit]
+        found: dict[str, JobRecord] = {}
+        newest, start, ids = math.inf if after is None else after.created_s, 0, [b""] * PAGE
+        while len(found) < limit and len(ids) == PAGE:
+            page: Any = self._redis.zrange(key, cast(Any, newest), offset=start, **NEWEST_FIRST)
+            ids = [job_id for job_id, _ in page]
+            for record in self._many(ids):
+                behind = after is None or (record.created_s, record.id) < after
+                if behind and state in (None, record.state):
+                    found.setdefault(record.id, record)
+            # By time and not by number: jobs that come or go meanwhile move all behind them.
+            last_s = page[-1][1] if page else newest
+            newest, start = (last_s, 0) if last_s < newest else (newest, start + PAGE)
+        return list(found.values())[:limit]
 
     def owners(self) -> Sequence[str]:
         names = cast("set[bytes]", self._redis.smembers(changes.OWNERS))

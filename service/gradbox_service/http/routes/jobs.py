@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -169,14 +170,17 @@ def _views(records: Sequence[JobRecord], box: Backing) -> list[JobView]:
 
 
 def _mark(cursor: str) -> Mark:
-    created_s, _, job_id = cursor.partition("_")
+    text, _, job_id = cursor.partition("_")
     try:
-        return Mark(float(created_s), job_id)
+        created_s = float(text)
     except ValueError:
+        created_s = math.nan
+    if not math.isfinite(created_s):
         raise InvalidRequest(
             f"cursor: expected what the page before gave as `next`, got {cursor!r}; leave it out "
             f"for the first page"
-        ) from None
+        )
+    return Mark(created_s, job_id)
 
 
 def _hold(box: Backing) -> str | None:

@@ -46,16 +46,16 @@ def job_result(request: Request, record: VisibleJob, box: Box) -> Response:
             f"the result of job {record.id} has {found.st_size} of its {result.size_bytes} bytes "
             f"left, as after a power cut; submit the job again"
         )
-    refused = _refused_range(request, size_bytes=found.st_size)
-    if refused is not None:
-        return refused
-    return ResultResponse(
+    response = ResultResponse(
         path,
         headers=headers,
         media_type="application/octet-stream",
         filename=f"{record.id}.safetensors",
         stat_result=found,
     )
+    if request.headers.get("if-range", etag) in (etag, response.headers["last-modified"]):
+        return _refused_range(request, size_bytes=found.st_size) or response
+    return response  # whole: the range is of another file
 
 
 @router.get("/{job_id}/receipt")
@@ -115,7 +115,7 @@ def _matches(if_none_match: str, etag: str) -> bool:
 def _refused_range(request: Request, *, size_bytes: int) -> Response | None:
     """Return the refusal of a Range that cannot be served, so that it too is problem+json."""
     wanted = request.headers.get("range")
-    if wanted is None or "if-range" in request.headers:
+    if wanted is None:
         return None
     unit, _, spans = wanted.partition("=")
     found = [_RANGE.fullmatch(span) for span in spans.split(",")]
