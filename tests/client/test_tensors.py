@@ -42,8 +42,11 @@ def test_every_dtype_comes_back_as_it_was(name: str) -> None:
         torch.zeros(0, 4),
         torch.randn(3, dtype=torch.complex64).conj(),
         torch.ones(2, requires_grad=True),
+        torch.arange(10.0).reshape(5, 2)[:1, 1],
+        torch.arange(10.0).reshape(5, 2)[:0, 1],
     ],
-    ids=["transposed", "expanded", "strided", "0-dim", "empty", "conjugated", "requires grad"],
+    ids="transposed expanded strided 0-dim empty conjugated trained one-of-a-column "
+    "none-of-a-column".split(),
 )
 def test_every_layout_is_written_in_row_major_order(tensor: Tensor) -> None:
     (back,) = load(written(blob(x=tensor))).values()

@@ -26,6 +26,7 @@ from gradbox_worker.cluster.exchange.array_buffers import (
         torch.zeros(0, 3),
         torch.tensor([True, False]),
         torch.randn(4, dtype=torch.complex64).conj(),
+        torch.randn(5, 2)[:1, 1],
         torch.arange(4),
     ],
     ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}",

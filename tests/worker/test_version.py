@@ -94,6 +94,18 @@ def test_every_dtype_has_bytes(dtype: torch.dtype) -> None:
     assert model_version(model) != model_version(other)
 
 
+@pytest.mark.parametrize(
+    "view",
+    [torch.randn(5, 2)[:1, 1], torch.randn(3, dtype=torch.complex64).conj()],
+    ids=["one of a column", "conjugated"],
+)
+def test_a_view_counts_by_its_values(view: torch.Tensor) -> None:
+    model, other = nn.Module(), nn.Module()
+    model.register_buffer("b", view)
+    other.register_buffer("b", torch.tensor(view.tolist()))
+    assert model_version(model) == model_version(other)
+
+
 def test_a_tensor_without_bytes_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="weight: expected a dense tensor"):
         model_version(nn.Linear(2, 2, device="meta"))

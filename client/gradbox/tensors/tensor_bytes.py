@@ -133,7 +133,9 @@ def _described(source: Any, *, dtype: str, shape: tuple[int, ...], where: str) -
 def _torch_view(tensor: torch.Tensor) -> memoryview:
     import torch
 
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # Not `reshape`: shape (1,) or (0,) may have any stride, which bytes cannot have.
+    flat = whole.as_strided((whole.numel(),), (1,))
     # By way of uint8, because NumPy knows neither bfloat16 nor fp8.
     return flat.view(torch.uint8).numpy().data
 

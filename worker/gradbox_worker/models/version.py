@@ -122,7 +122,9 @@ def _bytes(name: str, tensor: torch.Tensor) -> Iterator[memoryview]:
             f"{name}: expected a dense tensor with bytes of its own, got layout {tensor.layout} on "
             f"{tensor.device}; register the model with dense weights"
         )
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # Not `reshape`: shape (1,) or (0,) may have any stride, which bytes cannot have.
+    flat = whole.as_strided((whole.numel(),), (1,))
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     data = flat.view(torch.uint8).numpy()

@@ -30,7 +30,9 @@ class TensorBuffer:
     @classmethod
     def of(cls, tensor: Tensor) -> TensorBuffer:
         """Return a tensor's buffer; that of a contiguous tensor on the CPU is the tensor's own."""
-        flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        # Not `reshape`: shape (1,) or (0,) may have any stride, which bytes cannot have.
+        flat = whole.as_strided((whole.numel(),), (1,))
         return cls(flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
 
     def tensor(self, *, copy: bool) -> Tensor:
