@@ -84,7 +84,7 @@ class TensorBytes:
         strided, or is big-endian.
         """
         if _is_torch(self.source):
-            return _torch_view(self.source)
+            return bytes_in_order(self.source)
         array = np.ascontiguousarray(self.source)
         if array.dtype.byteorder == ">":
             array = array.astype(array.dtype.newbyteorder("<"))
@@ -130,7 +130,11 @@ def _described(source: Any, *, dtype: str, shape: tuple[int, ...], where: str) -
     return TensorBytes(source=source, dtype=tag, shape=shape, item_bytes=item_bytes)
 
 
-def _torch_view(tensor: torch.Tensor) -> memoryview:
+def bytes_in_order(tensor: torch.Tensor) -> memoryview:
+    """Return a torch tensor's bytes in row-major order, as a safetensors file has them.
+
+    Of one that lies so on the CPU they are its own memory.
+    """
     import torch
 
     whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

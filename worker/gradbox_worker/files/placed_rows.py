@@ -17,6 +17,7 @@ from typing import Final
 
 from torch import Tensor
 
+from gradbox.tensors.tensor_bytes import bytes_in_order
 from gradbox_service.store.files import (
     WRITE_OUT_BYTES,
     begin_to_write_out,
@@ -24,7 +25,7 @@ from gradbox_service.store.files import (
     make_folder,
 )
 from gradbox_service.store.room import Room
-from gradbox_worker.files.result_file import RESULT, tensor_bytes
+from gradbox_worker.files.result_file import RESULT
 
 MOVED_BYTES: Final = 16 * 2**20
 Piece = tuple[slice, slice, slice]
@@ -82,7 +83,7 @@ class InPlaceWriter:
             OSError: it cannot be written.
         """
         samples, outputs, rows = at
-        data = tensor_bytes(piece)
+        data = bytes_in_order(piece)
         every_row = rows.stop - rows.start == region.rows
         every_output = outputs.stop - outputs.start == region.outputs
         # What lies side by side in the file is written at once.

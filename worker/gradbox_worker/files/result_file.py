@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import ResultView
+from gradbox.tensors.tensor_bytes import bytes_in_order
 from gradbox_service.store.files import make_folder
 from gradbox_service.store.room import Room
 from gradbox_worker.files.safetensors_types import SAFETENSORS_NAMES
@@ -129,15 +130,6 @@ def header_bytes(
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes in row-major order, as they stand in the file."""
-    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # Not `reshape`: the one entry of shape (1,) may have any stride, which bytes cannot have.
-    flat = whole.as_strided((whole.numel(),), (1,))
-    view: memoryview = flat.view(torch.uint8).numpy().data
-    return view
-
-
 def _pieces(
     entries: Mapping[str, Mapping[str, Any]],
     tensors: Mapping[str, Tensor],
@@ -145,4 +137,4 @@ def _pieces(
 ) -> Iterator[bytes | memoryview]:
     yield header_bytes(entries, metadata)
     for name in entries:
-        yield tensor_bytes(tensors[name])
+        yield bytes_in_order(tensors[name])

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from gradbox.protocol import ResultView
+from gradbox.tensors.tensor_bytes import bytes_in_order
 from gradbox_service.store.files import flush_folder, lock, make_folder, put_in_place
 from gradbox_service.store.room import Room
 from gradbox_worker.files.placed_rows import WHOLE, InPlaceWriter, Piece, Placement, Region
@@ -40,7 +41,6 @@ from gradbox_worker.files.result_file import (
     check_storable,
     header_bytes,
     laid_out,
-    tensor_bytes,
     write_result,
 )
 
@@ -250,7 +250,7 @@ class ResultOnDisk:
         self._make_header_fit(metadata)
         for name, tensor in added.items():
             start = self._entries[name]["data_offsets"][0]
-            self._put(tensor_bytes(tensor), self._data_start + start)
+            self._put(bytes_in_order(tensor), self._data_start + start)
         header = header_bytes(self._entries, metadata, room=self._room)
         self._put(memoryview(header), 0)
         return self._put_in_place()

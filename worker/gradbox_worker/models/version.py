@@ -25,6 +25,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from gradbox.tensors.tensor_bytes import bytes_in_order
+
 ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 # What names the module of a `python` model's file: where it lies is no part of what it is.
 OF_A_FILE: Final = re.compile(r"gradbox_models_[0-9a-f]{12}_")
@@ -122,11 +124,6 @@ def _bytes(name: str, tensor: torch.Tensor) -> Iterator[memoryview]:
             f"{name}: expected a dense tensor with bytes of its own, got layout {tensor.layout} on "
             f"{tensor.device}; register the model with dense weights"
         )
-    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # Not `reshape`: shape (1,) or (0,) may have any stride, which bytes cannot have.
-    flat = whole.as_strided((whole.numel(),), (1,))
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    data = flat.view(torch.uint8).numpy()
+    data = bytes_in_order(tensor)
     for start in range(0, len(data), CHUNK_BYTES):
-        yield data[start : start + CHUNK_BYTES].data
+        yield data[start : start + CHUNK_BYTES]

@@ -14,6 +14,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from gradbox.tensors.tensor_bytes import bytes_in_order
+
 # What torch warns of where it makes a tensor of memory that is shared.
 READ_ONLY: Final = "The given NumPy array is not writable"
 HOST: Final = torch.device("cpu")
@@ -30,10 +32,8 @@ class TensorBuffer:
     @classmethod
     def of(cls, tensor: Tensor) -> TensorBuffer:
         """Return a tensor's buffer; that of a contiguous tensor on the CPU is the tensor's own."""
-        whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        # Not `reshape`: shape (1,) or (0,) may have any stride, which bytes cannot have.
-        flat = whole.as_strided((whole.numel(),), (1,))
-        return cls(flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
+        data = numpy.asarray(bytes_in_order(tensor))
+        return cls(data, tensor.dtype, tuple(tensor.shape))
 
     def tensor(self, *, copy: bool) -> Tensor:
         """Return the tensor; without a copy it must not be written to."""
