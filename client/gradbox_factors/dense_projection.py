@@ -75,6 +75,8 @@ def projected(term: Term, projection: Sketch | DenseProjection) -> Tensor:
     total = term.rows(0, 0).new_zeros(term.samples * term.outputs, projection.dim)
     for start, stop in term.slabs():
         slab = term.rows(start, stop).flatten(0, 1)
+        if slab.numel() == 0:
+            continue
         slab = slab.reshape(len(slab), stop - start, -1)
         rows = slab.ne(0).any(0).any(-1).nonzero().flatten()
         columns = slab.shape[2]

@@ -133,9 +133,9 @@ class Term(ABC):
         return sum(factor.nbytes for factor in self.tensors().values())
 
     def slabs(self, slab_bytes: int = SLAB_BYTES) -> Iterator[tuple[int, int]]:
-        """Cut the rows so that one slab of J stays near `slab_bytes`."""
+        """Cut the rows, into one slab at least, so that one stays near `slab_bytes`."""
         step = max(1, slab_bytes * self.num_rows // max(1, self.dense_bytes))
-        for start in range(0, self.num_rows, step):
+        for start in range(0, max(1, self.num_rows), step):
             yield start, min(start + step, self.num_rows)
 
     def squared_norm(self) -> Tensor:
@@ -176,7 +176,7 @@ class Term(ABC):
     def jvp(self, tangent: Tensor) -> Tensor:
         """Return Σ_p J[b, y, p] v[p], shape (B, Y), for `tangent` of shape S."""
         total = self.rows(0, 0).new_zeros(self.samples, self.outputs)
-        tangent_R = tangent.reshape(self.num_rows, -1)
+        tangent_R = tangent.reshape(self.num_rows, _product(self.shape[1:]))
         for start, stop in self.slabs():
             total += self.rows(start, stop).flatten(2) @ tangent_R[start:stop].flatten()
         return total

@@ -60,6 +60,27 @@ def pair() -> nn.Module:
     return Pair().double()
 
 
+class Empty(nn.Module):
+    """Parameters without entries, one of them of no row and one of no column, and a 0-dim one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.no_rows = nn.Parameter(torch.zeros(0, 3))
+        self.no_columns = nn.Parameter(torch.zeros(3, 0))
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(x)) * self.scale + self.nothing.sum()
+        return h + self.no_rows.sum(0) + self.no_columns.sum(1)
+
+
+def empty() -> nn.Module:
+    torch.manual_seed(0)
+    return Empty().double()
+
+
 def convolutions() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -157,7 +157,8 @@ class Differentiated(Computation):
 
 def listed(names: str | Sequence[str]) -> list[str]:
     """Return one name, or several, as a list."""
-    return [names] if isinstance(names, str) else list(names)
+    several = isinstance(names, Iterable) and not isinstance(names, str | bytes)
+    return list(names) if several else [names]  # type: ignore[list-item]  # the spec refuses it
 
 
 def checked(spec: type[Spec], *, where: str = "", **fields: Any) -> Spec:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol.spec_fields import Scalar
 from gradbox.tensors.tensor_bytes import is_tensor
+
+NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 
 
 def split_tensors_and_scalars(
@@ -18,20 +21,24 @@ def split_tensors_and_scalars(
     """Part tensors, which are uploaded, from plain values, which become part of the function.
 
     Raises:
-        InvalidInputs: a value is neither.
+        InvalidInputs: a value is neither, or a name cannot be an argument's.
     """
     scalars: dict[str, Scalar] = {}
     tensors: dict[str, Any] = {}
-    for name, value in given.items():
-        if isinstance(value, np.generic):
-            scalars[name] = value.item()
-        elif value is None or isinstance(value, bool | int | float | str):
+    for name, given_value in given.items():
+        if not isinstance(name, str) or NAME.fullmatch(name) is None:
+            raise InvalidInputs(
+                f"{what}: expected names of arguments, up to 100 of a-z, A-Z, 0-9 and _, got "
+                f"{name!r:.120}"
+            )
+        value = given_value.item() if isinstance(given_value, np.generic) else given_value
+        if value is None or isinstance(value, bool | int | float | str):
             scalars[name] = value
         elif is_tensor(value):
             tensors[name] = value
         else:
             raise InvalidInputs(
                 f"{what}[{name!r}]: expected a tensor, a NumPy array, a number, a string or None, "
-                f"got {type(value).__name__}; convert it with torch.as_tensor"
+                f"got {type(given_value).__name__}; convert it with torch.as_tensor"
             )
     return tensors, scalars

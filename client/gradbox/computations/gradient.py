@@ -161,4 +161,5 @@ def _is_default(computation: Gradient, given: Field[Any]) -> bool:
         default = given.default_factory()
     value = getattr(computation, given.name)
     plain = isinstance(value, str | int | float | Sequence | Mapping)
-    return value is default or (plain and bool(value == default))
+    none_given = isinstance(value, Sequence | Mapping) and not value and not default
+    return value is default or none_given or (plain and bool(value == default))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import CotangentsLoss
 from gradbox.protocol.spec_fields import Scalar
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from gradbox.results.result import GradResult
 
 SOLE_GROUP = "z"
+JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 class Builtin:
@@ -33,10 +36,15 @@ class Builtin:
 
 
 def job_id_of(of: Job | GradResult | str) -> str:
-    """Return the id of a job, of a result's job, or the id that it is."""
-    if isinstance(of, str):
-        return of
-    return of.manifest.job if hasattr(of, "manifest") else of.id
+    """Return the id of a job, of a result's job, or the id that it is.
+
+    Raises:
+        InvalidJob: it is none of these.
+    """
+    found = of.manifest.job if hasattr(of, "manifest") else getattr(of, "id", of)
+    if not isinstance(found, str) or JOB_ID.fullmatch(found) is None:
+        raise InvalidJob(f"expected a job, its result or its id, got {of!r:.120}")
+    return found
 
 
 class Cotangents:
@@ -47,9 +55,18 @@ class Cotangents:
             {"GROUP/NAME": tensor} where the readout gave several; a bare tensor for one unnamed
             group. What is left out is zero.
         of: the forward job, its result or its id.
+
+    Raises:
+        InvalidInputs: `tensors` is neither a tensor nor a dict with one or more.
+        InvalidJob: `of` is no job.
     """
 
     def __init__(self, tensors: Any, *, of: Job | GradResult | str) -> None:
+        if not is_tensor(tensors) and not (isinstance(tensors, Mapping) and tensors):
+            raise InvalidInputs(
+                f"cotangents: expected a tensor or {{group: tensor}} with one or more, got "
+                f"{'an empty dict' if tensors == {} else type(tensors).__name__}"
+            )
         self.tensors: Mapping[str, Any] = (
             {SOLE_GROUP: tensors} if is_tensor(tensors) else dict(tensors)
         )

@@ -21,6 +21,7 @@ from gradbox.errors import InvalidInputs
 from gradbox.tensors.tensor_bytes import TensorBytes, is_tensor, tensor_bytes
 
 ARGUMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|0|[1-9][0-9]{0,2}")
+GROUP: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 UNNAMED: Final = "z"
 
 Shard = Mapping[str, TensorBytes]
@@ -82,9 +83,10 @@ def _named_groups(inputs: Mapping[Any, Any]) -> dict[str, list[Any]]:
         )
     groups = {}
     for name, shards in inputs.items():
-        if not isinstance(name, str) or not name.isidentifier():
+        if not isinstance(name, str) or GROUP.fullmatch(name) is None:
             raise InvalidInputs(
-                f"inputs: expected group names that can be arguments of the loss, got {name!r}"
+                f"inputs: expected group names that can be arguments of the loss, up to "
+                f"100 of a-z, A-Z, 0-9 and _, got {name!r:.120}"
             )
         groups[name] = _listed(shards, where=f"group {name!r}")
     return groups
@@ -105,7 +107,11 @@ def _listed(shards: Any, *, where: str) -> list[Any]:
 def _methods(method: str | Mapping[str, str], groups: tuple[str, ...]) -> dict[str, str]:
     if isinstance(method, str):
         return dict.fromkeys(groups, method)
-    unknown = sorted(set(method) - set(groups))
+    if not isinstance(method, Mapping):
+        raise InvalidInputs(
+            f"method: expected the name of an entry point, or {{group: name}}, got {method!r}"
+        )
+    unknown = sorted(map(str, set(method) - set(groups)))
     if unknown:
         raise InvalidInputs(
             f"method: expected entry points for the groups {_names(groups)}, got one for {unknown}"
@@ -122,20 +128,26 @@ def _orders(order: Any, groups: tuple[str, ...]) -> dict[str, TensorBytes]:
             f"order: expected {{group: permutation}} for the groups {_names(groups)}, got one "
             f"permutation for all"
         )
-    unknown = sorted(set(named) - set(groups))
+    unknown = sorted(map(str, set(named) - set(groups)))
     if unknown:
         raise InvalidInputs(
             f"order: expected permutations for the groups {_names(groups)}, got one for {unknown}"
         )
-    tensors = {
-        name: value if is_tensor(value) else np.asarray(value, dtype=np.int64)
-        for name, value in named.items()
-        if value is not None
-    }
-    return {
-        name: tensor_bytes(value, where=f"order of group {name!r}")
-        for name, value in tensors.items()
-    }
+    return {name: _order(name, value) for name, value in named.items() if value is not None}
+
+
+def _order(group: str, order: Any) -> TensorBytes:
+    """Read a permutation: whole numbers, in a tensor or in a list."""
+    where = f"order of group {group!r}"
+    if is_tensor(order):
+        return tensor_bytes(order, where=where)
+    try:
+        array = np.asarray(order)
+    except ValueError:  # of rows of different lengths
+        array = np.asarray(None)
+    if array.dtype.kind not in "iu" and array.size:
+        raise InvalidInputs(f"{where}: expected whole numbers, got {str(order)[:60]}")
+    return tensor_bytes(array.astype(np.int64), where=where)
 
 
 def _shards(group: str, shards: list[Any]) -> tuple[Shard, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
+from gradbox.errors import InvalidInputs
 from gradbox.inputs.shards import Shard, ShardGroup
 from gradbox.protocol import InputGroup, ShardRef, TensorRef
 from gradbox.tensors.blob import Blob
@@ -16,6 +17,7 @@ PACK_BYTES: Final = 64 * 2**20
 # again while it does not change, whatever its neighbours do.
 LONE_BYTES: Final = 64 * 2**10
 LONE_NAME: Final = "tensor"
+MAX_NAME_CHARACTERS: Final = 500
 
 
 class Uploads:
@@ -43,7 +45,12 @@ class Uploads:
         return [self._group(group, refs[group.name]) for group in groups]
 
     def tensors(self, tensors: Mapping[str, TensorBytes]) -> dict[str, TensorRef]:
-        """Pool small tensors and keep large ones apart; gives a reference for each name."""
+        """Pool small tensors and keep large ones apart; gives a reference for each name.
+
+        Raises:
+            InvalidInputs: a name is one that no file can hold.
+        """
+        _check_names(tensors)
         refs: dict[str, TensorRef] = {}
         small: dict[str, TensorBytes] = {}
         for name, tensor in tensors.items():
@@ -88,6 +95,15 @@ class Uploads:
     def _add(self, blob: Blob) -> str:
         self._blobs.setdefault(blob.digest, blob)
         return blob.digest
+
+
+def _check_names(names: Iterable[Any]) -> None:
+    for name in names:
+        if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_CHARACTERS:
+            raise InvalidInputs(
+                f"expected names of tensors with 1 to {MAX_NAME_CHARACTERS} characters, got "
+                f"{name!r:.120}"
+            )
 
 
 def _packs(members: Mapping[str, Mapping[str, TensorBytes]]) -> Iterable[list[str]]:

@@ -72,7 +72,7 @@ class GraphFunction:
         self._tensors = {name: tensors[name].to(program.device) for name in program.reads}
         self._kept = [name for name in program.reads if name in buffers]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the graph.
 
         Raises:

@@ -181,7 +181,9 @@ def describe_validation(error: ValidationError, *, below: int = 0) -> str:
     found = error.errors(include_url=False, include_context=False)
     lines = []
     for item in found[:5]:
-        where = ".".join(str(part) for part in item["loc"][below:]) or "the body"
+        # Pydantic's own names of a union's members, such as function-before[…], say nothing here.
+        place = [part for part in map(str, item["loc"][below:]) if "[" not in part]
+        where = ".".join(place) or "the body"
         lines.append(f"{where}: {item['msg']} (got {_shown(item['input'])})")
     if len(found) > 5:
         lines.append(f"and {len(found) - 5} more")

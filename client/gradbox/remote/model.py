@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ from gradbox.remote.output import RemoteOutput
 from gradbox.remote.rounded_weights import rounded_weights
 from gradbox.results.grad_accumulation import add_gradients
 from gradbox.results.result import GradResult
-
-if TYPE_CHECKING:
-    pass
 
 Mode = Literal["eval", "train"]
 
@@ -86,6 +83,11 @@ class RemoteModel:
         options: JobOptions,
         progress: bool | None,
     ) -> None:
+        if not isinstance(weights, Mapping | None):
+            raise InvalidInputs(
+                f"weights: expected {{name: tensor}}, got {type(weights).__name__}; "
+                f"write model.state_dict()"
+            )
         self.weights = dict(weights or {})
         self.anchor = torch.zeros((), requires_grad=True)
         self._client = client

@@ -12,10 +12,15 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from gradbox.errors import InvalidInputs, InvalidJob
+from gradbox.errors import InvalidJob
 from gradbox.protocol import Receipt
 from gradbox.protocol.per_sample import ProjectionKind
 from gradbox.results.factor_metadata import FACTORS, Piece, read_factors
+from gradbox.results.reduction_arguments import (
+    check_projection,
+    read_cotangents,
+    read_tangents,
+)
 from gradbox.results.result_files import ResultFile
 from gradbox.tensors.lazy_tensor import LazyTensor, Region
 from gradbox.tensors.tensor_bytes import is_torch_importable
@@ -119,19 +124,12 @@ class RowReductions:
 
         Raises:
             InvalidJob: this result has no rows, or `tangents` is missing.
-            InvalidInputs: a name or a shape is not a parameter's.
+            InvalidInputs: a name or a shape is not a parameter's, or they are complex.
         """
         if tangents is None:
             return self._required("jvp", self._reduced("jvp"), "tangents")
         rows = self._rows("jvp")
-        for name, tangent in tangents.items():
-            expected = rows.pieces[0][name].shape if name in rows.names else None
-            if expected is None or tuple(tangent.shape) != expected:
-                wanted = expected or f"a parameter of this result ({len(rows.names)})"
-                raise InvalidInputs(
-                    f"tangents[{name!r}]: expected {wanted}, got {tuple(tangent.shape)}"
-                )
-        return self._without_outputs(rows.jvp(dict(tangents)))
+        return self._without_outputs(rows.jvp(read_tangents(tangents, rows)))
 
     def vjp(self, cotangents: Any = None) -> dict[str, Any]:
         """Return Jᵀ u by parameter, each of the parameter's shape.
@@ -142,20 +140,14 @@ class RowReductions:
 
         Raises:
             InvalidJob: this result has no rows, or `cotangents` is missing.
-            InvalidInputs: they have another shape.
+            InvalidInputs: they have another shape, or are complex.
         """
         if cotangents is None:
             stored = dict(self.grads) if self.manifest.reduce == "vjp" else None
             found: dict[str, Any] = self._required("vjp", stored, "cotangents")
             return found
         rows = self._rows("vjp")
-        expected = (rows.samples, rows.outputs)
-        if cotangents.shape[:1] != expected[:1] or cotangents.numel() != expected[0] * expected[1]:
-            shape = expected[:1] if self._squeezed else expected
-            raise InvalidInputs(
-                f"cotangents: expected {shape}, or z's shape, got {tuple(cotangents.shape)}"
-            )
-        return rows.vjp(cotangents.reshape(expected))
+        return rows.vjp(read_cotangents(cotangents, rows, one_output=self._squeezed))
 
     def projection(
         self,
@@ -174,7 +166,8 @@ class RowReductions:
             kind: by default the job's, and of a result with rows "sketch".
 
         Raises:
-            InvalidJob: this result has no rows, or is projected already, otherwise.
+            InvalidJob: this result has no rows, or is projected already, otherwise; or there is no
+                such projection.
         """
         seed = self.manifest.seed if seed is None else seed
         found = self._reduced("projection")
@@ -192,9 +185,10 @@ class RowReductions:
                 )
             return found
         rows = self._rows("projection")
-        if dim is None or dim < 1:
-            raise InvalidJob(f"dim: expected a whole number from 1, got {dim!r}")
-        return self._without_outputs(rows.projection(dim, seed, kind=kind or "sketch"))
+        kind = "sketch" if kind is None else kind
+        check_projection(dim, seed, kind)
+        assert dim is not None
+        return self._without_outputs(rows.projection(int(dim), int(seed), kind=kind))
 
     @property
     def _squeezed(self) -> bool:

@@ -100,6 +100,11 @@ def tensor_bytes(value: object, *, where: str) -> TensorBytes:
     Raises:
         InvalidInputs: it is not a tensor, or one whose dtype or layout safetensors cannot hold.
     """
+    if isinstance(value, np.ma.MaskedArray):
+        raise InvalidInputs(
+            f"{where}: expected an array without a mask, got a masked one: fill it, by "
+            f".filled(0), and give the mask as an argument of its own"
+        )
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         return _described(array, dtype=array.dtype.name, shape=array.shape, where=where)
@@ -110,11 +115,12 @@ def tensor_bytes(value: object, *, where: str) -> TensorBytes:
         )
     tensor: torch.Tensor = value  # type: ignore[assignment]  # `_is_torch` said so
     layout = str(tensor.layout).removeprefix("torch.")
-    if layout != "strided" or tensor.device.type == "meta":
+    if layout != "strided" or tensor.is_nested or tensor.device.type == "meta":
         got = "one on the meta device" if tensor.device.type == "meta" else f"layout {layout}"
+        got = "a nested one" if tensor.is_nested else got
         raise InvalidInputs(
             f"{where}: expected a dense tensor that holds values, got {got}; "
-            f"call .to_dense() on a sparse one"
+            f"call .to_dense() on a sparse one, .to_padded_tensor(0) on a nested one"
         )
     dtype = str(tensor.dtype).removeprefix("torch.")
     return _described(tensor, dtype=dtype, shape=tuple(tensor.shape), where=where)

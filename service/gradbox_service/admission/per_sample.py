@@ -64,9 +64,13 @@ def check_jacobian(spec: JacobianSpec, *, model: ModelView, tensors: TensorHeade
     """Check the job.
 
     Raises:
-        InvalidInputs: names or shapes do not fit the model.
+        InvalidInputs: names or shapes do not fit the model, or vectors are complex.
     """
     _check_wrt(spec, model=model)
+    for where, reference in references_of_jacobian(spec):
+        dtype = tensors.entry(reference, where=where).dtype
+        if dtype.startswith("C"):
+            raise InvalidInputs(f"{where}: expected real numbers, got {dtype}")
     shapes = {view.name: view.shape for view in model.parameters}
     for name, reference in spec.vectors.items() if isinstance(spec.vectors, dict) else ():
         if name not in shapes:

@@ -127,14 +127,20 @@ def permutation(order: Sequence[int] | Tensor, num_rows: int, *, group: str) -> 
     Raises:
         BadInputs: it is not a permutation of 0 … N−1.
     """
-    index_N = torch.as_tensor(order, dtype=torch.int64).cpu()
+    given_N = torch.as_tensor(order).cpu()
+    index_N = given_N.to(torch.int64)
+    if given_N.is_complex() or not torch.equal(index_N.to(given_N.dtype), given_N):
+        raise BadInputs(
+            f"group {group!r}: expected order to be whole numbers, got {given_N.dtype} with "
+            f"fractions; give it as integers"
+        )
     if index_N.shape != (num_rows,) or not torch.equal(
         index_N.sort().values, torch.arange(num_rows)
     ):
         raise BadInputs(
             f"group {group!r}: expected order to be a permutation of {num_rows} samples, got "
             f"shape {tuple(index_N.shape)} with {len(set(index_N.flatten().tolist()))} different "
-            f"entries"
+            f"entries; each of 0 to {num_rows - 1} belongs in it once"
         )
     return index_N
 

@@ -64,6 +64,8 @@ class Pieces:
             sink.write(term.parameter, at, piece)
 
     def _cut(self, term: Term) -> Iterator[Piece]:
+        if not term.dense_bytes:  # the parameter has no entries
+            return
         row_bytes = _row_bytes(term)
         rows = max(1, min(term.num_rows, self.budget_bytes // row_bytes))
         output_bytes = row_bytes * term.num_rows

@@ -220,7 +220,7 @@ class _Function:
     built_from: str
     call: Callable[..., Any] = field(compare=False)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
 
 

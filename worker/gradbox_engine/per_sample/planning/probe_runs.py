@@ -81,10 +81,12 @@ def _sized_runs(
     model: CallableModel, shard: Mapping[str, Any], index: int, samples: int
 ) -> tuple[Axes, ProbeRun, ProbeRun]:
     failure: Exception | None = None
+    ran = False
     for axes in _guesses(shard):
         try:
             first = _probe(model, resized(shard, axes, samples), index, modules=True)
             if first.z.shape[0] != samples:
+                ran = ran or failure is None
                 continue
             second = _probe(model, resized(shard, axes, samples, EXTRA), index)
         except CALL_ERRORS as error:
@@ -92,9 +94,16 @@ def _sized_runs(
             continue
         if second.z.shape[0] == samples + EXTRA:
             return axes, first, second
-    if failure is not None:
-        raise failure
     shapes = {name: tuple(x.shape) for name, x in shard.items() if isinstance(x, Tensor)}
+    sizes = [shape[0] for shape in shapes.values() if shape]
+    if sizes.count(0) * 2 > len(sizes):
+        raise NoBatchAxis(
+            f"expected a shard with samples, got inputs of shapes {shapes}: leave shards without "
+            f"samples out"
+        )
+    # Where the first guess ran, what a later one raised says nothing of the model.
+    if failure is not None and not ran:
+        raise failure
     raise NoBatchAxis(
         f"no dim of the inputs {shapes} could be cut to {samples} samples so that the output has "
         f"{samples} rows: put the samples on dim 0 of the output, and on one dim of the inputs"

@@ -1,0 +1,217 @@
+"""What no job can have is refused in a sentence; what one can have is read in any form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gradbox import (
+    Cotangents,
+    Forward,
+    GradboxError,
+    Gradient,
+    InvalidInputs,
+    InvalidJob,
+    Jacobian,
+    PerSampleGradient,
+)
+from tests.boxes import TestBox
+from tests.client import zoo
+from tests.client.test_per_sample import normal, submitted
+
+X = normal(5, 5)
+
+
+def total(z: Tensor, **others: Tensor) -> Tensor:
+    return sum(others.values(), z.square().sum())
+
+
+def gradient(**given: Any) -> Gradient:
+    return Gradient(**({"model": "mlp", "inputs": [X], "loss": total} | given))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"wrt": 3},
+        {"returns": 3},
+        {"method": 3},
+        {"method": {3: "forward", "z": "forward", "y": "forward"}},
+        {"loss_inputs": {"": X}},
+        {"loss_inputs": {3: X}},
+        {"loss_inputs": {"a" * 101: X}},
+        {"loss_inputs": {"a.b": X}},
+        {"loss_inputs": {"a": np.longdouble(1.5)}},
+        {"loss_inputs": {"a": np.complex64(1j)}},
+        {"weights": {3: X}},
+        {"weights": {"": X}},
+        {"order": [0.9, 1.9, 2.9, 3.9, 4.9]},
+        {"order": [None] * 5},
+        {"order": "abcde"},
+        {"order": [2**70]},
+        {"order": [[0, 1], [2]]},
+        {"inputs": [np.ma.masked_array(np.eye(5), mask=True)]},
+        {"inputs": {"ü": [X]}},
+    ],
+    ids=lambda given: f"{given}"[:40],
+)
+def test_what_no_job_can_have_is_refused_before_it_is_sent(given: dict[str, Any]) -> None:
+    with pytest.raises((InvalidInputs, InvalidJob), match=r"expected|valid|Input should be"):
+        gradient(**given).prepare()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_by_name() -> None:
+    with pytest.raises(InvalidInputs, match="got a nested one"):
+        gradient(inputs=[torch.nested.nested_tensor([X[0], X[1]])])
+
+
+@pytest.mark.parametrize("tensors", [{}, None, [X], "abc", {3: X}])
+def test_cotangents_of_no_such_form_are_refused(tensors: Any) -> None:
+    with pytest.raises(InvalidInputs, match="expected"):
+        Gradient(loss=Cotangents(tensors, of="job")).prepare()
+
+
+@pytest.mark.parametrize("of", ["", "a/b", 3, None])
+def test_what_is_no_job_is_refused(of: Any) -> None:
+    with pytest.raises(InvalidJob, match="expected a job, its result or its id"):
+        Cotangents(X, of=of)
+
+
+def test_empty_lists_beside_cotangents_are_none_given(twin: TestBox) -> None:
+    forward = submitted(twin, Forward(model="mlp", inputs=[X]))
+    loss = Cotangents(torch.ones(5, 3), of=forward)
+    assert submitted(twin, Gradient(loss=loss, penalties=[], weights={})).names
+
+
+@pytest.mark.parametrize("weights", [3, "abc", {3: X}, {"0.bias": [1.0]}])
+def test_a_remote_model_s_weights_are_tensors_by_name(twin: TestBox, weights: Any) -> None:
+    with twin.client() as client, pytest.raises(InvalidInputs, match="expected"):
+        client.model("mlp", weights=weights)(X).sum()
+
+
+def test_an_error_names_fields_without_the_insides_of_a_union() -> None:
+    with pytest.raises(InvalidJob, match=r"^retain: Input.*; retain: a number is needed"):
+        gradient(retain="1GB").prepare()
+
+
+@pytest.mark.parametrize("name", ["self", "function", "args", "kwargs", "call", "device"])
+def test_a_loss_input_may_have_any_argument_s_name(twin: TestBox, name: str) -> None:
+    found = submitted(twin, gradient(loss_inputs={name: torch.tensor(2.5)}))
+    assert found.loss == pytest.approx(submitted(twin, gradient()).loss + 2.5)
+
+
+def test_fractions_are_no_order(twin: TestBox) -> None:
+    with pytest.raises(GradboxError, match="expected order to be whole numbers"):
+        submitted(twin, gradient(order=torch.arange(5) + 0.5))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"reduce": "vjp", "vectors": torch.ones(5, 3, dtype=torch.complex64)},
+        {"reduce": "jvp", "vectors": {"0.bias": torch.ones(8, dtype=torch.complex64)}},
+    ],
+    ids=["vjp", "jvp"],
+)
+def test_complex_vectors_are_refused(twin: TestBox, given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputs, match=r"vectors.*expected real numbers, got C64"):
+        submitted(twin, Jacobian(model="mlp", inputs=[X], **given))
+
+
+FORMS: list[Callable[[Tensor], Any]] = [
+    lambda t: t.numpy(),
+    lambda t: t.numpy().astype(">f8"),
+    lambda t: np.asfortranarray(t.numpy()),
+    lambda t: t.numpy()[::-1].copy()[::-1],
+    lambda t: t.clone().requires_grad_(),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["numpy", "big-endian", "column-major", "-1", "leaf"])
+def test_rows_are_multiplied_with_tensors_and_arrays(
+    twin: TestBox, form: Callable[[Tensor], Any]
+) -> None:
+    result = submitted(twin, Jacobian(model="mlp", inputs=[X], form="factored"))
+    tangents = {name: normal(*rows.shape[2:]) for name, rows in result.grads.items()}
+    found = result.jvp({name: form(tangent) for name, tangent in tangents.items()})
+    assert torch.equal(found, result.jvp(tangents))
+    cotangents = normal(5, 3)
+    for name, found in result.vjp(form(cotangents)).items():
+        assert torch.equal(found, result.vjp(cotangents)[name])
+
+
+def test_rows_are_not_multiplied_with_anything_else(twin: TestBox) -> None:
+    result = submitted(twin, Jacobian(model="mlp", inputs=[X]))
+    wrong: list[Callable[[], Any]] = [
+        lambda: result.jvp(torch.ones(8)),  # type: ignore[arg-type]
+        lambda: result.jvp({"0.bias": [1.0] * 8}),
+        lambda: result.jvp({"0.bias": torch.ones(8) * 1j}),
+        lambda: result.jvp({"0.bias": np.array(["a"] * 8)}),
+        lambda: result.vjp([[1.0] * 3] * 5),
+        lambda: result.vjp(np.ones((5, 3)) * 1j),
+    ]
+    for call in wrong:
+        with pytest.raises(InvalidInputs, match="expected"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dim": 2.5},
+        {"dim": "3"},
+        {"dim": True},
+        {"dim": 4, "seed": -1},
+        {"dim": 4, "seed": 1.5},
+        {"dim": 4, "seed": "a"},
+        {"dim": 4, "kind": "x"},
+    ],
+    ids=str,
+)
+def test_a_projection_here_refuses_what_the_box_refuses(
+    twin: TestBox, given: dict[str, Any]
+) -> None:
+    result = submitted(twin, Jacobian(model="mlp", inputs=[X]))
+    with pytest.raises(InvalidJob, match="expected"):
+        result.projection(**given)
+
+
+def test_parameters_without_entries_have_rows_without_entries(twin: TestBox) -> None:
+    x, model = normal(5, 4), zoo.empty()
+    z = model(x).square().sum(1)
+    for form in ("dense", "factored"):
+        job = PerSampleGradient(model="empty", inputs=[x], loss=squares, form=form)  # type: ignore[arg-type]
+        result = submitted(twin, job)
+        for name, parameter in model.named_parameters():
+            rows = torch.stack(
+                [torch.autograd.grad(z[b], parameter, retain_graph=True)[0] for b in range(5)]
+            )
+            assert result.grads[name].shape == rows.shape
+            assert torch.allclose(result.grads[name][:], rows, rtol=1e-10)
+        assert torch.allclose(result.gram(), result.flat() @ result.flat().T)
+        for kind in ("sketch", "gaussian"):
+            assert result.projection(4, kind=kind).shape == (5, 4)  # type: ignore[arg-type]
+        tangents = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+        v = torch.cat([tangents[name].flatten() for name in result.names])
+        assert torch.allclose(result.jvp(tangents), result.flat() @ v)
+        assert result.vjp(torch.ones(5))["no_columns"].shape == (3, 0)
+
+
+def squares(z: Tensor) -> Tensor:
+    return z.square().sum(1)
+
+
+def test_a_shard_without_samples_is_refused_by_its_shape(twin: TestBox) -> None:
+    with pytest.raises(GradboxError, match=r"expected a shard with samples, got .*\(0, 5\)"):
+        submitted(twin, Jacobian(model="mlp", inputs=[X[:0], X]))
+
+
+def test_an_output_without_a_row_for_each_sample_is_refused_as_that(twin: TestBox) -> None:
+    with pytest.raises(GradboxError, match=r"so that the output has . rows"):
+        submitted(twin, Jacobian(model="mlp", inputs=[X], readout=lambda z, inputs: z[:1]))
