@@ -32,8 +32,6 @@ from gradbox_worker.models.models_file import gpus_of_a_device, read_models_file
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
-# Building its models may take an actor long, from a slow disk for one.
-READY_S: Final = 600.0
 AUTO: Final = "auto"
 CPU: Final = "cpu"
 
