@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -38,16 +39,15 @@ def mlp() -> object:
 
 
 class Drifting(nn.Module):
-    """Counts its calls in a plain attribute, and adds them to the output."""
+    """Counts its calls in an object of its own, and adds them to the output."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(5, 3, dtype=torch.float64)
-        self.calls = 0
+        self.calls = itertools.count(1)
 
     def forward(self, x):
-        self.calls += 1
-        return self.linear(x) + self.calls
+        return self.linear(x) + next(self.calls)
 
 
 class Detached(nn.Module):
