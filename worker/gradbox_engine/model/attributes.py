@@ -96,10 +96,10 @@ class _Registered:
             same = all(map(is_, self._read(self._live), self._values))
         except KeyError:
             return True
-        return (
-            not same
-            or len(self._live) != len(self._first)
-            or any(not _same(_entries(container), kept) for container, kept in self._containers)
+        if not same or len(self._live) != len(self._first):
+            return True
+        return bool(self._containers) and any(
+            not _same(_entries(container), kept) for container, kept in self._containers
         )
 
     def attributes(self) -> ModuleAttributes | None:
