@@ -90,7 +90,7 @@ REFUSED = {
         "outer: expected a finite number",
     ),
     "inner that raises": ({"inner": _fails_on_three}, ModelCallFailed, "shard 2: inner raised"),
-    "a model with a hidden counter": ({"model": Drifting}, ReplayMismatch, "call counter"),
+    "a model with a hidden counter": ({"model": Drifting}, ReplayMismatch, "counter in an object"),
     "nothing to differentiate by": ({"y": {}, "inner": lambda v: v.sum()}, BadInputs, "at least"),
 }
 
