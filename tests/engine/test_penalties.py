@@ -242,3 +242,26 @@ def test_hooks_are_gone_afterwards():
     answer(case, model, penalties=[Penalty("0", _square)])
     hooks = itertools.chain.from_iterable(m._forward_hooks for m in model.modules())
     assert list(hooks) == []
+
+
+def test_a_penaltys_gradient_passes_through_hooks_on_the_activation():
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.part = nn.Linear(5, 4, dtype=torch.float64)
+            self.head = nn.Linear(4, 3, dtype=torch.float64)
+            self.part.register_forward_hook(self._shrink)
+
+        def _shrink(self, _module, _inputs, h):
+            h.register_hook(lambda gradient: gradient * 0.25)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.part(x))
+
+    case = Case(Hooked, {"z": [{"0": torch.ones(2, 5, dtype=torch.float64)}]}, _square)
+    penalties = [Penalty(at="part", loss=_sparse, weight=2.0)]
+    found = answer(case, penalties=penalties)
+    loss, grads = _naive(case, penalties)
+    assert found.loss == pytest.approx(loss)
+    assert difference(found.grads, grads) <= TOLERANCE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,16 +132,15 @@ def test_two_names_of_one_tensor_with_different_weights():
 
 
 class _Counting(nn.Module):
-    """Keeps state in a plain attribute, where no replay can find it."""
+    """Keeps state in an object of its own, where no replay can find it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(5, 3).double()
-        self.calls = 0
+        self.calls = itertools.count(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.linear(x) * self.calls
+        return self.linear(x) * next(self.calls)
 
 
 class _OwnGenerator(nn.Module):
@@ -158,12 +159,11 @@ class _OneEntryOff(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(5, 3).double()
-        self.calls = 0
+        self.calls = itertools.count(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
         z = self.linear(x)
-        return z + torch.eye(*z.shape, dtype=z.dtype) * (0.001 if self.calls == 5 else 0)
+        return z + torch.eye(*z.shape, dtype=z.dtype) * (0.001 if next(self.calls) == 5 else 0)
 
 
 @pytest.mark.parametrize("model", [_Counting, _OwnGenerator, _OneEntryOff])

@@ -1,8 +1,10 @@
 """Products with J = ∂v/∂z of one shard: aᵀJ by reverse mode, and Ju in two ways.
 
 By forward mode a call of the model carries the tangent along: no graph, two forwards' work. Where
-an operation has no forward-mode rule, Ju is the derivative of the linear map p ↦ (pᵀJ)u at any p:
-a forward and a backward with a graph, that of the backward too, and one backward through it.
+an operation has no forward-mode rule, Ju is the derivative of the map p ↦ (pᵀJ)u: a forward and a
+backward with a graph, that of the backward too, and one backward through it. The map is linear but
+for backward passes that a hook bends (gradients clipped on their way), so it is taken at p = a,
+where the first pass was.
 
 Both can be wrong without an error. Forward mode goes through a model's own `torch.no_grad()`, where
 reverse mode stops: the caller compares ⟨a, Ju⟩ with ⟨aᵀJ, u⟩. And autograd silently leaves out a
@@ -109,8 +111,13 @@ class ShardJacobians:
             found = {n: parts(v) for n, v in graph.outputs.items()}
         return _linearised(found, scale)
 
-    def double_transposed(self, position: Position, u: Tensor) -> Linearised:
-        """Return v and Ju as the derivative of p ↦ (pᵀJ)u: a graph of the model, and twice.
+    def double_transposed(
+        self, position: Position, u: Tensor, cotangents: Callable[[Outputs], Outputs]
+    ) -> Linearised:
+        """Return v and Ju as the derivative of p ↦ (pᵀJ)u at a: a graph of the model, and twice.
+
+        Args:
+            cotangents: a, given v.
 
         Raises:
             NoTangent: an operation cannot be differentiated twice.
@@ -120,7 +127,9 @@ class ShardJacobians:
         leaf = z.requires_grad_()
         with torch.enable_grad(), checkpoints_inlined():
             graph = self._calls(position, {**arguments, name: leaf.clone()})
-            tangents = self._twice(position, graph, leaf, (u * scale).to(z.dtype).view_as(z))
+            a = cotangents(graph.outputs)
+            moving = (u * scale).to(z.dtype).view_as(z)
+            tangents = self._twice(position, graph, leaf, a, moving)
         return _linearised({n: (v, tangents.get(n)) for n, v in graph.outputs.items()}, scale)
 
     def _no_tangent(self, position: Position, found: str) -> NoTangent:
@@ -132,10 +141,14 @@ class ShardJacobians:
         )
 
     def _twice(
-        self, position: Position, graph: ShardGraph, leaf: Tensor, u: Tensor
+        self, position: Position, graph: ShardGraph, leaf: Tensor, a: Outputs, u: Tensor
     ) -> dict[str, Tensor | None]:
         differentiable = {n: v for n, v in graph.outputs.items() if v.requires_grad}
-        probes = {n: torch.zeros_like(v, requires_grad=True) for n, v in differentiable.items()}
+        scale = self._scale([a[n] for n in differentiable if n in a])
+        probes = {
+            n: ((a[n] * scale).to(v.dtype) if n in a else torch.zeros_like(v)).requires_grad_()
+            for n, v in differentiable.items()
+        }
         try:
             with self._calls.backward():
                 (product,) = torch.autograd.grad(

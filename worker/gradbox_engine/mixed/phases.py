@@ -245,7 +245,8 @@ class _Tangents:
 
     def _by_double_backward(self, record: ShardRecord, u: Tensor) -> Contraction:
         self._equipment.ready.buffers.restore(record.before)
-        linearised = self._equipment.jacobians.double_transposed(record.position, u)
+        cotangents = partial(self._equipment.inner.cotangents, record.position)
+        linearised = self._equipment.jacobians.double_transposed(record.position, u, cotangents)
         self._compare(record, linearised)
         return self._contract(record, linearised)
 

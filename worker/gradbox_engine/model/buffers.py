@@ -10,6 +10,8 @@ registered tensor: its numbers and its version counter are restored in place, so
 and graphs that saved it, find them. A name that the model binds anew gets a new tensor at every
 restore, and none that was once bound is written to again, for a graph may have saved it.
 
+A submodule's plain attributes, as a counter of its calls, belong to S₀ … Sₙ too: see `attributes`.
+
 Change is told by value: writes through `.data`, and batch norm's own, leave no trace in a version
 counter.
 
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine.errors import GraphInBuffer
+from gradbox_engine.model.attributes import Attributes
 from gradbox_engine.model.snapshots import Live, PackedValues, Slot, Snapshot
 from gradbox_engine.model.tensor_equality import form, same_values, strided_parts, writable
 
@@ -32,6 +35,7 @@ class Buffers:
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
         self._tables = [(prefix, module._buffers) for prefix, module in self._modules.items()]
+        self._attributes = Attributes(self._modules)
         self._changing: set[Slot] = set()
         self._rebound: set[Slot] = set()
         self._registered = self._live()
@@ -70,6 +74,8 @@ class Buffers:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Give every buffer the value it had when `snapshot` was taken, and no graph."""
+        if snapshot.attributes is not None:
+            self._attributes.restore(snapshot.attributes)
         values, live = snapshot.values, self._live()
         if values or live:
             self._restore(values, live)
@@ -179,7 +185,9 @@ class Buffers:
                 apart[slot] = _copy(buffer)
                 self._changing.add(slot)
         packed = [PackedValues.of(alike) for alike in together.values()]
-        snapshot = Snapshot(apart, packed, versions=self._versions(live))
+        snapshot = Snapshot(
+            apart, packed, versions=self._versions(live), attributes=self._attributes.state()
+        )
         if previous is not None and compare:
             snapshot.compare_later(previous, compare)
         return snapshot

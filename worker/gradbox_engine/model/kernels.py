@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+_Reentrant = torch.utils.checkpoint.CheckpointFunction
 RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
 
@@ -45,6 +46,33 @@ def checkpoints_inlined() -> Iterator[None]:
         yield
     finally:
         torch.utils.checkpoint.CheckpointFunction = before  # type: ignore[misc]
+
+
+@contextmanager
+def checkpoints_reached() -> Iterator[None]:
+    """Let reentrant checkpoints have a graph also where none of their inputs requires grad.
+
+    They are functions of their inputs alone: with frozen layers below, or at the start of a model,
+    the parameters inside get no gradient, without an error. There torch's other kind of checkpoint
+    takes their place, which draws the same random numbers.
+    """
+    before = torch.utils.checkpoint.CheckpointFunction
+    torch.utils.checkpoint.CheckpointFunction = _Reached  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        torch.utils.checkpoint.CheckpointFunction = before  # type: ignore[misc]
+
+
+class _Reached:
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        reached = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        if reached or not torch.is_grad_enabled():
+            return _Reentrant.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+        return torch.utils.checkpoint.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
 
 
 class _Inlined:

@@ -54,6 +54,13 @@ class Tap:
         self._factor = 1.0
         if activation.requires_grad:
             activation.register_hook(self._add_gradient)  # type: ignore[no-untyped-call]
+            # Before hooks of the model's own, which the penalty's gradient passes through as well.
+            # autograd runs them in the order of insertion, which `move_to_end` does not change.
+            hooks: Any = activation._backward_hooks
+            *earlier, own = hooks.items()
+            if earlier:
+                hooks.clear()
+                hooks.update([own, *earlier])
 
     @property
     def overwritten(self) -> bool:

@@ -74,6 +74,7 @@ def arithmetic(precision: Precision) -> Iterator[None]:
     on_cpu = library.mkldnn.matmul, library.mkldnn.conv, library.mkldnn.rnn
     before = [(switch, switch.fp32_precision) for switch in (*on_gpu, *on_cpu)]
     fast_path = torch.backends.mha.get_fastpath_enabled()
+    default_dtype = torch.get_default_dtype()
     try:
         # torch refuses to read the older switch, as its compiler does, where the two disagree.
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -88,6 +89,7 @@ def arithmetic(precision: Precision) -> Iterator[None]:
         for switch, value in before:
             switch.fp32_precision = value
         torch.backends.mha.set_fastpath_enabled(fast_path)
+        torch.set_default_dtype(default_dtype)  # which a model's forward pass may have set
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradbox_engine.model.buffers import Buffers
 from gradbox_engine.model.calls import ModelCalls
-from gradbox_engine.model.kernels import avoid_cudnn_recurrence
+from gradbox_engine.model.kernels import avoid_cudnn_recurrence, checkpoints_reached
 from gradbox_engine.model.precision import arithmetic
 from gradbox_engine.model.restore import restored
 from gradbox_engine.model.shard_feed import ShardFeed
@@ -61,6 +61,7 @@ def configured(
         restored(model) as registered,
         generators_restored(),
         arithmetic(options.precision),
+        checkpoints_reached(),
     ):
         lay_over(model, options.weights or {})
         if options.widened:

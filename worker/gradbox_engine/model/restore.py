@@ -3,15 +3,16 @@
 A job sets flags, registers hooks, swaps data, and the model itself may rebind attributes. All of
 that is put back, also after an error: every attribute of every submodule, the entries of its dicts
 (parameters, buffers, hooks), and of every tensor its data, `requires_grad`, `.grad` and hooks; of
-buffers and of tensors that are plain attributes, which a forward pass may overwrite, also the
-values.
+buffers, of tensors that are plain attributes and of embeddings with a `max_norm`, which a forward
+pass may overwrite, also the values.
 
 Not covered: the inside of plain objects that a submodule holds (a list in a list, another
-library's cache), and a forward pass that writes to its own parameters in place.
+library's cache), and a forward pass that writes to its own parameters in place otherwise.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from gradbox_engine.model.tensor_equality import same_values
 
-CONTAINERS = (dict, list, set)
+CONTAINERS = (dict, list, set, deque)
 
 
 @contextmanager
@@ -34,7 +35,8 @@ def restored(model: nn.Module) -> Iterator[list[Tensor]]:
     parameters = _registered(modules, "_parameters")
     buffers = _registered(modules, "_buffers")
     plain = (tensor for state in modules for tensor in state.plain_tensors)
-    states = [_TensorState(parameter) for parameter in parameters]
+    renormed = _renormed(modules)
+    states = [_TensorState(p, with_value=id(p) in renormed) for p in parameters]
     states += [_TensorState(tensor, with_value=True) for tensor in (*buffers, *plain)]
     failed = True
     try:
@@ -58,6 +60,13 @@ def _registered(modules: list[_ModuleState], table: str) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
 
 
+def _renormed(modules: list[_ModuleState]) -> set[int]:
+    """Return the ids of tables whose rows a look-up shortens in place, by `max_norm`."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    found = (state.module for state in modules if isinstance(state.module, tables))
+    return {id(table.weight) for table in found if table.max_norm is not None}
+
+
 class _ModuleState:
     """A submodule's attributes, and the entries of those that are dicts, lists or sets.
 
@@ -65,11 +74,12 @@ class _ModuleState:
     are tensors of its own that are registered nowhere.
     """
 
-    __slots__ = ("_attributes", "_entries", "module", "plain_tensors")
+    __slots__ = ("_attributes", "_entries", "_training", "module", "plain_tensors")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._attributes = vars(module).copy()
+        self._training = module.training
         self._entries: list[tuple[Any, Any]] = []
         self.plain_tensors: list[Tensor] = []
         for value in self._attributes.values():
@@ -84,14 +94,16 @@ class _ModuleState:
                 _refill(container, entries)
         vars(self.module).clear()
         vars(self.module).update(self._attributes)
+        if self.module.training != self._training:  # a scripted module has it elsewhere
+            self.module.training = self._training
 
 
 def _refill(container: Any, entries: Any) -> None:
-    """Give a dict, list or set the entries that it had; None stands for none."""
+    """Give a dict, list, set or deque the entries that it had; None stands for none."""
     if container:
         container.clear()
     if entries:
-        if isinstance(container, list):
+        if isinstance(container, list | deque):
             container.extend(entries)
         else:
             container.update(entries)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from gradbox_engine.checkpoint import Checkpoint
+from gradbox_engine.model.attributes import State, restorable, to_json
 from gradbox_engine.model.host_copy import HostCopy
 from gradbox_engine.model.tensor_equality import same_values
 
@@ -53,13 +54,20 @@ class PackedValues(NamedTuple):
 class Snapshot:
     """The values of all buffers at one moment. Nothing writes to these tensors.
 
-    `versions` are the registered tensors' version counters, where those were bound.
+    `versions` are the registered tensors' version counters, where those were bound; `attributes`
+    the submodules' plain attributes, None where these are to stay as they are.
     """
 
     def __init__(
-        self, apart: Live, packed: Sequence[PackedValues] = (), *, versions: Mapping[Slot, int]
+        self,
+        apart: Live,
+        packed: Sequence[PackedValues] = (),
+        *,
+        versions: Mapping[Slot, int],
+        attributes: State | None = None,
     ) -> None:
         self.versions = versions
+        self.attributes = attributes
         self._apart = apart
         self._packed = packed
         self._previous: Snapshot | None = None
@@ -76,7 +84,9 @@ class Snapshot:
         return self._apart.get(slot)
 
     def equals(self, other: Snapshot) -> bool:
-        """Return whether all values are equal; NaN is not. Waits for the device."""
+        """Return whether all values and attributes are equal; NaN is not. Waits for the device."""
+        if restorable(self.attributes or {}) != restorable(other.attributes or {}):
+            return False
         own, others = self.values, other.values
         return own.keys() == others.keys() and all(
             (a is b is None) or (a is not None and b is not None and same_values(a, b))
@@ -127,6 +137,7 @@ def packed(states: Sequence[Snapshot]) -> Checkpoint:
         gone += [[index, slots.setdefault(s, len(slots))] for s in before if s not in values]
         before = values
     facts: dict[str, Any] = {"slots": [list(slot) for slot in slots], "gone": gone, "none": none}
+    facts["attributes"] = [to_json(snapshot.attributes or {}) for snapshot in states[1:]]
     return Checkpoint(changed, facts | {"num": len(states) - 1})
 
 
@@ -149,7 +160,8 @@ def unpacked(found: Checkpoint, first: Snapshot) -> list[Snapshot]:
             for slot, value in (values | changes.get(index, {})).items()
             if slot not in gone.get(index, ())
         }
-        states.append(Snapshot(dict(values), versions={}))
+        attributes = found.facts["attributes"][index]
+        states.append(Snapshot(dict(values), versions={}, attributes=attributes))
     return states
 
 

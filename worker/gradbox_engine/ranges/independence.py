@@ -5,8 +5,8 @@ shards before. That is right for a model whose outputs do not depend on those. I
 granted: the range's first shard is put through the model once more, under the buffers that one pass
 would have shown it, and has to give the z of the range's first pass and the statistics that
 `norm_statistics` foretells. A model that reads running statistics of batch norm in training mode, a
-batch norm of another update rule, a call counter, a cache, a generator of its own: all of them fail
-here, where a job on one device may well be right.
+batch norm of another update rule, a counter in an object, a cache, a generator of its own: all of
+them fail here, where a job on one device may well be right.
 
 Cost: one forward. Not noticed: a dependence that this one shard does not show.
 """

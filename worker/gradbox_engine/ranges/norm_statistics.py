@@ -11,8 +11,8 @@ range made of S₀ therefore tells what it makes of any T:
 
 with N₀, N the number of batches in S₀ and T, and c of them in the range. Exact but for rounding.
 
-Any other buffer that changes is refused: `updates`. That no output depends on the running ones is
-not taken for granted either: see `independence`.
+Any other buffer that changes is refused, and any plain attribute: `updates`. That no output depends
+on the running ones is not taken for granted either: see `independence`.
 
 Not supported: running statistics of instance norm, which counts no batches.
 """
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradbox_engine.errors import CoupledShards
+from gradbox_engine.model.attributes import restorable
 from gradbox_engine.model.snapshots import Live, Slot, Snapshot
 from gradbox_engine.model.tensor_equality import form, same_values
 from gradbox_engine.ranges.protocol import NormStatistics, NormUpdate, RangeOutputs
@@ -43,8 +44,9 @@ def updates(model: nn.Module, records: Sequence[ShardRecord]) -> dict[str, NormU
     """Return what a range did to the running statistics of batch norms, by module.
 
     Raises:
-        CoupledShards: a shard changed any other buffer.
+        CoupledShards: a shard changed any other buffer, or a number kept as an attribute.
     """
+    _refuse_attributes(records)
     norms = {
         name: module
         for name, module in model.named_modules()
@@ -69,6 +71,16 @@ def updates(model: nn.Module, records: Sequence[ShardRecord]) -> dict[str, NormU
         for name in norms
         if changed & {(name, MEAN), (name, VAR), (name, COUNT)}
     }
+
+
+def _refuse_attributes(records: Sequence[ShardRecord]) -> None:
+    for record in records:
+        for module, attributes in restorable(record.after.attributes or {}).items():
+            for name in attributes:
+                raise CoupledShards(
+                    f"attribute {_join(module, name)!r}: expected none to change from shard to "
+                    f"shard, since each device begins with the registered ones; {ONE_DEVICE}"
+                )
 
 
 def statistics_of(values: Live, module: str) -> NormStatistics:
@@ -131,7 +143,7 @@ def buffers_after(gathered: Sequence[RangeOutputs]) -> dict[str, Tensor]:
 
 
 def with_statistics(snapshot: Snapshot, norms: Mapping[str, NormStatistics]) -> Snapshot:
-    """Return a snapshot with other running statistics."""
+    """Return a snapshot with other running statistics, and no attributes."""
     values = snapshot.values
     for name, norm in norms.items():
         for buffer, value in _tensors(norm).items():

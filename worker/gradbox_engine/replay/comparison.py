@@ -70,7 +70,7 @@ class ReplayComparison:
             raise ReplayMismatch(
                 f"{where}: expected the replay to repeat the first pass within {tolerance:.0e} of "
                 f"max |z|, got {difference:.1e}; the model keeps state that is neither a buffer "
-                f"nor a global random generator (a call counter, a generator of its own, a "
+                f"nor a global random generator (a generator of its own, a counter in an object, a "
                 f"cache): move it into a buffer, or switch it off"
             )
 

@@ -1,9 +1,10 @@
 """Gradients summed over shards: Σᵢ z̄ᵢᵀ ∂zᵢ/∂θ.
 
 During a backward pass a sum is its parameter's `.grad`, to which autograd adds in place. Where that
-is not possible (there is no sum yet, it is wider than the parameter, or gradients are scaled), a
-hook takes the gradient as soon as it is complete and adds it. Either way one parameter's gradient
-is alive beside the sums, not all of them. Sums are float32 or wider.
+is not possible (there is no sum yet, it is wider than the parameter, gradients are scaled, or the
+model has such hooks of its own), a hook takes the gradient as soon as it is complete and adds it.
+Either way one parameter's gradient is alive beside the sums, not all of them. Sums are float32 or
+wider.
 
 A backward pass that ended early leaves sums that are of no use: `clear` them.
 """
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint
+from gradbox_engine.errors import ModelCallFailed
 from gradbox_engine.model.precision import accumulation_dtype
 
 
@@ -41,11 +43,23 @@ class GradientSums:
 
     @contextmanager
     def added_up(self) -> Iterator[None]:
-        """Add the gradients of the backward passes that run until this ends."""
+        """Add the gradients of the backward passes that run until this ends.
+
+        Raises:
+            ModelCallFailed: a parameter does not require grad any more.
+        """
         handles = []
         for name, parameter in self.parameters.items():
+            if not parameter.requires_grad:
+                raise ModelCallFailed(
+                    f"parameter {name!r}: expected it to require grad throughout the job, but the "
+                    f"model has switched that off in its forward pass; freeze it before it is "
+                    f"registered, or leave it out by wrt="
+                )
             total = self._sums.get(name)
-            if total is not None and total.dtype == parameter.dtype and self.scale == 1.0:
+            exact = total is not None and total.dtype == parameter.dtype and self.scale == 1.0
+            # A hook of the model's own changes one shard's gradient, not the sum so far.
+            if exact and not parameter._post_accumulate_grad_hooks:
                 parameter.grad = total
             else:
                 parameter.grad = None  # what the model's own backward passes may have left

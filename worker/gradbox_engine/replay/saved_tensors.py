@@ -88,6 +88,8 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Saved:
         # Without its place in the graph: a node that owned its own output would never be freed.
         tensor = tensor.detach()
+        if tensor._is_zerotensor():  # of forward mode within the model: it has no storage
+            return tensor, tensor._version
         if tensor.layout is not torch.strided:
             self.num_bytes += _bytes_of(tensor)
             return tensor, tensor._version

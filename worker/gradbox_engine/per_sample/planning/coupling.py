@@ -72,6 +72,8 @@ def mixing_layers(uses: ProbeUses) -> Iterator[Mixing]:
 
 def _mixed(a: Tensor, b: Tensor, c: Tensor, uses: ProbeUses) -> bool | None:
     """Return `Mixing.seen` of a tensor of the three runs, None where samples do not meet in it."""
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (a, b, c))):
+        return False  # of a `torch.func` call that is over: its numbers cannot be read any more
     dim = changed_dim(a.shape, b.shape)
     if dim is None:  # of no sample, yet another if a sample is: a mean over the batch
         return False if b.shape != c.shape or not torch.equal(b, c) else None

@@ -78,6 +78,9 @@ def callable_model(
     _refuse_complex(parameters)
     device = model_device(model)
     with configured(model, parameters, options):
+        for module in model.modules():
+            if isinstance(module, nn.EmbeddingBag):
+                module.sparse = False  # which neither vmap nor a batched backward pass knows
         yield CallableModel(
             model,
             parameters,

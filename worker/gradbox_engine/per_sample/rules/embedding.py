@@ -39,6 +39,19 @@ def _bind_embedding(
     return Layer(input, {"weight": weight}, detail=padding_idx, first_dims=input.dim())
 
 
+def _bind_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    *_: Any,
+    **__: Any,
+) -> Layer | None:
+    return _bind_embedding(input, weight, None, 1.0, norm_type, scale_grad_by_freq)
+
+
 def _bind_index(table: Tensor, index: Any) -> Layer | None:
     of_rows = isinstance(index, Tensor) and index.dtype == torch.int64 and index.dim() > 0
     if not of_rows or table.dim() != 2:
@@ -67,5 +80,6 @@ def _embedding_terms(layer: Layer, x: Tensor, g: Tensor, targets: Targets) -> It
 
 RULES: dict[Callable[..., Any], Rule] = {
     F.embedding: Rule("embedding", _bind_embedding, _embedding_terms),
+    F.embedding_bag: Rule("embedding", _bind_bag, _embedding_terms),  # which only refuses
     Tensor.__getitem__: Rule("index", _bind_index, _embedding_terms, _counted_from_zero),
 }

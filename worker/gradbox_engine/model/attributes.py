@@ -1,0 +1,170 @@
+"""Numbers and words that a model keeps as plain attributes: a counter, a phase, a length seen.
+
+They are part of the state S₀ … Sₙ, as buffers are. A schedule that a counter drives may change a
+gradient and no output (gradient reversal whose strength grows, a layer that is frozen for its
+first calls), so that no comparison of outputs would notice another count in the replay.
+
+A submodule's attributes are kept after a shard where whatever it changed is a number, a word or
+None, or a short dict, list, set or deque of these. A submodule that changed anything else as well
+(a cached tensor, an object) stays as it is, for half of its state is worse than none; it begins a
+second pass as it began the first.
+
+Cost: a look at every submodule's attributes once a shard. Not covered: the inside of plain
+objects, and tensors that are overwritten in place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)
+CONTAINERS = (dict, list, set, deque)
+MOST_ENTRIES = 64  # of a container: n snapshots of a list that grows would take n² places
+
+ModuleAttributes = dict[str, Any]
+State = Mapping[str, ModuleAttributes | None]
+"""By submodule, the attributes that differ in it or were there; None where they cannot be kept.
+A submodule that is not named has those that it was registered with."""
+
+
+class Attributes:
+    """The live attributes of a model's submodules, but for those that torch keeps itself."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = {name: _Registered(module) for name, module in modules.items()}
+
+    def state(self) -> dict[str, ModuleAttributes | None]:
+        """Return what the submodules hold now that they were not registered with."""
+        return {
+            name: module.attributes() for name, module in self._modules.items() if module.changed()
+        }
+
+    def restore(self, state: State) -> None:
+        """Give every submodule the attributes of a `state`, where it has them."""
+        for name, module in self._modules.items():
+            attributes = state.get(name, {})
+            if attributes is None:
+                continue
+            if attributes or module.changed():
+                module.restore()
+                module.update(attributes)
+
+
+def restorable(state: State) -> dict[str, ModuleAttributes]:
+    """Return a state without the submodules whose attributes cannot be kept."""
+    return {name: attributes for name, attributes in state.items() if attributes is not None}
+
+
+def to_json(state: State) -> dict[str, ModuleAttributes | None]:
+    """Return a state as JSON values; attributes that are not such count as not kept."""
+    return {name: a if a is None or _is_json(a) else None for name, a in state.items()}
+
+
+def _is_json(attributes: ModuleAttributes) -> bool:
+    try:
+        return bool(json.loads(json.dumps(attributes, allow_nan=False)) == attributes)
+    except (TypeError, ValueError):
+        return False
+
+
+class _Registered:
+    """One submodule's attributes as they were when the job began."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._live = vars(module)
+        self._first = self._live.copy()
+        own = [name for name in self._live if name not in OF_TORCH]
+        # One call of C for every shard and submodule; of two names or more it returns a tuple.
+        self._read = itemgetter(*own, *own) if own else lambda _: ()
+        self._values = self._read(self._live)
+        self._containers = [
+            (value, _entries(value))
+            for name, value in self._live.items()
+            if name not in OF_TORCH and isinstance(value, CONTAINERS)
+        ]
+
+    def changed(self) -> bool:
+        try:
+            same = all(map(is_, self._read(self._live), self._values))
+        except KeyError:
+            return True
+        if not same or len(self._live) != len(self._first):
+            return True
+        return bool(self._containers) and any(
+            not _same(_entries(container), kept) for container, kept in self._containers
+        )
+
+    def attributes(self) -> ModuleAttributes | None:
+        """Return what differs; None if not all of it is plain. A name that is gone is named too."""
+        own = {n: v for n, v in self._live.items() if n not in OF_TORCH}
+        entries = {id(container): kept for container, kept in self._containers}
+        found: ModuleAttributes = {}
+        for name, value in own.items():
+            kept = entries.get(id(value))
+            if value is self._first.get(name, entries) and (
+                kept is None or _same(_entries(value), kept)
+            ):
+                continue
+            if not _is_plain(value):
+                return None
+            found[name] = value.copy() if isinstance(value, CONTAINERS) else value
+        gone = [n for n in self._first if n not in self._live]
+        return None if gone else found
+
+    def restore(self) -> None:
+        for container, entries in self._containers:
+            if not _same(_entries(container), entries):
+                _refill(container, entries)
+        for name in [n for n in self._live if n not in self._first and n not in OF_TORCH]:
+            del self._live[name]
+        self._live.update({n: v for n, v in self._first.items() if n not in OF_TORCH})
+
+    def update(self, attributes: ModuleAttributes) -> None:
+        for name, value in attributes.items():
+            live = self._live.get(name)
+            if type(live) is type(value) and isinstance(live, CONTAINERS):
+                _refill(live, _entries(value))  # others may hold the same container
+            elif isinstance(value, CONTAINERS):
+                self._live[name] = value.copy()
+            else:
+                self._live[name] = value
+
+
+def _entries(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [part for item in container.items() for part in item]
+    return list(container)
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+def _refill(container: Any, entries: list[Any]) -> None:
+    container.clear()
+    if isinstance(container, dict):
+        container.update(zip(entries[::2], entries[1::2], strict=True))
+    elif isinstance(container, set):
+        container.update(entries)
+    else:
+        container.extend(entries)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (*CONTAINERS, tuple)):
+        return len(value) <= MOST_ENTRIES and all(map(_is_constant, _entries(value)))
+    return isinstance(value, PLAIN)
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return len(value) <= MOST_ENTRIES and all(map(_is_constant, value))
+    return isinstance(value, PLAIN)
