@@ -18,6 +18,7 @@ from gradbox import (
     InvalidInputs,
     InvalidJob,
     Jacobian,
+    Penalty,
     PerSampleGradient,
 )
 from tests.boxes import TestBox
@@ -66,6 +67,21 @@ def test_what_no_job_can_have_is_refused_before_it_is_sent(given: dict[str, Any]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("given", "called"),
+    [
+        ({"loss": lambda z: z.sum(), "loss_inputs": {"y": X}}, "all loss_inputs go by their names"),
+        ({"readout": lambda output: output}, r"called as readout\(output, inputs\)"),
+        ({"penalties": [Penalty(at="0", loss=lambda tap, z: z.sum())]}, "with one tensor"),
+    ],
+)
+def test_a_function_of_other_arguments_is_told_how_it_is_called(
+    given: dict[str, Any], called: str
+) -> None:
+    with pytest.raises(InvalidInputs, match=called):
+        gradient(**given).prepare()
+
+
 def test_a_nested_tensor_is_refused_by_name() -> None:
     with pytest.raises(InvalidInputs, match="got a nested one"):
         gradient(inputs=[torch.nested.nested_tensor([X[0], X[1]])])

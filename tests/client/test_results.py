@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gradbox import GradResult, InvalidInputs, ProtocolError
+from gradbox import GradResult, InvalidInputs, InvalidJob, ProtocolError
 from gradbox.protocol import Receipt, Seconds
 from gradbox.results.held_file import HeldFile
 
@@ -76,8 +76,21 @@ def test_gradients_come_in_the_receipts_order_as_a_mapping(make: Make) -> None:
     assert list(result.buffers) == ["mean"]
     assert result.loss == 1.5
     assert isinstance(result.numpy()["a.bias"], np.ndarray)
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match=r"'mean' is none of its 3 names, which begin 'z\.weight'"):
         result.grads["mean"]
+    with pytest.raises(KeyError, match="outputs: this result holds none"):
+        result.outputs["z"]
+
+
+def test_a_result_without_gradients_is_not_applied_in_silence(make: Make) -> None:
+    model = nn.Linear(3, 2)
+    result = make({}, outputs={"z": torch.ones(4, 2)})
+    with pytest.raises(InvalidJob, match="expected a result that holds gradients"):
+        result.apply_to(model)
+    with pytest.raises(InvalidJob, match="expected a result that holds gradients"):
+        result.flat()
+    result.apply_to(model, strict=False)
+    assert model.weight.grad is None
 
 
 def test_applying_adds_to_what_is_there_and_shares_no_memory(make: Make) -> None:

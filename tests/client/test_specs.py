@@ -69,3 +69,11 @@ def test_numbers_stay_numbers_and_scalars_of_a_loss_keep_their_kind() -> None:
     assert spec.loss_inputs["a"] is True
     assert spec.loss_inputs["b"] == 1
     assert parse_spec(spec.model_dump_json()) == spec
+
+
+def test_what_was_given_is_said_once() -> None:
+    with pytest.raises(InvalidJob) as caught:
+        posted(PER_SAMPLE)
+    assert str(caught.value).count("None") == 1
+    with pytest.raises(InvalidJob, match=r"\(got 'often'\)"):
+        posted(GRADIENT, mode="often")

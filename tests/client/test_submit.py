@@ -85,6 +85,22 @@ def test_groups_have_loss_inputs_of_their_own_and_a_format(folder: Path) -> None
     assert read_job(Path(job_file(folder, rounded))).transfer == "bf16"
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("file", ["target.npy", "more.safetensors:t"])
+def test_a_tensor_of_a_file_can_be_differentiated_by_without_a_warning(
+    file: str, folder: Path
+) -> None:
+    np.save(folder / "target.npy", np.ones((5, 3)))
+    text = (
+        'model = "mlp"\ninputs = "shard*.safetensors"\nloss = "losses.py:mean_square"\n'
+        "[loss_inputs]\npower = 2\n"
+        f'target = {{file = "{file}", requires_grad = true}}\n'
+    )
+    job = read_job(Path(job_file(folder, text)))
+    assert isinstance(job, Gradient)
+    assert job.loss_inputs["target"].requires_grad
+
+
 def test_a_job_from_files_equals_the_job_from_python(
     at_box: TestBox, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,3 +130,10 @@ def test_the_page_on_losses_lists_all_with_their_options() -> None:
         for name, signature in BUILTIN_SIGNATURES.items()
     }
     assert re.findall(r"^::: gradbox\.losses\.(\w+)$", text, re.M) == list(BUILTIN_SIGNATURES)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_pages_name_the_errors_that_a_client_raises(page: str) -> None:
+    inside = vars(gradbox_engine.errors).keys() - vars(gradbox).keys()
+    named = set(re.findall(r"`([A-Z]\w+)`", (DOCS.parent / page).read_text()))
+    assert not named & inside

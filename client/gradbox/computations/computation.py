@@ -47,7 +47,7 @@ class Computation(ABC):
         mode: "train" has dropout and batch norm do what they do in training.
         seed: of the random streams; shard i of group k draws from (seed, k, i) alone.
         weights: a partial state dict laid over the registered weights for this job.
-        priority: from -10 to 10; higher goes first.
+        priority: from -10 to 10; higher goes first. Above 0 takes the owner's token.
         timeout_s: how long the job may run.
         devices: how many devices of the box's cluster the job may run on at once: at most so many,
             of those that are idle when it starts, or "auto" for all of them. It never waits for

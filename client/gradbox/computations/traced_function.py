@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
-from gradbox.errors import InvalidJob
+from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import TracedFunction
 from gradbox.protocol.spec_fields import FunctionTensor
 from gradbox.tensors.tensor_bytes import is_torch_importable, tensor_bytes
+
+# How each function is called: what an error ends with where one takes other arguments.
+CALLED: Final = {
+    "loss": "one unnamed group of inputs is the first argument; several groups and all loss_inputs "
+    "go by their names",
+    "readout": "a readout is called as readout(output, inputs)",
+    "inner": "inner is given the members of y by their names, and v = G(z)",
+    "outer": "outer is given dfdz, then the members of x by their names",
+}
 
 
 def traced(
@@ -20,6 +29,11 @@ def traced(
         what: what an error calls it.
         structured: its arguments may be dicts or a model's output, as a readout's are.
         arguments: as `gradbox.tracing.trace.trace` takes them.
+
+    Raises:
+        InvalidJob: it is no function, or torch is not installed.
+        InvalidInputs: it takes other arguments than it is given.
+        UntraceableLoss, GraphRefused: as `trace` raises them.
     """
     if not callable(function):
         raise InvalidJob(
@@ -33,7 +47,11 @@ def traced(
         )
     from gradbox.tracing.trace import trace
 
-    found = trace(function, structured=structured, **arguments)
+    try:
+        found = trace(function, structured=structured, **arguments)
+    except InvalidInputs as error:
+        called = CALLED.get(what, "it is called with one tensor")
+        raise InvalidInputs(f"{what}: {error}; {called}") from None
     refs = uploads.tensors(
         {
             name: tensor_bytes(t, where=f"{what}: tensor {name!r}")

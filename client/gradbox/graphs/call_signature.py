@@ -73,8 +73,5 @@ def _explain(
     by_position = f"{positional} by position" if positional else "none by position"
     by_name = ", ".join(given) or "none"
     return (
-        f"{name} takes {signature}, and it is given {by_position} and by name: {by_name} "
-        f"({error}). "
-        "One unnamed group of inputs is the first argument; several groups "
-        "and all loss_inputs go by their names"
+        f"{name} takes {signature}, and it is given {by_position} and by name: {by_name} ({error})"
     )

@@ -184,7 +184,9 @@ def describe_validation(error: ValidationError, *, below: int = 0) -> str:
         # Pydantic's own names of a union's members, such as function-before[…], say nothing here.
         place = [part for part in map(str, item["loc"][below:]) if "[" not in part]
         where = ".".join(place) or "the body"
-        lines.append(f"{where}: {item['msg']} (got {_shown(item['input'])})")
+        # Sentences of our own say what they got, where it is not all that was given.
+        shown = "" if ", got " in item["msg"] else f" (got {_shown(item['input'])})"
+        lines.append(f"{where}: {item['msg']}{shown}")
     if len(found) > 5:
         lines.append(f"and {len(found) - 5} more")
     return "; ".join(lines)

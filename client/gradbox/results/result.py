@@ -17,7 +17,7 @@ from gradbox.printable import printable
 from gradbox.protocol import Receipt
 from gradbox.results.factor_metadata import FACTORS
 from gradbox.results.grad_accumulation import add_gradients
-from gradbox.results.result_files import LocalFile, ResultFile
+from gradbox.results.result_files import LocalFile, ResultFile, no_such_tensor
 from gradbox.results.row_reductions import FactoredRows, RowReductions
 from gradbox.tensors.tensor_bytes import is_torch_importable
 
@@ -47,7 +47,7 @@ class Tensors(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:
-            raise KeyError(name)
+            raise no_such_tensor(name, section=self._section, names=self._names)
         return self._file.tensor(f"{self._section}/{name}")
 
     def __iter__(self) -> Iterator[str]:
@@ -167,7 +167,11 @@ class GradResult(RowReductions):
         """Return all gradients as one vector (P,), in the order of `names`.
 
         Rows of samples come as a matrix: (B, P), or (B, Y, P) of a Jacobian.
+
+        Raises:
+            InvalidJob: the result holds no gradients.
         """
+        self._check_gradients()
         lead = self._row_dims
         pieces: list[Any] = [x.reshape(*x.shape[:lead], -1) for x in self.grads.values()]
         if not is_torch_importable():
@@ -212,8 +216,20 @@ class GradResult(RowReductions):
 
         Raises:
             InvalidInputs: an unknown name or another shape; nothing was changed.
+            InvalidJob: the result holds no gradients, and `strict` is true.
         """
+        if strict:
+            self._check_gradients()
         add_gradients(module, self.grads, strict=strict, prefix=prefix)
+
+    def _check_gradients(self) -> None:
+        if not self.grads:
+            reduced = f" with reduce={self.manifest.reduce!r}" if self.manifest.reduce else ""
+            raise InvalidJob(
+                f"expected a result that holds gradients, got that of a "
+                f"{self.manifest.computation}{reduced}, which holds none; submit a Gradient with "
+                f"'grads' in returns and parameters in wrt, or rows with reduce='none'"
+            )
 
 
 def _names(stored: Sequence[str], section: str, order: tuple[str, ...]) -> tuple[str, ...]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -130,3 +131,11 @@ def beside(path: Path) -> Iterator[Path]:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def no_such_tensor(name: object, *, section: str, names: Collection[str]) -> KeyError:
+    """Return the error that says which names a section of a result has."""
+    if not names:
+        return KeyError(f"{section}: this result holds none, so none is named {name!r}")
+    first = ", ".join(map(repr, islice(names, 3)))
+    return KeyError(f"{section}: {name!r} is none of its {len(names)} names, which begin {first}")

@@ -21,7 +21,7 @@ from gradbox.results.reduction_arguments import (
     read_cotangents,
     read_tangents,
 )
-from gradbox.results.result_files import ResultFile
+from gradbox.results.result_files import ResultFile, no_such_tensor
 from gradbox.tensors.lazy_tensor import LazyTensor, Region
 from gradbox.tensors.tensor_bytes import is_torch_importable
 
@@ -276,7 +276,7 @@ class FactoredRows(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> LazyTensor:
         if name not in self._names:
-            raise KeyError(name)
+            raise no_such_tensor(name, section="grads", names=self._names)
         return self._reductions._rows_of_factors(name)
 
     def __iter__(self) -> Any:

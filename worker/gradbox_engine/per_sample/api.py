@@ -73,6 +73,10 @@ def per_sample_gradient(
         setting: mode, wrt, precision, output, readout, weights, method, unchecked, streams: see
             `callable_model`.
 
+    Returns:
+        What `reduce` asks for: rows (B, *shape) by parameter, arrays or factors as `form` says, or
+        what they are reduced to.
+
     Raises:
         BadReduction: the arguments do not fit together.
         BadSampleLoss: the loss does not have shape (B,), or couples samples.
@@ -110,6 +114,9 @@ def jacobian(
             parameter name, 0 for names left out.
         against: as there; a `vjp` is then J' Jᵀ u.
         setting: and the others: see `per_sample_gradient`.
+
+    Returns:
+        As there, with rows (B, Y, *shape).
 
     Raises:
         BadReduction: the arguments do not fit together, or `vectors` does not fit z or θ.

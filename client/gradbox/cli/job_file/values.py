@@ -28,7 +28,9 @@ def tensor(value: Any, *, key: str, files: Files) -> Any:
             return found
         import torch
 
-        return torch.as_tensor(found).clone().requires_grad_()
+        # torch.tensor copies without a warning what a .npy maps and nobody may write.
+        copied = found.clone() if isinstance(found, torch.Tensor) else torch.tensor(found)
+        return copied.requires_grad_()
     if not is_file_name(value):
         raise InvalidJob(
             f"{key}: expected FILE.npy, FILE.safetensors or FILE.safetensors:NAME, got {value!r}"
