@@ -293,6 +293,22 @@ def test_an_error_on_the_box_names_the_line_of_the_call(client: GradClient) -> N
     assert f(shards_of(2)[0]).isfinite().all()
 
 
+@pytest.mark.parametrize("read", ["a later call", "the buffers"])
+def test_a_failed_call_whose_output_nobody_reads_is_told_before_what_follows_it(
+    client: GradClient, read: str
+) -> None:
+    f = client.model("average_in_place", mode="train")
+    f(shards_of(2)[0]).sum()
+    before = f.buffers["average"]
+    f(shards_of(2, features=9)[0])  # a local model raises here, and moves no average
+    f.eval()
+    z = f(shards_of(3)[0])
+    with pytest.raises(ModelCallFailed):
+        z.sum() if read == "a later call" else f.buffers
+    assert z.isfinite().all()
+    assert torch.equal(f.buffers["average"], before)
+
+
 def test_an_error_of_the_replay_comes_out_of_backward(
     client: GradClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

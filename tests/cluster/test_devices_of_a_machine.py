@@ -24,6 +24,8 @@ def gpus(number: int) -> tuple[str, dict[str, float]]:
         (0, ["cpu", "cpu"], 4, [CPU_ACTOR] * 2),
         (8, ["cuda:0", "cuda:1"], 4, [gpus(4)] * 2),
         (2, ["cuda:0"], 4, []),
+        (2, ["cuda:0", "cuda:1", "cuda:2"], 1, [gpus(1)] * 2),
+        (0, ["cpu", "cuda:0"], 1, [CPU_ACTOR]),
     ],
 )
 def test_a_device_has_as_many_gpus_as_models_want(
@@ -31,3 +33,12 @@ def test_a_device_has_as_many_gpus_as_models_want(
 ) -> None:
     facts = {"Resources": {"CPU": 8.0, "GPU": float(has)} if has else {"CPU": 8.0}}
     assert devices_of(facts, asked, num_gpus=num_gpus) == expected
+
+
+@pytest.mark.parametrize("asked", [3, 7, 24])
+def test_more_cpu_devices_than_cores_have_a_part_of_one_each(asked: int) -> None:
+    found = devices_of({"Resources": {"CPU": 2.0}}, ["cpu"] * asked, num_gpus=1)
+    shares = [resources["num_cpus"] for _, resources in found]
+    assert len(shares) == asked
+    assert min(shares) > 0
+    assert sum(shares) <= 2  # or the last of them would wait for a core forever

@@ -83,6 +83,20 @@ def test_a_device_that_dies_costs_its_range_alone(
     assert max(found.rerun_difference for found in result.manifest.ranges or ()) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["forward", "replay"])
+def test_a_job_whose_devices_all_die_at_once_goes_on_when_they_are_back(
+    cluster: ClusterBox, client: GradClient, undisturbed: GradResult, phase: str
+) -> None:
+    job = client.submit(long_job(devices=2))
+    when_in(phase, job)
+    for pid in running(ACTOR, among=cluster.processes()):
+        kill(pid)
+    result = job.result(WAIT_S)
+    assert all(torch.equal(result.grads[n], g) for n, g in undisturbed.grads.items())
+    assert result.manifest.attempts == 1
+
+
 def deliberate(z: Tensor) -> Tensor:
     """A loss that takes seconds: products of a matrix of (rows, rows)."""
     product = torch.tanh(z @ z.mT)

@@ -49,7 +49,7 @@ class Owner(Protocol):
         """Add to the model's gradients."""
 
     def run_until(self, batch: Batch) -> None:
-        """Run the batches that wait, up to this one."""
+        """Run the batches that wait, up to this one; raises what the first failed with."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,9 +105,13 @@ class Batch:
         """
         if not self._done:
             self._owner.run_until(self)
+        self.check()
+        return self._values[place]
+
+    def check(self) -> None:
+        """Raise what the job failed with, if it did."""
         if self._error is not None:
             raise self._error
-        return self._values[place]
 
     def run(self, weights: Mapping[str, Any], *, returns: Sequence[Any]) -> GradResult | None:
         """Run the forward job and build the graph; return its result, or None if it failed.

@@ -154,7 +154,8 @@ class RemoteModel:
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The buffers after all calls so far, which are run if they have not been."""
-        self._run_all()
+        for last in self._waiting[-1:]:
+            self.run_until(last)
         return dict(self._buffers)
 
     def zero_grad(self) -> None:
@@ -209,15 +210,15 @@ class RemoteModel:
                 self._grads[name] = gradient.clone()
 
     def run_until(self, batch: Batch) -> None:
-        """Run the batches that wait, up to this one; the one after it begins with its buffers."""
+        """Run the batches that wait, up to this one; each begins with the buffers of the last.
+
+        Raises: what one before it failed with.
+        """
         while batch in self._waiting:
             first = self._waiting[0]
             self._run(first)
-            self._waiting.pop(0)
-
-    def _run_all(self) -> None:
-        if self._waiting:
-            self.run_until(self._waiting[-1])
+            self._waiting.remove(first)
+            first.check()  # without it the next one would begin with older buffers
 
     def _run(self, batch: Batch) -> None:
         returns = ("outputs", "buffers") if self._view.buffers else ("outputs",)

@@ -101,11 +101,32 @@ def test_what_a_range_makes_of_other_statistics():
         return NormStatistics(torch.tensor([value]), torch.tensor([value]), num_batches)
 
     # Two batches of means 4 and 8 with momentum 1/2, from 0: 2, then 5. From 16: 10, then 9.
-    update = NormUpdate(0.5, statistics(0.0, 0), statistics(5.0, 2))
-    assert after(statistics(16.0, 3), update) == statistics(9.0, 5)
+    update = NormUpdate(0.5, statistics(0.0, 0), statistics(5.0, 2), left_out=False)
+    assert after(statistics(16.0, 3), update, module="") == statistics(9.0, 5)
     # As an average of all: two batches of 4 and 8 after one of 1.
-    update = NormUpdate(None, statistics(0.0, 0), statistics(6.0, 2))
-    assert after(statistics(1.0, 1), update).mean == pytest.approx(13 / 3)
+    update = NormUpdate(None, statistics(0.0, 0), statistics(6.0, 2), left_out=False)
+    assert after(statistics(1.0, 1), update, module="").mean == pytest.approx(13 / 3)
+
+
+def _with_an_empty_shard(norm: str, empty: int) -> Case:
+    case = _case(NORMS[norm])
+    case.groups["z"][empty] = {"0": torch.zeros(0, 5, dtype=torch.float64)}
+    return case
+
+
+@pytest.mark.parametrize("norm", ["momentum", "an average"])
+@pytest.mark.parametrize("empty", [4, 6])
+def test_a_range_with_a_shard_that_is_counted_and_moves_no_statistics_is_refused(norm, empty):
+    with pytest.raises(CoupledShards, match=r"1\.running_mean"):
+        in_ranges(_with_an_empty_shard(norm, empty), 2, returns=("grads", "buffers"))
+
+
+@pytest.mark.parametrize(("norm", "empty"), [("momentum", 1), ("momentum zero", 6)])
+def test_a_shard_that_moves_no_statistics_is_let_through_where_that_changes_nothing(norm, empty):
+    case = _with_an_empty_shard(norm, empty)
+    found = in_ranges(case, 2, returns=("grads", "buffers"))
+    expected = naive(_with_an_empty_shard(norm, empty))
+    assert difference(_floats(found.buffers), _floats(expected.buffers)) <= EXACT
 
 
 class ReadsStatistics(nn.Module):

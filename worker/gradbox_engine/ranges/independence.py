@@ -73,7 +73,8 @@ def check_independence(
             )
     made = ready.buffers.advance(start).values
     for name in updates.keys() & norms.keys():
-        foretold, found = after(norms[name], updates[name]), statistics_of(made, name)
+        foretold = after(norms[name], updates[name], module=name)
+        found = statistics_of(made, name)
         mean_moved = _moved(ready, found.mean, foretold.mean)
         if mean_moved or _moved(ready, found.var, foretold.var):
             buffer = f"{name}.{MEAN if mean_moved else VAR}"

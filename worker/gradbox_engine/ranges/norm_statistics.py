@@ -9,7 +9,8 @@ range made of S₀ therefore tells what it makes of any T:
     T′ = S + a (T − S₀)                                        momentum m
     T′ = [(N₀ + c) S + N T − N₀ S₀] / (N + c)                  momentum None, an average of all
 
-with N₀, N the number of batches in S₀ and T, and c of them in the range. Exact but for rounding.
+with N₀, N the number of batches in S₀ and T, and c of them in the range. Exact but for rounding. A
+batch without samples is counted, and no update is made: such a range is composed with no other.
 
 Any other buffer that changes is refused, and any plain attribute: `updates`. That no output depends
 on the running ones is not taken for granted either: see `independence`.
@@ -54,8 +55,12 @@ def updates(model: nn.Module, records: Sequence[ShardRecord]) -> dict[str, NormU
     }
     composable = {(name, buffer) for name in norms for buffer in (MEAN, VAR, COUNT)}
     changed: set[Slot] = set()
+    left_out: set[str] = set()
     for before, after in pairwise([records[0].before, *(record.after for record in records)]):
-        changed |= _changed(before.values, after.values)
+        by_shard = _changed(before.values, after.values)
+        changed |= by_shard
+        counted = {module for module, buffer in by_shard if buffer == COUNT}
+        left_out |= counted - {module for module, buffer in by_shard if buffer in (MEAN, VAR)}
         for module, buffer in sorted(changed - composable):
             raise CoupledShards(
                 f"buffer {_join(module, buffer)!r}: expected none but running statistics of batch "
@@ -66,7 +71,10 @@ def updates(model: nn.Module, records: Sequence[ShardRecord]) -> dict[str, NormU
     first, last = records[0].before.values, records[-1].after.values
     return {
         name: NormUpdate(
-            norms[name].momentum, statistics_of(first, name), statistics_of(last, name)
+            norms[name].momentum,
+            statistics_of(first, name),
+            statistics_of(last, name),
+            left_out=name in left_out and norms[name].momentum != 0,
         )
         for name in norms
         if changed & {(name, MEAN), (name, VAR), (name, COUNT)}
@@ -99,8 +107,18 @@ def statistics_of(values: Live, module: str) -> NormStatistics:
     return NormStatistics(mean.detach().cpu(), var.detach().cpu(), int(count))
 
 
-def after(start: NormStatistics, update: NormUpdate) -> NormStatistics:
-    """Return what a range makes of the statistics `start`."""
+def after(start: NormStatistics, update: NormUpdate, *, module: str) -> NormStatistics:
+    """Return what a range makes of the statistics `start`.
+
+    Raises:
+        CoupledShards: a shard of the range counted as a batch, and was none.
+    """
+    if update.left_out:
+        raise CoupledShards(
+            f"buffer {_join(module, MEAN)!r}: expected every shard that the batch norm counts to "
+            f"change its statistics, which one without samples does not; {ONE_DEVICE}",
+            buffer=_join(module, MEAN),
+        )
     num_more = update.after.num_batches - update.before.num_batches
     return NormStatistics(
         _composed(start.mean, update.before.mean, update.after.mean, start, update),
@@ -118,13 +136,17 @@ def composed(
 
     Args:
         ranges: each range's updates, in order.
+
+    Raises:
+        CoupledShards: see `after`.
     """
     starts: list[dict[str, NormStatistics]] = []
     state: dict[str, NormStatistics] = {}
     for norms in ranges:
         starts.append(dict(state))
         for name, update in norms.items():
-            state[name] = after(state[name], update) if name in state else update.after
+            found = state.get(name)
+            state[name] = after(found, update, module=name) if found else update.after
     return starts, state
 
 

@@ -82,6 +82,7 @@ class NormUpdate:
     momentum: float | None  # None averages all batches alike
     before: NormStatistics
     after: NormStatistics
+    left_out: bool  # whether a shard was counted, and is not in the statistics: one without samples
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ def callable_model(
     streams: Sequence[tuple[int, int]] | None = None,
     others: int = 0,
     first_shard: int = 0,
+    in_against: bool = False,
 ) -> Iterator[CallableModel]:
     """Set a model up, with requires_grad on the wanted parameters alone, and put it back.
 
@@ -65,6 +66,7 @@ def callable_model(
             those of group 0, and 1 for other shards.
         others: how many of the first shards are other ones, see `OtherShards`.
         first_shard: the number of the first own shard in the job, where these are a range of it.
+        in_against: whether the own shards are others of the job, whose rows come first.
 
     Raises:
         BadInputs: `unchecked` names something else, or the model has no such method.
@@ -91,6 +93,7 @@ def callable_model(
             streams,
             others,
             first_shard,
+            in_against,
         )
 
 
@@ -108,10 +111,12 @@ class CallableModel:
         streams: Sequence[tuple[int, int]] | None,
         others: int,
         first_shard: int,
+        in_against: bool,
     ) -> None:
         self.model, self.parameters = model, parameters
         self.options, self.device, self.unchecked = options, device, unchecked
-        self._streams, self.num_others, self._first_shard = streams, others, first_shard
+        self._streams, self.num_others = streams, others
+        self._first_shard, self._in_against = first_shard, in_against
         # The narrowest dtype of a product.
         self.rounding = AUTOCAST.get(options.precision, torch.float64)
         self._buffers = Buffers(model)
@@ -139,9 +144,8 @@ class CallableModel:
     def where(self, index: int) -> str:
         """Return how a message calls shard `index`."""
         own = index - self.num_others
-        return (
-            f"shard {own + self._first_shard}" if own >= 0 else f"shard {index} of those in against"
-        )
+        shard = f"shard {own + self._first_shard if own >= 0 else index}"
+        return f"{shard} of those in against" if own < 0 or self._in_against else shard
 
     def call(self, arguments: dict[str, Any]) -> Tensor:
         """Return z of one shard, one row a sample, in float32 or wider.

@@ -131,7 +131,11 @@ class SampleRanges:
             begin = 0 if of_others else len(self._others)
             streams = streams[begin + part.start : begin + part.stop]
         with callable_model(
-            self._model, first_shard=part.start, streams=streams, **self._setting
+            self._model,
+            first_shard=part.start,
+            in_against=of_others,
+            streams=streams,
+            **self._setting,
         ) as ready:
             yield ready
 

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,6 +73,7 @@ class ClusterDevice:
         self._abandoned = False
         self._leaving = False
         self._held: OpenJob | OpenSamples | None = None
+        self._ranges: set[int] = set()  # of the job that is open, those that were run here
         self._open_for: tuple[str, int] | None = None
         self._mark = mark
         entries = None if models is None else models_here(ray.get_actor(models))
@@ -133,6 +134,7 @@ class ClusterDevice:
         """
         job = self._in_phases()
         outputs = as_buffers(self._guarded(partial(job.forward, part, blocks)))
+        self._ranges.add(part.index)
         return outputs, job.resumed(part)
 
     def resume(self, part: Range, earlier: Any, blocks: Any, opened: int) -> int:
@@ -143,12 +145,13 @@ class ClusterDevice:
         """
         given, job = as_tensors(earlier), self._in_phases()
         self._guarded(partial(job.resume, part, given, blocks))
+        self._ranges.add(part.index)
         return job.resumed(part)
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> Any:
         """Replay a range, whose sums stay here; returns its `RangeGradient` of buffers."""
         given = as_tensors(cotangents)
-        return as_buffers(self._guarded(partial(self._in_phases().replay, part, given)))
+        return as_buffers(self._guarded(partial(self._in_phases(part.index).replay, part, given)))
 
     def check(self, part: Range, norms: Any) -> int:
         """Check the first shard of a range, and give the range up.
@@ -157,23 +160,23 @@ class ClusterDevice:
             Of how many shards graphs are kept for a later job.
         """
         given = as_tensors(norms)
-        return self._guarded(partial(self._in_phases().check, part, given))
+        return self._guarded(partial(self._in_phases(part.index).check, part, given))
 
     def take_sums(self, index: int) -> Any:
         """Give the sums of a range away, as buffers."""
-        return self._in_phases().take_sums(index)
+        return self._in_phases(index).take_sums(index)
 
     def add(self, index: int, other: Any) -> int:
         """Add sums that another device gave away to those of a range; returns their bytes."""
-        return self._guarded(partial(self._in_phases().add, index, other))
+        return self._guarded(partial(self._in_phases(index).add, index, other))
 
     def stored_sums(self, index: int) -> StoredSums:
         """Round the sums of a range as the result has them; returns their forms."""
-        return self._guarded(partial(self._in_phases().stored_sums, index))
+        return self._guarded(partial(self._in_phases(index).stored_sums, index))
 
     def write_sums(self, index: int, placement: Placement) -> bool:
         """Write the sums of a range into the result file; False if it is not seen here."""
-        return self._guarded(partial(self._in_phases().write_sums, index, placement))
+        return self._guarded(partial(self._in_phases(index).write_sums, index, placement))
 
     def count(self, part: Range, blocks: Any, of_others: bool, opened: int) -> tuple[int, ...]:
         """Count the samples of each shard of a range; `opened` as in `forward`."""
@@ -190,15 +193,18 @@ class ClusterDevice:
         self, part: Range, task: Any, shared: SharedBySamples, blocks: Any, opened: int
     ) -> SampleAnswer:
         """Compute a range of samples."""
-        return self._guarded(partial(self._of_samples().run, part, task, shared, blocks))
+        found = self._guarded(partial(self._of_samples().run, part, task, shared, blocks))
+        self._ranges.add(part.index)
+        return found
 
     def factors(self, index: int) -> FactorBuffers:
         """Return the factors of a range, which stay here too."""
-        return self._of_samples().factors(index)
+        return self._of_samples(index).factors(index)
 
     def gram(self, left: Any, right: Any, trace: bool) -> tuple[Any, int]:
         """Multiply the rows of ranges, of which other devices' come as buffers; and their bytes."""
-        gram = self._guarded(partial(self._of_samples().gram, left, right, trace=trace))
+        held = self._of_samples(*(rows for rows in (left, right) if isinstance(rows, int)))
+        gram = self._guarded(partial(held.gram, left, right, trace=trace))
         return gram, num_bytes([left, right])
 
     def empty(self) -> float | None:
@@ -252,19 +258,21 @@ class ClusterDevice:
     def _stop_of(self, job_id: str, attempt: int) -> Callable[[], bool]:
         return lambda: self._abandoned or self._stopped == (job_id, attempt)
 
-    def _in_phases(self) -> OpenJob:
-        return self._holding(OpenJob)
+    def _in_phases(self, *ranges: int) -> OpenJob:
+        return self._holding(OpenJob, ranges)
 
-    def _of_samples(self) -> OpenSamples:
-        return self._holding(OpenSamples)
+    def _of_samples(self, *ranges: int) -> OpenSamples:
+        return self._holding(OpenSamples, ranges)
 
-    def _holding(self, kind: type[T]) -> T:
-        if not isinstance(self._held, kind):
+    def _holding(self, kind: type[T], ranges: Collection[int]) -> T:
+        """Return the open job, with these ranges: those of a process that died are not here."""
+        if not isinstance(self._held, kind) or not self._ranges.issuperset(ranges):
             raise JobStopped("the device was made empty meanwhile")
         return self._held
 
     def _close(self) -> None:
         held, self._held, self._open_for = self._held, None, None
+        self._ranges.clear()
         if held is not None:
             held.close()
 

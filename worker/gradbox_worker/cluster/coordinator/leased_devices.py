@@ -5,6 +5,7 @@ What crosses processes is counted here, by kind.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,10 +27,12 @@ from gradbox_engine.ranges import Range
 from gradbox_engine.requests import Group
 from gradbox_worker.cluster.actor.cluster_device import JobStopped
 from gradbox_worker.cluster.coordinator.joined import JoinedCluster
+from gradbox_worker.cluster.coordinator.whole_job import answered
 from gradbox_worker.cluster.exchange.array_buffers import as_buffers, num_bytes
 from gradbox_worker.cluster.head.leases import Lent, Wish
 
 BLOCK_BYTES: Final = 64 * 2**20
+PAUSE_S: Final = 0.1
 
 LOST: Final = (RayActorError, ObjectLostError, OwnerDiedError, JobStopped)
 
@@ -207,14 +210,33 @@ class LeasedDevices:
         for device in [device for device in self.alive if not device.holds_the_job()]:
             self.alive.remove(device)
             self._cluster.give_back(device.name)
-        one = Wish(self._wish.lease, self._wish.model, at_most=1)
-        lent = self._cluster.more(one)
-        if not lent and self.alive:
+        lent = self._idle()
+        if lent is None and self.alive:
             return self.alive[part.index % len(self.alive)]
-        lent = lent or self._cluster.lease(one, while_waiting=self._while_waiting)
-        device = LeasedDevice(lent[0], self)
+        while lent is None:
+            time.sleep(PAUSE_S)
+            lent = self._idle(wait=True)
+        device = LeasedDevice(lent, self)
         self.alive.append(device)
         return device
+
+    def _idle(self, *, wait: bool = False) -> Lent | None:
+        """Return an idle device that answers this process.
+
+        One that died while it was idle is given back. So is one that has just started again, and
+        answers the pool: Ray tells each process on its own that an actor is back, and until then
+        fails its calls at once, so that one death would count as many.
+        """
+        one = Wish(self._wish.lease, self._wish.model, at_most=1)
+        if wait:
+            found = self._cluster.lease(one, while_waiting=self._while_waiting)
+        else:
+            found = self._cluster.more(one)
+        for lent in found:
+            if answered(lent.actor.news.remote()):
+                return lent
+            self._cluster.give_back(lent.name)
+        return None
 
 
 class LeasedDevice:

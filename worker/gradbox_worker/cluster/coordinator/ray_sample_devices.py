@@ -111,6 +111,10 @@ class RaySampleDevices:
             answer = right.device.actor.gram.remote(self._sent(left), right.index, trace)
         return self.leased.future(answer, then, devices=[left.device, right.device])
 
+    def forget(self, rows: HeldRows) -> None:
+        """Ask for a range's factors again, for they are made again."""
+        self._factors.pop(rows, None)
+
     def _sent(self, rows: HeldRows) -> Any:
         """Return a reference to a range's factors, which its device gives away once."""
         if rows not in self._factors:
@@ -199,7 +203,10 @@ class RaySampleDevice:
         device, devices = self._device, self._devices
         device.held.add(part.index)
         answer = self._call("run_samples", part, task)
-        rows = HeldRows(device, part.index) if task.keep_rows else None
+        rows = None
+        if task.keep_rows:
+            rows = HeldRows(device, part.index)
+            devices.forget(rows)
 
         def then(found: SampleAnswer) -> RangeSamples:
             if not task.keep_rows and not task.of_others:

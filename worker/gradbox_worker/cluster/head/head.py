@@ -32,6 +32,8 @@ from gradbox_worker.models.models_file import gpus_of_a_device, read_models_file
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
+# Ray reserves parts of a core in steps of this.
+CORE_STEPS: Final = 10_000
 AUTO: Final = "auto"
 CPU: Final = "cpu"
 
@@ -137,6 +139,9 @@ class Head:
                 f"{int(facts['Resources'].get('GPU', 0))}; its GPUs are not used"
             )
             log.warning("%s", self._too_small[node])
+        elif len(found) < len(self._devices):
+            told = (facts["NodeManagerHostname"], len(self._devices), len(found))
+            log.warning("%s: expected %d devices, got GPUs for %d; the rest is left out", *told)
         for index, (device, resources) in enumerate(found):
             name = f"{facts['NodeManagerHostname']}/{device}-{index}"
             if any(name in others for others in self._of_node.values()):
@@ -229,7 +234,8 @@ def devices_of(
 
     Args:
         facts: what Ray says of the machine.
-        devices: ["auto"], or one by one; which GPUs those are Ray decides.
+        devices: ["auto"], or one by one; which GPUs those are Ray decides. Those that want a GPU
+            more than there are would wait for it forever, and are left out.
         num_gpus: of one device.
     """
     has = facts["Resources"]
@@ -239,10 +245,15 @@ def devices_of(
         if found:
             return [of_gpus] * (found // num_gpus)
         devices = [CPU]
-    if CPU not in devices and found < num_gpus:
-        return []
-    cores = max(1, int(has.get("CPU", 1)) // len(devices))
-    return [(CPU, {"num_cpus": cores}) if device == CPU else of_gpus for device in devices]
+    on_cpu = (CPU, {"num_cpus": _share(int(has.get("CPU", 1)), len(devices))})
+    on_gpus = iter([of_gpus] * (found // num_gpus))
+    each = [on_cpu if device == CPU else next(on_gpus, None) for device in devices]
+    return [device for device in each if device is not None]
+
+
+def _share(cores: int, num_devices: int) -> float:
+    """Return each device's share of the cores: whole ones, or what there is of one."""
+    return cores // num_devices or cores * CORE_STEPS // num_devices / CORE_STEPS
 
 
 def _first_lines(error: BaseException) -> str:

@@ -1,0 +1,84 @@
+"""A device that died and came back does not have the ranges that it had; its caller is told so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradbox import Gradient, Jacobian
+from gradbox.computations import Computation
+from gradbox.protocol import ModelView
+from gradbox_engine.ranges import Range, RangeCotangents
+from gradbox_worker.cluster.actor.cluster_device import ClusterDevice, JobStopped
+from gradbox_worker.cluster.exchange.sent_tensors import RangeJob
+from gradbox_worker.device.child import DeviceSettings
+from gradbox_worker.files.blob_tensors import TensorForm
+from tests.client.conftest import write_models
+
+SHARDS = [torch.zeros(2, 5, dtype=torch.float64)] * 2
+FIRST = Range(0, 2, 0, 1)
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterDevice]:
+    folder = tmp_path_factory.mktemp("device")
+    (folder / "mark").write_text("seen")
+    settings = DeviceSettings(write_models(folder / "models.toml"), folder, device="cpu")
+    device = ClusterDevice(settings, (folder / "mark", "seen"), None)
+    yield device
+    device.empty()
+
+
+def opened(device: ClusterDevice, computation: Computation) -> None:
+    """Open a job of which another process of this device has run ranges."""
+    views = [ModelView.model_validate_json(text) for text in device.describe()["models"]]
+    device.open(
+        RangeJob(
+            job_id="job",
+            attempt=1,
+            model="mlp",
+            model_version=next(view.version for view in views if view.name == "mlp"),
+            spec=computation.prepare().spec.model_dump_json(),
+            of_samples=isinstance(computation, Jacobian),
+            result_path=Path("job"),
+            earlier_result=None,
+            loss_parameters=(),
+            tensors={},
+            forms=[[{"0": TensorForm(torch.float64, (2, 5))}] * 2],
+            checkpoints=None,
+            rows="",
+            disk_reserve_bytes=None,
+            checkpoint_after_s=None,
+        )
+    )
+
+
+IN_PHASES: dict[str, Callable[[ClusterDevice], Any]] = {
+    "replay": lambda d: d.replay(FIRST, RangeCotangents(cotangents={}, needed=(), norms={})),
+    "check": lambda d: d.check(FIRST, {}),
+    "take_sums": lambda d: d.take_sums(0),
+    "add": lambda d: d.add(0, {}),
+    "stored_sums": lambda d: d.stored_sums(0),
+}
+OF_SAMPLES: dict[str, Callable[[ClusterDevice], Any]] = {
+    "factors": lambda d: d.factors(0),
+    "gram": lambda d: d.gram(0, None, False),
+}
+
+
+@pytest.mark.parametrize("name", IN_PHASES)
+def test_a_range_of_a_process_that_died_is_told_as_lost(device: ClusterDevice, name: str) -> None:
+    opened(device, Gradient(model="mlp", inputs=SHARDS, loss=lambda z: z.sum()))
+    with pytest.raises(JobStopped):
+        IN_PHASES[name](device)
+
+
+@pytest.mark.parametrize("name", OF_SAMPLES)
+def test_rows_of_a_process_that_died_are_told_as_lost(device: ClusterDevice, name: str) -> None:
+    opened(device, Jacobian(model="mlp", inputs=SHARDS, reduce="gram"))
+    with pytest.raises(JobStopped):
+        OF_SAMPLES[name](device)
