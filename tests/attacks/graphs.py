@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.attacks.attack import attack
 from tests.attacks.target import NODE_Z, Target, graph_loss, refused
-from tests.graphs.test_kernels import TRUSTING
+from tests.graphs.test_kernels import PREPARED, TRUSTING
 from tests.graphs.test_refused import REFUSED_BEFORE, REFUSED_WHILE_RUNNING
 
 GIB = 2**30
@@ -69,12 +69,11 @@ def _believed(target: Target, values: Any, node: Any) -> None:
     import torch
 
     blob = target.upload(target.eve, {"t": torch.tensor(values)})
-    t = {"op": "placeholder", "name": "t", "target": "t"}
     total = call("sum", {"node": node["name"]}, name="total", op="call_method")
     _ended_with(
         target,
         AT_RUN,
-        loss=graph_loss(t, node, total),
+        loss=graph_loss(*PREPARED, node, total),
         loss_inputs={"t": {"blob": blob, "tensor": "t"}},
     )
 

@@ -30,6 +30,11 @@ def aligned(input_lengths: list[float], target_lengths: list[float]) -> dict[str
     return call(N + "ctc_loss", NODE_Z, T, input_lengths, target_lengths)
 
 
+PREPARED = [
+    {"op": "placeholder", "name": "t", "target": "t"},
+    call("operator.getitem", NODE_Z, {"slice": [0, 0, None]}, name="none"),
+    call("narrow", NODE_Z, 1, 0, 0, op="call_method", name="sideless"),
+]
 TRUSTING = {
     "a label above the classes": ([9, 0], call(N + "multi_margin_loss", NODE_Z, T)),
     "a label below the classes": ([-1, 0], call(N + "multi_margin_loss", NODE_Z, T)),
@@ -86,6 +91,32 @@ TRUSTING = {
     "more sounds than there are": ([[1, 1]], aligned([2], [2**40])),
     "lengths that do not add up": ([1, 1], aligned([2], [1])),
     "lengths in halves": ([[1, 1]], aligned([2], [0.5])),
+    "a stride that a tensor holds": (65536, call(N + "conv1d", NODE_Z, NODE_Z, None, T)),
+    "a stride in a list of tensors": (65536, call(N + "conv1d", NODE_Z, NODE_Z, stride=[T])),
+    "a dilation that a tensor holds": (
+        2**61,
+        call(N + "max_pool1d", NODE_Z, 5, stride=1, dilation=[T]),
+    ),
+    "a million pieces that a tensor asks for": (10**6, call("torch.tensor_split", NODE_Z, T)),
+    "a million chunks that a tensor asks for": (
+        10**6,
+        call("chunk", NODE_Z, T, op="call_method"),
+    ),
+    "pairs of no rows": ([0], call("torch.pdist", {"node": "none"})),
+    "a system without right-hand sides": (
+        [0],
+        call("torch.linalg.lstsq", NODE_Z, {"node": "sideless"}, driver="gelss"),
+    ),
+    "a power without an absolute value": (-(2**63), call("torch.matrix_power", NODE_Z, T)),
+    "a power of a method": (-(2**63), call("matrix_power", NODE_Z, T, op="call_method")),
+    "the lowest integer by -1": (
+        [-(2**63), -1],
+        call("torch.div", T, -1, rounding_mode="trunc"),
+    ),
+    "the lowest integer by -1 in place": (
+        [-(2**63), -1],
+        call("div_", T, -1, op="call_method", rounding_mode="trunc"),
+    ),
     "a negative padding": ([0], call(N + "pad", NODE_Z, [-(2**62), 2**62])),
 }
 
@@ -98,10 +129,32 @@ def test_a_kernel_that_checks_nothing_is_not_on_the_list(name: str) -> None:
 @pytest.mark.parametrize("attack", TRUSTING)
 def test_what_a_kernel_would_believe_is_refused_before_it_runs(attack: str) -> None:
     values, node = TRUSTING[attack]
-    t = {"op": "placeholder", "name": "t", "target": "t"}
-    function = build(graph_of(t, node), {}, device="cpu")
+    function = build(graph_of(*PREPARED, node), {}, device="cpu")
     with pytest.raises(GraphRefused, match=node["target"]):
         function(torch.ones(2, 2), torch.tensor(values))
+
+
+@pytest.mark.parametrize("method", ["median", "nanmedian"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_median_reads_nothing_beyond_an_expanded_tensor(method: str, dim: int) -> None:
+    wide = call("expand", {"node": "t"}, 3, 7, op="call_method", name="wide")
+    median = call(method, {"node": "wide"}, dim, op="call_method", name="median")
+    values = call("operator.getitem", {"node": "median"}, 0)
+    function = build(graph_of(PREPARED[0], wide, median, values), {}, device="cpu")
+    memory = torch.arange(40.0)  # the first entries are the tensor's, the others somebody else's
+    own = memory[:7] if dim == 0 else memory[:3, None]
+    assert torch.equal(function(torch.ones(2, 2), own), own.flatten())
+
+
+def test_powers_medians_and_truncated_quotients_that_are_right_pass() -> None:
+    def function(z: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        quotients = torch.div(n, -1, rounding_mode="trunc").sum() + n.div(2, rounding_mode="trunc")
+        pieces = z.chunk(n, dim=1)[1].sum() + z.tensor_split(n.reshape(1), dim=1)[1].sum()
+        return (torch.matrix_power(z, n) + quotients + pieces + torch.pdist(z)).sum() + z.median()
+
+    z, n = torch.tensor([[0.5, 2.0], [1.0, 0.25]], requires_grad=True), torch.tensor(2)
+    traced = trace(function, positional=1, arguments=["n"])
+    assert build(traced.graph, traced.tensors, device="cpu")(z, n=n) == function(z, n)
 
 
 def test_a_refused_loss_says_what_to_do() -> None:

@@ -16,6 +16,7 @@ import torch
 from gradbox.errors import GraphRefused
 from gradbox.graphs import allow_list
 from gradbox.graphs.check import MAX_INTEGER, MAX_LIST, names_device
+from gradbox.interpreting.crashing_kernels import as_number
 from gradbox.interpreting.kernel_arguments import trusted
 
 MAX_PIECES: Final = 16_384  # tensors that one call may return
@@ -143,6 +144,8 @@ def _cut(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _num_pieces(kind: str, tensor: torch.Tensor, args: Any, kwargs: Mapping[str, Any]) -> int:
     """Return how many tensors a call makes, or more; 0 where torch will refuse the call."""
+    args = tuple(_piece_argument(kind, value) for value in args)
+    kwargs = {key: _piece_argument(kind, value) for key, value in kwargs.items()}
     given = (*args, *kwargs.values())
     if any(isinstance(value, list | tuple) for value in given):
         return MAX_LIST
@@ -156,6 +159,12 @@ def _num_pieces(kind: str, tensor: torch.Tensor, args: Any, kwargs: Mapping[str,
     length = _length(tensor, kwargs.get("dim", args[1] if len(args) > 1 else 0))
     size = kwargs.get("split_size", kwargs.get("split_size_or_sections", size))
     return math.ceil(length / size) if isinstance(size, int) and size > 0 else 0
+
+
+def _piece_argument(kind: str, value: Any) -> Any:
+    """Return the number that a tensor stands for; one entry of `tensor_split` may be an index."""
+    indices = kind == "tensor_split" and isinstance(value, torch.Tensor) and value.ndim > 0
+    return value if indices else as_number(value)
 
 
 def _length(tensor: torch.Tensor, dim: Any) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradbox.errors import GraphRefused
+from gradbox.interpreting.crashing_kernels import as_number, spared
 
 MAX_EXTENT: Final = 2**20  # of a window, its step, its dilation, a padding, an output's side
 # oneDNN's backward of a convolution crashes from strides of 4096 on, depending on the channels; in
@@ -72,7 +73,7 @@ def trusted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return _aligned(name, function)
     if name == "torch.nn.functional.embedding":
         return _dense(function)
-    return function
+    return spared(name, function)
 
 
 def _unfused(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,8 +135,8 @@ def _windowed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     num_sizes = 3 if name == "torch.nn.functional.pad" else None  # then the value to fill with
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        sizes = [value for key, value in kwargs.items() if key != "value"]
-        _check_extents(name, [*args[:num_sizes], *sizes])
+        sizes = [value for key, value in kwargs.items() if key not in ("input", "value")]
+        _check_extents(name, [*args[1:num_sizes], *sizes])
         return function(*args, **kwargs)
 
     return call
@@ -146,7 +147,7 @@ def _stepping(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         stride = kwargs.get("stride", args[3] if len(args) > 3 else 1)
-        for step in stride if isinstance(stride, list | tuple) else (stride,):
+        for step in map(as_number, stride if isinstance(stride, list | tuple) else (stride,)):
             if isinstance(step, int) and step > MAX_CONVOLUTION_STRIDE:
                 raise GraphRefused(
                     f"{name} is given the stride {step}: it is at most {MAX_CONVOLUTION_STRIDE}"
@@ -208,7 +209,7 @@ def _integers(name: str, lengths: Any) -> list[int]:
 
 
 def _check_extents(name: str, values: Any) -> None:
-    for value in values:
+    for value in map(as_number, values):
         if isinstance(value, list | tuple):
             _check_extents(name, value)
         elif isinstance(value, int) and abs(value) > MAX_EXTENT:
