@@ -139,6 +139,7 @@ class WorkerProcess:
         command += ["--redis-url", box.redis_url, *options]
         # What this process was told to import is what the worker is to be made of.
         paths = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
+        self._started_s = time.time()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -166,8 +167,10 @@ class WorkerProcess:
     def wait_until_ready(self, *, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
-            states = {w.name: w.state for w in self._box.backing.fleet.workers()}
-            if states.get(self.name) == "idle":
+            # What a killed worker of this name has said stays a while.
+            workers = self._box.backing.fleet.workers()
+            own = [w for w in workers if w.name == self.name and w.started_s > self._started_s]
+            if [w.state for w in own] == ["idle"]:
                 return
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
