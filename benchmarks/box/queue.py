@@ -38,6 +38,7 @@ from gradbox_service.settings import Settings
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 
 FEW = 20
+REST_S = 0.2
 VERSION = "a1" * 32
 MODEL = ModelView(
     name="tiny",
@@ -65,7 +66,7 @@ class QueueCosts:
     load: float
 
 
-def measure_queue(num_queued: int, *, num_drained: int = 300) -> QueueCosts:
+def measure_queue(num_queued: int, *, num_drained: int = 900) -> QueueCosts:
     """Run the benchmark with so many jobs queued; the two rates are medians of rounds in turn."""
     with _started() as few, _started() as many:
         _fill(many, num_queued)
@@ -79,8 +80,9 @@ def measure_queue(num_queued: int, *, num_drained: int = 300) -> QueueCosts:
         rates_few, rates_many = [], []
         for _ in range(num_drained // FEW):
             _fill(few, FEW)
-            rates_many.append(_drain(many, FEW))
-            rates_few.append(_drain(few, FEW))
+            for box, rates in ((many, rates_many), (few, rates_few)):
+                time.sleep(REST_S)  # until neither service hears of what came before
+                rates.append(_drain(box, FEW))
         return QueueCosts(
             num_queued=num_queued,
             submit_ms=submit_ms,
