@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradbox import GradClient
+from gradbox import GradClient, ModelCallFailed
 from gradbox_engine import shard_stream
 from tests import case_models
 from tests.boxes import TestBox
@@ -30,8 +30,20 @@ STEPS = {
     "change a weight": 1,
     "zero gradients": 1,
     "read buffers": 1,
-    "write to an output": 1,
+    "write to an output": 2,
+    "write to what a loss saved": 1,
+    "differentiate by some": 2,
+    "go backward by a hook": 1,
+    "go on after an error": 1,
 }
+
+
+WRITES: Sequence[Callable[[Tensor], object]] = (
+    lambda z: z.mul_(1.5),
+    lambda z: z[0].add_(1),
+    lambda z: z.T[1:].clamp_(max=0.5),
+    lambda z: z.copy_(z.flip(0)),
+)
 
 
 class Local:
@@ -51,10 +63,9 @@ class Local:
 
     def __call__(self, x: Tensor) -> Tensor:
         self.buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
-        with shard_stream(self._seed, group=0, shard=self._num_calls):
-            z = functional_call(self.module, {**self._versions[-1], **self.buffers}, (x,))
-        self._num_calls += 1
-        return z
+        index, self._num_calls = self._num_calls, self._num_calls + 1
+        with shard_stream(self._seed, group=0, shard=index):
+            return functional_call(self.module, {**self._versions[-1], **self.buffers}, (x,))
 
     @property
     def grads(self) -> dict[str, Tensor]:
@@ -107,9 +118,12 @@ class Program:
         )
         self.local = Local(model, mode=mode, seed=seed)
         self._twins: list[Twins] = []
+        self._failed = False
 
     def run(self) -> None:
         for _ in range(self._of.randint(6, 16)):
+            if self._failed:
+                return  # how far autograd came before an error is its own affair
             (step,) = self._of.choices(list(STEPS), weights=list(STEPS.values()))
             getattr(self, step.replace(" ", "_"))()
             remote, local = self.remote.grads, self.local.grads
@@ -186,8 +200,74 @@ class Program:
 
     def write_to_an_output(self) -> None:
         if self._twins:
-            twins: Any = self._of.choice(self._twins)
-            twins.z = (twins.z[0].mul_(1.5), twins.z[1].clone().mul_(1.5))
+            kind = self._of.randrange(len(WRITES))
+            for z in self._of.choice(self._twins).z:
+                WRITES[kind](z)
+
+    def write_to_what_a_loss_saved(self) -> None:
+        kind = self._of.randrange(len(WRITES))
+        for z in self._of.choice(self._twins).z if self._twins else ():
+            loss = z.square().sum()
+            WRITES[kind](z.detach())
+            with pytest.raises(RuntimeError, match="inplace operation"):
+                loss.backward(retain_graph=True)
+
+    def differentiate_by_some(self) -> None:
+        """Subsets of inputs and outputs, some of them unused, at given cotangents."""
+        some = self._some()
+        if not some:
+            return
+        at = [self.normal(*twins.z[1].shape) for twins in some]
+        pool = [(twins, of) for twins in self._twins for of in ("x", "z")]
+        pool = [(t, of) for t, of in pool if getattr(t, of)[1].requires_grad]
+        by = self._of.sample(pool, self._of.randint(1, min(3, len(pool))))
+        options: dict[str, bool] = self._of.choice(
+            [{}, {"allow_unused": True}, {"materialize_grads": True}]
+        )
+        self._compared(
+            lambda i: torch.autograd.grad(
+                [twins.z[i] for twins in some],
+                [getattr(twins, of)[i] for twins, of in by],
+                grad_outputs=at,
+                retain_graph=True,
+                **options,
+            )
+        )
+
+    def go_backward_by_a_hook(self) -> None:
+        some, factor = self._some(), 1 + self._of.random()
+
+        def backward(i: int) -> tuple[Tensor | None]:
+            some[0].z[i].retain_grad()
+            hook = some[0].z[i].register_hook(lambda gradient: factor * gradient)
+            loss_of([twins.z[i] for twins in some], 1).backward(retain_graph=True)
+            hook.remove()
+            return (some[0].z[i].grad,)
+
+        if some:
+            self._compared(backward)
+
+    def go_on_after_an_error(self) -> None:
+        for twins in self._twins:  # else they would fail with it
+            assert twins.z[0].isfinite().all()
+        for model in (self.remote, self.local):
+            with pytest.raises((ModelCallFailed, RuntimeError), match="multiplied"):
+                _ = model(self.normal(2, 9)).shape
+
+    def _some(self) -> list[Twins]:
+        return self._of.sample(self._twins, self._of.randint(0, len(self._twins)))
+
+    def _compared(self, act: Callable[[int], Sequence[Tensor | None]]) -> None:
+        """Act on either model: both raise the same error, or both find the same."""
+        found: list[Any] = []
+        for i in range(2):
+            try:
+                found.append([0 if f is None else f.clone() for f in act(i)])
+            except RuntimeError as error:
+                found.append(str(error)[:60])
+                self._failed = True
+        torch.testing.assert_close(*found, **NEAR) if not self._failed else None
+        assert not self._failed or found[0] == found[1]
 
 
 @pytest.mark.parametrize("seed", range(NUM_PROGRAMS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -145,6 +146,28 @@ def test_a_readout_reads_fields_and_returns_a_dict() -> None:
     got = again(output, {"attention_mask": torch.ones(2, 3)})
     torch.testing.assert_close(got["mean"], hidden.mean(1))
     torch.testing.assert_close(got["first"], hidden[:, 0])
+
+
+@dataclass
+class Found:
+    z: Tensor
+    others: tuple[Tensor, ...] = ()
+
+    def size(self) -> int:
+        return len(self.others)
+
+
+def test_a_readout_reads_the_fields_of_a_dataclass_and_nothing_else_of_it() -> None:
+    again, _ = rebuilt(
+        trace(lambda output, inputs: output.z + output.others[0], positional=2, structured=True)
+    )
+    ones = torch.ones(2)
+    assert torch.equal(again(Found(ones, (ones,)), {}), 2 * ones)
+    of_a_method, _ = rebuilt(
+        trace(lambda output, inputs: output.size, positional=2, structured=True)
+    )
+    with pytest.raises(TypeError, match="no field 'size'"):
+        of_a_method(Found(ones), {})
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 3, 4)])

@@ -10,6 +10,7 @@ import builtins
 import math
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 import torch
@@ -33,7 +34,7 @@ _MODULES: Final[dict[str, Any]] = {
 
 
 def field(record: Any, name: str) -> Any:
-    """Return a field of a model's output, which is a mapping or a named tuple.
+    """Return a field of a model's output, which is a mapping, a named tuple or a dataclass.
 
     Raises:
         TypeError: the value has no fields.
@@ -43,13 +44,15 @@ def field(record: Any, name: str) -> Any:
         if name not in record:
             raise KeyError(f"no field {name!r}; the value has {', '.join(map(str, record))}")
         return record[name]
-    fields: tuple[str, ...] = getattr(type(record), "_fields", ())
-    if not isinstance(record, tuple) or name not in fields:
+    if is_dataclass(record) and name in {entry.name for entry in fields(record)}:
+        return getattr(record, name)
+    places: tuple[str, ...] = getattr(type(record), "_fields", ())
+    if not isinstance(record, tuple) or name not in places:
         raise TypeError(
-            f"{type(record).__name__} has no field {name!r}; a mapping or a named tuple was "
-            "expected"
+            f"{type(record).__name__} has no field {name!r}; a mapping, a named tuple or a "
+            "dataclass was expected"
         )
-    return record[fields.index(name)]
+    return record[places.index(name)]
 
 
 def _resolve(name: str) -> Callable[..., Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, Protocol
@@ -10,9 +11,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
 
 from gradbox.computations import Cotangents, Forward, Gradient
-from gradbox.errors import GradboxError
+from gradbox.errors import GradboxError, InvalidInputs
 from gradbox.inputs.shards import ShardGroup
 from gradbox.protocol.spec_fields import Transfer
 from gradbox.remote.autograd import CallInputs, CallOutput, GradientJob
@@ -102,8 +104,15 @@ class Batch:
 
         Raises:
             GradboxError: the job failed; a note says where in the user's code the call was made.
+            InvalidInputs: the job has not run, and now would under one of torch.func's transforms.
         """
         if not self._done:
+            if torch._C._are_functorch_transforms_active():
+                raise InvalidInputs(
+                    "expected the outputs of a remote model to be used first outside torch.func's "
+                    "transforms, got one in a function under vmap, grad, vjp or the like: write "
+                    "z = z.clone() before"
+                )
             self._owner.run_until(self)
         self.check()
         return self._values[place]
@@ -137,7 +146,7 @@ class Batch:
             self._error, self._done = self._located(error), True
             return None
         self._job_id = result.manifest.job
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), _without_saving_hooks():
             self._record(result)
         # What was sent is on the box; a gradient job names it by the forward job alone.
         self.weights = {}
@@ -255,6 +264,13 @@ class Batch:
         first, last = self.calls[0].where, self.calls[-1].where
         error.add_note(f"one of {len(self.calls)} calls, the first at {first}, the last at {last}")
         return error
+
+
+def _without_saving_hooks() -> AbstractContextManager[Any]:
+    """Leave the user's hooks to what the user's code saves: checkpointing counts its tensors."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()
+    return saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
 def group_name(position: int) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
+from torch.utils import checkpoint
 
 from gradbox.errors import InvalidInputs
 from gradbox.inputs.shards import Shard, read_shard
@@ -22,20 +25,19 @@ PACKAGE: Final = str(Path(__file__).resolve().parents[1])
 class Call:
     """One call: what it was given, where in the user's code, and whether it recorded a graph."""
 
-    index: int  # counted over the model's life
     method: str
     arguments: Shard  # as they were then
     leaves: Mapping[str, torch.Tensor]  # those that require grad, with their graphs
     recorded: bool
     device: torch.device  # where its outputs go
     where: str
+    index: int = -1  # counted over the model's life, from where the call joins a job
 
 
 def read_call(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    index: int,
     method: str,
     signature: MethodView,
 ) -> Call:
@@ -43,8 +45,9 @@ def read_call(
 
     Raises:
         InvalidInputs: an argument is not a tensor, or not one of the entry point's; or the call is
-            under one of torch.func's transforms.
+            under one of torch.func's transforms, activation checkpointing or forward-mode autograd.
     """
+    _refuse_checkpointing()
     if torch._C._are_functorch_transforms_active():
         raise InvalidInputs(
             "expected a call outside torch.func's transforms, got one under vmap, grad, vjp or the "
@@ -56,6 +59,7 @@ def read_call(
     given = read_shard(shard, where=f"{method}()")
     check_arguments(list(given), method=method, signature=signature)
     copies = {name: _copy(tensor.source) for name, tensor in given.items()}
+    _refuse_tangents(copies)
     recorded = torch.is_grad_enabled()
     leaves = {
         name: value
@@ -63,7 +67,6 @@ def read_call(
         if recorded and isinstance(value, torch.Tensor) and value.requires_grad
     }
     return Call(
-        index=index,
         method=method,
         arguments={name: tensor_bytes(value, where=name) for name, value in copies.items()},
         leaves=leaves,
@@ -103,8 +106,37 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value.copy()
 
 
+def _refuse_checkpointing() -> None:
+    """Refuse a call that a backward pass would repeat: under another stream, with other dropout."""
+    if any(frame.f_code.co_filename == checkpoint.__file__ for frame in _frames()):
+        raise InvalidInputs(
+            "expected a call outside torch.utils.checkpoint, got one in a checkpointed function, "
+            "which calls again in backward(), with other dropout: call the model outside and pass "
+            "its output; its graph takes no memory here, and retain= is what it may take on the box"
+        )
+
+
+def _refuse_tangents(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        dual = unpack_dual(value)  # type: ignore[no-untyped-call]
+        if dual.tangent is not None:
+            raise InvalidInputs(
+                f"argument {name!r}: expected a tensor without a tangent, got a dual one: a remote "
+                f"model differentiates backwards only, see torch.autograd.grad"
+            )
+
+
 def _caller() -> str:
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        frame = frame.f_back
+    for frame in _frames():
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            break
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

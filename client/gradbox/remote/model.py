@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal, Protocol
+from threading import RLock
+from typing import Any, Final, Literal, NoReturn, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from gradbox.protocol.spec_fields import Transfer
 from gradbox.remote.autograd import NotFetched
 from gradbox.remote.batch import BARE, Batch
 from gradbox.remote.calls import read_call
+from gradbox.remote.live_weights import same, snapshot
 from gradbox.remote.output import RemoteOutput
 from gradbox.remote.rounded_weights import rounded_weights
 from gradbox.results.grad_accumulation import add_gradients
@@ -68,6 +69,8 @@ class RemoteModel:
     Buffers, such as batch-norm statistics, advance once per call, as a local model's do; they begin
     as the registered model has them, or as `weights` says.
 
+    Several threads may use one: calls are counted in the order in which they are made.
+
     Attributes:
         weights: tensors laid over the registered parameters; may be live ones that an optimizer
             changes: a call sees the numbers they have when it is made.
@@ -100,9 +103,16 @@ class RemoteModel:
         self._waiting: list[Batch] = []
         self._buffers: dict[str, Tensor] = {}
         self._grads: dict[str, Tensor] = {}
+        self._lock = RLock()  # over calls that wait, buffers and gradients
 
     def __repr__(self) -> str:
         return f"<RemoteModel {printable(self._view.name)} at {self._client.url}, {self._mode}>"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InvalidInputs(
+            "expected a remote model to stay where it was made, got one to be copied or pickled: "
+            "make another by client.model(...), with weights= copies of the tensors that it has"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; a single dict or tuple is the arguments of a shard.
@@ -154,13 +164,15 @@ class RemoteModel:
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The buffers after all calls so far, which are run if they have not been."""
-        for last in self._waiting[-1:]:
-            self.run_until(last)
-        return dict(self._buffers)
+        with self._lock:
+            for last in self._waiting[-1:]:
+                self.run_until(last)
+            return dict(self._buffers)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        self._grads.clear()
+        with self._lock:
+            self._grads.clear()
 
     def apply_to(self, module: nn.Module, *, strict: bool = True) -> None:
         """Add the gradients into `.grad` of a local module, as `GradResult.apply_to` does.
@@ -203,22 +215,24 @@ class RemoteModel:
 
     def add_grads(self, grads: Mapping[str, Tensor]) -> None:
         """Add to the gradients."""
-        for name, gradient in grads.items():
-            if name in self._grads:
-                self._grads[name] = self._grads[name] + gradient
-            else:
-                self._grads[name] = gradient.clone()
+        with self._lock:
+            for name, gradient in grads.items():
+                if name in self._grads:
+                    self._grads[name] = self._grads[name] + gradient
+                else:
+                    self._grads[name] = gradient.clone()
 
     def run_until(self, batch: Batch) -> None:
         """Run the batches that wait, up to this one; each begins with the buffers of the last.
 
         Raises: what one before it failed with.
         """
-        while batch in self._waiting:
-            first = self._waiting[0]
-            self._run(first)
-            self._waiting.remove(first)
-            first.check()  # without it the next one would begin with older buffers
+        with self._lock:
+            while batch in self._waiting:
+                first = self._waiting[0]
+                self._run(first)
+                self._waiting.remove(first)
+                first.check()  # without it the next one would begin with older buffers
 
     def _run(self, batch: Batch) -> None:
         returns = ("outputs", "buffers") if self._view.buffers else ("outputs",)
@@ -234,16 +248,18 @@ class RemoteModel:
         return self._call(method, args, kwargs)
 
     def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        call = read_call(
+        read = read_call(
             args,
             kwargs,
-            index=self._num_calls,
             method=method,
             signature=self._view.methods[method],
         )
-        batch = self._open_batch()
-        batch.calls.append(call)
-        self._num_calls += 1
+        # Not above: what was given may be an output of another model, which waits for its lock.
+        with self._lock:
+            call = replace(read, index=self._num_calls)
+            batch = self._open_batch()
+            batch.calls.append(call)
+            self._num_calls += 1
         outputs = {
             name: RemoteOutput.standing_for(
                 batch,
@@ -261,9 +277,9 @@ class RemoteModel:
             last is None
             or len(last.calls) >= MAX_CALLS
             or last.mode != self._mode
-            or not _same(last.weights, self.weights)
+            or not same(last.weights, self.weights)
         ):
-            weights = {name: _snapshot(value) for name, value in self.weights.items()}
+            weights = snapshot(self.weights)
             last = Batch(self, mode=self._mode, weights=weights, names=self._names)
             self._waiting.append(last)
         return last
@@ -280,21 +296,3 @@ def _output_names(readout: Callable[..., Any] | None) -> tuple[str, ...]:
         case {"dict": pairs}:
             return tuple(str(key) for key, _ in pairs)
     return (BARE,)
-
-
-def _snapshot(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, np.ndarray | np.generic):
-        return value.copy()
-    raise InvalidInputs(f"weights: expected tensors, got {type(value).__name__}")
-
-
-def _same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Tell whether the weights have the values they had; `.data` leaves no trace but the values."""
-    return before.keys() == now.keys() and all(
-        torch.equal(before[name], value.detach())
-        if isinstance(value, Tensor)
-        else np.array_equal(before[name], value)
-        for name, value in now.items()
-    )

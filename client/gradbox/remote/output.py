@@ -51,6 +51,8 @@ def _fetched(value: Any) -> Any:
         return batch.value(place)
     if isinstance(value, dict):
         return {key: _fetched(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named one
+        return value._make(_fetched(item) for item in value)
     if type(value) in (list, tuple):
         return type(value)(_fetched(item) for item in value)
     return value

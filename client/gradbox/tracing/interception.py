@@ -56,6 +56,7 @@ def intercepting(function: Callable[..., Any], recording: Recording) -> Iterator
     other thread.
     """
     with _LOCK, ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_TRACED.by(recording))
         for module in _modules(function):

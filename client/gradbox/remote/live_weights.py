@@ -1,0 +1,43 @@
+"""Weights that the user may change between calls: copies of them, and whether they changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor, equal
+
+from gradbox.errors import InvalidInputs
+
+
+def snapshot(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the weights.
+
+    Raises:
+        InvalidInputs: one is no tensor.
+    """
+    return {name: _copy(value) for name, value in weights.items()}
+
+
+def same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Tell whether the weights have the values they had; `.data` leaves no trace but the values."""
+    return before.keys() == now.keys() and all(
+        _same(before[name], value) for name, value in now.items()
+    )
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.copy()
+    raise InvalidInputs(f"weights: expected tensors, got {type(value).__name__}")
+
+
+def _same(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor) != isinstance(now, Tensor) or before.dtype != now.dtype:
+        return False
+    if isinstance(now, Tensor):
+        return before.device == now.device and equal(before, now.detach())
+    return np.array_equal(before, now)
