@@ -77,7 +77,8 @@ def measure_queue(num_queued: int, *, num_drained: int = 900) -> QueueCosts:
         page_through_s = time.perf_counter() - began
         follow = partial(many.client.get, f"/v1/jobs/{last}")
         share = _cpu_share(many.pids, follow, seconds=10.0)
-        rates_few, rates_many = [], []
+        rates_few: list[float] = []
+        rates_many: list[float] = []
         for _ in range(num_drained // FEW):
             _fill(few, FEW)
             for box, rates in ((many, rates_many), (few, rates_few)):
