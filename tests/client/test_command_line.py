@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradbox import Gradient, GradResult
+from gradbox import Gradient, GradResult, Jacobian
 from gradbox.cli import main
 from gradbox.cli.jobs import _described, _state, how_far
 from gradbox.cli.lazy import LazyCommand
@@ -85,6 +85,24 @@ def test_a_result_is_fetched_into_a_file(
     assert main(["result", submitted(at_box), "-o", str(path)]) == 0
     assert "loss" in capsys.readouterr().out
     assert len(GradResult.load(path).grads) == 6
+
+
+def test_standard_output_takes_no_result(
+    at_box: TestBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["result", submitted(at_box), "-o", "-"]) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_were_reduced_are_named_by_how(
+    at_box: TestBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with at_box.client() as client:
+        norms = Jacobian(model="mlp", inputs=[torch.ones(2, 5).double()], reduce="norm")
+        job_id = client.submit(norms).id
+    assert main(["result", job_id, "-o", str(tmp_path / "norms")]) == 0
+    assert capsys.readouterr().out.strip().endswith("norms: norm")
 
 
 def test_a_failed_job_is_exit_code_1(

@@ -32,11 +32,13 @@ def run(id: JobId, *, output: NeededFile, json: AsJson = False) -> int:
 
 
 def check_folder(output: Path) -> bool:
-    """Tell whether the folder that a file is to be written to exists; complain if not."""
-    exists = output.parent.is_dir()
-    if not exists:
-        _complain_of(output, "there is no such folder")
-    return exists
+    """Tell whether a result may be written to a file; complain of `-`, or of a missing folder."""
+    why = "there is no such folder" if not output.parent.is_dir() else ""
+    if str(output) == "-":
+        why = "it is read and checked where it was written, which standard output cannot be"
+    if why:
+        _complain_of(output, why)
+    return not why
 
 
 def fetch(job: Job, output: Path, *, json: bool) -> int:
@@ -56,13 +58,18 @@ def fetch(job: Job, output: Path, *, json: bool) -> int:
         say_json(result.manifest.model_dump(mode="json"), indent=2)
         return 0
     loss = result.manifest.loss
+    reduced = result.manifest.reduce
+    found = [] if loss is None else [f"loss {loss:.6g}"]
     counted = {"gradients": result.grads, "outputs": result.outputs}
-    found = ", ".join(
+    if reduced and reduced != "none":
+        found.append(reduced)
+        del counted["outputs"]
+    found += [
         f"{len(named)} {what if len(named) > 1 else what.removesuffix('s')}"
         for what, named in counted.items()
         if named
-    )
-    say(f"{output}: {'' if loss is None else f'loss {loss:.6g}, '}{found}")
+    ]
+    say(f"{output}: {', '.join(found)}")
     return 0
 
 

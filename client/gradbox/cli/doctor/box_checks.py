@@ -122,7 +122,7 @@ def _models(connection: Connection) -> Finding:
         return skipped("models", f"the box does not list them now: {error}")
     unusable = [f"{m['name']}: {m['reason']}" for m in models if not m["usable"]]
     if not unusable:
-        return fine("models", f"all {len(models)} can be used")
+        return fine("models", f"{len(models)} of {len(models)} can be used")
     fix = "mend it on the box's machine, then gradbox models reload"
     return problem("models", "; ".join(unusable), fix=fix)
 
