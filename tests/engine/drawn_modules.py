@@ -50,7 +50,7 @@ def weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape) / 2)
 
 
-class Reversed(torch.autograd.Function):
+class Reversed(torch.autograd.Function):  # Ganin & Lempitsky 2015
     @staticmethod
     def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
         ctx.strength = strength

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import pytest
 import torch
@@ -22,22 +21,10 @@ from gradbox_engine import (
 )
 from gradbox_engine.per_sample import jacobian
 from tests.device import DEVICE
+from tests.engine.drawn_modules import Reversed
 from tests.engine.per_sample import naive as rows
 from tests.engine.ranges.running import even, set_gradient_in_ranges
 from tests.oracle import TOLERANCE, difference
-
-
-class _Reversed(torch.autograd.Function):
-    """x, whose backward pass multiplies by -strength (Ganin & Lempitsky 2015)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
-        ctx.strength = strength
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return -ctx.strength * g, None
 
 
 class _Counting(nn.Module):
@@ -58,7 +45,7 @@ class _Counting(nn.Module):
         return self.calls
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Reversed.apply(self.linear(x), 0.5 * self.counted()).tanh()
+        return Reversed.apply(self.linear(x), 0.5 * self.counted()).tanh()
 
 
 class _InDict(_Counting):
