@@ -29,7 +29,7 @@ def test_a_worker_takes_a_turn_by_its_id_and_leaves_out_what_is_none(
     connection: redis.Redis,
 ) -> None:
     queue = QueueOfTurns(QUEUE, connection=connection, serializer=SERIALIZER)
-    queue.enqueue("os.getcwd")
+    queue.enqueue("os.getcwd", job_id="a858fd85-cbc8-49d9-8123-5d2f0c9be711")
     RqTurns(connection).feed(Turn("some-job", 1))
     taken = QueueOfTurns.dequeue_any([queue], None, connection)
     assert taken is not None

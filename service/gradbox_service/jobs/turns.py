@@ -23,6 +23,8 @@ QUEUE = "gradbox"
 SERIALIZER = "json"
 # The worker's parent keeps each job's own time limit; RQ is to have none.
 NO_TIMEOUT = -1
+# Random ones, which tell one feeding of a turn from another.
+OWN_BYTES = 4
 
 
 class Turn(NamedTuple):
@@ -58,7 +60,7 @@ class RqTurns:
     def feed(self, turn: Turn) -> None:
         # The same turn may be fed twice. RQ must not take the second for the first, so each has an
         # id of its own.
-        self._queue.push_job_id(f"{turn.job_id}-{turn.attempt}-{secrets.token_hex(4)}")
+        self._queue.push_job_id(f"{turn.job_id}-{turn.attempt}-{secrets.token_hex(OWN_BYTES)}")
 
     def take_back(self) -> None:
         self._queue.empty()  # type: ignore[no-untyped-call]  # RQ does not annotate it
@@ -113,4 +115,5 @@ def turn_of(rq_id: str) -> Turn | None:
     return None if found is None else Turn(found[1], int(found[2]))
 
 
-_RQ_ID = re.compile(r"(.+)-(\d{1,9})-[0-9a-f]+")
+# Exactly as many digits as `feed` gives: some of RQ's own ids, UUIDs, differ in that alone.
+_RQ_ID = re.compile(rf"(.+)-(\d{{1,9}})-[0-9a-f]{{{2 * OWN_BYTES}}}")
