@@ -243,9 +243,6 @@ RECORDED: dict[str, Make] = {
     "log probabilities of an adaptive softmax": called(
         "AdaptiveLogSoftmaxWithLoss", lambda module, z: module.log_prob(z), D, 9, [2, 4]
     ),
-    "LinearCrossEntropyLoss": called(
-        "LinearCrossEntropyLoss", lambda module, z: module(z, LABELS % 5), D, 5, bias=True
-    ),
     # Containers
     "ModuleList": lambda: Calling(nn.ModuleList([nn.Linear(D, 3)]), lambda m, z: m[0](z)),
     "ModuleDict": lambda: Calling(nn.ModuleDict({"a": nn.Linear(D, 3)}), lambda m, z: m["a"](z)),
@@ -254,6 +251,10 @@ RECORDED: dict[str, Make] = {
         nn.ParameterDict({"a": torch.ones(D)}), lambda m, z: z * m["a"]
     ),
 }
+if hasattr(nn, "LinearCrossEntropyLoss"):  # new in torch 2.13
+    RECORDED["LinearCrossEntropyLoss"] = called(
+        "LinearCrossEntropyLoss", lambda module, z: module(z, LABELS % 5), D, 5, bias=True
+    )
 
 # By the name of the class, what makes one, and what the message says to do. docs/graphs.md has the
 # same names.

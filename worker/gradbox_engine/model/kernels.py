@@ -35,17 +35,22 @@ def differentiable_kernels() -> Iterator[None]:
 
 @contextmanager
 def checkpoints_inlined() -> Iterator[None]:
-    """Let reentrant checkpoints simply call their function.
+    """Let checkpoints that know no forward mode simply call their function.
 
-    They know neither forward mode nor `torch.autograd.grad`. The random numbers drawn are the same,
+    Reentrant ones do not know `torch.autograd.grad` either; of the others those of torch 2.11 save
+    their inputs by a function without a forward-mode rule. The random numbers drawn are the same,
     and with forward mode there is no graph to save the memory of.
     """
-    before = torch.utils.checkpoint.CheckpointFunction
-    torch.utils.checkpoint.CheckpointFunction = _Inlined  # type: ignore[misc, assignment]
+    module: Any = torch.utils.checkpoint
+    instead = {"CheckpointFunction": _Inlined, "_NoopSaveInputs": _NothingSaved}
+    before = {name: vars(module)[name] for name in instead if name in vars(module)}
     try:
+        for name in before:
+            setattr(module, name, instead[name])
         yield
     finally:
-        torch.utils.checkpoint.CheckpointFunction = before  # type: ignore[misc]
+        for name, original in before.items():
+            setattr(module, name, original)
 
 
 @contextmanager
@@ -79,6 +84,12 @@ class _Inlined:
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         return function(*args)
+
+
+class _NothingSaved:
+    @staticmethod
+    def apply(*_: Any) -> Tensor:
+        return torch.empty(0)  # without a graph, as where nothing requires grad
 
 
 class _UnfusedRecurrence(TorchFunctionMode):

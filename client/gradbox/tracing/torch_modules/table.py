@@ -107,7 +107,6 @@ _INSTEAD: Final[dict[tuple[type, str], Callable[..., Any]]] = {
     (nn.MaxUnpool2d, "forward"): pooling.max_unpool,
     (nn.MaxUnpool3d, "forward"): pooling.max_unpool,
     (_ConvTransposeNd, "_output_padding"): convolution.output_padding,
-    (nn.LinearCrossEntropyLoss, "forward"): losses.linear_cross_entropy,
     (nn.TripletMarginWithDistanceLoss, "forward"): losses.triplet_with_distance,
     **{(kind, "forward"): refused.dropout(kind.forward) for kind in _DROPOUTS},
     (nn.RReLU, "forward"): refused.rrelu,
@@ -120,3 +119,5 @@ _INSTEAD: Final[dict[tuple[type, str], Callable[..., Any]]] = {
     (_LazyConvXdMixin, "initialize_parameters"): refused.not_initialised,
     (_LazyNormBase, "initialize_parameters"): refused.not_initialised,
 }
+if hasattr(nn, "LinearCrossEntropyLoss"):  # torch 2.12 and older have none
+    _INSTEAD[nn.LinearCrossEntropyLoss, "forward"] = losses.linear_cross_entropy
