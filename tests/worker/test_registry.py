@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from gradbox.errors import UnknownModel, UnusableModel
 from gradbox_worker.models import read_models_file
@@ -174,3 +175,25 @@ def test_the_code_of_a_decorated_builder_counts(tmp_path: Path) -> None:
         for n in (1, 2)
     )
     assert once != twice
+
+
+def test_a_builder_that_gives_one_module_twice_makes_two_models_of_it(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text(
+        "import torch\nSHARED = torch.nn.Linear(2, 3)\ndef f():\n    return SHARED\n"
+    )
+    blocks = []
+    for name, value in (("ones", 1.0), ("twos", 2.0)):
+        weights = {"weight": torch.full((3, 2), value), "bias": torch.full((3,), value)}
+        save_file(weights, tmp_path / f"{name}.safetensors")
+        blocks.append(
+            f'[models.{name}]\nbuilder = "python"\nsource = "f.py:f"\n'
+            f'weights = "{name}.safetensors"\n'
+        )
+    file = tmp_path / "models.toml"
+    file.write_text("".join(blocks))
+    models = Registry(read_models_file(file), device=torch.device("cpu"))
+    ones, twos = models.describe()
+    for view, value in ((ones, 1.0), (twos, 2.0)):
+        (bias,) = (p for n, p in models.get(view.name).module.named_parameters() if n == "bias")
+        assert bias.tolist() == [value] * 3
+        assert models.get(view.name, view.version).version == view.version

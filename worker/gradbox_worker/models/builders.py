@@ -7,16 +7,18 @@ Downloaded code never runs: `trust_remote_code` is off and cannot be switched on
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import importlib.util
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import SourceFileLoader
+from itertools import chain
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Final
@@ -39,12 +41,14 @@ def build_model(entry: ModelEntry, *, over: Sequence[torch.device] = ()) -> nn.M
 
 
 def build_with_code(
-    entry: ModelEntry, *, over: Sequence[torch.device] = ()
+    entry: ModelEntry, *, over: Sequence[torch.device] = (), beside: Iterable[nn.Module] = ()
 ) -> tuple[nn.Module, str]:
     """Build an entry's model with its weights, in eval mode.
 
     Args:
         over: the devices over which an `hf` model is spread; none: it is built on the CPU.
+        beside: the models that are in use. One that shares a tensor with them is copied, for
+            the weights of one must not become those of another.
 
     Returns:
         The model, and the SHA-256 of the file that defines a `python` model, as it was when it was
@@ -69,6 +73,8 @@ def build_with_code(
             f"models.{entry.name}: expected {entry.source!r} to return a torch.nn.Module, "
             f"got {type(model).__name__}"
         )
+    if not _tensors(model).isdisjoint(chain.from_iterable(map(_tensors, beside))):
+        model = copy.deepcopy(model)
     if entry.weights is not None:
         load_weights(model, entry.weights, name=entry.name)
     for method in entry.methods:
@@ -78,6 +84,11 @@ def build_with_code(
                 f"got {method!r}; remove it or correct its spelling"
             )
     return model.eval(), code
+
+
+def _tensors(model: nn.Module) -> set[int]:
+    """Return which tensors a model holds."""
+    return {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
 
 
 def load_weights(model: nn.Module, path: Path, *, name: str) -> None:
