@@ -145,6 +145,23 @@ def test_a_builder_that_crashes_is_not_tried_again(folder: Box, device: DevicePr
     assert "SIGSEGV: a crash in native code" in view.reason
 
 
+def test_a_builder_that_is_killed_again_and_again_leaves_the_others_to_be_served(
+    folder: Box, device: DeviceProcess
+) -> None:
+    folder.models_file.write_text(
+        "".join(
+            f'[models.{name}]\nbuilder = "python"\nsource = "{zoo.__file__}:{function}"\n'
+            for name, function in (("a", "is_killed"), ("b", "affine"), ("c", "is_killed"))
+        )
+    )
+    kill(device)
+    device.ensure()
+    assert sorted(view.name for view in device.models if view.usable) == ["b"]
+    reasons = [view.reason for view in device.models if not view.usable]
+    assert len(reasons) == 2
+    assert all("killed by SIGKILL" in reason for reason in reasons)
+
+
 def test_a_killed_start_is_tried_again(folder: Box, device: DeviceProcess) -> None:
     register_affine(folder, num=1)
     kill(device)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from gradbox_worker.models import read_models_file
-from gradbox_worker.models.builders import build_model, source_code_digest
+from gradbox_worker.models.builders import build_with_code
 from gradbox_worker.models.models_file import ModelEntry
 from gradbox_worker.models.shipping import ShippedModels
 from gradbox_worker.models.version import model_version
@@ -49,7 +49,8 @@ def models_file(tmp_path: Path) -> Path:
 
 
 def version(entry: ModelEntry) -> str:
-    return model_version(build_model(entry), code=source_code_digest(entry))
+    model, code = build_with_code(entry)
+    return model_version(model, code=code)
 
 
 def nowhere() -> Path:

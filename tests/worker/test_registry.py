@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from gradbox.errors import UnknownModel, UnusableModel
 from gradbox_worker.models import read_models_file
@@ -130,3 +131,69 @@ def test_a_file_that_has_changed_is_read_again(
         (view,) = Registry(read_models_file(file), device=torch.device("cpu")).describe()
         shapes.append(view.parameters[0].shape)
     assert shapes == [[3, 2], [4, 2]]
+
+
+def version_of(folder: Path, code: str) -> str:
+    """Return the version of the model `m` that `f.py` builds in a process that begins now."""
+    (folder / "f.py").write_text(code)
+    file = folder / "models.toml"
+    file.write_text('[models.m]\nbuilder = "python"\nsource = "f.py:f"\n')
+    (view,) = Registry(read_models_file(file), device=torch.device("cpu")).describe()
+    assert view.usable, view.reason
+    return view.version
+
+
+SCALED = """
+from pathlib import Path
+
+import torch
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return {factor} * super().forward(x)
+
+{decorator}
+def f():
+    {first}
+    return Net(2, 3)
+"""
+
+
+def test_a_file_that_changes_while_its_model_is_built_gives_the_version_of_what_was_built(
+    tmp_path: Path,
+) -> None:
+    later = SCALED.format(factor=3, decorator="", first="pass")
+    rewrite = f"Path(__file__).write_text({later!r})"
+    while_it_changed = version_of(tmp_path, SCALED.format(factor=2, decorator="", first=rewrite))
+    assert (tmp_path / "f.py").read_text() == later
+    assert while_it_changed != version_of(tmp_path, later)
+
+
+def test_the_code_of_a_decorated_builder_counts(tmp_path: Path) -> None:
+    once, twice = (
+        version_of(tmp_path, SCALED.format(factor=n, decorator="@torch.no_grad()", first="pass"))
+        for n in (1, 2)
+    )
+    assert once != twice
+
+
+def test_a_builder_that_gives_one_module_twice_makes_two_models_of_it(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text(
+        "import torch\nSHARED = torch.nn.Linear(2, 3)\ndef f():\n    return SHARED\n"
+    )
+    blocks = []
+    for name, value in (("ones", 1.0), ("twos", 2.0)):
+        weights = {"weight": torch.full((3, 2), value), "bias": torch.full((3,), value)}
+        save_file(weights, tmp_path / f"{name}.safetensors")
+        blocks.append(
+            f'[models.{name}]\nbuilder = "python"\nsource = "f.py:f"\n'
+            f'weights = "{name}.safetensors"\n'
+        )
+    file = tmp_path / "models.toml"
+    file.write_text("".join(blocks))
+    models = Registry(read_models_file(file), device=torch.device("cpu"))
+    ones, twos = models.describe()
+    for view, value in ((ones, 1.0), (twos, 2.0)):
+        (bias,) = (p for n, p in models.get(view.name).module.named_parameters() if n == "bias")
+        assert bias.tolist() == [value] * 3
+        assert models.get(view.name, view.version).version == view.version

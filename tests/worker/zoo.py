@@ -97,6 +97,12 @@ def crashes() -> nn.Module:
     return Affine()
 
 
+def is_killed() -> nn.Module:
+    """Be killed from outside, as far as can be told, each time it is built."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return Affine()
+
+
 _draws = iter(range(1000))
 
 

@@ -4,6 +4,7 @@ The process keeps the models between jobs. When it dies, the job it ran ends as 
 one has another, which loads a model when the first job needs it: the models are known from the
 process before it, as long as the models file is the same. A process that is killed before it is
 ready is started again, after a pause that grows; one that meets a fault of its own twice is not.
+A model that ends the process that builds it is left out, and the others are served.
 
 Importing torch takes seconds, so a device process is forked from a template that has done that, and
 that outlives it. A template that dies is started again; one that says that it cannot be forked is
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from gradbox.protocol import DeviceMemory, ModelView
+from gradbox_worker.device.builds import Builds
 from gradbox_worker.device.child import POLL_S, DeviceChild, DeviceSettings
 from gradbox_worker.device.exits import OUT_OF_MEMORY, Exit
 from gradbox_worker.device.messages import (
@@ -64,7 +66,7 @@ class DeviceProcess:
         self._ready = False  # whether the child said that jobs can run
         self._models: list[ModelView] = []
         self._models_file_digest = ""  # of the file that they were described from
-        self._building = ""  # the model that the child builds before it is ready
+        self._builds = Builds()  # of models, before the child is ready
         self.reloads = 0  # of the models, that had been asked for when they were read
         self.placement = settings.device  # once it has started, the device it computes on
         self.hardware = ""  # what the device calls itself, once it is ready
@@ -98,9 +100,12 @@ class DeviceProcess:
         faults: set[str] = set()
         pauses = iter(START_PAUSES_S)
         while not self.ready:
+            num_known = len(self._models)
             ended = self._try_to_start(while_waiting)
             if ended is None:
                 return
+            if len(self._models) > num_known:  # a model was left out: the next start is another
+                pauses = iter(START_PAUSES_S)
             pause_s = next(pauses, None)
             if pause_s is None or ended.fault in faults:
                 raise DeviceNotStarted(
@@ -190,10 +195,11 @@ class DeviceProcess:
             self._end_child()
             self._child = child = self._started()
         while isinstance(answer := child.next_answer(while_waiting), Building):
-            self._building = answer.model
+            self._builds.begins(answer.model)
         match answer:
             case DeviceReady():
-                self._ready, self.placement, self._building = True, answer.placement, ""
+                self._ready, self.placement = True, answer.placement
+                self._builds.over()
                 self.hardware, self.memory = answer.hardware, answer.memory
                 self._models += answer.models
                 log.info("device process %s is ready with %d models", child.pid, len(self._models))
@@ -208,16 +214,10 @@ class DeviceProcess:
                 return Exit(f"it cannot be forked: {answer.reason}", fault=None)
         ended = child.end()
         self._end_child()
-        return self._without_its_model(ended)
-
-    def _without_its_model(self, ended: Exit) -> Exit:
-        """Leave out the model whose building ended the process, so that the next one starts."""
-        name, self._building = self._building, ""
-        if not name or ended.fault is None:
+        left_out = self._builds.left_out_after(ended)
+        if left_out is None:
             return ended
-        reason = f"models.{name}: the process that built it ended: {ended.reason}; see its log"
-        log.warning("the model %r cannot be used: %s", name, reason)
-        self._models.append(ModelView(name=name, usable=False, reason=reason))
+        self._models.append(left_out)
         return Exit(ended.reason, fault=None)
 
     def _started(self) -> DeviceChild:

@@ -7,15 +7,18 @@ Downloaded code never runs: `trust_remote_code` is off and cannot be switched on
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import importlib.util
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.machinery import SourceFileLoader
+from itertools import chain
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Final
@@ -26,30 +29,52 @@ from torch import nn
 
 from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.models.hugging_face import build_hf
-from gradbox_worker.models.models_file import Builder, ModelEntry
+from gradbox_worker.models.models_file import ModelEntry
 from gradbox_worker.models.packages import package
 
 INITIAL_SEED: Final = 0
 
 
 def build_model(entry: ModelEntry, *, over: Sequence[torch.device] = ()) -> nn.Module:
+    """Build an entry's model; see `build_with_code`."""
+    return build_with_code(entry, over=over)[0]
+
+
+def build_with_code(
+    entry: ModelEntry, *, over: Sequence[torch.device] = (), beside: Iterable[nn.Module] = ()
+) -> tuple[nn.Module, str]:
     """Build an entry's model with its weights, in eval mode.
 
     Args:
         over: the devices over which an `hf` model is spread; none: it is built on the CPU.
+        beside: the models that are in use. One that shares a tensor with them is copied, for
+            the weights of one must not become those of another.
+
+    Returns:
+        The model, and the SHA-256 of the file that defines a `python` model, as it was when it was
+        imported: it may have changed while the model was built. "" for other builders.
 
     Raises:
         ModelsFileError: a package is missing, the source is not there, it does not return a
             module, the weights do not fit, or an entry point does not exist. What the model's own
             code raises comes through as it is.
     """
+    code = ""
     with _seeded():
-        model = build_hf(entry, over=over) if over else BUILD[entry.builder](entry)
+        if over:
+            model = build_hf(entry, over=over)
+        elif entry.builder == "python":
+            function, code = _function_of(entry)
+            model = function(**entry.kwargs)
+        else:
+            model = BUILD[entry.builder](entry)
     if not isinstance(model, nn.Module):
         raise ModelsFileError(
             f"models.{entry.name}: expected {entry.source!r} to return a torch.nn.Module, "
             f"got {type(model).__name__}"
         )
+    if not _tensors(model).isdisjoint(chain.from_iterable(map(_tensors, beside))):
+        model = copy.deepcopy(model)
     if entry.weights is not None:
         load_weights(model, entry.weights, name=entry.name)
     for method in entry.methods:
@@ -58,15 +83,12 @@ def build_model(entry: ModelEntry, *, over: Sequence[torch.device] = ()) -> nn.M
                 f"models.{entry.name}.methods: expected methods of {type(model).__name__}, "
                 f"got {method!r}; remove it or correct its spelling"
             )
-    return model.eval()
+    return model.eval(), code
 
 
-def source_code_digest(entry: ModelEntry) -> str:
-    """Return the SHA-256 of the file that defines a `python` model, and "" for other builders."""
-    if entry.builder != "python":
-        return ""
-    file = inspect.getsourcefile(_function_of(entry))
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+def _tensors(model: nn.Module) -> set[int]:
+    """Return which tensors a model holds."""
+    return {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
 
 
 def load_weights(model: nn.Module, path: Path, *, name: str) -> None:
@@ -138,20 +160,15 @@ def _refuse_unknown(entry: ModelEntry, known: Sequence[str]) -> None:
     )
 
 
-def _build_python(entry: ModelEntry) -> nn.Module:
-    built: nn.Module = _function_of(entry)(**entry.kwargs)
-    return built
-
-
-BUILD: Final[Mapping[Builder, Callable[[ModelEntry], nn.Module]]] = {
+BUILD: Final[Mapping[str, Callable[[ModelEntry], nn.Module]]] = {
     "hf": build_hf,
     "torchvision": _build_torchvision,
     "timm": _build_timm,
-    "python": _build_python,
 }
 
 
-def _function_of(entry: ModelEntry) -> Callable[..., Any]:
+def _function_of(entry: ModelEntry) -> tuple[Callable[..., Any], str]:
+    """Return the function that builds a model, and the digest of the file that defines it."""
     place, colon, name = entry.source.rpartition(":")
     if not colon or not place or not name.isidentifier():
         raise ModelsFileError(
@@ -167,7 +184,24 @@ def _function_of(entry: ModelEntry) -> Callable[..., Any]:
         raise ModelsFileError(
             f"models.{entry.name}.source: expected a function {name!r} in {place}, found none"
         )
-    return function  # type: ignore[no-any-return]
+    # Of a decorated one it is the file of what is decorated, not the decorator's.
+    named = inspect.unwrap(function)
+    written = inspect.isfunction(named) or inspect.isclass(named)
+    defined_in = sys.modules.get(named.__module__, module) if written else module
+    return function, _source_digest(defined_in)
+
+
+def _source_digest(module: ModuleType) -> str:
+    """Return the SHA-256 of a module's source; that of nothing if it has none."""
+    if isinstance(module.__loader__, _FromSource):
+        return hashlib.sha256(module.__loader__.source).hexdigest()
+    return _digest_when_imported(module.__name__, inspect.getsourcefile(module))
+
+
+@cache
+def _digest_when_imported(_name: str, file: str | None) -> str:
+    """Return a file's digest when it was first asked for: the process runs what it read then."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
 
 
 def _module_of_file(entry: ModelEntry, path: Path) -> ModuleType:
@@ -179,11 +213,12 @@ def _module_of_file(entry: ModelEntry, path: Path) -> ModuleType:
         raise ModelsFileError(
             f"models.{entry.name}.source: expected a Python file, found none at {path}"
         )
-    digest = hashlib.sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:12]
+    source = path.read_bytes()
+    digest = hashlib.sha256(str(path.resolve()).encode() + source).hexdigest()[:12]
     name = f"gradbox_models_{digest}_{path.stem}"
     if name in sys.modules:
         return sys.modules[name]
-    loader = _FromSource(name, str(path))
+    loader = _FromSource(name, str(path), source)
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if spec is None or spec.loader is None:
         raise ModelsFileError(f"models.{entry.name}.source: {path} cannot be imported")
@@ -198,10 +233,14 @@ def _module_of_file(entry: ModelEntry, path: Path) -> ModuleType:
 
 
 class _FromSource(SourceFileLoader):
-    """Compiles a file each time: Python's cache tells versions apart by size and second alone."""
+    """Compiles the bytes that it is given, whatever the file and Python's cache of it hold now."""
+
+    def __init__(self, name: str, path: str, source: bytes) -> None:
+        super().__init__(name, path)
+        self.source = source
 
     def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
+        return self.source_to_code(self.source, self.path)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from gradbox.errors import UnknownModel, UnusableModel
 from gradbox.protocol import ModelView
 from gradbox_engine.model.prepared import model_devices
 from gradbox_worker.errors import ModelsFileError, WeightsDoNotFit
-from gradbox_worker.models.builders import build_model, source_code_digest
+from gradbox_worker.models.builders import build_with_code
 from gradbox_worker.models.describe import describe_model, size_bytes, unusable
 from gradbox_worker.models.failures import building
 from gradbox_worker.models.models_file import ModelEntry
@@ -204,8 +204,9 @@ class Registry:
             self.drop_idle(but=entry.name, wanted_bytes=sum(self.sizes_bytes().values()))
 
         def build() -> tuple[nn.Module, str]:
-            module = build_model(entry, over=over)
-            return module, model_version(module, code=source_code_digest(entry))
+            beside = [loaded.module for loaded in self._loaded.values()]
+            module, code = build_with_code(entry, over=over, beside=beside)
+            return module, model_version(module, code=code)
 
         return self._with_room(entry, build)
 

@@ -14,7 +14,7 @@ from typing import Any
 from gradbox.html import size
 from gradbox.protocol import ModelView
 from gradbox_worker.errors import ModelsFileError
-from gradbox_worker.models.builders import build_model, source_code_digest
+from gradbox_worker.models.builders import build_with_code
 from gradbox_worker.models.describe import describe_model
 from gradbox_worker.models.failures import building
 from gradbox_worker.models.models_file import ModelEntry, Registered
@@ -103,14 +103,15 @@ def _verified(entry: ModelEntry) -> Verdict:
 
 
 def _described(entry: ModelEntry) -> tuple[ModelView, Registered]:
-    model = build_model(entry)  # gone on return: two large models need not fit at once
-    version = model_version(model, code=source_code_digest(entry))
+    model, code = build_with_code(entry)  # gone on return: two large ones need not fit at once
+    version = model_version(model, code=code)
     found = Registered(version=version, weights=weights_digest(model))
     return describe_model(entry, model, version=version), found
 
 
 def _version(entry: ModelEntry) -> str:
-    return model_version(build_model(entry), code=source_code_digest(entry))
+    model, code = build_with_code(entry)
+    return model_version(model, code=code)
 
 
 def _change(entry: ModelEntry, found: Registered) -> str | None:
