@@ -21,6 +21,7 @@ import ray
 
 from gradbox.printable import log_to_stderr
 from gradbox_engine.ranges.protocol import Range, RangeCotangents
+from gradbox_worker.cluster.actor.device_actor import JobStopped
 from gradbox_worker.cluster.actor.open_job import OpenJob, StoredSums
 from gradbox_worker.cluster.actor.open_samples import OpenSamples, SampleAnswer, SharedBySamples
 from gradbox_worker.cluster.actor.row_outlet import Handed
@@ -46,10 +47,6 @@ T = TypeVar("T")
 # For its last answer to be sent, before a process whose device is spoilt ends.
 LEAVE_S: Final = 2.0
 OPENING_S: Final = 0.02
-
-
-class JobStopped(Exception):
-    """The job was told to stop: `StopNow` as it crosses processes."""
 
 
 class ClusterDevice:
