@@ -21,7 +21,6 @@ import ray
 
 from gradbox.printable import log_to_stderr
 from gradbox_engine.ranges.protocol import Range, RangeCotangents
-from gradbox_worker.cluster.actor.device_actor import JobStopped
 from gradbox_worker.cluster.actor.open_job import OpenJob, StoredSums
 from gradbox_worker.cluster.actor.open_samples import OpenSamples, SampleAnswer, SharedBySamples
 from gradbox_worker.cluster.actor.row_outlet import Handed
@@ -39,6 +38,7 @@ from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.importing import import_for_jobs
 from gradbox_worker.device.messages import TO_DEVICE, FromDevice, Run, RunFailed
 from gradbox_worker.device.warm_device import WarmDevice
+from gradbox_worker.errors import JobStopped
 from gradbox_worker.exceptions_to_problems import refuses_work
 from gradbox_worker.files.placed_rows import Placement
 

@@ -14,13 +14,10 @@ from typing import Any, Final
 import ray
 
 from gradbox_worker.device.child import DeviceSettings
+from gradbox_worker.errors import JobStopped
 
 CONTROL: Final = "control"
 ROWS: Final = "rows"
-
-
-class JobStopped(Exception):
-    """The job was told to stop, or is not open here: `StopNow` as it crosses processes."""
 
 
 def _asks(name: str, *, group: str | None = None) -> Callable[..., Any]:

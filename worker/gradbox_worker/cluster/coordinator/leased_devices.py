@@ -25,11 +25,11 @@ from gradbox_engine.errors import DeviceLost
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.ranges import Range
 from gradbox_engine.requests import Group
-from gradbox_worker.cluster.actor.device_actor import JobStopped
 from gradbox_worker.cluster.coordinator.joined import JoinedCluster
 from gradbox_worker.cluster.coordinator.whole_job import answered
 from gradbox_worker.cluster.exchange.array_buffers import as_buffers, num_bytes
 from gradbox_worker.cluster.head.leases import Lent, Wish
+from gradbox_worker.errors import JobStopped
 
 BLOCK_BYTES: Final = 64 * 2**20
 PAUSE_S: Final = 0.1
