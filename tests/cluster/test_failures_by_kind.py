@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def both_devices_are_idle(client: GradClient) -> None:
     wait_until(lambda: num_ranges(client) == 2, what="both devices")
 
 
-def packed(streams: str, devices: int, **given: Any) -> Gradient:
+def packed(streams: Literal["shard", "sample"], devices: int, **given: Any) -> Gradient:
     generator = torch.Generator().manual_seed(2)
     lengths = torch.randint(1, 10, (NUM_PACKED, 1), generator=generator)
     whole = {
