@@ -40,6 +40,7 @@ class RunningMean(nn.Module):
         self.register_buffer("average", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
+        time.sleep(CALL_S)
         z = self.layer(x)
         if self.training:
             self.average.mul_(0.9).add_(0.1 * z.detach().mean(0))
@@ -66,6 +67,19 @@ class MaskedMean(nn.Module):
 @seeded
 def masked_mean() -> nn.Module:
     return MaskedMean()
+
+
+class UnhurriedMean(MaskedMean):
+    """The same, of which each call takes a while."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        time.sleep(CALL_S)
+        return super().forward(x, attention_mask)
+
+
+@seeded
+def unhurried_mean() -> nn.Module:
+    return UnhurriedMean()
 
 
 def weighted() -> nn.Module:

@@ -1,8 +1,11 @@
-"""A device that died and came back does not have the ranges that it had; its caller is told so."""
+"""A device that died and came back, or has another job, does not have the ranges that it had.
+
+Whoever asks for them is told so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,11 @@ from gradbox import Gradient, Jacobian
 from gradbox.computations import Computation
 from gradbox.protocol import ModelView
 from gradbox_engine.ranges import Range, RangeCotangents
-from gradbox_worker.cluster.actor.cluster_device import ClusterDevice, JobStopped
+from gradbox_worker.cluster.actor.cluster_device import ClusterDevice
+from gradbox_worker.cluster.actor.device_actor import DeviceActor
 from gradbox_worker.cluster.exchange.sent_tensors import RangeJob
 from gradbox_worker.device.child import DeviceSettings
+from gradbox_worker.errors import JobStopped
 from gradbox_worker.files.blob_tensors import TensorForm
 from tests.client.conftest import write_models
 
@@ -24,36 +29,44 @@ FIRST = Range(0, 2, 0, 1)
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterDevice]:
+def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceActor]:
     folder = tmp_path_factory.mktemp("device")
     (folder / "mark").write_text("seen")
     settings = DeviceSettings(write_models(folder / "models.toml"), folder, device="cpu")
-    device = ClusterDevice(settings, (folder / "mark", "seen"), None)
-    yield device
-    device.empty()
+    actor = DeviceActor(settings, (folder / "mark", "seen"), None)
+    yield actor
+    actor.device.empty()
+
+
+@pytest.fixture(scope="module")
+def device(actor: DeviceActor) -> ClusterDevice:
+    return actor.device
 
 
 def opened(device: ClusterDevice, computation: Computation) -> None:
     """Open a job of which another process of this device has run ranges."""
     views = [ModelView.model_validate_json(text) for text in device.describe()["models"]]
-    device.open(
-        RangeJob(
-            job_id="job",
-            attempt=1,
-            model="mlp",
-            model_version=next(view.version for view in views if view.name == "mlp"),
-            spec=computation.prepare().spec.model_dump_json(),
-            of_samples=isinstance(computation, Jacobian),
-            result_path=Path("job"),
-            earlier_result=None,
-            loss_parameters=(),
-            tensors={},
-            forms=[[{"0": TensorForm(torch.float64, (2, 5))}] * 2],
-            checkpoints=None,
-            rows="",
-            disk_reserve_bytes=None,
-            checkpoint_after_s=None,
-        )
+    device.open(range_job(computation, {view.name: view for view in views}))
+
+
+def range_job(computation: Computation, views: Mapping[str, ModelView]) -> RangeJob:
+    """Return a job of `SHARDS` as devices are told of it."""
+    return RangeJob(
+        job_id="job",
+        attempt=1,
+        model="mlp",
+        model_version=views["mlp"].version,
+        spec=computation.prepare().spec.model_dump_json(),
+        of_samples=isinstance(computation, Jacobian),
+        result_path=Path("job"),
+        earlier_result=None,
+        loss_parameters=(),
+        tensors={},
+        forms=[[{"0": TensorForm(torch.float64, (2, 5))}] * 2],
+        checkpoints=None,
+        rows="",
+        disk_reserve_bytes=None,
+        checkpoint_after_s=None,
     )
 
 
@@ -82,3 +95,18 @@ def test_rows_of_a_process_that_died_are_told_as_lost(device: ClusterDevice, nam
     opened(device, Jacobian(model="mlp", inputs=SHARDS, reduce="gram"))
     with pytest.raises(JobStopped):
         OF_SAMPLES[name](device)
+
+
+WITHOUT_A_JOB = {"describe", "import_for_jobs", "run", "open", "empty", "drop_idle_graphs"}
+BESIDE_A_JOB = {"take_rows", "place_rows", "news", "holds", "stop", "stop_all"}
+FOR_A_JOB = {name for name in vars(DeviceActor) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", sorted(FOR_A_JOB - WITHOUT_A_JOB - BESIDE_A_JOB))
+@pytest.mark.parametrize("job", [("other", 1), ("job", 0)], ids=["another job", "attempt"])
+def test_a_call_for_a_job_that_is_not_open_there_is_refused(
+    actor: DeviceActor, name: str, job: tuple[str, int]
+) -> None:
+    opened(actor.device, Gradient(model="mlp", inputs=SHARDS, loss=lambda z: z.sum()))
+    with pytest.raises(JobStopped):
+        getattr(actor, name)(job)

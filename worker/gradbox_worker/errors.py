@@ -39,3 +39,7 @@ class NameTaken(WorkerError):
 
 class DeviceNotStarted(WorkerError):
     """The device process ended before it was ready; the message says why."""
+
+
+class JobStopped(Exception):
+    """A device of a cluster was told to stop a job, or does not have it open."""

@@ -38,6 +38,7 @@ from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.importing import import_for_jobs
 from gradbox_worker.device.messages import TO_DEVICE, FromDevice, Run, RunFailed
 from gradbox_worker.device.warm_device import WarmDevice
+from gradbox_worker.errors import JobStopped
 from gradbox_worker.exceptions_to_problems import refuses_work
 from gradbox_worker.files.placed_rows import Placement
 
@@ -46,10 +47,6 @@ T = TypeVar("T")
 # For its last answer to be sent, before a process whose device is spoilt ends.
 LEAVE_S: Final = 2.0
 OPENING_S: Final = 0.02
-
-
-class JobStopped(Exception):
-    """The job was told to stop: `StopNow` as it crosses processes."""
 
 
 class ClusterDevice:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import ray
 
 from gradbox_worker.device.child import DeviceSettings
+from gradbox_worker.errors import JobStopped
 
 CONTROL: Final = "control"
 ROWS: Final = "rows"
@@ -33,6 +34,21 @@ def _asks(name: str, *, group: str | None = None) -> Callable[..., Any]:
     return method if group is None else ray.method(concurrency_group=group)(method)
 
 
+def _asks_for_a_job(name: str) -> Callable[..., Any]:
+    """Return a method that asks the device the same for one attempt at a job, its first argument.
+
+    A device that died, or was given back, may have another job open by the time a call comes.
+    """
+
+    def method(self: DeviceActor, job: tuple[str, int], *arguments: Any) -> Any:
+        if not self.device.holds(*job):
+            raise JobStopped("the device is not open for this job")
+        return getattr(self.device, name)(*arguments)
+
+    method.__name__ = name
+    return method
+
+
 class DeviceActor:
     """One device of a cluster; `head` makes an actor of it. See `ClusterDevice` for its methods."""
 
@@ -48,19 +64,19 @@ class DeviceActor:
     import_for_jobs = _asks("import_for_jobs")
     run = _asks("run")
     open = _asks("open")
-    forward = _asks("forward")
-    resume = _asks("resume")
-    replay = _asks("replay")
-    check = _asks("check")
-    take_sums = _asks("take_sums")
-    add = _asks("add")
-    stored_sums = _asks("stored_sums")
-    write_sums = _asks("write_sums")
-    count = _asks("count")
-    smaller = _asks("smaller")
-    run_samples = _asks("run_samples")
-    factors = _asks("factors")
-    gram = _asks("gram")
+    forward = _asks_for_a_job("forward")
+    resume = _asks_for_a_job("resume")
+    replay = _asks_for_a_job("replay")
+    check = _asks_for_a_job("check")
+    take_sums = _asks_for_a_job("take_sums")
+    add = _asks_for_a_job("add")
+    stored_sums = _asks_for_a_job("stored_sums")
+    write_sums = _asks_for_a_job("write_sums")
+    count = _asks_for_a_job("count")
+    smaller = _asks_for_a_job("smaller")
+    run_samples = _asks_for_a_job("run_samples")
+    factors = _asks_for_a_job("factors")
+    gram = _asks_for_a_job("gram")
     empty = _asks("empty")
     drop_idle_graphs = _asks("drop_idle_graphs")
     take_rows = _asks("take_rows", group=ROWS)

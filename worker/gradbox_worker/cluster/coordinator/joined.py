@@ -94,9 +94,9 @@ class JoinedCluster:
             raise ClusterGone(str(error)) from error
         return found
 
-    def give_back(self, name: str) -> None:
+    def give_back(self, lent: Lent) -> None:
         """Give a device back before the lease ends: it has ended its part, or died."""
-        self._pool.give_back.remote(name)
+        self._pool.give_back.remote(lent.name, lent.lease)
 
     def end(self, lease: str, *, at_rest: bool = False) -> None:
         """Give all devices of a lease back, and wait for nothing: who wants several waits then.

@@ -25,11 +25,11 @@ from gradbox_engine.errors import DeviceLost
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.ranges import Range
 from gradbox_engine.requests import Group
-from gradbox_worker.cluster.actor.cluster_device import JobStopped
 from gradbox_worker.cluster.coordinator.joined import JoinedCluster
 from gradbox_worker.cluster.coordinator.whole_job import answered
 from gradbox_worker.cluster.exchange.array_buffers import as_buffers, num_bytes
 from gradbox_worker.cluster.head.leases import Lent, Wish
+from gradbox_worker.errors import JobStopped
 
 BLOCK_BYTES: Final = 64 * 2**20
 PAUSE_S: Final = 0.1
@@ -100,7 +100,7 @@ class LeasedDevices:
         device = self._of.get(part.index)
         if device is None:
             device = self._first(part)
-        elif not device.still_holds_the_job():
+        elif device not in self.alive or not device.still_holds_the_job():
             device = self._another(part)
         self._of[part.index] = device
         return device
@@ -183,7 +183,7 @@ class LeasedDevices:
         """Give a device back that holds nothing of the job any more."""
         if not device.held and device in self.alive:
             self.alive.remove(device)
-            self._cluster.give_back(device.name)
+            self._cluster.give_back(device.lent)
 
     def close(self) -> None:
         """Wait for no answer any more."""
@@ -209,7 +209,7 @@ class LeasedDevices:
         """Return a device for a range whose own is lost: an idle one, else one of the job's."""
         for device in [device for device in self.alive if not device.holds_the_job()]:
             self.alive.remove(device)
-            self._cluster.give_back(device.name)
+            self._cluster.give_back(device.lent)
         lent = self._idle()
         if lent is None and self.alive:
             return self.alive[part.index % len(self.alive)]
@@ -235,7 +235,7 @@ class LeasedDevices:
         for lent in found:
             if answered(lent.actor.news.remote()):
                 return lent
-            self._cluster.give_back(lent.name)
+            self._cluster.give_back(lent)
         return None
 
 
@@ -248,11 +248,16 @@ class LeasedDevice:
     """
 
     def __init__(self, lent: Lent, devices: LeasedDevices) -> None:
+        self.lent = lent
         self.name, self.actor, self.writes_files = lent.name, lent.actor, lent.writes_files
         self.held: set[int] = set()
         self.suspected = False
         self._job_key = devices.job_key
         self.opened = lent.actor.open.remote(devices.job)
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Have the device do something for the job; returns a reference to its answer."""
+        return getattr(self.actor, name).remote(self._job_key, *arguments)
 
     def holds_the_job(self) -> bool:
         """Tell whether the device lives, and is the process that the job was opened on."""

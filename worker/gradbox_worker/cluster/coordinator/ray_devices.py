@@ -86,7 +86,7 @@ class RayDevices:
         assert isinstance(left, HeldSums)
         assert isinstance(right, HeldSums)
 
-        taken = right.device.actor.take_sums.remote(right.index)
+        taken = right.device.ask("take_sums", right.index)
 
         def then(bytes_added: int) -> Sums:
             self._leased.count("sums", bytes_added)
@@ -94,7 +94,7 @@ class RayDevices:
             self._leased.give_back_if_empty(right.device)
             return left
 
-        added = left.device.actor.add.remote(left.index, taken)
+        added = left.device.ask("add", left.index, taken)
         return self._leased.future(added, then, devices=(left.device, right.device))
 
     def fetched(self, sums: Sums) -> Future[NamedSums]:
@@ -105,11 +105,11 @@ class RayDevices:
 
     def _written(self, sums: HeldSums) -> NamedSums:
         """Return stand-ins, on `meta`, for sums that their device has written."""
-        actor = sums.device.actor
-        stored: StoredSums = ray.get(actor.stored_sums.remote(sums.index))
+        stored: StoredSums = ray.get(sums.device.ask("stored_sums", sums.index))
         if self._result is not None:
             self._result.lay_out_whole(stored.forms)
-            if not ray.get(actor.write_sums.remote(sums.index, self._result.placement())):
+            placement = self._result.placement()
+            if not ray.get(sums.device.ask("write_sums", sums.index, placement)):
                 return self._taken(sums)
             self._rounding.add(stored.rounded)
         return {
@@ -118,7 +118,7 @@ class RayDevices:
         }
 
     def _taken(self, sums: HeldSums) -> NamedSums:
-        buffers = ray.get(sums.device.actor.take_sums.remote(sums.index))
+        buffers = ray.get(sums.device.ask("take_sums", sums.index))
         self._leased.count("sums", num_bytes(buffers))
         named: NamedSums = as_tensors(buffers, copy=False)
         return named
@@ -142,7 +142,7 @@ class RayRangeDevice:
             outputs: RangeOutputs = as_tensors(buffers)
             return outputs
 
-        answer = device.actor.forward.remote(part, self._blocks, device.opened)
+        answer = device.ask("forward", part, self._blocks, device.opened)
         return self._leased.future(answer, then, devices=(device,))
 
     def resume(self, part: Range, earlier: EarlierOutputs) -> Future[None]:
@@ -151,7 +151,7 @@ class RayRangeDevice:
         device.held.add(part.index)
         buffers = as_buffers(earlier)
         self._leased.count("outputs", num_bytes(buffers))
-        answer = device.actor.resume.remote(part, buffers, self._blocks, device.opened)
+        answer = device.ask("resume", part, buffers, self._blocks, device.opened)
         return self._leased.future(answer, self._leased.note_resumed, devices=(device,))
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> Future[RangeGradient]:
@@ -165,10 +165,10 @@ class RayRangeDevice:
 
         buffers = as_buffers(cotangents)
         self._leased.count("cotangents", num_bytes(buffers))
-        answer = device.actor.replay.remote(part, buffers)
+        answer = device.ask("replay", part, buffers)
         return self._leased.future(answer, then, devices=(device,))
 
     def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[int]:
         """Check the range's first shard, and give the range up."""
-        answer = self._device.actor.check.remote(part, as_buffers(norms))
+        answer = self._device.ask("check", part, as_buffers(norms))
         return self._leased.future(answer, lambda found: found, devices=(self._device,))

@@ -102,13 +102,13 @@ class RaySampleDevices:
 
         devices = [left.device]
         if right is None:
-            answer = left.device.actor.gram.remote(left.index, None, trace)
+            answer = left.device.ask("gram", left.index, None, trace)
             return self.leased.future(answer, then, devices=devices)
         assert isinstance(right, HeldRows)
         if (left.index + right.index) % 2 == 0:
-            answer = left.device.actor.gram.remote(left.index, self._sent(right), trace)
+            answer = left.device.ask("gram", left.index, self._sent(right), trace)
         else:
-            answer = right.device.actor.gram.remote(self._sent(left), right.index, trace)
+            answer = right.device.ask("gram", self._sent(left), right.index, trace)
         return self.leased.future(answer, then, devices=[left.device, right.device])
 
     def forget(self, rows: HeldRows) -> None:
@@ -118,7 +118,7 @@ class RaySampleDevices:
     def _sent(self, rows: HeldRows) -> Any:
         """Return a reference to a range's factors, which its device gives away once."""
         if rows not in self._factors:
-            self._factors[rows] = rows.device.actor.factors.remote(rows.index)
+            self._factors[rows] = rows.device.ask("factors", rows.index)
         return self._factors[rows]
 
     def blocks(self, part: Range, *, of_others: bool) -> list[Any]:
@@ -191,7 +191,7 @@ class RaySampleDevice:
     def count(self, part: Range, *, of_others: bool) -> Future[tuple[int, ...]]:
         """Count the samples of each shard of a range."""
         blocks = self._devices.blocks(part, of_others=of_others)
-        answer = self._device.actor.count.remote(part, blocks, of_others, self._device.opened)
+        answer = self._device.ask("count", part, blocks, of_others, self._device.opened)
         return self._future(answer, lambda found: found)
 
     def smaller(self, part: Range, task: SampleTask) -> Future[bool]:
@@ -222,8 +222,7 @@ class RaySampleDevice:
         sent = as_buffers(replace(task, against=None, vectors=vectors))
         self._devices.leased.count("inputs", num_bytes(sent))
         blocks = self._devices.blocks(part, of_others=task.of_others)
-        method = getattr(self._device.actor, name)
-        return method.remote(part, sent, shared, blocks, self._device.opened)
+        return self._device.ask(name, part, sent, shared, blocks, self._device.opened)
 
     def _future(
         self,

@@ -156,7 +156,7 @@ class Coordinator:
             living = [one for one, call in zip(lent, calls, strict=True) if answered(call)]
             for device in lent:
                 if device not in living:
-                    self._cluster.give_back(device.name)
+                    self._cluster.give_back(device)
             if living:
                 return living
 
@@ -165,12 +165,18 @@ class Coordinator:
     ) -> Outcome:
         in_ranges = waiting is not None and len(waiting.ranges) > 0
         if in_ranges or len(lent) > 1 or (not lent[0].sees_files and can_be_split(order.spec)):
-            found = self._run_wide(order, lent, wish, waiting)
+            job = self._wide_job(order, lent, wish, waiting)
+            found = self._run_wide(order, job)
             if not isinstance(found, CoupledShards):
                 return found
             order = order.model_copy(update={"not_split": str(found)})
-            for device in lent[1:]:
-                self._cluster.give_back(device.name)
+            left = [one for one in job.lent if one.sees_files or not lent[0].sees_files]
+            for device in job.lent:
+                if device not in left[:1]:
+                    self._cluster.give_back(device)
+            if not left:
+                raise DiedBefore
+            lent = left[:1]
         if not lent[0].sees_files:
             return RunFailed(problem=Problem.of(JobFailed(NO_FILES)))
         return run_whole(
@@ -181,16 +187,10 @@ class Coordinator:
         if self._stop_requested():
             raise StopNow
 
-    def _run_wide(
+    def _wide_job(
         self, order: Run, lent: list[Lent], wish: Wish, waiting: WaitingGraphs | None
-    ) -> Outcome | CoupledShards:
-        """Run a job in ranges, unless its shards are coupled and "auto" leaves it to one device.
-
-        Raises:
-            StopNow: the job was told to stop.
-            ClusterGone: the head of the cluster ended.
-        """
-        job = WideJob(
+    ) -> WideJob:
+        return WideJob(
             Work(**{name: getattr(order, name) for name in Work.__dataclass_fields__}),
             self._cluster,
             lent,
@@ -200,6 +200,14 @@ class Coordinator:
             tell=self._tell,
             stop_requested=self._stop_requested,
         )
+
+    def _run_wide(self, order: Run, job: WideJob) -> Outcome | CoupledShards:
+        """Run a job in ranges, unless its shards are coupled and "auto" leaves it to one device.
+
+        Raises:
+            StopNow: the job was told to stop.
+            ClusterGone: the head of the cluster ended.
+        """
         coupled = (CoupledShards,) if order.spec.devices == AUTO else ()
         try:
             found = caught(

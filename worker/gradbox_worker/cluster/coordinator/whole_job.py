@@ -60,14 +60,14 @@ def run_whole(
         *news, outcome = ray.get(answer)
     except RayActorError:
         cluster.check()
-        cluster.give_back(lent.name)
+        cluster.give_back(lent)
         if not answered(lived):
             raise DiedBefore from None
         return RunStopped() if told_to_stop else RunLost(reason=DEVICE_ENDED, fault=DEVICE_ENDED)
     _hand_on([*ray.get(lived), *news], tell)
     found: Any = FROM_DEVICE.validate_json(outcome)
     if isinstance(found, RunFailed) and found.leaving:
-        cluster.give_back(lent.name)
+        cluster.give_back(lent)
         return found.model_copy(update={"leaving": False})  # this process goes on
     assert isinstance(found, Outcome)
     return found

@@ -81,6 +81,12 @@ class WideJob:
         self._leased: LeasedDevices | None = None
         self._done: dict[str, tuple[str, int]] = {}  # by device: its phase, and shards done
 
+    @property
+    def lent(self) -> list[Lent]:
+        """The devices that it has, of which some may have died since."""
+        opened = self._leased
+        return list(self._lent) if opened is None else [device.lent for device in opened.alive]
+
     def run(self) -> RunFinished:
         """Run the job and write its result.
 

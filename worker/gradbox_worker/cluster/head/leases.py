@@ -48,12 +48,14 @@ class Lent:
 
     Attributes:
         sees_files: whether it sees the box's data folder, as one must that runs a whole job.
+        lease: whose it is.
         writes_files: whether it may write to a file there beside the coordinator, on whose machine
             it is: over a network two machines that write to one file may undo each other's writes.
     """
 
     name: str
     actor: Any  # a handle of a `DeviceActor`
+    lease: str
     sees_files: bool
     writes_files: bool
 

@@ -140,11 +140,14 @@ class Pool:
 
     async def more(self, wish: Wish) -> list[Lent]:
         """Return what a lease gets beyond what it has: idle devices, perhaps none."""
-        return self._lent(self._leases.take_idle(wish))
+        if wish.lease not in self._coordinators:
+            return []  # its coordinator died
+        return self._lent(self._leases.take_idle(wish), wish.lease)
 
-    async def give_back(self, name: str) -> None:
-        """Take back a device that has ended its part, or has died."""
-        self._take_back(name)
+    async def give_back(self, name: str, lease: str) -> None:
+        """Take back a device that has ended its part, or has died, unless another lease has it."""
+        if name in self._leases.of(lease):
+            self._take_back(name)
 
     async def end(self, lease: str, at_rest: bool = False) -> None:
         """End a lease: have its devices stopped, made empty, and lent again.
@@ -154,6 +157,8 @@ class Pool:
         """
         self._coordinators.end(lease)
         self._leases.withdraw(lease)
+        if (granted := self._granted.get(lease)) is not None and not granted.done():
+            granted.set_result([])  # else its call would wait for ever, one of Ray's 1000
         for name in self._leases.of(lease):
             self._take_back(name, at_rest=at_rest)
 
@@ -168,13 +173,14 @@ class Pool:
                 for name in names:
                     self._leases.free(name)
                 continue
-            granted.set_result(self._lent(names))
+            granted.set_result(self._lent(names, wish.lease))
 
-    def _lent(self, names: Sequence[str]) -> list[Lent]:
+    def _lent(self, names: Sequence[str], lease: str) -> list[Lent]:
         return [
             Lent(
                 name,
                 self._actors[name],
+                lease,
                 sees_files=self._leases.sees_files(name),
                 writes_files=name in self._writing,
             )
@@ -183,9 +189,6 @@ class Pool:
 
     def _abandoned(self, lease: str) -> None:
         """End a lease whose coordinator died."""
-        granted = self._granted.get(lease)
-        if granted is not None and not granted.done():
-            granted.cancel()
         self._begin(self.end(lease))
 
     def _take_back(self, name: str, *, at_rest: bool = False) -> asyncio.Task[None]:
