@@ -93,7 +93,7 @@ class RecordedGraph:
     def terms(self, outputs: range, *, keep_graph: bool) -> Terms:
         """Return every parameter's term for some outputs."""
         records = self._recorder.edges
-        looped = bool(self._plan.loops)
+        looped = bool(self._plan.loops) and self.value.requires_grad
         by_edge: Sequence[Tensor | None] = []
         if records:
             edges = [record.edge for record in records]
@@ -135,8 +135,10 @@ class RecordedGraph:
     def _backward(
         self, edges: Sequence[GradientEdge], outputs: range, *, keep: bool
     ) -> Sequence[Tensor | None]:
-        """Return the gradients at the edges, (Y, ...) each."""
+        """Return the gradients at the edges, (Y, ...) each; None where no path leads to one."""
         value = self.value
+        if not value.requires_grad:  # which tells nothing of the backward passes of other shards
+            return [None] * len(edges)
         cotangents = _identity(self.outputs, outputs, self.samples, value.dtype, value.device)
         if len(outputs) == 1:
             single = gradients(value, edges, cotangents[0], keep_graph=keep)
