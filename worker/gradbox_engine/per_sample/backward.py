@@ -128,7 +128,7 @@ class RecordedGraph:
         parameters = self._parameters
         found = gradients(self.value, list(parameters.values()), cotangents, keep_graph=False)
         return {
-            name: torch.zeros_like(parameter) if gradient is None else gradient
+            name: torch.zeros_like(parameter) if gradient is None else _dense(gradient)
             for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
         }
 
@@ -258,3 +258,8 @@ def _identity(
     """Return the cotangents of some outputs for every sample, (len(outputs), B, Y)."""
     eye = torch.eye(size, dtype=dtype, device=device)[outputs.start : outputs.stop]
     return eye[:, None].expand(len(outputs), samples, size)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """Return a gradient as it is, but that of a sparse embedding in all its entries."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
