@@ -82,3 +82,40 @@ def test_a_complex_parameter_is_refused_by_name() -> None:
     with pytest.raises(BadInputs, match=r"\['w'\].*view_as_real"):
         jacobian(model, [inputs])
     assert jacobian(model, [inputs], wrt=["a.*"]).arrays["a.bias"].shape == (6, 5, 5)
+
+
+class OneExpertAShard(nn.Module):
+    """Returns one of two experts' outputs; the second's backward pass does not vectorise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.one, self.other = (nn.Linear(5, 3, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.one(x), Watchful.apply(self.other(x))
+        return one if x[0, 0] > 0 else other
+
+
+@pytest.mark.parametrize("wrt", ["one", "other"])
+def test_shards_that_reach_none_of_the_parameters_have_rows_of_zeros(wrt: str) -> None:
+    shards = [{"0": torch.full((2, 5), x, dtype=torch.float64)} for x in (1.0, -1.0, 2.0, -2.0)]
+    model = OneExpertAShard()
+    each = [naive.jacobian(model, shard) for shard in shards]
+    expected = {
+        name: torch.cat([rows[name] for rows in each]) for name in each[0] if name.startswith(wrt)
+    }
+    found = jacobian(model, shards, wrt=[wrt])
+    assert naive.difference(naive.flat(found.arrays), naive.flat(expected)) <= naive.TOLERANCE
+    assert found.unreached == ()
+    assert naive.flat(found.arrays).any(2).sum() == 4 * 3
+    unreached = jacobian(model, shards[wrt == "one" :: 2], wrt=[wrt])
+    assert unreached.unreached == (f"{wrt}.weight", f"{wrt}.bias")
+    assert not naive.flat(unreached.arrays).any()
+
+
+@pytest.mark.parametrize("wrt", [["inputs.0"], ["0.*", "inputs.*"]])
+def test_rows_by_inputs_are_refused(wrt: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(5, 3, dtype=torch.float64))
+    with pytest.raises(BadInputs, match="wrt: expected names of parameters"):
+        jacobian(model, [_x()], wrt=wrt)

@@ -23,6 +23,7 @@ NAMES = [
     "convolution, 3d",
     "embedding with padding",
     "embedding twice and tied",
+    "sparse embedding",
     "group, instance and batch norm",
     "attention with bias_kv",
     "lstm",

@@ -266,3 +266,23 @@ def test_a_model_may_read_the_norm_of_its_tables_gradient():
         assert difference(result.grads, expected) <= 1e-5
     with pytest.raises(ModelCallFailed):
         set_gradient(model, [Group("z", [{"ids": ids.double()}])], Objective(torch.sum))
+
+
+def test_gradients_of_a_loss_that_looks_up_sparsely_are_dense():
+    torch.manual_seed(0)
+    shards = [{"0": torch.randn(2, 5, dtype=torch.float64)} for _ in range(3)]
+    model = nn.Linear(5, 4, dtype=torch.float64)
+    table = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    rows = torch.tensor([4, 0, 4])
+
+    def loss(z: Tensor, table: Tensor) -> Tensor:
+        looked_up = z[rows] * F.embedding(rows, table, sparse=True)
+        return looked_up.sin().sum()
+
+    loss(torch.cat([model(shard["0"]) for shard in shards]), table).backward()
+    naive = {"table": table.grad, **{name: p.grad for name, p in model.named_parameters()}}
+    expected = {name: g.to_dense() for name, g in naive.items() if g is not None}
+    objective = Objective(loss, {"table": table}, {"table": table})
+    found = set_gradient(model, [Group("z", shards)], objective)
+    assert {g.layout for g in found.grads.values()} == {torch.strided}
+    assert difference(found.grads, expected) <= TOLERANCE

@@ -43,6 +43,7 @@ from gradbox_engine.mixed.phases import (
     TangentPass,
     differentiate_outer,
     first_pass,
+    sketch,
     tangent_pass,
 )
 from gradbox_engine.mixed.sums import LeafSums
@@ -92,7 +93,7 @@ def mixed_gradient(
     leaves = _leaves(inner, outer)
     with equipped(model, group, inner, leaves, z=z, observer=observer, **options) as equipment:
         sums = LeafSums(leaves)
-        checkpoint = JobCheckpoint(checkpoints, equipment.ready, sums)
+        checkpoint = JobCheckpoint(checkpoints, equipment.ready, sums, compared=sketch)
         resumed = checkpoint.resumed()
         went = TangentPass(**resumed.second.facts) if resumed.second else TangentPass()
         clock = PhaseTimer(*equipment.ready.devices)

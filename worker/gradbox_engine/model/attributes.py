@@ -7,7 +7,8 @@ first calls), so that no comparison of outputs would notice another count in the
 A submodule's attributes are kept after a shard where whatever it changed is a number, a word or
 None, or a short dict, list, set or deque of these. A submodule that changed anything else as well
 (a cached tensor, an object) stays as it is, for half of its state is worse than none; it begins a
-second pass as it began the first.
+second pass as it began the first. If a number or word was among it, that one is lost, and the job
+writes no checkpoint from there on: another process could not go on from the number.
 
 Cost: a look at every submodule's attributes once a shard. Not covered: the inside of plain
 objects, and tensors that are overwritten in place.
@@ -15,7 +16,6 @@ objects, and tensors that are overwritten in place.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Mapping
 from operator import is_, itemgetter
@@ -41,6 +41,11 @@ class Attributes:
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = {name: _Registered(module) for name, module in modules.items()}
 
+    @property
+    def lost(self) -> bool:
+        """Whether a `state` left out a number or a word that a submodule had changed."""
+        return any(module.lost for module in self._modules.values())
+
     def state(self) -> dict[str, ModuleAttributes | None]:
         """Return what the submodules hold now that they were not registered with."""
         return {
@@ -63,22 +68,14 @@ def restorable(state: State) -> dict[str, ModuleAttributes]:
     return {name: attributes for name, attributes in state.items() if attributes is not None}
 
 
-def to_json(state: State) -> dict[str, ModuleAttributes | None]:
-    """Return a state as JSON values; attributes that are not such count as not kept."""
-    return {name: a if a is None or _is_json(a) else None for name, a in state.items()}
-
-
-def _is_json(attributes: ModuleAttributes) -> bool:
-    try:
-        return bool(json.loads(json.dumps(attributes, allow_nan=False)) == attributes)
-    except (TypeError, ValueError):
-        return False
-
-
 class _Registered:
-    """One submodule's attributes as they were when the job began."""
+    """One submodule's attributes as they were when the job began.
+
+    `lost` tells whether `attributes` has been None although plain ones had changed, or were gone.
+    """
 
     def __init__(self, module: nn.Module) -> None:
+        self.lost = False
         self._live = vars(module)
         self._first = self._live.copy()
         own = [name for name in self._live if name not in OF_TORCH]
@@ -107,17 +104,22 @@ class _Registered:
         own = {n: v for n, v in self._live.items() if n not in OF_TORCH}
         entries = {id(container): kept for container, kept in self._containers}
         found: ModuleAttributes = {}
+        gone = any(name not in self._live for name in self._first)
+        all_kept = not gone
         for name, value in own.items():
             kept = entries.get(id(value))
             if value is self._first.get(name, entries) and (
                 kept is None or _same(_entries(value), kept)
             ):
                 continue
-            if not _is_plain(value):
-                return None
-            found[name] = value.copy() if isinstance(value, CONTAINERS) else value
-        gone = [n for n in self._first if n not in self._live]
-        return None if gone else found
+            if _is_plain(value):
+                found[name] = value.copy() if isinstance(value, CONTAINERS) else value
+            else:
+                all_kept = False
+        if all_kept:
+            return found
+        self.lost = self.lost or gone or bool(found)
+        return None
 
     def restore(self) -> None:
         for container, entries in self._containers:

@@ -45,6 +45,11 @@ class Buffers:
         """Set by `advance` where a buffer that shards had written into was bound anew: graphs of
         the shards before the newest saved a tensor whose numbers are not restored any more."""
 
+    @property
+    def attributes_lost(self) -> bool:
+        """Whether some S after `first` lacks a plain attribute that a shard changed."""
+        return self._attributes.lost
+
     def advance(self, previous: Snapshot) -> Snapshot:
         """Return the buffers after a shard, and make them ready for the next one.
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from gradbox_engine.checkpoint import Checkpoint
-from gradbox_engine.model.attributes import State, restorable, to_json
+from gradbox_engine.model.attributes import State, restorable
 from gradbox_engine.model.host_copy import HostCopy
+from gradbox_engine.model.stated_attributes import from_stated, stated
 from gradbox_engine.model.tensor_equality import same_values
 
 Slot = tuple[str, str]
@@ -118,7 +119,7 @@ class Snapshot:
 
 
 def packed(states: Sequence[Snapshot]) -> Checkpoint:
-    """Return what makes S₁ … Sₙ of S₀."""
+    """Return what makes S₁ … Sₙ of S₀; their attributes have to be such as can be stated."""
     slots: dict[Slot, int] = {}
     gone: list[list[int]] = []
     none: list[list[int]] = []
@@ -137,7 +138,7 @@ def packed(states: Sequence[Snapshot]) -> Checkpoint:
         gone += [[index, slots.setdefault(s, len(slots))] for s in before if s not in values]
         before = values
     facts: dict[str, Any] = {"slots": [list(slot) for slot in slots], "gone": gone, "none": none}
-    facts["attributes"] = [to_json(snapshot.attributes or {}) for snapshot in states[1:]]
+    facts["attributes"] = [stated(snapshot.attributes or {}) for snapshot in states[1:]]
     return Checkpoint(changed, facts | {"num": len(states) - 1})
 
 
@@ -160,7 +161,7 @@ def unpacked(found: Checkpoint, first: Snapshot) -> list[Snapshot]:
             for slot, value in (values | changes.get(index, {})).items()
             if slot not in gone.get(index, ())
         }
-        attributes = found.facts["attributes"][index]
+        attributes = from_stated(found.facts["attributes"][index])
         states.append(Snapshot(dict(values), versions={}, attributes=attributes))
     return states
 

@@ -1,7 +1,8 @@
 """Other numbers in the same model, for one job.
 
 The tensors that a model registers stay the same objects; only the data they point at is exchanged.
-`restore.restored` points them back, so the registered data is never written to.
+`restore.restored` points them back, so the registered data is never written to. Tensors that lie in
+each other's memory do so in the other memory as well.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine.errors import BadWeights
+from gradbox_engine.model.shared_memory import blocks, move, share_entries
+from gradbox_engine.model.tensor_equality import same_values, writable
 
 WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 
@@ -46,10 +49,27 @@ def lay_over(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 f"were given different numbers; give one of them"
             )
     _check_untied(registered, given)
-    for tensor_name in given.values():
-        target = registered[tensor_name]
-        # A copy, for the forward pass may write to a buffer, and the given tensor is the caller's.
-        target.data = weights[tensor_name].detach().to(target.device, copy=True).contiguous()
+    for block in blocks(registered.values()):
+        names = [given[id(target)] for target in block if id(target) in given]
+        if names and len(block) > 1 and all(map(writable, block)):
+            move(block, torch.clone)
+            _lay_over_shared(registered, {name: weights[name] for name in names})
+            continue
+        for name in names:
+            target = registered[name]
+            # A copy, for the forward pass may write to a buffer, and what is given is the caller's.
+            target.data = weights[name].detach().to(target.device, copy=True).contiguous()
+
+
+def _lay_over_shared(registered: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        registered[name].detach().copy_(weight)
+    for name, weight in weights.items():
+        if not same_values(registered[name].detach(), weight.to(registered[name].device)):
+            raise BadWeights(
+                f"weights[{name!r}]: expected the numbers of {', '.join(map(repr, weights))} to "
+                f"agree where these lie in the same memory in the model, got different ones"
+            )
 
 
 def _check_untied(registered: Mapping[str, Tensor], given: Mapping[int, str]) -> None:
@@ -62,7 +82,14 @@ def _check_untied(registered: Mapping[str, Tensor], given: Mapping[int, str]) ->
     for name, tensor in registered.items():
         if tensor.layout is torch.strided and tensor.numel():
             in_place.setdefault(tensor.data_ptr(), {}).setdefault(id(tensor), name)
-    for sharing in in_place.values():
+    names = {id(tensor): name for name, tensor in reversed(list(registered.items()))}
+    overlapping = [
+        {id(other): names[id(other)] for other in block if share_entries(tensor, other)}
+        for block in blocks(registered.values())
+        if len(block) > 1
+        for tensor in block
+    ]
+    for sharing in (*in_place.values(), *overlapping):
         named = [name for tensor, name in sharing.items() if tensor in given]
         left = [name for tensor, name in sharing.items() if tensor not in given]
         if named and left:
@@ -74,10 +101,15 @@ def _check_untied(registered: Mapping[str, Tensor], given: Mapping[int, str]) ->
 
 def widen(model: nn.Module) -> None:
     """Let every floating-point parameter and buffer hold float64 copies of its numbers."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        wide = wide_dtype(tensor.dtype)
-        if tensor.dtype != wide:
-            tensor.data = tensor.detach().to(wide)
+    for block in blocks((*model.parameters(), *model.buffers())):
+        dtype = block[0].dtype
+        wide = wide_dtype(dtype)
+        if dtype == wide:
+            continue
+        if len(block) > 1:
+            move(block, lambda flat, wide=wide: flat.to(wide))  # type: ignore[misc]
+        else:
+            block[0].data = block[0].detach().to(wide)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

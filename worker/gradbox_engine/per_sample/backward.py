@@ -93,7 +93,7 @@ class RecordedGraph:
     def terms(self, outputs: range, *, keep_graph: bool) -> Terms:
         """Return every parameter's term for some outputs."""
         records = self._recorder.edges
-        looped = bool(self._plan.loops)
+        looped = bool(self._plan.loops) and self.value.requires_grad
         by_edge: Sequence[Tensor | None] = []
         if records:
             edges = [record.edge for record in records]
@@ -128,15 +128,17 @@ class RecordedGraph:
         parameters = self._parameters
         found = gradients(self.value, list(parameters.values()), cotangents, keep_graph=False)
         return {
-            name: torch.zeros_like(parameter) if gradient is None else gradient
+            name: torch.zeros_like(parameter) if gradient is None else _dense(gradient)
             for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
         }
 
     def _backward(
         self, edges: Sequence[GradientEdge], outputs: range, *, keep: bool
     ) -> Sequence[Tensor | None]:
-        """Return the gradients at the edges, (Y, ...) each."""
+        """Return the gradients at the edges, (Y, ...) each; None where no path leads to one."""
         value = self.value
+        if not value.requires_grad:  # which tells nothing of the backward passes of other shards
+            return [None] * len(edges)
         cotangents = _identity(self.outputs, outputs, self.samples, value.dtype, value.device)
         if len(outputs) == 1:
             single = gradients(value, edges, cotangents[0], keep_graph=keep)
@@ -256,3 +258,8 @@ def _identity(
     """Return the cotangents of some outputs for every sample, (len(outputs), B, Y)."""
     eye = torch.eye(size, dtype=dtype, device=device)[outputs.start : outputs.stop]
     return eye[:, None].expand(len(outputs), samples, size)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """Return a gradient as it is, but that of a sparse embedding in all its entries."""
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -6,20 +6,25 @@
 
 The cotangents are not in it, for they are a function of Z. Kept graphs are lost: their shards are
 replayed, with the same bits on a CPU, so the result is that of an undisturbed job to the last bit.
+
+What a model keeps elsewhere than in Sᵢ, as in an object, is lost with the process. So one that
+goes on in the first pass begins with the last shard that was done: it has to give its z again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
+from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.snapshots import Snapshot, packed, unpacked
+from gradbox_engine.model.stated_attributes import can_be_stated
 from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.shard_record import ShardRecord
 
@@ -52,16 +57,32 @@ class Resumed:
 
 
 class JobCheckpoint:
-    """Writes a job's state where its checkpoints are kept, when they are due, and reads it."""
+    """Writes a job's state where its checkpoints are kept, when they are due, and reads it.
 
-    def __init__(self, kept: Checkpoints | None, ready: Prepared, sums: Sums) -> None:
+    None is written of a job whose model changed a plain attribute that cannot be written.
+    """
+
+    def __init__(
+        self,
+        kept: Checkpoints | None,
+        ready: Prepared,
+        sums: Sums,
+        *,
+        compared: Callable[[Outputs], Outputs] = lambda outputs: outputs,
+    ) -> None:
+        """Touch nothing yet.
+
+        Args:
+            compared: makes of a shard's outputs what its record has of them.
+        """
         self._kept = kept or NoCheckpoints()
         self._ready = ready
         self._sums = sums
+        self._compared = compared
 
     def after_first_call(self, records: Sequence[ShardRecord]) -> None:
         """Write the state after a shard of the first pass, if it is time."""
-        if self._kept.due():
+        if self._due(records):
             self._kept.write(Checkpoint.of_sections(**_packed_records(records)))
 
     def after_second_call(
@@ -73,23 +94,46 @@ class JobCheckpoint:
             ReplayMismatch: one of the shards so far differs from its first pass; no other process
                 would compare them again.
         """
-        if self._kept.due():
+        if self._due(records):
             second.difference = comparison.finish()
             sections = _packed_records(records)
             sections |= {"sums": self._sums.state(), "second": second.state()}
             self._kept.write(Checkpoint.of_sections(**sections))
 
     def resumed(self) -> Resumed:
-        """Return the state to begin with, and give the sums what they had."""
+        """Return the state to begin with, and give the sums what they had.
+
+        Raises:
+            ReplayMismatch: the last shard that was done does not repeat its z in this process.
+        """
         found = self._kept.read()
         if found is None:
             return Resumed([])
         found = found.to(self._ready.device)
         records = _unpacked_records(found, self._ready.buffers.first)
         if "second" not in found:
+            self._check_repeats(records[-1])
             return Resumed(records)
         self._sums.resume(found.section("sums"))
         return Resumed(records, found.section("second"))
+
+    def _due(self, records: Sequence[ShardRecord]) -> bool:
+        return (
+            self._kept.due()
+            and not self._ready.buffers.attributes_lost
+            and all(can_be_stated(record.after.attributes or {}) for record in records)
+        )
+
+    def _check_repeats(self, record: ShardRecord) -> None:
+        """Put a shard through the model once more and compare what its record has of z."""
+        ready = self._ready
+        ready.buffers.restore(record.before)
+        graph = ready.calls(record.position, ready.feed.take(record.position))
+        again = self._compared(graph.outputs)
+        comparison = ReplayComparison(ready.options.precision)
+        first = {name: z for name, z in record.outputs.items() if name in again}
+        comparison.compare(ready.calls.where(record.position), again, first)
+        comparison.finish()
 
 
 def _packed_records(records: Sequence[ShardRecord]) -> dict[str, Checkpoint]:

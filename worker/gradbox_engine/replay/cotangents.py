@@ -107,7 +107,8 @@ def differentiate(
 def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
     if not loss.requires_grad:
         return [None] * len(leaves)
-    return torch.autograd.grad(loss, leaves, allow_unused=True)
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
 
 
 def _evaluate(objective: Objective, seen: dict[str, Z], inputs: dict[str, Any]) -> Any:

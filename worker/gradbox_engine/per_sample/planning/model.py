@@ -22,7 +22,7 @@ from gradbox_engine.model.prepared import configured, model_device
 from gradbox_engine.model.shard_feed import call_arguments
 from gradbox_engine.model.shard_rng import begin_stream
 from gradbox_engine.model.weights import wide_dtype
-from gradbox_engine.model.wrt import select
+from gradbox_engine.model.wrt import INPUTS, select
 from gradbox_engine.requests import CallOptions, Mode, Precision
 
 CHECKS = frozenset({"coupling", "self"})
@@ -69,14 +69,16 @@ def callable_model(
         in_against: whether the own shards are others of the job, whose rows come first.
 
     Raises:
-        BadInputs: `unchecked` names something else, or the model has no such method.
+        BadInputs: `unchecked` names something else, `wrt` inputs, or the model has no such method.
     """
     if not CHECKS.issuperset(unchecked):
         raise BadInputs(f"unchecked: expected some of {sorted(CHECKS)}, got {sorted(unchecked)}")
     options = CallOptions(
         seed=seed, mode=mode, precision=precision, output=output, readout=readout, weights=weights
     )
-    parameters: dict[str, Tensor] = dict(select(model, wrt).parameters)
+    selection = select(model, wrt)
+    _refuse_inputs(selection.input_patterns)
+    parameters: dict[str, Tensor] = dict(selection.parameters)
     _refuse_complex(parameters)
     device = model_device(model)
     with configured(model, parameters, options):
@@ -212,6 +214,15 @@ def _all_zero(tensor: Tensor) -> bool:
     dense = tensor.to_dense()
     last = dense[-1:] if dense.dim() else dense  # mostly tells, where a table's first row pads
     return not (last.any() or dense.any())
+
+
+def _refuse_inputs(patterns: Collection[str]) -> None:
+    if patterns:
+        raise BadInputs(
+            f"wrt: expected names of parameters, of which every sample has a row, got "
+            f"{[INPUTS + pattern for pattern in patterns]}; a Gradient of the sum over samples "
+            f"holds every sample's gradient with respect to its own inputs"
+        )
 
 
 def _refuse_complex(parameters: Mapping[str, Tensor]) -> None:

@@ -131,7 +131,7 @@ class HeldMixed:
         clock = PhaseTimer(*self._ready.devices)
         with clock.timed("forward"):
             sums = LeafSums(self._leaves)
-            checkpoint = JobCheckpoint(self._checkpoints(part), self._ready, sums)
+            checkpoint = JobCheckpoint(self._checkpoints(part), self._ready, sums, compared=sketch)
             resumed = checkpoint.resumed()
             went = TangentPass(**resumed.second.facts) if resumed.second else TangentPass()
             records = first_pass(

@@ -1,0 +1,192 @@
+"""Jobs on models that keep state as plain attributes, killed and gone on from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine import Group, Objective, ReplayMismatch, set_gradient, set_outputs
+from gradbox_engine.model.stated_attributes import can_be_stated, from_stated, stated
+from tests.device import DEVICE, same_bits
+from tests.engine.drawn_modules import Reversed
+from tests.engine.interrupted import Kept, Killed, KilledAt
+
+
+class _Reversing(nn.Module):
+    """Reverses its gradient by a strength that it keeps in a plain attribute, in some form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(5, 3)
+        self.kept: Any = self.begin()
+        self.to(DEVICE, torch.float64)
+
+    def begin(self) -> Any: ...
+
+    def strength(self) -> float: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reversed.apply(self.linear(x), self.strength()).tanh()
+
+
+class _InTuple(_Reversing):
+    def begin(self) -> Any:
+        return (0, "calls")
+
+    def strength(self) -> float:
+        self.kept = (self.kept[0] + 1, "calls")
+        return 0.5 * self.kept[0]
+
+
+class _ByWholeNumber(_Reversing):
+    def begin(self) -> Any:
+        return {}
+
+    def strength(self) -> float:
+        self.kept[7] = self.kept.get(7, 0) + 1
+        return 0.5 * self.kept[7]
+
+
+class _InSet(_Reversing):
+    def begin(self) -> Any:
+        return set()
+
+    def strength(self) -> float:
+        self.kept.add(len(self.kept))
+        return 0.5 * len(self.kept)
+
+
+class _InDeque(_Reversing):
+    def begin(self) -> Any:
+        return deque([1], maxlen=2)
+
+    def strength(self) -> float:
+        self.kept.append(sum(self.kept))
+        return 0.1 * self.kept[-1]
+
+
+class _Infinite(_Reversing):
+    def begin(self) -> Any:
+        return 1.0
+
+    def strength(self) -> float:
+        self.kept = 1.0 if self.kept == float("inf") else float("inf")
+        return min(self.kept, 3.0)
+
+
+class _InCounter(_Reversing):
+    """In a type that no JSON value brings back: no checkpoint is written."""
+
+    def begin(self) -> Any:
+        return Counter()
+
+    def strength(self) -> float:
+        self.kept["calls"] += 1
+        return 0.5 * self.kept["calls"] + self.kept["others"]
+
+
+class _BesideTensor(_Reversing):
+    """Beside a tensor, with which the number is not kept: no checkpoint is written."""
+
+    def begin(self) -> Any:
+        return 0
+
+    def strength(self) -> float:
+        self.kept += 1
+        return 0.5 * self.kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.latest = super().forward(x)
+        return self.latest
+
+
+KINDS = [_InTuple, _ByWholeNumber, _InSet, _InDeque, _Infinite, _InCounter, _BesideTensor]
+
+
+def _groups() -> list[Group]:
+    numbers = torch.Generator().manual_seed(1)
+    shards = [{"x": torch.randn(n, 5, dtype=torch.float64, generator=numbers)} for n in (2, 3, 1)]
+    return [Group("z", [*shards, *shards])]
+
+
+def _loss(z: Tensor) -> Tensor:
+    return z.sum(0).square().sum()
+
+
+@pytest.mark.parametrize("place", [("forward", 3), ("replay", 3)])
+@pytest.mark.parametrize("retain", [0, 10**9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_job_goes_on_with_the_numbers_that_it_had(kind, retain, place):
+    how: Any = {"mode": "train", "retain": retain}
+    expected = set_gradient(kind(), _groups(), Objective(_loss), **how)
+    kept, killed = Kept(), KilledAt(*place)
+    how["checkpoints"] = kept
+    with pytest.raises(Killed):
+        set_gradient(kind(), _groups(), Objective(_loss), observer=killed, **how)
+    assert bool(kept.num_written) == (kind not in (_InCounter, _BesideTensor))
+    found = set_gradient(kind(), _groups(), Objective(_loss), **how)
+    assert all(same_bits(found.grads[name], grad) for name, grad in expected.grads.items())
+
+
+class _CountingInObject(nn.Linear):
+    """Scales its output by a count that no snapshot has."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(5, 3, dtype=torch.float64, device=DEVICE)
+        self.kept = SimpleNamespace(calls=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.calls += 1
+        return super().forward(x) * self.kept.calls
+
+
+class _OverwritingTensor(nn.Linear):
+    """Adds a mean of its outputs so far, a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(5, 3, dtype=torch.float64, device=DEVICE)
+        self.mean = torch.zeros(3, dtype=torch.float64, device=DEVICE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = super().forward(x) + self.mean
+        self.mean.lerp_(z.detach().mean(0), 0.5)
+        return z
+
+
+@pytest.mark.parametrize("kind", [_CountingInObject, _OverwritingTensor])
+def test_outputs_that_read_what_no_checkpoint_has_are_not_gone_on_with(kind):
+    kept = Kept()
+    with pytest.raises(Killed):
+        set_outputs(kind(), _groups(), checkpoints=kept, observer=KilledAt("forward", 3))
+    with pytest.raises(ReplayMismatch, match="shard 2: expected the replay to repeat"):
+        set_outputs(kind(), _groups(), checkpoints=kept)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (1, (None, "a")),
+        {"a": 1, 2: (3,), (4, "b"): True},
+        [1, 1.0, float("inf"), -0.0],
+        {1, "a"},
+        deque([1, 2], maxlen=3),
+        complex(-0.0, float("inf")),
+        torch.bfloat16,
+        torch.device("cuda", 1),
+        "\ud800",
+    ],
+)
+def test_an_attribute_comes_back_from_json_as_it_was(value):
+    state = {"layer": {"name": value}, "other": None}
+    assert can_be_stated(state)
+    back = from_stated(json.loads(json.dumps(stated(state))))
+    assert repr(back) == repr(state)
