@@ -68,6 +68,19 @@ def test_nothing_is_wrong_with_a_box_that_runs(
     assert "ok      service" in capsys.readouterr().out
 
 
+def test_a_package_of_a_version_that_does_not_fit_is_named(
+    place: Path, examine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert examine()["packages"]["state"] == "ok"
+    older = place / "rq-2.9.0.dist-info"
+    older.mkdir()
+    (older / "METADATA").write_text("Metadata-Version: 2.1\nName: rq\nVersion: 2.9.0\n")
+    monkeypatch.syspath_prepend(place)
+    found = examine()["packages"]
+    assert "got rq 2.9.0" in found["says"]
+    assert found["fix"].startswith("pip install 'rq")
+
+
 def test_an_address_that_a_killed_box_left_is_traced_to_its_file(place: Path, examine: Any) -> None:
     assert problems(examine()) == ["address"]
     path = place / "gradbox-data" / "client.toml"

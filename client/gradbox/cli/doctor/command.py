@@ -12,6 +12,7 @@ import typer
 from gradbox.cli.doctor.box_checks import check_box
 from gradbox.cli.doctor.finding import Finding
 from gradbox.cli.doctor.machine_checks import check_machine
+from gradbox.cli.doctor.package_checks import check_packages
 from gradbox.cli.down import DataFolder, data_folder
 from gradbox.cli.exits import DONE, JOB_FAILED
 from gradbox.cli.output import AsJson, say, say_json, styled
@@ -43,7 +44,7 @@ def run(
     """Print every check; 1 if one of them found a problem."""
     found: list[Finding] = []
     machine = check_machine(data=data_folder(data), models=models, device=device)
-    for checks in (check_box(), machine):
+    for checks in (check_packages(), check_box(), machine):
         for finding in checks:
             found.append(finding)
             if not json:
