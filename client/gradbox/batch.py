@@ -89,9 +89,9 @@ class Batch:
         found: list[GradResult | GradboxError] = []
         with ProgressBar("batch", shown=progress) as bar:
             for sent in self._sent:
-                bar.show_count("jobs", len(found), len(self._sent))
+                bar.show_jobs(len(found), len(self._sent))
                 found.append(_outcome(sent))
-            bar.show_count("jobs", len(found), len(self._sent))
+            bar.show_jobs(len(found), len(self._sent))
         return found
 
     def cancel(self) -> None:

@@ -84,9 +84,9 @@ class ProgressBar:
         """Show how much of a job's inputs is on the box, unless they are small."""
         self._show_bytes("uploading, MiB", have, total)
 
-    def show_count(self, phase: str, done: int, total: int) -> None:
-        """Show how many of something are done."""
-        self._draw(phase, done, total)
+    def show_jobs(self, done: int, total: int) -> None:
+        """Show how many of several jobs are done."""
+        self._draw("jobs", done, total)
 
     def _show_bytes(self, phase: str, have: int, total: int) -> None:
         if total < SHOWN_BYTES:

@@ -132,9 +132,9 @@ class Term(ABC):
         """The size of the factors."""
         return sum(factor.nbytes for factor in self.tensors().values())
 
-    def slabs(self, slab_bytes: int = SLAB_BYTES) -> Iterator[tuple[int, int]]:
-        """Cut the rows, into one slab at least, so that one stays near `slab_bytes`."""
-        step = max(1, slab_bytes * self.num_rows // max(1, self.dense_bytes))
+    def slabs(self) -> Iterator[tuple[int, int]]:
+        """Cut the rows, into one slab at least, so that one stays near `SLAB_BYTES`."""
+        step = max(1, SLAB_BYTES * self.num_rows // max(1, self.dense_bytes))
         for start in range(0, max(1, self.num_rows), step):
             yield start, min(start + step, self.num_rows)
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load, save
 
 from gradbox import GradResult, Jacobian, PerSampleGradient, ProtocolError
+from gradbox.results import remote_file
 from gradbox_factors import TERMS
 from tests.boxes import TestBox
 from tests.client import zoo
@@ -104,6 +105,20 @@ def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(httpx.Client, "send", watched)
     return counts
+
+
+def test_many_short_answers_make_the_same_slices(
+    twin: TestBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, num_bytes in (("FIRST_BYTES", 20), ("GAP_BYTES", 8), ("SPAN_BYTES", 100)):
+        monkeypatch.setattr(remote_file, name, num_bytes)
+    x = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with twin.client() as client:
+        job = client.submit(Jacobian(model="mlp", inputs=list(x.split(4)), form="dense"))
+        whole = job.result(WAIT_S).grads
+        for name, found in job.open().grads.items():
+            for index in [(), slice(1, 5), (slice(None), 1), (slice(0, 6, 2), slice(1, 3), -1)]:
+                assert torch.equal(found[index], whole[name][index]), (name, index)
 
 
 def test_slices_of_a_result_come_alone(box: TestBox, received: list[int]) -> None:

@@ -80,12 +80,12 @@ def test_patience_ends_with_what_the_box_said_last() -> None:
 
 
 def test_a_refused_connection_says_where_and_what_to_do_at_once() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    began = time.monotonic()
-    with pytest.raises(ServiceUnavailable, match=f"{url}.*gradbox up") as caught:
-        GradClient(url, "token").jobs()
+    with socket.socket() as deaf:  # holds the port, and does not listen
+        deaf.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(ServiceUnavailable, match=f"{url}.*gradbox up") as caught:
+            GradClient(url, "token").jobs()
     assert time.monotonic() - began < 20
     assert isinstance(caught.value.__cause__, httpx.ConnectError)
 

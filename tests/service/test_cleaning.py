@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -224,10 +225,16 @@ def test_the_running_cleaner_goes_on_after_a_failure(
     backing: Backing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cleaner = cleaner_of(backing, tmp_path / "data", clean_every_s=0.01)
+    failed = threading.Event()
+
+    def fail(**_: Any) -> None:
+        failed.set()
+        raise ZeroDivisionError
+
     with monkeypatch.context() as patched:
-        patched.setattr(backing.records, "ended", lambda **_: 1 / 0)
+        patched.setattr(backing.records, "ended", fail)
         cleaner.start()
-        time.sleep(0.1)
+        assert failed.wait(60.0)
     result = put_result(backing, "old", days=8)
     give_up = time.monotonic() + 60.0
     while result.exists():

@@ -126,8 +126,57 @@ def test_use_before_a_restart_counts(backing: Backing) -> None:
     queue(backing.records, "ann-0", "ann-1")
     run_next(backing, dispatcher_of(backing, clock=clock), clock, 100.0)
     backing.records.create(a_record("bob-0", owner="bob", created_s=9.0), spec=a_spec())
-    dispatcher_of(backing, clock=clock).tick()
+    later = dispatcher_of(backing, clock=clock)
+    later.tick()
     assert waiting(backing) == ["bob-0"]
+    # An hour's use counts as of its middle.
+    assert later.jobs.shares.used_s(now_s=clock())["ann"] == pytest.approx(100.0, rel=0.1)
+
+
+def test_whose_job_ended_goes_behind_who_used_less(backing: Backing) -> None:
+    clock = FakeTime()
+    announce(backing)
+    dispatcher = dispatcher_of(backing, clock=clock)
+    queue(backing.records, "ann-0", "ann-1", "ann-2")
+    backing.records.create(a_record("bob-0", owner="bob", created_s=9.0), spec=a_spec())
+    assert run_next(backing, dispatcher, clock, 100.0).id == "ann-0"
+    dispatcher.tick()
+    assert waiting(backing) == ["bob-0"]
+
+
+def test_a_job_that_runs_on_counts_what_it_has_taken(backing: Backing) -> None:
+    clock = FakeTime()
+    announce(backing)
+    dispatcher = dispatcher_of(backing, clock=clock)
+    queue(backing.records, "ann-0")
+    run_next(backing, dispatcher, clock, 1.0)  # what is expected of ann's jobs from now on
+    backing.records.create(a_record("bob-0", owner="bob"), spec=a_spec())
+    run_next(backing, dispatcher, clock, 50.0)
+    backing.records.create(a_record("ann-1"), spec=a_spec())
+    dispatcher.tick()
+    take_turns(backing)
+    start = partial(JobRecord.begin, worker="worker-1", now_s=clock())
+    backing.records.update("ann-1", start, lease_s=60.0)
+    clock.now_s += 300.0
+    dispatcher.tick()
+    backing.records.create(a_record("ann-2", created_s=2.0), spec=a_spec())
+    backing.records.create(a_record("bob-1", owner="bob", created_s=3.0), spec=a_spec())
+    dispatcher.tick()
+    assert waiting(backing) == ["bob-1"]
+
+
+def test_a_newcomer_is_ahead_by_a_bounded_amount(backing: Backing) -> None:
+    clock = FakeTime()
+    announce(backing)
+    dispatcher = dispatcher_of(backing, clock=clock)
+    queue(backing.records, "ann-0", "ann-1")
+    run_next(backing, dispatcher, clock, 5000.0)
+    dispatcher.tick()
+    backing.records.create(a_record("bob-0", owner="bob", created_s=9.0), spec=a_spec())
+    dispatcher.tick()
+    shares = dispatcher.jobs.shares
+    lead_s = (shares.key("ann") - shares.key("bob")) / shares.weight(clock())
+    assert lead_s == pytest.approx(MAX_LEAD_S)
 
 
 def test_a_second_used_a_half_life_ago_counts_half() -> None:

@@ -23,8 +23,9 @@ def test_a_worker_is_known_until_it_retires(backing: Backing) -> None:
 
 def test_a_silent_worker_is_forgotten(backing: Backing) -> None:
     presence = WorkerPresence(name="w", device="cpu", state="idle")
-    backing.fleet.announce(presence, ttl_s=0.05)
+    backing.fleet.announce(presence, ttl_s=60.0)
     assert backing.fleet.workers() == [presence]
+    backing.fleet.announce(presence, ttl_s=0.05)
     time.sleep(0.1)
     assert backing.fleet.workers() == []
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from gradbox.protocol import JOB_AND_RESULT, parted
-from tests.service.boxes import SHARDS, blob_of, run_job, spec_for, upload
+from tests.service.boxes import SHARDS, blob_of, ones, run_job, spec_for, upload
 from tests.service.conftest import Box
 
 DIGEST, DATA = blob_of(SHARDS)
@@ -74,6 +74,23 @@ def test_a_digest_that_lies_stores_nothing(box: Box) -> None:
     assert answer.json()["type"].endswith("blob-rejected")
     assert box.client.head(f"/v1/blobs/{DIGEST}").status_code == 404
     assert box.client.get("/v1/jobs").json()["jobs"] == []
+
+
+def test_a_digest_of_ones_own_that_lies_is_refused_as_well(box: Box) -> None:
+    upload(box.client, SHARDS)
+    answer = post(box.client, form([job_part(), (DIGEST, DATA[:-1] + b"\x07")]))
+    assert answer.json()["type"].endswith("blob-rejected")
+
+
+def test_a_blob_that_comes_with_a_job_is_no_larger_than_another_may_be(memory_box: Box) -> None:
+    digest, data = blob_of({"x": ones(25_000)})
+    answer = post(
+        memory_box.client, form([("job", json.dumps(spec_for(digest)).encode()), (digest, data)])
+    )
+    assert (answer.status_code, answer.json()["type"]) == (
+        413,
+        "urn:gradbox:problem:blob-too-large",
+    )
 
 
 @pytest.mark.parametrize(

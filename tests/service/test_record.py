@@ -22,7 +22,7 @@ def running(**fields: object) -> JobRecord:
 def test_begin_numbers_the_attempt_and_names_the_worker() -> None:
     record = running()
     assert (record.state, record.attempt, record.worker) == (JobState.RUNNING, 1, "w")
-    assert record.started_s == 2.0
+    assert record.started_s == record.view().started_s == 2.0
 
 
 def test_only_a_queued_job_begins() -> None:
@@ -33,6 +33,16 @@ def test_finish_keeps_the_result_and_the_time() -> None:
     record = running().finish(attempt=1, result=RESULT, now_s=5.0)
     assert record is not None
     assert (record.state, record.result, record.finished_s) == (JobState.DONE, RESULT, 5.0)
+
+
+def test_a_result_is_dropped_once() -> None:
+    assert running().drop_result(now_s=6.0) is None
+    done = running().finish(attempt=1, result=RESULT, now_s=5.0)
+    assert done is not None
+    dropped = done.drop_result(now_s=6.0)
+    assert dropped is not None
+    assert (dropped.result_gone_s, dropped.result_bytes) == (6.0, 0)
+    assert dropped.drop_result(now_s=7.0) is None
 
 
 def test_a_job_that_is_done_has_all_its_shards_done() -> None:
@@ -101,6 +111,7 @@ def test_cancelling_a_queued_job_ends_it_at_once() -> None:
     record = a_record().request_cancel(now_s=2.0)
     assert record is not None
     assert (record.state, record.finished_s) == (JobState.CANCELLED, 2.0)
+    assert record.cancel_requested
 
 
 def test_cancelling_a_running_job_asks_its_worker() -> None:

@@ -22,6 +22,7 @@ from gradbox.protocol import (
 )
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord, MemoryRecords, Transition, WorkerPresence
+from gradbox_service.settings import Settings
 from gradbox_worker.errors import DeviceNotStarted
 from gradbox_worker.turns import supervision as supervision_module
 from gradbox_worker.turns.supervision import Patience
@@ -127,6 +128,51 @@ def test_the_device_is_told_the_version_that_the_job_was_accepted_for(box: Box) 
     turn.run(job)
     assert isinstance(turn.device, ScriptedDevice)
     assert [(w.model, w.model_version, w.attempt) for w in turn.device.works] == [("m", "abc", 1)]
+
+
+def test_the_device_is_told_how_long_the_job_waited_and_what_stays_free(tmp_path: Path) -> None:
+    settings = Settings(data=tmp_path, disk_reserve_bytes=12_345)
+    box = Box(tmp_path, Backing.in_memory(tmp_path, settings=settings))
+    job = box.submit(box.spec(shards_of(1)))
+    turn = runner(box, writes_result)
+    turn.run(job)
+    assert isinstance(turn.device, ScriptedDevice)
+    (work,) = turn.device.works
+    record = box.record(job)
+    assert record.started_s is not None
+    assert work.queued_s == record.started_s - record.created_s > 0
+    assert work.disk_reserve_bytes == 12_345
+
+
+class Refuses(MemoryRecords):
+    """The first end of a job is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused = False
+
+    def update(self, job_id: str, transition: Transition, **given: Any) -> JobRecord | None:
+        record = self.get(job_id)
+        if not self.refused and record is not None and record.state is JobState.RUNNING:
+            self.refused = True
+            raise redis.OutOfMemoryError("used memory > 'maxmemory'")
+        return super().update(job_id, transition, **given)
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+def test_an_end_that_redis_refuses_is_noted_later_unless_the_worker_leaves(
+    leaving: bool, tmp_path: Path
+) -> None:
+    box = Box(tmp_path, dataclasses.replace(Backing.in_memory(tmp_path), records=Refuses()))
+    job = box.submit(box.spec(shards_of(1)))
+    turn = runner(box, writes_result, leaving=leaving)
+    if leaving:
+        with pytest.raises(redis.OutOfMemoryError):
+            turn.run(job)
+    else:
+        assert turn.run(job) == "done"
+    assert box.record(job).state is (JobState.RUNNING if leaving else JobState.DONE)
+    assert box.backing.results.path(job, attempt=1).exists()
 
 
 def offer(box: Box, *, name: str, version: str) -> None:

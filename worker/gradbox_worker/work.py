@@ -48,9 +48,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Stopped:
-    """It ended because `Supervision.poll` ordered so; `killed` if it had to be forced."""
-
-    killed: bool = False
+    """It ended because `Supervision.poll` ordered so."""
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,11 @@ def code_of(app: typer.Typer, arguments: Sequence[str] | None, *, name: str) -> 
     return DONE
 
 
-def run_alone(register: Register, arguments: Sequence[str], *, name: str = "gradbox") -> int:
+def run_alone(register: Register, arguments: Sequence[str]) -> int:
     """Run one package's command without looking for the others, and return its exit code."""
     app = new_app(ExitCodes)
     register(app)
-    return code_of(app, arguments, name=name)
+    return code_of(app, arguments, name="gradbox")
 
 
 def new_app(group: type[TyperGroup], **given: Any) -> typer.Typer:

@@ -15,20 +15,19 @@ _OURS = f"{Path(__file__).parents[1]}/"  # the client, whose losses are no user'
 _TORCH = f"{Path(torch.__file__).parent}/"
 
 
-def untraceable(what: str, instead: str, *, frame: FrameType | None = None) -> UntraceableLoss:
+def untraceable(what: str, instead: str) -> UntraceableLoss:
     """Return an error that names the line of the user's code that is running now.
 
     Args:
         what: what cannot be traced.
         instead: what the user can do about it.
-        frame: start here instead of at the caller.
     """
-    return UntraceableLoss(f"{current_line(frame)}{what}; {instead}")
+    return UntraceableLoss(f"{current_line()}{what}; {instead}")
 
 
-def current_line(frame: FrameType | None = None) -> str:
+def current_line() -> str:
     """Describe the innermost frame of user code that is running; empty when there is none."""
-    frame = frame or sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_user_code(frame.f_code.co_filename):
             return _describe(frame.f_code.co_filename, frame.f_lineno)

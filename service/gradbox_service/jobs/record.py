@@ -101,7 +101,6 @@ class JobRecord:
             attempt=self.attempt + 1,
             worker=worker,
             started_s=now_s,
-            progress=None,
         )
 
     def advance(self, *, attempt: int, progress: ProgressView) -> JobRecord | None:

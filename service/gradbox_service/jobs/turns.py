@@ -53,9 +53,9 @@ class Turns(Protocol):
 class RqTurns:
     """Implements `Turns` with RQ."""
 
-    def __init__(self, connection: redis.Redis, *, queue: str = QUEUE) -> None:
+    def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
-        self._queue = rq.Queue(queue, connection=connection, serializer=SERIALIZER)
+        self._queue = rq.Queue(QUEUE, connection=connection, serializer=SERIALIZER)
 
     def feed(self, turn: Turn) -> None:
         # The same turn may be fed twice. RQ must not take the second for the first, so each has an

@@ -185,6 +185,22 @@ def test_what_was_handed_in_is_not_written_to():
     assert result.grads["linear.weight"].eq(12).all()
 
 
+def test_what_the_loss_holds_is_widened_for_the_job_alone():
+    scale = torch.full((), 2.0)
+    seen = []
+
+    def loss(z: Tensor, shift: Tensor, power: float) -> Tensor:
+        seen.append((z.dtype, shift.dtype, scale.dtype, power))
+        return ((z + shift) * scale).square().sum()
+
+    shards = [{"0": torch.ones(2, 5)} for _ in range(3)]
+    objective = Objective(loss, {"shift": torch.ones(3), "power": 1.5}, {"loss.scale": scale})
+    found = set_gradient(nn.Linear(5, 3), [Group("z", shards)], objective, precision="fp64")
+    assert seen == [(torch.float64, torch.float64, torch.float64, 1.5)]
+    assert found.grads["loss.scale"].dtype == torch.float64
+    assert (scale.dtype, scale.requires_grad) == (torch.float32, False)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_the_job_runs_where_grad_is_disabled(mode):
     case = CASES["mlp"]()

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gradbox_engine import BadInputs, Group, Objective, SampleStreamRefused, set_gradient
+from gradbox_engine import (
+    BadInputs,
+    Group,
+    Objective,
+    SampleStreamRefused,
+    set_gradient,
+    set_outputs,
+)
 from tests import case_models
 from tests.cases import CASES, spread
 from tests.engine.replay.running import answer
@@ -133,6 +140,31 @@ def test_masks_drop_the_share_that_was_asked_for():
     assert set(rows.unique().tolist()) == {0.0, torch.tensor(1 / 0.7).item()}
     agreement = ((rows[:, None] == 0) == (rows[None, :] == 0)).double().mean(-1)
     assert agreement.fill_diagonal_(0.58).sub(0.58).abs().max() < 0.03  # 0.3² + 0.7²
+
+
+class _Twice(nn.Module):
+    """The same numbers dropped twice, by `drop`."""
+
+    def __init__(self, drop) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.drop = drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.drop(x * self.scale) for _ in range(2)], dim=1)
+
+
+@pytest.mark.parametrize(
+    "drop", [lambda x: F.dropout(x, 0.3), lambda x: torch.native_dropout(x, 0.3, True)[0]]
+)
+def test_each_operation_has_a_mask_of_its_own(drop):
+    group = Group("z", [{"0": torch.ones(8, 5000)}])
+    first, second = (
+        set_outputs(_Twice(drop), [group], mode="train", streams="sample").outputs["z"].unbind(1)
+    )
+    assert set(first.unique().tolist()) == {0.0, torch.tensor(1 / 0.7).item()}
+    agreement = ((first == 0) == (second == 0)).double().mean(-1)
+    assert agreement.sub(0.58).abs().max() < 0.03  # 0.3² + 0.7²
 
 
 def test_groups_and_seeds_have_masks_of_their_own():

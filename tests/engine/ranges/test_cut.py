@@ -10,8 +10,8 @@ from threading import Event
 import pytest
 import torch
 
-from gradbox_engine import BadInputs, Group
-from gradbox_engine.ranges import Range, added, cut, shard_costs
+from gradbox_engine import BadInputs
+from gradbox_engine.ranges import Range, added, cut
 from gradbox_engine.ranges.courses import run_together
 from gradbox_engine.ranges.reduction import split_in_tree
 
@@ -55,14 +55,6 @@ def test_ranges_cover_all_shards_and_none_costs_much_more_than_its_share():
 def test_there_is_something_to_cut(costs, num_ranges):
     with pytest.raises(BadInputs, match="expected one or more"):
         cut(costs, num_ranges)
-
-
-def test_costs_are_elements_of_all_groups_in_order():
-    groups = [
-        Group("a", [{"x": torch.zeros(2, 3), "y": torch.zeros(4)}, {"x": torch.zeros(1, 3)}]),
-        Group("b", [{"tokens": torch.zeros(5, 7), "flag": True}]),
-    ]
-    assert shard_costs(groups) == [10, 3, 35]
 
 
 def test_the_tree_is_that_of_levels():

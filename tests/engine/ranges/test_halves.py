@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from gradbox_engine.replay.retention import NONE_OLDER
 from tests.cases import CASES, Case
 from tests.device import DEVICE, same_bits
 from tests.engine.ranges.running import EXACT, Devices, even, held_by
+from tests.engine.ranges.test_state import ReadsStatistics
 from tests.engine.replay.halves import first_half, first_outputs
 from tests.engine.replay.running import question
 from tests.oracle import difference
@@ -142,6 +144,8 @@ def test_graphs_that_a_device_kept_of_a_range_change_no_bit(name, gone):
 def test_outputs_that_depend_on_shards_before_are_refused():
     with pytest.raises(CoupledShards, match="'average'"):
         outputs_of(CASES["average in place"](), 2)
+    with pytest.raises(CoupledShards, match=r"'norm\.running_mean'"):
+        outputs_of(replace(CASES["mlp"](), model=lambda: ReadsStatistics().double()), 2)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn in train"])

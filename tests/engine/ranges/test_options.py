@@ -70,6 +70,12 @@ def test_samples_in_another_order_with_streams_of_their_own():
     assert found.loss == one.loss
 
 
+def test_parameters_of_the_loss_may_be_named():
+    wrt = ["inputs.texts.*", "loss.log_scale"]
+    found = in_ranges(CASES["two towers"](), 2, wrt=wrt)
+    assert difference(found.grads, answer(CASES["two towers"](), wrt=wrt).grads) <= EXACT
+
+
 @pytest.mark.parametrize("costs", [[1, 1, 1, 1, 1], [9, 1, 1, 1, 9]])
 def test_a_range_may_end_within_a_group(costs):
     groups, objective, told = question(CASES["two towers"]())

@@ -78,3 +78,31 @@ def test_the_gradient_is_that_of_naive_code(kind, retain):
     kept_all = retain > 0 and kind is _ByAutograd
     assert (result.retained, result.replayed) == ((4, 0) if kept_all else (1, 3))
     assert torch.equal(result.buffers["mean"], model.mean)
+
+
+class _Backward(nn.Module):
+    """Calls `backward` in its forward pass, which leaves gradients at parameters and inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.energy = nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.energy(x)
+        h.square().sum().backward(retain_graph=True)
+        return h.tanh()
+
+
+@pytest.mark.parametrize("retain", [0, 10**9])
+def test_gradients_that_the_forward_pass_left_do_not_count(retain):
+    group = Group("z", _shards())
+    found = set_gradient(
+        _Backward(), [group], Objective(_loss), wrt=["*", "inputs.0"], retain=retain
+    )
+    plain, xs = _Backward().energy, [shard["0"].requires_grad_() for shard in _shards()]
+    _loss(torch.cat([plain(x).tanh() for x in xs])).backward()
+    expected = {f"energy.{name}": p.grad for name, p in plain.named_parameters()}
+    assert difference(found.grads, expected) <= TOLERANCE
+    inputs = dict(enumerate(found.input_grads["z"]["0"]))
+    assert difference(inputs, {i: x.grad for i, x in enumerate(xs)}) <= TOLERANCE

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradbox_engine import Group, Objective, set_gradient
+from gradbox_engine import Group, Objective, ReplayMismatch, set_gradient
+from gradbox_engine.replay.comparison import ReplayComparison
 from tests import case_models
 from tests.cases import CASES, Case
 from tests.device import AGAINST_FP64, DEVICE, REPLAYED, same_bits
@@ -150,3 +151,13 @@ def test_fp16_tries_a_smaller_scale_where_gradients_overflow():
     exact = set_gradient(model, [Group("z", shards)], objective, precision="fp64")
     result = set_gradient(model, [Group("z", shards)], objective, precision="fp16")
     assert difference(result.grads, exact.grads) < NEAR["fp16"]
+
+
+def test_the_largest_difference_is_told_and_one_beyond_the_tolerance_is_an_error():
+    first = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    comparison = ReplayComparison("fp32")
+    for factor in (1 + 1e-12, 1 + 1e-14):
+        comparison.compare("shard 0", {"": first * factor}, {"": first})
+    assert comparison.finish() == pytest.approx(1e-12, rel=1e-2, abs=0)
+    with pytest.raises(ReplayMismatch, match="shard 1"):
+        comparison.compare("shard 1", {"": first * 1.001}, {"": first})

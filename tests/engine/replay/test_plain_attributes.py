@@ -76,6 +76,16 @@ class _Late(_Counting):
         return self.calls
 
 
+class _Gone(_Counting):
+    """Takes an attribute away in its first call."""
+
+    def begin(self) -> None:
+        self.first = 3
+
+    def counted(self) -> int:
+        return self.__dict__.pop("first", 1)  # type: ignore[no-any-return]
+
+
 class _ByFlag(_Counting):
     """Switches a part between training and evaluation."""
 
@@ -95,7 +105,7 @@ class _BesideTensor(_Counting):
         return self.latest
 
 
-KINDS = [_Counting, _InDict, _InDeque, _Late, _ByFlag, _BesideTensor]
+KINDS = [_Counting, _InDict, _InDeque, _Late, _Gone, _ByFlag, _BesideTensor]
 
 
 def _shards() -> list[dict[str, Tensor]]:

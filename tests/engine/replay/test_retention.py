@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine import Group, Objective, host_memory, set_gradient
+from gradbox_engine import Group, ModelCallFailed, Objective, host_memory, set_gradient
 from gradbox_engine.replay import retention
 from gradbox_engine.replay.retention import HELD_FACTOR, GraphBudget, graph_budget
 from gradbox_engine.replay.saved_tensors import SavedTensors
@@ -231,3 +231,25 @@ def test_one_shard_too_large_is_the_callers_to_know():
     with pytest.raises(torch.OutOfMemoryError):
         set_gradient(_Layers(), [Group("z", shards)], Objective(torch.sum))
     assert _Overflowing.armed == ""
+
+
+class _OverwritesWhatItSaved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x).exp()
+        if x.sum() > 0:
+            h.mul_(2)
+        return h + 0
+
+
+@pytest.mark.parametrize("retain", [0, 10**9])
+def test_a_graph_whose_saved_tensor_was_overwritten_is_refused_as_in_plain_torch(retain):
+    # Of the last shard's graph torch itself keeps the tensors.
+    shards = [{"0": torch.full((2, 5), x, dtype=torch.float64)} for x in (1.0, -1.0, -1.0)]
+    with pytest.raises(ModelCallFailed, match="modified by an in"):
+        set_gradient(
+            _OverwritesWhatItSaved(), [Group("z", shards)], Objective(torch.sum), retain=retain
+        )

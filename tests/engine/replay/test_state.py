@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gradbox_engine import Group, Objective, set_gradient, shard_stream
 from gradbox_engine.model.buffers import Buffers
-from gradbox_engine.model.snapshots import Snapshot
+from gradbox_engine.model.snapshots import Snapshot, packed, unpacked
 from tests.oracle import TOLERANCE, difference
 
 
@@ -285,3 +285,22 @@ def test_a_comparison_on_the_device_may_be_looked_at_later():
     second.share()
     assert second.values["", "a"] is first.values["", "a"]
     assert second.values["", "b"] is own["", "b"]
+
+
+def _snapshot(**values: Tensor | None) -> Snapshot:
+    return Snapshot({("", name): value for name, value in values.items()}, versions={})
+
+
+def test_states_come_back_from_a_checkpoint_with_buffers_that_came_and_went():
+    a, b = torch.zeros(3), torch.ones(3)
+    states = [_snapshot(a=a, b=b), _snapshot(a=b, c=a), _snapshot(a=b, b=None, c=b), _snapshot()]
+    found = unpacked(packed(states), states[0])
+    assert [state.values for state in found] == [state.values for state in states]
+
+
+def test_states_are_equal_where_all_values_are():
+    state = _snapshot(a=torch.zeros(3), b=None)
+    assert state.equals(_snapshot(a=torch.zeros(3), b=None))
+    others = [{"a": torch.ones(3), "b": None}, {"a": torch.zeros(3), "b": torch.zeros(3)}]
+    for other in [*others, {"a": torch.zeros(3)}, {"a": None, "b": None}]:
+        assert not state.equals(_snapshot(**other))

@@ -12,7 +12,7 @@ halves; mixed/ mixed second derivatives, by the same
 protocol; samples/ per-sample gradients and Jacobians, whose ranges need no phases.
 """
 
-from gradbox_engine.ranges.cut import cut, shard_costs
+from gradbox_engine.ranges.cut import cut
 from gradbox_engine.ranges.graphs_between_jobs import GraphsBetweenJobs
 from gradbox_engine.ranges.held_job import HeldJob, held_job
 from gradbox_engine.ranges.in_process import OneDevice, set_gradient_in_ranges
@@ -64,7 +64,6 @@ __all__ = [
     "cut",
     "held_job",
     "set_gradient_in_ranges",
-    "shard_costs",
     "split_gradient_at_cotangents",
     "split_set_gradient",
     "split_set_outputs",

@@ -11,12 +11,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from torch import Tensor
-
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.model.shard_feed import all_positions
 from gradbox_engine.ranges.protocol import Range
-from gradbox_engine.requests import Group, Shard
 
 
 def cut(costs: Sequence[float], num_ranges: int) -> tuple[Range, ...]:
@@ -47,21 +43,6 @@ def cut(costs: Sequence[float], num_ranges: int) -> tuple[Range, ...]:
     return tuple(
         Range(index, num_ranges, start, stop) for index, (start, stop) in enumerate(pairwise(ends))
     )
-
-
-def shard_costs(groups: Sequence[Group]) -> list[int]:
-    """Return each shard's number of tensor elements; reads every shard.
-
-    Who knows sizes without reading, from a file's header, gives those to `cut`.
-    """
-    return [
-        _num_elements(groups[position.group].shards[position.shard])
-        for position in all_positions(groups)
-    ]
-
-
-def _num_elements(shard: Shard) -> int:
-    return sum(value.numel() for value in shard.values() if isinstance(value, Tensor))
 
 
 def _nearest(sums: Sequence[float], wanted: float) -> int:

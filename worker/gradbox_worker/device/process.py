@@ -275,7 +275,7 @@ class DeviceProcess:
                 case _:
                     ended = child.end()
                     self._end_child()
-                    return _died(ended, progress) if kill_at is None else Stopped(killed=True)
+                    return _died(ended, progress) if kill_at is None else Stopped()
 
 
 def _died(ended: Exit, progress: ProgressMade | None) -> Died:
