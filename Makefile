@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE := 1
 # Else each of the hundreds of processes that the tests start compiles the sources once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup browser demo docs test test-slow chaos containers check format bench wheels cuda clean
+.PHONY: setup browser demo docs test test-slow test-oldest chaos containers check format bench wheels cuda clean
 
 # How long `make chaos` runs, and what it draws by; without a seed one is drawn and printed.
 MINUTES ?= 5
@@ -39,6 +39,13 @@ test: $(STAMP) browser
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+# The suite with the oldest versions that pyproject.toml allows; their torch comes with CUDA, 5 GB.
+test-oldest:
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet uv
+	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest/bin/python --resolution lowest-direct -e '.[dev]'
+	.venv-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
