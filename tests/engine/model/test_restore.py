@@ -185,6 +185,31 @@ def test_what_was_handed_in_is_not_written_to():
     assert result.grads["linear.weight"].eq(12).all()
 
 
+class _Hooking(nn.Module):
+    """Registers a hook of each kind with every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3).double()
+        self.linear.bias.register_hook(lambda gradient: gradient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for parameter in self.linear.parameters():
+            parameter.register_hook(lambda gradient: gradient)
+            parameter.register_post_accumulate_grad_hook(lambda _: None)
+        return self.linear(x)
+
+
+def test_hooks_that_a_call_registered_are_gone():
+    model = _Hooking()
+    own = dict(model.linear.bias._backward_hooks)
+    shards = [{"0": torch.ones(2, 5, dtype=torch.float64)} for _ in range(3)]
+    set_gradient(model, [Group("z", shards)], Objective(torch.sum))
+    assert dict(model.linear.bias._backward_hooks) == own
+    assert not model.linear.weight._backward_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
 def test_what_the_loss_holds_is_widened_for_the_job_alone():
     scale = torch.full((), 2.0)
     seen = []
