@@ -26,7 +26,7 @@ from gradbox_engine.errors import BadInputs, BadOutput, ModelCallFailed, NoTange
 from gradbox_engine.mixed.forward_rules import LeanRules, dual, parts
 from gradbox_engine.model.blame import blaming
 from gradbox_engine.model.calls import ShardGraph
-from gradbox_engine.model.kernels import checkpoints_inlined
+from gradbox_engine.model.kernels import checkpoints_inlined, forward_mode_checkpoints
 from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.precision import accumulation_dtype, fp16_scale
 from gradbox_engine.model.prepared import Prepared
@@ -105,7 +105,7 @@ class ShardJacobians:
         """
         arguments, name, z = self._take(position)
         scale = self._scale([u])
-        with forward_ad.dual_level(), checkpoints_inlined(), LeanRules():
+        with forward_ad.dual_level(), forward_mode_checkpoints(), LeanRules():
             moving = dual(z, (u * scale).to(z.dtype).view_as(z))
             graph = self._calls(position, {**arguments, name: moving})
             found = {n: parts(v) for n, v in graph.outputs.items()}

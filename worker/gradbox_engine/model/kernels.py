@@ -35,22 +35,27 @@ def differentiable_kernels() -> Iterator[None]:
 
 @contextmanager
 def checkpoints_inlined() -> Iterator[None]:
-    """Let checkpoints that know no forward mode simply call their function.
+    """Let reentrant checkpoints simply call their function.
 
-    Reentrant ones do not know `torch.autograd.grad` either; of the others those of torch 2.11 save
-    their inputs by a function without a forward-mode rule. The random numbers drawn are the same,
-    and with forward mode there is no graph to save the memory of.
+    They know neither forward mode nor `torch.autograd.grad`. The random numbers drawn are the same.
     """
-    module: Any = torch.utils.checkpoint
-    instead = {"CheckpointFunction": _Inlined, "_NoopSaveInputs": _NothingSaved}
-    before = {name: vars(module)[name] for name in instead if name in vars(module)}
-    try:
-        for name in before:
-            setattr(module, name, instead[name])
+    with _replaced("CheckpointFunction", _Inlined):
         yield
-    finally:
-        for name, original in before.items():
-            setattr(module, name, original)
+
+
+@contextmanager
+def forward_mode_checkpoints() -> Iterator[None]:
+    """Let checkpoints of either kind pass tangents; there is no graph to save the memory of.
+
+    Those that are not reentrant do, but in torch 2.11, where a function without a rule for forward
+    mode saves their inputs.
+    """
+    with checkpoints_inlined():
+        if not hasattr(torch.utils.checkpoint, "_NoopSaveInputs"):
+            yield
+            return
+        with _replaced("_NoopSaveInputs", _NothingSaved):
+            yield
 
 
 @contextmanager
@@ -61,12 +66,19 @@ def checkpoints_reached() -> Iterator[None]:
     the parameters inside get no gradient, without an error. There torch's other kind of checkpoint
     takes their place, which draws the same random numbers.
     """
-    before = torch.utils.checkpoint.CheckpointFunction
-    torch.utils.checkpoint.CheckpointFunction = _Reached  # type: ignore[misc, assignment]
+    with _replaced("CheckpointFunction", _Reached):
+        yield
+
+
+@contextmanager
+def _replaced(name: str, instead: type) -> Iterator[None]:
+    """Let another class take the place of one of torch's for checkpoints."""
+    before = getattr(torch.utils.checkpoint, name)
+    setattr(torch.utils.checkpoint, name, instead)
     try:
         yield
     finally:
-        torch.utils.checkpoint.CheckpointFunction = before  # type: ignore[misc]
+        setattr(torch.utils.checkpoint, name, before)
 
 
 class _Reached:
