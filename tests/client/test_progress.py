@@ -74,7 +74,11 @@ def test_a_transfer_tells_the_time_left(
     assert "s left" in capsys.readouterr().err
 
 
-def test_a_job_that_waits_shows_for_whom_and_how_long(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_waits_shows_for_whom_and_how_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("LINES", "24")
     waits = {"queue_position": 3, "waiting_for": {"ann": 2, "bob": 1}, "seconds_left": 41.0}
     view = job_view(JobState.QUEUED).model_copy(update=waits)
     with ProgressBar("job", shown=True) as bar:

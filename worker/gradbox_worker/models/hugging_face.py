@@ -86,7 +86,8 @@ def build_hf(entry: ModelEntry, *, over: Sequence[torch.device] = ()) -> nn.Modu
             f"config.json and the safetensors files belong together"
         )
     built: nn.Module = model
-    refuse_offloaded(entry, built, num_devices=len(over))
+    if over:
+        refuse_offloaded(entry, built, num_devices=len(over))
     return built
 
 

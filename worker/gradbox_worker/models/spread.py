@@ -7,7 +7,8 @@ such a model is refused, for it has no gradients there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -45,8 +46,9 @@ def refuse_offloaded(entry: ModelEntry, model: nn.Module, *, num_devices: int) -
     Raises:
         WeightsDoNotFit: a part did not.
     """
-    places: Mapping[str, Any] = getattr(model, "hf_device_map", {})
-    left = sorted(name for name, place in places.items() if place == "disk")
+    # Not all versions say in `hf_device_map` what lies on the disk; all leave it without numbers.
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    left = sorted(name for name, tensor in tensors if tensor.is_meta)
     if left:
         more = f" and {len(left) - MOST_LISTED} more" if len(left) > MOST_LISTED else ""
         raise WeightsDoNotFit(
