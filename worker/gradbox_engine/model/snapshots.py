@@ -88,7 +88,7 @@ class Snapshot:
         return self._apart.get(slot)
 
     def equals(self, other: Snapshot) -> bool:
-        """Return whether values, attributes and hooks are equal; NaN is not. Waits for the device."""
+        """Return whether values, attributes and hooks are equal, NaN not. Waits for the device."""
         attributes = restorable(self.attributes or {})
         if attributes != restorable(other.attributes or {}) or self.hooks != other.hooks:
             return False
