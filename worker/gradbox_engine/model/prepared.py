@@ -11,6 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine.errors import ModelCallFailed
 from gradbox_engine.model.buffers import Buffers
 from gradbox_engine.model.calls import ModelCalls
 from gradbox_engine.model.kernels import avoid_cudnn_recurrence, checkpoints_reached
@@ -54,6 +55,9 @@ def configured(
 
     Args:
         parameters: those that are differentiated; no other requires grad.
+
+    Raises:
+        ModelCallFailed: the model has registered a parameter in between, which has no gradient.
     """
     differentiated = {id(parameter) for parameter in parameters.values()}
     with (
@@ -72,6 +76,21 @@ def configured(
             parameter.requires_grad_(id(parameter) in differentiated)
             parameter.grad = None
         yield
+        if parameters:
+            _refuse_new_parameters(model, registered)
+
+
+def _refuse_new_parameters(model: nn.Module, registered: Sequence[Tensor]) -> None:
+    known = {id(None), *map(id, registered)}
+    if all(id(p) in known for m in model.modules() for p in m._parameters.values()):
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise ModelCallFailed(
+                f"parameter {name!r}: expected the model to have it when it was registered, got it "
+                f"in the forward pass, so it has no gradient; call the model once where it is "
+                f"built, or make it there"
+            )
 
 
 @contextmanager

@@ -156,7 +156,7 @@ class CallableModel:
             arguments: `copied` ones, to which the model may write.
         """
         by_place, by_name = call_arguments(arguments)
-        with autocast(self.options.precision, self.device):
+        with torch.enable_grad(), autocast(self.options.precision, self.device):
             value = choose(self._entry(*by_place, **by_name), self.options.output)
         readout = self.options.readout
         if readout is not None:
