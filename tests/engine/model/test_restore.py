@@ -185,6 +185,18 @@ def test_what_was_handed_in_is_not_written_to():
     assert result.grads["linear.weight"].eq(12).all()
 
 
+def test_tensors_within_an_argument_are_not_written_to_either():
+    class Nested(_WritesToItsInput):
+        def forward(self, x):
+            return super().forward(x["inner"][0])
+
+    shards = [{"x": {"inner": [torch.ones(2, 5)]}} for _ in range(3)]
+    groups = [Group("z", shards)]
+    result = set_gradient(Nested().float(), groups, Objective(torch.sum), precision="fp64")
+    assert all(bool(shard["x"]["inner"][0].eq(1).all()) for shard in shards)
+    assert result.grads["linear.weight"].eq(12).all()
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_the_job_runs_where_grad_is_disabled(mode):
     case = CASES["mlp"]()
