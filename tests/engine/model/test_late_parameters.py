@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from gradbox_engine import (
     BadInputs,
@@ -68,6 +69,39 @@ def test_a_layer_that_is_built_in_the_forward_pass_is_refused_by_name(job: str) 
     with pytest.raises(ModelCallFailed, match=r"parameter 'b\.weight': expected the model to have"):
         JOBS[job](model)
     assert [name for name, _ in model.named_parameters()] == ["a.weight", "a.bias"]
+
+
+def _hooked_late(m: Any, x: Tensor) -> Tensor:
+    m.a.weight.register_hook(lambda g: g * 2)
+    found: Tensor = m.a(x)
+    return found
+
+
+@pytest.mark.parametrize("job", ["gradient", "jacobian"])
+def test_a_hook_on_a_parameter_from_the_forward_pass_is_refused_by_name(job: str) -> None:
+    model = Written(_hooked_late, a=nn.Linear(5, 3)).to(DEVICE)
+    with pytest.raises(ModelCallFailed, match=r"parameter 'a\.weight': expected its hooks to stay"):
+        JOBS[job](model)
+    assert not model.a.weight._backward_hooks
+
+
+class _Doubled(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w * 2
+
+
+def _parametrised_late(m: Any, x: Tensor) -> Tensor:
+    if not parametrize.is_parametrized(m.a):
+        parametrize.register_parametrization(m.a, "weight", _Doubled())
+    found: Tensor = m.a(x)
+    return found
+
+
+def test_a_layer_that_is_parametrised_in_the_forward_pass_has_its_class_back() -> None:
+    model = Written(_parametrised_late, a=nn.Linear(5, 3)).to(DEVICE)
+    set_outputs(model, _groups())
+    assert type(model.a) is nn.Linear
+    assert model.a.weight is dict(model.named_parameters())["a.weight"]
 
 
 def _without_grad_from_here(m: Any, x: Tensor) -> Tensor:

@@ -75,10 +75,19 @@ class _ModuleState:
     are tensors of its own that are registered nowhere.
     """
 
-    __slots__ = ("_attributes", "_entries", "_scripted", "_training", "module", "plain_tensors")
+    __slots__ = (
+        "_attributes",
+        "_entries",
+        "_kind",
+        "_scripted",
+        "_training",
+        "module",
+        "plain_tensors",
+    )
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._kind = type(module)
         self._attributes = vars(module).copy()
         self._scripted = scripted_attributes(module)
         self._training = module.training
@@ -94,6 +103,8 @@ class _ModuleState:
         for container, entries in self._entries:
             if container or entries:
                 _refill(container, entries)
+        if type(self.module) is not self._kind:  # by a parametrisation, say
+            self.module.__class__ = self._kind
         vars(self.module).clear()
         vars(self.module).update(self._attributes)
         bind(self.module, self._scripted)
