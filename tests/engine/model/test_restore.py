@@ -200,11 +200,12 @@ class _Hooking(nn.Module):
         return self.linear(x)
 
 
-def test_hooks_that_a_call_registered_are_gone():
+def test_hooks_that_a_refused_call_registered_are_gone():
     model = _Hooking()
     own = dict(model.linear.bias._backward_hooks)
     shards = [{"0": torch.ones(2, 5, dtype=torch.float64)} for _ in range(3)]
-    set_gradient(model, [Group("z", shards)], Objective(torch.sum))
+    with pytest.raises(ModelCallFailed, match="expected its hooks to stay"):
+        set_gradient(model, [Group("z", shards)], Objective(torch.sum))
     assert dict(model.linear.bias._backward_hooks) == own
     assert not model.linear.weight._backward_hooks
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
@@ -224,6 +225,18 @@ def test_what_the_loss_holds_is_widened_for_the_job_alone():
     assert seen == [(torch.float64, torch.float64, torch.float64, 1.5)]
     assert found.grads["loss.scale"].dtype == torch.float64
     assert (scale.dtype, scale.requires_grad) == (torch.float32, False)
+
+
+def test_tensors_within_an_argument_are_not_written_to_either():
+    class Nested(_WritesToItsInput):
+        def forward(self, x):
+            return super().forward(x["inner"][0])
+
+    shards = [{"x": {"inner": [torch.ones(2, 5)]}} for _ in range(3)]
+    groups = [Group("z", shards)]
+    result = set_gradient(Nested().float(), groups, Objective(torch.sum), precision="fp64")
+    assert all(bool(shard["x"]["inner"][0].eq(1).all()) for shard in shards)
+    assert result.grads["linear.weight"].eq(12).all()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

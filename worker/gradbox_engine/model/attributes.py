@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradbox_engine.model.scripted import bind, scripted_attributes
+
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)
 CONTAINERS = (dict, list, set, deque)
@@ -39,7 +41,10 @@ class Attributes:
     """The live attributes of a model's submodules, but for those that torch keeps itself."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = {name: _Registered(module) for name, module in modules.items()}
+        self._modules = {
+            name: (_Scripted if isinstance(module, torch.jit.ScriptModule) else _Registered)(module)
+            for name, module in modules.items()
+        }
 
     @property
     def lost(self) -> bool:
@@ -138,6 +143,39 @@ class _Registered:
                 self._live[name] = value.copy()
             else:
                 self._live[name] = value
+
+
+class _Scripted:
+    """The same of a scripted submodule. `lost` is as there."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.lost = False
+        self._module = module
+        self._first = {n: v for n, v in scripted_attributes(module).items() if _is_plain(v)}
+
+    def changed(self) -> bool:
+        return bool(self._differing())
+
+    def attributes(self) -> ModuleAttributes | None:
+        found = self._differing()
+        if all(map(_is_plain, found.values())):
+            return found
+        self.lost = True
+        return None
+
+    def restore(self) -> None:
+        bind(self._module, self._first)
+
+    def update(self, attributes: ModuleAttributes) -> None:
+        bind(self._module, attributes)
+
+    def _differing(self) -> ModuleAttributes:
+        now = scripted_attributes(self._module) if self._first else {}
+        return {n: now[n] for n, first in self._first.items() if not _equal(now[n], first)}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
 
 
 def _entries(container: Any) -> list[Any]:

@@ -10,7 +10,8 @@ registered tensor: its numbers and its version counter are restored in place, so
 and graphs that saved it, find them. A name that the model binds anew gets a new tensor at every
 restore, and none that was once bound is written to again, for a graph may have saved it.
 
-A submodule's plain attributes, as a counter of its calls, belong to S₀ … Sₙ too: see `attributes`.
+A submodule's plain attributes, as a counter of its calls, belong to S₀ … Sₙ too, and its hooks: see
+`attributes` and `hooks`.
 
 Change is told by value: writes through `.data`, and batch norm's own, leave no trace in a version
 counter.
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from gradbox_engine.errors import GraphInBuffer
 from gradbox_engine.model.attributes import Attributes
+from gradbox_engine.model.hooks import Hooks
 from gradbox_engine.model.snapshots import Live, PackedValues, Slot, Snapshot
 from gradbox_engine.model.tensor_equality import form, same_values, strided_parts, writable
 
@@ -36,6 +38,7 @@ class Buffers:
         self._modules = dict(model.named_modules())
         self._tables = [(prefix, module._buffers) for prefix, module in self._modules.items()]
         self._attributes = Attributes(self._modules)
+        self._hooks = Hooks(self._modules.values())
         self._changing: set[Slot] = set()
         self._rebound: set[Slot] = set()
         self._registered = self._live()
@@ -81,6 +84,7 @@ class Buffers:
         """Give every buffer the value it had when `snapshot` was taken, and no graph."""
         if snapshot.attributes is not None:
             self._attributes.restore(snapshot.attributes)
+            self._hooks.restore(snapshot.hooks)
         values, live = snapshot.values, self._live()
         if values or live:
             self._restore(values, live)
@@ -191,7 +195,11 @@ class Buffers:
                 self._changing.add(slot)
         packed = [PackedValues.of(alike) for alike in together.values()]
         snapshot = Snapshot(
-            apart, packed, versions=self._versions(live), attributes=self._attributes.state()
+            apart,
+            packed,
+            versions=self._versions(live),
+            attributes=self._attributes.state(),
+            hooks=self._hooks.state(),
         )
         if previous is not None and compare:
             snapshot.compare_later(previous, compare)

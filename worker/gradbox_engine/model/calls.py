@@ -99,7 +99,8 @@ class ModelCalls:
             autocast(self._options.precision, self._device),
             self._taps.hooked(with_values=with_penalties) as tapped,
         ):
-            value = choose(entry(*by_place, **by_name), self._options.output)
+            with torch.enable_grad():  # the model may leave it switched off
+                value = choose(entry(*by_place, **by_name), self._options.output)
             if readout is not None:
                 value = readout(self._brought(value), arguments)
         source = "model" if readout is None else "readout"

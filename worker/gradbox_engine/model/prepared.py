@@ -11,6 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine.errors import ModelCallFailed
 from gradbox_engine.model.buffers import Buffers
 from gradbox_engine.model.calls import ModelCalls
 from gradbox_engine.model.kernels import avoid_cudnn_recurrence, checkpoints_reached
@@ -54,6 +55,10 @@ def configured(
 
     Args:
         parameters: those that are differentiated; no other requires grad.
+
+    Raises:
+        ModelCallFailed: the model has registered a parameter in between, which has no gradient, or
+            a hook on one, which would run once more for each pass.
     """
     differentiated = {id(parameter) for parameter in parameters.values()}
     with (
@@ -71,7 +76,39 @@ def configured(
         for parameter in registered:
             parameter.requires_grad_(id(parameter) in differentiated)
             parameter.grad = None
+        num_hooks = [len(parameter._backward_hooks or ()) for parameter in registered]
         yield
+        if parameters:
+            _refuse_new_parameters(model, registered)
+            _refuse_new_hooks(model, registered, num_hooks)
+
+
+def _refuse_new_parameters(model: nn.Module, registered: Sequence[Tensor]) -> None:
+    known = {id(None), *map(id, registered)}
+    if all(id(p) in known for m in model.modules() for p in m._parameters.values()):
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise ModelCallFailed(
+                f"parameter {name!r}: expected the model to have it when it was registered, got it "
+                f"in the forward pass, so it has no gradient; call the model once where it is "
+                f"built, or make it there"
+            )
+
+
+def _refuse_new_hooks(
+    model: nn.Module, registered: Sequence[Tensor], num_hooks: Sequence[int]
+) -> None:
+    if [len(parameter._backward_hooks or ()) for parameter in registered] == num_hooks:
+        return
+    before = dict(zip(map(id, registered), num_hooks, strict=True))
+    for name, parameter in model.named_parameters():
+        if len(parameter._backward_hooks or ()) != before.get(id(parameter)):
+            raise ModelCallFailed(
+                f"parameter {name!r}: expected its hooks to stay as they were registered, got "
+                f"others after the forward pass, which every pass would add to; register them "
+                f"where the model is built"
+            )
 
 
 @contextmanager

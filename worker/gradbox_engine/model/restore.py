@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine.model.scripted import bind, scripted_attributes
 from gradbox_engine.model.tensor_equality import same_values
 
 CONTAINERS = (dict, list, set, deque)
@@ -74,15 +75,25 @@ class _ModuleState:
     are tensors of its own that are registered nowhere.
     """
 
-    __slots__ = ("_attributes", "_entries", "_training", "module", "plain_tensors")
+    __slots__ = (
+        "_attributes",
+        "_entries",
+        "_kind",
+        "_scripted",
+        "_training",
+        "module",
+        "plain_tensors",
+    )
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._kind = type(module)
         self._attributes = vars(module).copy()
+        self._scripted = scripted_attributes(module)
         self._training = module.training
         self._entries: list[tuple[Any, Any]] = []
         self.plain_tensors: list[Tensor] = []
-        for value in self._attributes.values():
+        for value in (*self._attributes.values(), *self._scripted.values()):
             if isinstance(value, CONTAINERS):
                 self._entries.append((value, value.copy() if value else None))
             elif isinstance(value, Tensor) and value.is_leaf and not value.is_inference():
@@ -92,8 +103,11 @@ class _ModuleState:
         for container, entries in self._entries:
             if container or entries:
                 _refill(container, entries)
+        if type(self.module) is not self._kind:  # by a parametrisation, say
+            self.module.__class__ = self._kind
         vars(self.module).clear()
         vars(self.module).update(self._attributes)
+        bind(self.module, self._scripted)
         if self.module.training != self._training:  # a scripted module has it elsewhere
             self.module.training = self._training
 

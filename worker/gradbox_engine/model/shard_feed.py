@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.model.weights import wide_dtype
@@ -72,7 +73,7 @@ class ShardFeed:
         if self._copies is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._copies)
-            for value in arguments.values():
+            for value in tree_leaves(arguments):
                 if isinstance(value, Tensor):
                     value.record_stream(current)
         return arguments
@@ -90,7 +91,7 @@ class ShardFeed:
     def _load(self, position: Position) -> dict[str, Any]:
         shard = self._groups[position.group].shards[position.shard]
         self._check_names(position, shard)
-        return {name: self._move(value) for name, value in shard.items()}
+        return {name: tree_map(self._move, value) for name, value in shard.items()}
 
     def _move(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -19,6 +19,7 @@ from torch._utils import _flatten_dense_tensors
 
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.model.attributes import State, restorable
+from gradbox_engine.model.hooks import HookState
 from gradbox_engine.model.host_copy import HostCopy
 from gradbox_engine.model.stated_attributes import from_stated, stated
 from gradbox_engine.model.tensor_equality import same_values
@@ -56,7 +57,7 @@ class Snapshot:
     """The values of all buffers at one moment. Nothing writes to these tensors.
 
     `versions` are the registered tensors' version counters, where those were bound; `attributes`
-    the submodules' plain attributes, None where these are to stay as they are.
+    the submodules' plain attributes, None where these and `hooks` are to stay as they are.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class Snapshot:
         *,
         versions: Mapping[Slot, int],
         attributes: State | None = None,
+        hooks: HookState = None,
     ) -> None:
         self.versions = versions
         self.attributes = attributes
+        self.hooks = hooks
         self._apart = apart
         self._packed = packed
         self._previous: Snapshot | None = None
@@ -85,8 +88,9 @@ class Snapshot:
         return self._apart.get(slot)
 
     def equals(self, other: Snapshot) -> bool:
-        """Return whether all values and attributes are equal; NaN is not. Waits for the device."""
-        if restorable(self.attributes or {}) != restorable(other.attributes or {}):
+        """Return whether values, attributes and hooks are equal, NaN not. Waits for the device."""
+        attributes = restorable(self.attributes or {})
+        if attributes != restorable(other.attributes or {}) or self.hooks != other.hooks:
             return False
         own, others = self.values, other.values
         return own.keys() == others.keys() and all(

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from gradbox_engine.errors import UnknownParameter
+from gradbox_engine.errors import BadInputs, UnknownParameter
 from gradbox_engine.requests import Group
 
 INPUTS = "inputs."
@@ -39,8 +40,10 @@ def select(
             parameters, whose gradients always come back.
 
     Raises:
+        BadInputs: a module has no parameters yet.
         UnknownParameter: a pattern matches nothing.
     """
+    refuse_uninitialised(model)
     first_names: dict[int, str] = {}
     by_name: dict[str, nn.Parameter] = {}
     firsts: dict[str, nn.Parameter] = {}
@@ -64,6 +67,21 @@ def select(
     parameters = {name: p for name, p in firsts.items() if name in selected}
     patterns = tuple(p.removeprefix(INPUTS) for p in wrt if p.startswith(INPUTS))
     return Selection(parameters, patterns)
+
+
+def refuse_uninitialised(model: nn.Module) -> None:
+    """Check that every module has its parameters.
+
+    Raises:
+        BadInputs: a lazy one was never called.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+            raise BadInputs(
+                f"module {name!r}: expected parameters of known shapes, got "
+                f"{type(module).__name__} before its first call; call the model once where it is "
+                f"built"
+            )
 
 
 def matched_inputs(groups: Sequence[Group], patterns: Sequence[str]) -> dict[str, tuple[str, ...]]:

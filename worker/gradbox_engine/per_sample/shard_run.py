@@ -162,7 +162,11 @@ class ShardRun:
             self._plan_anew()
             return self._terms(outputs, last=False)
         if found.wrong:
-            self.plan.loop(found.wrong, "its rule's result differed from autograd's")
+            why = "its rule's result differed from autograd's"
+            self.plan.loop(found.wrong, why)
+            if self.plan.loop_where_vectorised(why):
+                self.graph.free()
+                self.graph = self._graph()
             terms = self.graph.terms(outputs, keep_graph=True)
         self.plan.unconfirmed -= found.confirmed | found.wrong
         self.plan.confirmed_calls.add(self.graph.calls)

@@ -121,7 +121,10 @@ class JobCheckpoint:
         return (
             self._kept.due()
             and not self._ready.buffers.attributes_lost
-            and all(can_be_stated(record.after.attributes or {}) for record in records)
+            and all(
+                record.after.hooks is None and can_be_stated(record.after.attributes or {})
+                for record in records
+            )
         )
 
     def _check_repeats(self, record: ShardRecord) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from gradbox_engine.errors import BadInputs, NoBatchAxis
 from gradbox_engine.model.buffers import Buffers
@@ -128,13 +129,14 @@ class CallableModel:
     def arguments(self, shard: Mapping[str, Any]) -> dict[str, Any]:
         """Return a shard's arguments on the model's device, in the job's precision."""
         wide = self.options.widened
-        moved = {}
-        for name, value in shard.items():
-            if isinstance(value, Tensor):
-                dtype = wide_dtype(value.dtype) if wide else value.dtype
-                value = value.detach().to(self.device, dtype)
-            moved[name] = value
-        return moved
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            dtype = wide_dtype(value.dtype) if wide else value.dtype
+            return value.detach().to(self.device, dtype)
+
+        return {name: tree_map(moved, value) for name, value in shard.items()}
 
     def begin_stream(self, index: int) -> None:
         """Begin the random stream of shard `index`; leaving the model puts the generators back."""
@@ -156,7 +158,7 @@ class CallableModel:
             arguments: `copied` ones, to which the model may write.
         """
         by_place, by_name = call_arguments(arguments)
-        with autocast(self.options.precision, self.device):
+        with torch.enable_grad(), autocast(self.options.precision, self.device):
             value = choose(self._entry(*by_place, **by_name), self.options.output)
         readout = self.options.readout
         if readout is not None:
@@ -205,7 +207,7 @@ class CallableModel:
 def copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies for one call: a model may write to its arguments, and is called again."""
     return {
-        name: value.clone() if isinstance(value, Tensor) else value
+        name: tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value)
         for name, value in arguments.items()
     }
 

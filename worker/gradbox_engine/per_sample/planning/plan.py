@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradbox_engine.per_sample.planning.probed_use import LOOP, ProbedUse, ProbeUses
+from gradbox_engine.per_sample.planning.probed_use import LOOP, VMAP, ProbedUse, ProbeUses
 from gradbox_engine.per_sample.recording.function_calls import Key
-from gradbox_engine.per_sample.recording.steps import DerivedStep, RuleStep, Step
+from gradbox_engine.per_sample.recording.steps import DerivedStep, RuleStep, Step, VmapStep
 
 
 @dataclass
@@ -53,6 +53,20 @@ class Plan:
         """Have parameters take one backward pass a sample."""
         for name in names:
             self.loops.setdefault(name, why)
+
+    def loop_where_vectorised(self, why: str) -> bool:
+        """Have functions called as they are that are vectorised now; tell whether some were.
+
+        A batching rule of torch's that is wrong makes autograd's own gradient of that graph wrong.
+        """
+        found = [step for step in self.steps if isinstance(step, VmapStep)]
+        names = [name for name, routes in self.routes.items() if VMAP in routes]
+        self.steps = [
+            Step(step.function, step.number, LOOP) if isinstance(step, VmapStep) else step
+            for step in self.steps
+        ]
+        self.loop(names, why)
+        return bool(found)
 
     def loop_over_all(self, parameters: Iterable[str], why: str) -> None:
         """Have all parameters take one backward pass a sample, and record no use."""

@@ -27,6 +27,7 @@ from gradbox_engine.per_sample.rules import RULES
 from gradbox_engine.per_sample.rules.rule import Layer, Rule
 
 LOOP = "loop"
+VMAP = "vmap"
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class ProbedUse:
         return CopiesStep(use.function, self.number, "copies", axis)
 
     def _vmap(self) -> Step | None:
-        """Accept vectorisation only where it reproduces the function's numbers."""
+        """Accept vectorisation only where it reproduces the function's numbers and gradients."""
         changes = self._changes()[: len(self.first.inputs)]
         axes = [
             None if change is None else self.axis(lambda run: run.inputs, index)
@@ -206,9 +207,10 @@ class ProbedUse:
         if any(out is one for out in self.first.outputs for one in self.first.inputs):
             return None
         # Not what the probe run got from it: later calls may have written to that.
-        expected = self.first.function(*self.first.args, **self.first.kwargs)
+        with torch.enable_grad():
+            expected = self.first.function(*self.first.args, **self.first.kwargs)
         order = tuple(sorted(range(expected.dim()), key=expected.stride, reverse=True))
-        step = VmapStep(self.first.function, self.number, "vmap", tuple(axes), output_axis, order)
+        step = VmapStep(self.first.function, self.number, VMAP, tuple(axes), output_axis, order)
         return step if self._reproduces(step, expected) else None
 
     def _plain_arguments(self, use: Use) -> str:
@@ -222,13 +224,44 @@ class ProbedUse:
             for tensor, key in zip(self.first.inputs, self.first.keys, strict=True)
             if key in self.real
         }
+        copied: list[tuple[Tensor, Tensor]] = []  # the copies, and what they are of
         try:
-            out = step.vectorised(tracked, self.first.args, self.first.kwargs, lambda *_: None)
+            with torch.enable_grad():
+                out = step.vectorised(
+                    tracked,
+                    self.first.args,
+                    self.first.kwargs,
+                    lambda copies, q, _: copied.append((copies, q)),
+                )
+            if out.shape != expected.shape or not _near(out, expected):
+                return False
+            return all(map(_near, *_gradients_of_both(out, expected, copied)))
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
             return False
-        return out.shape == expected.shape and torch.allclose(
-            out, expected, rtol=1e-3, atol=1e-5, equal_nan=True
-        )
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-3, atol=1e-5, equal_nan=True)
+
+
+def _gradients_of_both(
+    out: Tensor, expected: Tensor, copied: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the gradients of each copied tensor: summed over its copies, and the function's own.
+
+    A batching rule may be right forward and wrong backward.
+    """
+    if not expected.requires_grad or not copied:
+        return [], []
+    of = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
+    found = torch.autograd.grad(
+        out, [copies for copies, _ in copied], of, retain_graph=True, allow_unused=True
+    )
+    own = torch.autograd.grad(
+        expected, [q for _, q in copied], of, retain_graph=True, allow_unused=True
+    )
+    pairs = [(f, o) for f, o in zip(found, own, strict=True) if f is not None and o is not None]
+    return [f.sum(0) for f, _ in pairs], [o for _, o in pairs]
 
 
 def _padded(q: Tensor, num_dims: int) -> list[int]:

@@ -32,11 +32,20 @@ def _bind_embedding(
             "(scale_grad_by_freq=True), so a sample has no gradient of its own: build the "
             "embedding with scale_grad_by_freq=False"
         )
-    if max_norm is not None:
-        return None
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
     return Layer(input, {"weight": weight}, detail=padding_idx, first_dims=input.dim())
+
+
+def _bind_look_up(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Layer | None:
+    inside = padding_idx if padding_idx >= 0 else None  # a negative one stands for none here
+    return _bind_embedding(indices, weight, inside, scale_grad_by_freq=scale_grad_by_freq)
 
 
 def _bind_bag(
@@ -49,7 +58,8 @@ def _bind_bag(
     *_: Any,
     **__: Any,
 ) -> Layer | None:
-    return _bind_embedding(input, weight, None, 1.0, norm_type, scale_grad_by_freq)
+    _bind_embedding(input, weight, None, max_norm, norm_type, scale_grad_by_freq)
+    return None
 
 
 def _bind_index(table: Tensor, index: Any) -> Layer | None:
@@ -80,6 +90,7 @@ def _embedding_terms(layer: Layer, x: Tensor, g: Tensor, targets: Targets) -> It
 
 RULES: dict[Callable[..., Any], Rule] = {
     F.embedding: Rule("embedding", _bind_embedding, _embedding_terms),
+    torch.embedding: Rule("embedding", _bind_look_up, _embedding_terms),
     F.embedding_bag: Rule("embedding", _bind_bag, _embedding_terms),  # which only refuses
     Tensor.__getitem__: Rule("index", _bind_index, _embedding_terms, _counted_from_zero),
 }

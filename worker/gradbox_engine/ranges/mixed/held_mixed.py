@@ -169,7 +169,8 @@ class HeldMixed:
         records, sums, went = held.records, held.sums, held.went
         with clock.timed("replay"):
             first = records[0]
-            in_replay = first.position in cotangents.needed and not first.after.attributes
+            in_replay = first.position in cotangents.needed
+            in_replay = in_replay and not first.after.attributes and not first.after.hooks
             if cotangents.norms or not in_replay:
                 self._check(part, cotangents.norms)
             if not went.num_done:
