@@ -21,8 +21,9 @@ from tests.cluster.test_failures import (
     RAYLET,
     killed_in,
     result_tensors,
+    when_in,
 )
-from tests.cluster.test_jobs import WAIT_S, num_ranges, shards
+from tests.cluster.test_jobs import WAIT_S, num_ranges, shards, sum_of_squares
 from tests.cluster.test_kept_graphs import stepped, went
 from tests.oracle import TOLERANCE, difference
 
@@ -157,14 +158,38 @@ def test_a_death_changes_no_bit(
     assert (result.manifest.attempts, lost) == ((1, 1) if victim == ACTOR else (2, 0))
 
 
-def test_the_coordinators_death_between_the_halves_of_a_step_costs_no_graph(
-    cluster: ClusterBox, client: GradClient
+@pytest.mark.parametrize("victim", [COORDINATOR, RAYLET])
+def test_a_death_between_the_halves_of_a_step_changes_no_bit(
+    cluster: ClusterBox, client: GradClient, victim: str
 ) -> None:
     def it_dies() -> None:
-        kill(running(COORDINATOR, among=cluster.processes())[0])
+        kill(running(victim, among=cluster.processes())[0])
 
     kept, _, _ = stepped(client, devices=2)
     f, first, second = stepped(client, devices=2, between=it_dies)
     assert went(first) == (4, None)
-    assert went(second) == (4, 0)
+    if victim == COORDINATOR:  # devices live on, with their graphs
+        assert went(second) == (4, 0)
     assert all(torch.equal(kept.grads[name], g) for name, g in f.grads.items())
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_job_that_cannot_be_split_lives_through_the_death_of_a_device_it_tried(
+    cluster: ClusterBox, client: GradClient, number: int
+) -> None:
+    def job(devices: int | Literal["auto"]) -> Gradient:
+        return Gradient(
+            model="running_mean",
+            inputs=shards(40),
+            loss=sum_of_squares,
+            mode="train",
+            devices=devices,
+        )
+
+    expected = client.submit(job(1)).result(WAIT_S)
+    asked = client.submit(job("auto"))
+    when_in("forward", asked)
+    kill(running(ACTOR, among=cluster.processes())[number])
+    result = asked.result(WAIT_S)
+    assert "average" in (result.manifest.not_split or "")
+    assert all(torch.equal(result.grads[name], g) for name, g in expected.grads.items())
