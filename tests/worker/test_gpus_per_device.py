@@ -73,7 +73,8 @@ def test_a_spread_model_is_alone_on_its_device(models_file: Path) -> None:
 def test_a_model_that_its_gpus_do_not_hold_is_refused_and_not_read_from_disk(
     models_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradbox_worker.models.spread.WEIGHTS_SHARE", 1e-7)
+    # Room for some of it: older versions of accelerate refuse what would be on the disk in whole.
+    monkeypatch.setattr("gradbox_worker.models.spread._free_bytes", lambda device: 60_000)
     with pytest.raises(ModelsFileError, match="set a larger gpus_per_device"):
         build_model(read_models_file(models_file)["large"], over=[CPU, CPU])
 
