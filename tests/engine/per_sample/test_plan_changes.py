@@ -271,3 +271,20 @@ def test_gradients_that_overflow_are_no_defect_of_the_rules() -> None:
     model, x = nn.Linear(64, 64).half(), torch.randn(4, 64).half()
     result = per_sample_gradient(model, [{"0": x}], lambda z: (z * 1e4).square().sum(1))
     assert not result.arrays["weight"].isfinite().all()
+
+
+def test_a_row_below_float16_is_taken_by_a_loop_where_the_model_draws_random_numbers() -> None:
+    """Its rounding differs from autograd's on every run; the sample has no z of its own."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)]
+    model = nn.Sequential(*layers).half()
+    shards = [{"0": torch.randn(4, 5).half()}]
+    for scale, looped in ((1.0, False), (1e-7, True)):
+        result = per_sample_gradient(
+            model,
+            shards,
+            lambda z, s=scale: s * _squares(z.float()),
+            mode="train",
+            precision="bf16",
+        )
+        assert bool(result.loops) == looped

@@ -139,3 +139,17 @@ def test_losses_without_a_graph_have_the_scales_of_their_shard() -> None:
     with torch.no_grad():
         assert torch.equal(scaled(z, 0), value)
         assert torch.equal(scaled(z, 1), z.sum(1, keepdim=True) * 1e-9)
+
+
+def test_rows_of_float16_parameters_that_float16_holds_are_not_zero() -> None:
+    """Where the scale's inverse is below what float16 holds."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(5, 3).half(), torch.randn(4, 5).half()
+    scale = 1e-7
+    result = per_sample_gradient(
+        model, [{"0": x}], lambda z: scale * z.square().sum(1), precision="fp16"
+    )
+    expected = 2 * scale * model(x).detach().double()
+    spacing = 2.0**-24
+    assert float(expected.abs().max()) > spacing
+    assert float((result.arrays["bias"].double() - expected).abs().max()) <= spacing

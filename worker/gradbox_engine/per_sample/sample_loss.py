@@ -7,6 +7,9 @@ not the largest entry, for a layer may add the gradients of very many outputs. A
 sample's gradient overflows runs again, with a smaller scale for that sample. Cost: the loss's own
 backward pass once more, and two passes over the factors.
 
+Of float16 parameters the divided output gradients are float16 again: they lose digits below 6e-5
+and are zero below 3e-8, also where the rows, or norms in float32, would hold more.
+
 Shapes: B samples over all shards, b of one, Y outputs.
 """
 
@@ -22,7 +25,7 @@ from torch import Tensor
 from gradbox_engine.errors import BadReduction, BadSampleLoss
 from gradbox_engine.per_sample.backward import RecordedGraph
 from gradbox_factors import Block, Convolution, Lookup, Outer, Positions, Term, Total
-from gradbox_factors.term import Identity, identity
+from gradbox_factors.term import Identity, identity, wide
 
 _NORM_EXPONENT = 4.0
 _LARGEST_EXPONENT = 100.0
@@ -212,4 +215,5 @@ def _output_gradients(term: Term) -> list[tuple[Tensor, int]]:
 def _scaled_along(x: Tensor, weights: Tensor, dim: int) -> Tensor:
     sizes: list[Any] = [1] * x.dim()
     sizes[dim] = -1
-    return x * weights.to(x.dtype).view(sizes)
+    # In float32 or wider: a weight below 3e-8 is zero in float16, and its product may not be.
+    return (x * weights.to(wide(x[:0])).view(sizes)).to(x.dtype)

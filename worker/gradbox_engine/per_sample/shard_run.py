@@ -125,7 +125,7 @@ class ShardRun:
             if alone:
                 gradients = self._gradients_alone(of_row, row)
             if not self._row_holds(row, gradients, terms):
-                return self._terms_again(outputs, last=last)
+                return self._terms_again(outputs, last=last, alone=alone)
         return terms
 
     def _to_compare(self) -> tuple[Parameters, Parameters]:
@@ -208,12 +208,16 @@ class ShardRun:
         expected = Reference(row.weights, gradients)
         return not compare(expected, rows, rounding=self.plan.rounding).wrong
 
-    def _terms_again(self, outputs: range, *, last: bool) -> Terms:
-        """Run the shard again and compare all rows; where z has no one row, only the drawn one."""
-        if self.plan.alone:
-            self._used.doubt(self._parameters)
-        else:
+    def _terms_again(self, outputs: range, *, last: bool, alone: bool) -> Terms:
+        """Run the shard again and compare all rows; where z has no one row, only the drawn one.
+
+        Args:
+            alone: whether the drawn row was that of a call on the sample alone.
+        """
+        if alone and not self.plan.alone:
             self._used.compared = False
+        else:
+            self._used.doubt(self._parameters)
         self.graph = self._graph()
         return self._terms(outputs, last=last)
 

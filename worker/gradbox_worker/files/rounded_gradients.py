@@ -6,6 +6,9 @@ where g is one gradient, or one sample's row of a parameter. A row that is writt
 by its parts, of which none is better than the row. Norms, for the error of a single number says
 nothing in fp16: whatever is below 6e-8 becomes zero.
 
+A float64 is rounded to float32 first, as torch does it: of two 16-bit neighbours it may get the one
+that is farther off by 2^-24 of it.
+
 No finite number becomes infinite. A gradient that the format does not hold (beyond 65504 in fp16)
 stays in its own dtype, and the receipt names it; rows have their place in the file before they are
 known, so there it ends the job. docs/wire.md, "Gradients in 16 bits", states the form.
