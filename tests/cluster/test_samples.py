@@ -144,6 +144,27 @@ def test_dense_rows_are_written_by_the_devices_of_the_boxs_machine(client: GradC
     assert all(run.samples_s > 0 for run in receipt.ranges or ())
 
 
+@pytest.mark.parametrize(
+    ("reduce", "ranges"),
+    [("norm", [(0, 1), (1, 7)]), ("projection", [(0, 3), (3, 7)])],
+)
+def test_ranges_whose_rows_are_formed_are_cut_by_samples_too(
+    client: GradClient, reduce: str, ranges: list[tuple[int, int]]
+) -> None:
+    shards = [normal(2, 6, 5), *(normal(2, 1, 5) for _ in range(6))]
+    dim = {"dim": 4} if reduce == "projection" else {}
+    job = PerSampleGradient(
+        model="mlp",
+        inputs=shards,
+        loss=lambda z: z.flatten(1).square().sum(1),
+        reduce=reduce,
+        devices=2,
+        **dim,
+    )
+    receipt = client.submit(job).result(WAIT_S).manifest
+    assert [(run.start, run.stop) for run in receipt.ranges or ()] == ranges
+
+
 def test_a_gram_moves_each_ranges_factors_once_at_most(client: GradClient) -> None:
     rows = client.submit(jacobian(form="factored", devices=2)).result(WAIT_S).manifest
     gram = client.submit(jacobian(reduce="gram", devices=2)).result(WAIT_S).manifest

@@ -75,11 +75,24 @@ class WideSetting:
     rounding: RoundedGradients
     observer: Observer
 
-    def cut(self, groups: Sequence[int]) -> tuple[Range, ...]:
-        """Return ranges of the shards of some groups, by their bytes."""
+    def cut(self, groups: Sequence[int], *, by_samples: bool = False) -> tuple[Range, ...]:
+        """Return ranges of the shards of some groups, by their bytes.
+
+        Args:
+            by_samples: by their samples as much as by their bytes.
+        """
         forms = [form for group in groups for form in self.forms[group]]
-        costs = [float(sum(tensor.num_bytes for tensor in form.values())) for form in forms]
+        costs = _shares([sum(tensor.num_bytes for tensor in form.values()) for form in forms])
+        if by_samples:
+            samples = [
+                max((f.shape[0] for f in form.values() if f.shape), default=1) for form in forms
+            ]
+            costs = [a + b for a, b in zip(costs, _shares(samples), strict=True)]
         return cut(costs, self.num_ranges)
+
+
+def _shares(sizes: Sequence[int]) -> list[float]:
+    return [size / max(1, sum(sizes)) for size in sizes]
 
 
 class WideComputation(Protocol):

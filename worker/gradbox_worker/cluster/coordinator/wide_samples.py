@@ -81,10 +81,15 @@ class OfSamples:
                 result=setting.result,
                 rounding=setting.rounding,
             ),
-            setting.cut([places[rows.name]]),
+            setting.cut([places[rows.name]], by_samples=_forms_rows(spec)),
             request,
             loss_inputs=loss_inputs(spec, tensors),
             other_parts=() if of_others is None else setting.cut([of_others]),
             other_loss_inputs=other_loss_inputs(spec, tensors),
             observer=setting.observer,
         )
+
+
+def _forms_rows(spec: PerSampleGradientSpec | JacobianSpec) -> bool:
+    """Tell whether the devices make each sample's row, which does not depend on its length."""
+    return spec.reduce == "projection" or (spec.reduce == "none" and spec.form == "dense")
