@@ -32,7 +32,10 @@ STOP_TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class TestBox:
-    """A box that runs. `transport` is None for one that is reached over the network."""
+    """A box that runs. `transport` is None for one that is reached over the network.
+
+    `owner_token` is that of its owner, where it is known.
+    """
 
     __test__ = False
 
@@ -41,6 +44,7 @@ class TestBox:
     other_token: str
     transport: httpx.BaseTransport | None = None
     data: Path | None = None
+    owner_token: str = ""
 
     def client(self, token: str | None = None, **given: Any) -> GradClient:
         """Return a client of this box."""
@@ -74,6 +78,7 @@ def twin_box(data: Path, *, models: Path) -> Iterator[TestBox]:
             token=backing.tokens.create("ada"),
             other_token=backing.tokens.create("grace"),
             transport=KeptOpen(transport),
+            owner_token=backing.tokens.create("owner", admin=True),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from gradbox import GradClient, InvalidInputs, ModelCallFailed, UnknownModel
 from gradbox.http.posting import read_answer
 from tests import case_models
-from tests.boxes import TestBox
+from tests.boxes import TestBox, twin_box
 from tests.client.remote import NaiveModel
 from tests.client.test_remote_oracle import shards_of
 from tests.oracle import TOLERANCE, difference
@@ -405,3 +406,19 @@ def test_a_call_leaves_alone_what_another_calls_inputs_were_computed_from(
     loss.backward()
     assert difference(f.grads, first.grads) <= TOLERANCE
     assert difference(g.grads, second.grads) <= TOLERANCE
+
+
+def test_a_backward_pass_through_a_model_that_was_reloaded_says_to_call_it_again(
+    tmp_path: Path,
+) -> None:
+    models, code = tmp_path / "models.toml", tmp_path / "scaled.py"
+    models.write_text('[models.scaled]\nbuilder = "python"\nsource = "scaled.py:build"\n')
+    lines = "from torch import nn\n\ndef build():\n    return nn.Linear(3, {}, bias=False)\n"
+    code.write_text(lines.format(2))
+    with twin_box(tmp_path / "data", models=models) as box, box.client() as client:
+        z = client.model("scaled")(torch.ones(2, 3)).sum()
+        code.write_text(lines.format(4))
+        with box.client(box.owner_token) as owner:
+            owner.reload_models()
+        with pytest.raises(UnknownModel, match="call the model again"):
+            z.backward()

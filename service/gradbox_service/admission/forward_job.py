@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from gradbox.errors import InvalidInputs
+from gradbox.errors import InvalidInputs, UnknownModel
 from gradbox.protocol import (
     CotangentGradientSpec,
     CotangentsLoss,
@@ -43,6 +43,15 @@ class ForwardJob:
         own = {field: getattr(posted, field) for field in CotangentGradientSpec.model_fields}
         model = f"{self.record.model}@{self.record.model_version}"
         return GradientSpec(**(settled | own | {"model": model}))
+
+    def outlived(self) -> UnknownModel:
+        """Return the error of a box that has another version of its model by now, or none."""
+        record = self.record
+        return UnknownModel(
+            f"loss.forward: expected the model that job {record.id} ran, "
+            f"{record.model}@{record.model_version[:12]}, but the box does not have it any more; "
+            f"run the forward job again (with client.model: call the model again)"
+        )
 
     def check(self, loss: CotangentsLoss, *, blobs: OwnBlobs) -> None:
         """Check the cotangents against the outputs.

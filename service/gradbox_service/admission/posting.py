@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping
 
-from gradbox.errors import BoxDraining, GradboxError
+from gradbox.errors import BoxDraining, GradboxError, UnknownModel
 from gradbox.protocol import (
     CotangentGradientSpec,
     JobSpec,
@@ -120,7 +120,12 @@ def _admitted(
     check_queue(standing.num_active, settings=settings)
     take_blobs(sent, owner=owner, box=box, settings=settings)
     own = OwnBlobs(owner, blobs=box.blobs, owners=box.owners, sent=sent)
-    model = admit(spec, workers=standing.workers, fleet=box.fleet, blobs=own)
+    try:
+        model = admit(spec, workers=standing.workers, fleet=box.fleet, blobs=own)
+    except UnknownModel as error:
+        if forward is None:
+            raise
+        raise forward.outlived() from error
     check_against(spec, model=model, owner=owner, box=box)
     if forward is not None and isinstance(posted, CotangentGradientSpec):
         forward.check(posted.loss, blobs=own)
