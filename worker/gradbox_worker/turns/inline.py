@@ -98,7 +98,7 @@ class InlineWorker:
 
         Raises:
             ModelsFileError: the models file cannot be read.
-            ValueError: there is no such device.
+            DeviceNotStarted: there is no such device.
         """
         self._models_file, self._placement = models_file, choose_device(device)
         self._turns = turns
