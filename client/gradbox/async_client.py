@@ -25,6 +25,7 @@ import httpx
 
 from gradbox.client import GradClient
 from gradbox.computations import Computation
+from gradbox.computations.computation import prepared
 from gradbox.http.connection import Retry
 from gradbox.http.events import JobEvent
 from gradbox.job import QUICK_S, Job
@@ -112,7 +113,7 @@ class AsyncGradClient:
         Functions are traced before the first await, by the event loop's own thread. Many submits
         may be gathered; a large blob that several jobs need is sent once.
         """
-        submission = computation.prepare()
+        submission = prepared(computation)
         job = await self._calls.run_until_cancelled(
             lambda stop: self._client._send(submission, progress=progress, stop=stop)
         )
@@ -123,7 +124,7 @@ class AsyncGradClient:
 
         It holds a thread for the second that the box may take to answer; `submit` does not.
         """
-        submission = computation.prepare()
+        submission = prepared(computation)
         job = await self._calls.run_until_cancelled(
             lambda stop: self._client._send(
                 submission, progress=progress, stop=stop, wait_s=QUICK_S

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Final
 
 from gradbox.computations import Computation
-from gradbox.computations.computation import Submission
+from gradbox.computations.computation import Submission, prepared
 from gradbox.errors import GradboxError
 from gradbox.job import Job
 from gradbox.progress import ProgressBar
@@ -68,7 +68,7 @@ class Batch:
             InvalidJob: the computation cannot be traced or does not fit itself.
             RuntimeError: the context was left.
         """
-        sent = self._pool.submit(self._send, computation.prepare(), self._stop)
+        sent = self._pool.submit(self._send, prepared(computation), self._stop)
         self._sent.append(sent)
         return sent
 

@@ -13,7 +13,7 @@ import httpx
 
 from gradbox.batch import Batch
 from gradbox.computations import Computation
-from gradbox.computations.computation import Submission
+from gradbox.computations.computation import Submission, prepared
 from gradbox.errors import UnusableModel
 from gradbox.http.connection import Connection, Retry, parsed
 from gradbox.http.posting import Poster
@@ -100,7 +100,7 @@ class GradClient:
             Unauthorized: the box does not know the token.
             ServiceUnavailable: the box cannot be reached.
         """
-        return self._send(computation.prepare(), progress=progress)
+        return self._send(prepared(computation), progress=progress)
 
     def run(self, computation: Computation, *, progress: bool | None = None) -> GradResult:
         """Submit a job, wait for it and return its result.
@@ -111,7 +111,7 @@ class GradClient:
             InvalidJob, Unauthorized, ServiceUnavailable: as for `submit`.
             JobFailed, JobCancelled, ResultGone: as for `Job.result`.
         """
-        job = self._send(computation.prepare(), progress=progress, wait_s=QUICK_S)
+        job = self._send(prepared(computation), progress=progress, wait_s=QUICK_S)
         return job.result(progress=progress)
 
     def batch(self) -> Batch:

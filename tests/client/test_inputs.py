@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradbox import Builtin, Gradient, InvalidInputs, InvalidJob
+from gradbox import (
+    AsyncGradClient,
+    Builtin,
+    GradClient,
+    Gradient,
+    InvalidInputs,
+    InvalidJob,
+    Penalty,
+)
 from gradbox.inputs.shards import read_groups
 from gradbox.inputs.uploads import LONE_BYTES, PACK_BYTES, Uploads
 from gradbox.protocol import GraphLoss
@@ -160,6 +169,16 @@ BAD_FIELDS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "loss": (InvalidJob, "Builtin", {"loss": "info_nce"}),
     "builtin": (InvalidJob, "did you mean .info_nce.", {"loss": Builtin("info_nc")}),
     "option": (InvalidJob, "heat", {"loss": Builtin("info_nce", heat=1.0)}),
+    "class": (InvalidJob, r"pass an instance of it, MSELoss\(", {"loss": torch.nn.MSELoss}),
+    "readout": (InvalidJob, "readout: expected a function or an nn.Module, got", {"readout": "m"}),
+    "penalty": (InvalidJob, r"a list of Penalty", {"penalties": Penalty(at="0", loss=total)}),
+    "penalties": (InvalidJob, r"a list of Penalty", {"penalties": [{"at": "0"}]}),
+    "loss inputs": (InvalidInputs, "loss_inputs: expected {name", {"loss_inputs": torch.ones(2)}),
+    "loss input of a group's name": (
+        InvalidInputs,
+        r"than those of the groups, got \['a'\]",
+        {"inputs": {"a": [X], "b": [X]}, "loss_inputs": {"a": X}},
+    ),
     "loss input": (InvalidInputs, "as_tensor", {"loss_inputs": {"labels": [1, 2]}}),
     "weights": (InvalidInputs, "state_dict", {"weights": torch.nn.Linear(2, 2)}),
     "weight": (InvalidInputs, "weights", {"weights": {"a": 3.0}}),
@@ -171,6 +190,40 @@ def test_a_field_that_no_job_can_have_is_refused_before_anything_is_sent(name: s
     error, said, fields = BAD_FIELDS[name]
     with pytest.raises(error, match=said):
         Gradient(**({"model": "m", "inputs": [X], "loss": total} | fields)).prepare()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "advice"),
+    [
+        (X.to("meta"), "another device"),
+        (X.to_sparse(), "to_dense"),
+        (torch.nested.nested_tensor([X, X], layout=torch.jagged), "to_padded_tensor"),
+    ],
+    ids=["meta", "sparse", "nested"],
+)
+def test_a_tensor_without_plain_values_is_told_its_own_way_out(tensor: Tensor, advice: str) -> None:
+    with pytest.raises(InvalidInputs, match=f"holds values, got [^;]*; [^;]*{advice}[^;]*$"):
+        tensor_bytes(tensor, where="x")
+
+
+@pytest.mark.parametrize(
+    ("given", "got"), [({"model": "m"}, "dict"), ([], "list"), (Gradient, "the class Gradient")]
+)
+def test_what_is_no_computation_is_refused(given: Any, got: str) -> None:
+    with GradClient("http://127.0.0.1:1", "token") as client:
+        for send in (client.submit, client.run, client.batch().submit):
+            with pytest.raises(InvalidJob, match=f"such as Gradient.*got {got}$"):
+                send(given)
+
+
+def test_what_is_no_computation_is_refused_to_an_event_loop_too() -> None:
+    async def send_both() -> None:
+        async with AsyncGradClient("http://127.0.0.1:1", "token") as client:
+            for send in (client.submit, client.run):
+                with pytest.raises(InvalidJob, match=r"got the class Gradient$"):
+                    await send(Gradient)  # type: ignore[arg-type]
+
+    asyncio.run(send_both())
 
 
 def test_computations_take_keywords_only() -> None:

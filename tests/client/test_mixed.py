@@ -122,6 +122,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         InvalidInputs,
         r"\['y'\] in both",
     ),
+    "y without a name": ({"y": torch.ones(3)}, InvalidInputs, "y: expected {name: tensor"),
     "inner with many values": ({"inner": _two}, LossNotScalar, "inner: expected"),
     "a branch on values": (
         {"outer": lambda dfdz: dfdz.sum() if dfdz.sum() > 0 else -dfdz.sum()},

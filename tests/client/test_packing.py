@@ -88,6 +88,7 @@ _LESS = {name: tensor for name, tensor in _MORE.items() if name != "label"}
         (_inputs(LENGTHS) | {"label": torch.ones(3)}, {"tokens": 9}, "as many samples"),
         (_inputs(LENGTHS) | {"label": [1] * 8}, {"tokens": 9}, "expected tensors"),
         ([], {"tokens": 9}, "one sample or more"),
+        (torch.ones(3, 4), {"tokens": 9}, r"pack: expected {argument: tensor} .*got Tensor"),
         (
             [_MORE, _LESS],
             {"tokens": 9},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from random import uniform
@@ -189,6 +190,33 @@ def formatted(z: Tensor) -> Tensor:
     return z.sum() if f"{z.dtype}" == "torch.float16" else z.mean()  # here
 
 
+def rounded(z: Tensor) -> Tensor:
+    return z.sum() if f"{z.mean():.3f}" else z.mean()  # here
+
+
+def printed(z: Tensor) -> Tensor:
+    print(z)  # here
+    return z.sum()
+
+
+def doubled(z: Tensor) -> Tensor:
+    return z * 2
+
+
+COMPILED = torch.compile(doubled)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch.jit is deprecated, and still used
+    SCRIPTED = torch.jit.script(doubled)  # type: ignore[no-untyped-call]
+
+
+def compiled(z: Tensor) -> Tensor:
+    return COMPILED(z).sum()  # here
+
+
+def scripted(z: Tensor) -> Tensor:
+    return SCRIPTED(z).sum()  # here
+
+
 def random_of_its_own(z: Tensor) -> Tensor:
     return z.sum() * random.Random(0).random()  # here
 
@@ -240,6 +268,10 @@ FUNCTIONS = [
     (one_of_a_set, "outside the function"),
     (text, "outside the function"),
     (formatted, "outside the function"),
+    (rounded, "outside the function"),
+    (printed, "leave print() out"),
+    (compiled, "torch.compile made"),
+    (scripted, "torch.jit made"),
     (random_of_its_own, "loss_inputs"),
     (random_generator_of_numpy, "loss_inputs"),
     (random_in_a_decorated_function, "loss_inputs"),
@@ -301,11 +333,21 @@ def test_a_parameter_read_as_a_number_would_lose_its_gradient() -> None:
         trace(Scaled(), positional=1)
 
 
+def test_a_loss_that_torch_compiled_is_refused_as_such() -> None:
+    for made, by in (
+        (COMPILED, "compile"),
+        (torch.compile(nn.Tanh()), "compile"),
+        (SCRIPTED, "jit"),
+    ):
+        with pytest.raises(UntraceableLoss, match=rf"what torch\.{by} made cannot be traced; use"):
+            trace(made, positional=1)
+
+
 @pytest.mark.parametrize(
     ("result", "got"), [(None, "nothing"), (1.0, "float"), ((1, 2), "tuple"), ({}, "dict")]
 )
 def test_a_function_returns_a_tensor(result: Any, got: str) -> None:
-    with pytest.raises(UntraceableLoss, match=f"it returns {got}"):
+    with pytest.raises(UntraceableLoss, match=f"<lambda> must return .*it returns {got}"):
         trace(lambda z: result, positional=1)
 
 

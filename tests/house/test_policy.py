@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -130,6 +131,28 @@ def test_no_two_classes_share_a_name() -> None:
 def test_a_room_says_what_it_holds(folder: Path) -> None:
     docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
     assert docstring or (folder / "README.md").is_file()
+
+
+# Every module is a noun of the API, or there is one alone: the room's first line says enough.
+LISTS_NO_MODULES = ("http/routes", "testing")
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        folder
+        for folder in ROOMS
+        if {"gradbox_engine", "gradbox_service"} & set(folder.parts)
+        and not str(folder).endswith(LISTS_NO_MODULES)
+    ],
+    ids=lambda folder: str(folder.relative_to(ROOT)),
+)
+def test_a_room_of_engine_or_service_names_its_modules(folder: Path) -> None:
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    readme = folder / "README.md"
+    said += readme.read_text() if readme.is_file() else ""
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+    assert {name for name in modules if not re.search(rf"\b{name}\b", said)} == set()
 
 
 def test_the_task_that_the_service_names_exists_in_the_worker() -> None:

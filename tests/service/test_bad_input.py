@@ -165,7 +165,7 @@ def test_a_wrong_argument_name_is_refused(box: Box, blob: str) -> None:
 @pytest.mark.parametrize(
     ("prefix", "method", "says"),
     [
-        ("too-many/", "forward", "takes 2 arguments, got 3 by position"),
+        ("too-many/", "forward", "got 3 by position; labels and"),
         ("gap/", "forward", "without a gap, got [0, 2]"),
         ("both/", "forward", "given by position and by name ['x']"),
         ("odd/", "embed", "is an identifier or a whole number, got ['x-y']"),

@@ -11,6 +11,7 @@ import torch
 import gradbox_engine
 from gradbox import errors
 from gradbox_engine.errors import EngineError
+from gradbox_worker.computations.placement import choose_device
 from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.exceptions_to_problems import Caught, caught, translated
 
@@ -27,6 +28,14 @@ def cpu_exhaustion() -> RuntimeError:
 
 
 MODEL_FAILED = gradbox_engine.ModelCallFailed
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_told_without_a_traceback(name: str) -> None:
+    found = caught(lambda: choose_device(name), doing="the start")
+    assert isinstance(found, Caught)
+    assert found.problem.detail.startswith("expected a device of this machine (cpu")
+    assert f"got {name!r}; name one of them with --device" in found.problem.detail
 
 
 @pytest.mark.parametrize(

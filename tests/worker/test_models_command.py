@@ -103,6 +103,7 @@ def test_add_keeps_comments_and_the_other_blocks(tmp_path: Path) -> None:
     [
         (["--from", f"{zoo.__file__}:raises"], 1, "NOT USABLE: models.m: python"),
         (["--from", f"{zoo.__file__}:not_a_module"], 1, "to return a torch.nn.Module"),
+        (["--from", zoo.__file__], 1, f"write {zoo.__file__}:FUNCTION, with builder"),
         (["--from", "no/such"], 1, "hf download no/such"),
         (["--from", f"{zoo.__file__}:affine", "--weights", "w.bin"], 2, 'torch.load("w.bin"'),
         (["--from", "x", "--builder", "tf"], 2, "expected one of hf, torchvision, timm, python"),

@@ -1,13 +1,15 @@
 """The worker: takes jobs off the queue and runs them on one device of this machine.
 
+    demo/           `gradbox demo`
+    cluster/        one job on many devices of a Ray cluster
     turns/          one turn of RQ is one attempt at a job: its record, lease, time limit, outcome
     device/         the warm process that keeps the models, as its parent sees it and from inside
     computations/   one job: its spec read, the engine called, the result and receipt written
     files/          tensors of uploaded blobs, and the result file
     models/         the models file, how each model is built, and which stay loaded
-    demo/           `gradbox demo`
 
 Each room imports only those below it. `work` says what a device is asked and answers,
-`exceptions_to_problems` what users are told of an exception, `errors` what ends a worker. Read
-`turns.turn` first, then `device.process`, `device.serving` and `computations.execution`.
+`exceptions_to_problems` what users are told of an exception, `errors` what ends a worker, `command`
+what `gradbox worker` is given. Read `turns.turn` first, then `device.process`, `device.serving` and
+`computations.execution`.
 """

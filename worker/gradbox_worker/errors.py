@@ -4,7 +4,7 @@
     ├── ModelsFileError      the models file, or a model that it names, cannot be used
     │   └── WeightsDoNotFit  a model needs more memory than is free
     ├── NameTaken            another living worker has this name on the same data
-    └── DeviceNotStarted     the device process ended, again and again, before it was ready
+    └── DeviceNotStarted     there is no such device, or its process ended before it was ready
 
 `gradbox worker` prints the message and exits with 2. A job that meets a ModelsFileError fails as
 `UnknownModel`, one whose model does not fit as `OutOfMemory`: see `exceptions_to_problems`.
@@ -38,7 +38,7 @@ class NameTaken(WorkerError):
 
 
 class DeviceNotStarted(WorkerError):
-    """The device process ended before it was ready; the message says why."""
+    """There is no such device, or its process ended before it was ready; the message says why."""
 
 
 class JobStopped(Exception):

@@ -28,7 +28,7 @@ from gradbox.errors import GradboxError
 from gradbox.protocol import Problem
 from gradbox_engine import errors as engine_errors
 from gradbox_engine.per_sample import SelfCheckFailed
-from gradbox_worker.errors import ModelsFileError, WeightsDoNotFit
+from gradbox_worker.errors import DeviceNotStarted, ModelsFileError, WeightsDoNotFit
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,8 @@ def translated(error: BaseException, *, doing: str) -> GradboxError:
             return errors.OutOfMemory(str(link))
         if isinstance(link, ModelsFileError):
             return errors.UnknownModel(str(link))
+        if isinstance(link, DeviceNotStarted):
+            return errors.JobFailed(str(link))
     for raised, ours in ENGINE_ERRORS:
         if isinstance(error, raised):
             return ours(str(error))

@@ -25,4 +25,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     from gradbox.cli.exits import code_of
     from gradbox.cli.lazy import gradbox
 
-    return code_of(gradbox(), argv, name="gradbox")
+    return code_of(gradbox(), argv)

@@ -55,10 +55,10 @@ def exit_code(error: GradboxError) -> int:
     return UNREACHABLE if isinstance(error, ServiceUnavailable | ProtocolError) else JOB_FAILED
 
 
-def code_of(app: typer.Typer, arguments: Sequence[str] | None, *, name: str) -> int:
+def code_of(app: typer.Typer, arguments: Sequence[str] | None) -> int:
     """Run an app whose group is `ExitCodes` and return its exit code."""
     try:
-        get_command(app).main(arguments, prog_name=name)
+        get_command(app).main(arguments, prog_name="gradbox")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else DONE
     return DONE
@@ -68,7 +68,7 @@ def run_alone(register: Register, arguments: Sequence[str]) -> int:
     """Run one package's command without looking for the others, and return its exit code."""
     app = new_app(ExitCodes)
     register(app)
-    return code_of(app, arguments, name="gradbox")
+    return code_of(app, arguments)
 
 
 def new_app(group: type[TyperGroup], **given: Any) -> typer.Typer:

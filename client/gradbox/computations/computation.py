@@ -155,6 +155,22 @@ class Differentiated(Computation):
         }
 
 
+def prepared(computation: Computation) -> Submission:
+    """Return the submission of what a client was handed.
+
+    Raises:
+        InvalidJob: it is no computation, or one that cannot be run as it is.
+    """
+    given: object = computation
+    if not isinstance(given, Computation):
+        got = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+        raise InvalidJob(
+            f"expected one computation, such as Gradient(model=..., inputs=..., loss=...), got "
+            f"{got}"
+        )
+    return given.prepare()
+
+
 def listed(names: str | Sequence[str]) -> list[str]:
     """Return one name, or several, as a list."""
     several = isinstance(names, Iterable) and not isinstance(names, str | bytes)

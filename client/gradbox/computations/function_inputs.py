@@ -23,6 +23,11 @@ def split_tensors_and_scalars(
     Raises:
         InvalidInputs: a value is neither, or a name cannot be an argument's.
     """
+    if not isinstance(given, Mapping):
+        raise InvalidInputs(
+            f"{what}: expected {{name: tensor or number}}, the names being arguments of the "
+            f"function, got {type(given).__name__}"
+        )
     scalars: dict[str, Scalar] = {}
     tensors: dict[str, Any] = {}
     for name, given_value in given.items():

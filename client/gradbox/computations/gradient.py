@@ -12,7 +12,7 @@ from gradbox.computations.function_inputs import split_tensors_and_scalars
 from gradbox.computations.loss_kinds import Builtin, Cotangents
 from gradbox.computations.penalty import Penalty
 from gradbox.computations.traced_function import traced
-from gradbox.errors import InvalidJob
+from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import (
     BuiltinLoss,
@@ -105,7 +105,7 @@ class Gradient(Differentiated):
                 name: ref.model_copy(update={"requires_grad": _requires_grad(tensors[name])})
                 for name, ref in refs.items()
             },
-            "penalties": [penalty.spec(uploads) for penalty in self.penalties],
+            "penalties": [penalty.spec(uploads) for penalty in _penalties(self.penalties)],
             "returns": listed(self.returns),
         }
         return Submission(spec=checked(GradientSpec, **given), blobs=uploads.blobs)
@@ -141,6 +141,11 @@ class Gradient(Differentiated):
     ) -> TracedFunction:
         names = [group.name for group in self.groups]
         unnamed = len(names) == 1
+        both = sorted(set(names) & {*tensors, *scalars})
+        if both and not unnamed:
+            raise InvalidInputs(
+                f"loss_inputs: expected other names than those of the groups, got {both} in both"
+            )
         return traced(
             self.loss,
             uploads,
@@ -149,6 +154,17 @@ class Gradient(Differentiated):
             arguments=tensors if unnamed else names + tensors,
             options=scalars,
         )
+
+
+def _penalties(given: Any) -> Sequence[Penalty]:
+    several = isinstance(given, Sequence) and all(isinstance(term, Penalty) for term in given)
+    if not several:
+        raise InvalidJob(
+            f"penalties: expected a list of Penalty, got {given!r:.120}; write "
+            f"[Penalty(at=..., loss=...)]"
+        )
+    found: Sequence[Penalty] = given
+    return found
 
 
 def _requires_grad(tensor: Any) -> bool:

@@ -57,12 +57,12 @@ class MixedGradient(Computation):
         return f"MixedGradient(model={self.model!r}, shards={shards}, inner={self.inner!r})"
 
     def prepare(self) -> Submission:
-        both = sorted(self.y.keys() & self.x.keys())
-        if both:
-            raise InvalidInputs(f"x: expected other names than those in y, got {both} in both")
         uploads = Uploads()
         y, y_options = split_tensors_and_scalars(self.y, what="y")
         x, x_options = split_tensors_and_scalars(self.x, what="x")
+        both = sorted(self.y.keys() & self.x.keys())
+        if both:
+            raise InvalidInputs(f"x: expected other names than those in y, got {both} in both")
         fields = self.shared_fields(uploads) | {
             "computation": "mixed_gradient",
             "inner": self._traced_inner(list(y), y_options, uploads),

@@ -36,9 +36,14 @@ def traced(
         UntraceableLoss, GraphRefused: as `trace` raises them.
     """
     if not callable(function):
+        wanted = "a function or an nn.Module"
+        if what == "loss":
+            wanted += ", or for a loss of gradbox's own Builtin('info_nce')"
+        raise InvalidJob(f"{what}: expected {wanted}, got {function!r}")
+    if isinstance(function, type):
         raise InvalidJob(
-            f"{what}: expected a function, an nn.Module or a Builtin, got {function!r}; "
-            f"a loss of gradbox's own is written Builtin('info_nce')"
+            f"{what}: expected a function or an nn.Module, got the class {function.__name__} "
+            f"itself; pass an instance of it, {function.__name__}(...)"
         )
     if not is_torch_importable():
         raise InvalidJob(

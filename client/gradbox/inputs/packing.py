@@ -64,7 +64,13 @@ def pack(
     """
     if tokens < 1:
         raise InvalidInputs(f"pack: expected tokens to be 1 or more, got {tokens}")
-    parts = [dict(inputs)] if isinstance(inputs, Mapping) else [dict(part) for part in inputs]
+    parts = [inputs] if isinstance(inputs, Mapping) else list(inputs)
+    for part in parts:
+        if not isinstance(part, Mapping):
+            raise InvalidInputs(
+                f"pack: expected {{argument: tensor}} over all samples, as a tokenizer gives it, "
+                f"or a list of such, got {type(part).__name__}"
+            )
     lengths = [_lengths(part, mask, place) for place, part in enumerate(parts)]
     _check_same_arguments(parts)
     lengths_N = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)

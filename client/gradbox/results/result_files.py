@@ -136,6 +136,10 @@ def beside(path: Path) -> Iterator[Path]:
 def no_such_tensor(name: object, *, section: str, names: Collection[str]) -> KeyError:
     """Return the error that says which names a section of a result has."""
     if not names:
-        return KeyError(f"{section}: this result holds none, so none is named {name!r}")
+        found = f"{section}: this result holds none, so none is named {name!r}"
+        if section == "grads":  # asked for by default; the job was a Forward, or reduced its rows
+            return KeyError(found)
+        asked = "buffers" if section == "loss_buffers" else section
+        return KeyError(f"{found}; a Gradient brings them where returns has {asked!r}")
     first = ", ".join(map(repr, islice(names, 3)))
     return KeyError(f"{section}: {name!r} is none of its {len(names)} names, which begin {first}")

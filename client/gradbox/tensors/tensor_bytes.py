@@ -116,12 +116,12 @@ def tensor_bytes(value: object, *, where: str) -> TensorBytes:
     tensor: torch.Tensor = value  # type: ignore[assignment]  # `_is_torch` said so
     layout = str(tensor.layout).removeprefix("torch.")
     if layout != "strided" or tensor.is_nested or tensor.device.type == "meta":
-        got = "one on the meta device" if tensor.device.type == "meta" else f"layout {layout}"
-        got = "a nested one" if tensor.is_nested else got
-        raise InvalidInputs(
-            f"{where}: expected a dense tensor that holds values, got {got}; "
-            f"call .to_dense() on a sparse one, .to_padded_tensor(0) on a nested one"
-        )
+        got = f"layout {layout}; call .to_dense() on a sparse one"
+        if tensor.device.type == "meta":
+            got = "one on the meta device, which holds none; make it on another device"
+        elif tensor.is_nested:
+            got = "a nested one; call .to_padded_tensor(0)"
+        raise InvalidInputs(f"{where}: expected a dense tensor that holds values, got {got}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     return _described(tensor, dtype=dtype, shape=tuple(tensor.shape), where=where)
 

@@ -18,7 +18,7 @@ from torch.fx import Proxy
 
 from gradbox.graphs import allow_list
 from gradbox.tracing.recording import Recording
-from gradbox.tracing.refusals import instead_of
+from gradbox.tracing.refusals import COMPILED, instead_of
 from gradbox.tracing.source_location import is_user_code, untraceable
 from gradbox.tracing.torch_modules.table import recorded_modules
 
@@ -247,6 +247,9 @@ def _refuse_drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _TRACED.recording and not _importing(sys._getframe(1)):
+            # The first thing that a compiled function does is to save Python's random state.
+            if sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo"):
+                raise untraceable(*COMPILED)
             raise untraceable(
                 f"{draw.__name__}() draws random numbers, which would be frozen into the graph",
                 instead_of("rand"),

@@ -18,6 +18,9 @@ _RANDOM = (
 )
 _GRADIENT = "a loss is differentiated by the box; write the formula of the derivative instead"
 HOOKED: Final = "the box would not call it: write what it does to the gradient with .detach()"
+_ORIGINAL = "use the function or module that it was made from"
+COMPILED: Final = ("what torch.compile made cannot be traced", _ORIGINAL)
+SCRIPTED: Final = ("what torch.jit made cannot be traced", _ORIGINAL)
 _DETACH = "use .detach()"
 _DTYPE = "use .to(torch.float32) or another dtype"
 _FILLED = "memory without values has somebody else's in it; use torch.zeros or new_zeros"

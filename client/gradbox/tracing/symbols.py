@@ -32,6 +32,11 @@ _CONTROL_FLOW = (
 )
 
 _KNOWN = "decide outside the function, or by an argument with a Python value"
+_TEXT = "the text of a value is asked for that is not known yet"
+_NO_TEXT = (
+    'leave print() out (returns=("grads", "outputs") brings z back), or decide outside the '
+    f"function; {ON_YOUR_SIDE}"
+)
 _MATCH_CLASS = dis.opmap["MATCH_CLASS"]
 _LOAD_ATTR = dis.opmap["LOAD_ATTR"]
 # What a value of a graph may be asked for; `hasattr` says no to all else, as it does of a tensor.
@@ -124,8 +129,13 @@ class Symbol(Proxy):
 
     def __str__(self) -> str:
         if is_user_code(sys._getframe(1).f_code.co_filename):
-            raise untraceable("the text of a value is asked for that is not known yet", _KNOWN)
+            raise untraceable(_TEXT, _NO_TEXT)
         return repr(self)
+
+    def __format__(self, spec: str) -> str:
+        if is_user_code(sys._getframe(1).f_code.co_filename):
+            raise untraceable(_TEXT, _NO_TEXT)
+        return format(repr(self), spec)
 
     def __float__(self) -> NoReturn:
         raise self.tracer.refusal("a Python number is needed here", NO_NUMBER)

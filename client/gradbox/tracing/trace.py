@@ -27,6 +27,7 @@ from gradbox.graphs.schema import Graph
 from gradbox.tracing.encode import encode
 from gradbox.tracing.interception import buffers, intercepting, trainable_parameters
 from gradbox.tracing.recording import Recorder, Recording
+from gradbox.tracing.refusals import SCRIPTED
 from gradbox.tracing.source_location import raised_line
 from gradbox.tracing.symbols import NO_NUMBER
 from gradbox.tracing.writes import check_shared_memory
@@ -92,6 +93,8 @@ def trace(
         UntraceableLoss: it does something that cannot be recorded; the message has the line.
         GraphRefused: it was recorded, and exceeds a limit of `gradbox.graphs.check`.
     """
+    if isinstance(function, torch.jit.ScriptFunction | torch.jit.ScriptModule):
+        raise UntraceableLoss("; ".join(SCRIPTED))
     options = dict(options or {})
     keywords = tuple(arguments or ())
     names = bound_names(function, positional, keywords, tuple(options))
@@ -107,7 +110,7 @@ def trace(
         result = _call(function, symbols[: len(names)], {**given, **options})
     for error in recording.refused:  # caught by the function, which went on without the value
         raise error
-    _check_result(result, structured=structured)
+    _check_result(result, of=function, structured=structured)
     recording.output(result)
     graph = encode(recording.graph)
     traced = Traced(graph, recording.constants, recording.parameters, recording.buffers)
@@ -129,16 +132,19 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 def _explain(error: Exception) -> str:
     said = f"{type(error).__name__}: {error}"
+    if "Declaration: " in said:  # TorchScript's way to refuse an argument
+        return "; ".join(SCRIPTED)
     if "Symbol" in str(error):
         return f"a Python number or a tensor with values is needed here ({said}); {NO_NUMBER}"
     return f"the function raised {said}; correct it, or write this step with torch functions"
 
 
-def _check_result(result: Any, *, structured: bool) -> None:
+def _check_result(result: Any, *, of: Callable[..., Any], structured: bool) -> None:
     if isinstance(result, torch.Tensor | torch.fx.Proxy):
         return
     if structured and isinstance(result, dict) and all(isinstance(key, str) for key in result):
         return
     expected = "a tensor or a dict of tensors" if structured else "a scalar tensor"
     got = "nothing" if result is None else type(result).__name__
-    raise UntraceableLoss(f"the function must return {expected}, and it returns {got}")
+    name = getattr(of, "__name__", type(of).__name__)
+    raise UntraceableLoss(f"{name} must return {expected}, and it returns {got}")

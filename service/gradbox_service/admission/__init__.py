@@ -8,11 +8,12 @@ worker's to judge. Nothing here knows HTTP.
 To read in this order:
 
     posting, sent_blobs            the way of a body to a queued job, and of the blobs in it
-    limits                         what one user may ask for
+    limits, shares                 what one user may ask for; what would be more than fits
     admit                          the checks of all computations, and each one's own
     model, tensors, references     what a spec names, found on this box
     arguments, parameters, functions    does it fit together
     gradient, forward, per_sample, mixed_gradient    what one computation alone has to fulfil
+    earlier_job, against           jobs that this one reads: the rows of `against`, for one
     forward_job                    cotangents, and the job whose outputs they belong to
 """
 

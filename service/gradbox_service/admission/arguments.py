@@ -49,7 +49,8 @@ def _check_fit(names: set[str], group: InputGroup, method: MethodView, model: st
         raise InvalidInputs(f"{call}: positions must be 0, 1, 2, … without a gap, got {positions}")
     if len(positions) > len(method.arguments) and not method.any_positional:
         raise InvalidInputs(
-            f"{call} takes {len(method.arguments)} arguments, got {len(positions)} by position"
+            f"{call} takes {len(method.arguments)} arguments, got {len(positions)} by position; "
+            f"labels and what else the loss reads belong in loss_inputs"
         )
     by_position = set(method.arguments[: len(positions)])
     _refuse_any(keywords & by_position, f"{call}: given by position and by name")

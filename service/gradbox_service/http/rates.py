@@ -11,7 +11,6 @@ import hashlib
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -37,16 +36,13 @@ class Bucket:
 class Allowance:
     """The buckets of all tokens."""
 
-    def __init__(
-        self, requests_per_s: float, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, requests_per_s: float) -> None:
         self._rate = requests_per_s
-        self._clock = clock
         self._buckets: OrderedDict[bytes, Bucket] = OrderedDict()
 
     def wait_s(self, key: bytes) -> float:
         """Take one request from the key's bucket; return 0, or how long until it holds one."""
-        now = self._clock()
+        now = time.monotonic()
         full = self._rate * BURST_S
         bucket = self._buckets.pop(key, None) or Bucket(full, now)
         self._buckets[key] = bucket

@@ -1,4 +1,4 @@
-"""Whose blobs are whose, in Redis or in memory (`owners`); the blobs as one owner sees them.
+"""Whose blobs are whose, in Redis or in memory (`owners`); one owner's view of them (`own_blobs`).
 
 A worker, which reads every blob that its job names, needs none of it, and so no Redis for files.
 """

@@ -10,6 +10,7 @@ To read in this order:
     script              `--exec`: what runs while the box is up
     cluster             `--cluster`: the head of a cluster of devices
     drain               when a box that drains has nothing left to do
+    data_folder         the folder that one `gradbox up` at a time may have
     part, lifeline      one child process with its log; how it ends with its parent
     watchdog            which part hangs
     embedded_redis      the server that `up` brings

@@ -77,6 +77,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], Sequence[str]
         {"ids": torch.ones(1, 7, dtype=torch.int64)},
         ["submodule: embeddings.places (Embedding)", "longer than there are positions"],
     ),
+    "features of whole numbers": (
+        lambda: nn.Sequential(nn.Linear(3, 2)),
+        {"0": torch.ones(5, 3, dtype=torch.int64)},
+        ["hint: the model is float32: convert inputs that are no ids with .to(torch.float32)"],
+    ),
+    "ids in floating point": (
+        Language,
+        {"ids": IDS.float()},
+        ["arguments: ids float32 (1, 3)", "hint: ids, indices and class labels are int64"],
+    ),
     "another device": (
         OnTheWrongDevice,
         {"0": torch.ones(2, 3)},
@@ -129,6 +139,29 @@ def test_a_loss_that_raises_is_described() -> None:
     assert "arguments: z float32 (4, 2), target float32 (3,)" in message
     assert "line: test_failed_call.py" in message
     assert "hint: sizes 2 and 3 cannot be combined" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_class_labels_of_another_dtype_are_told_theirs(dtype: torch.dtype) -> None:
+    def loss(z: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(z, target)
+
+    target = torch.ones(4, dtype=dtype)
+    message = failure(nn.Linear(3, 2), {"0": torch.ones(4, 3)}, loss, target=target)
+    assert "hint: ids, indices and class labels are int64: convert them" in message
+
+
+def test_a_readout_that_raises_is_blamed_instead_of_the_model() -> None:
+    def readout(output: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        return inputs["mask"] * output
+
+    objective = Objective(function=torch.sum, inputs={}, parameters={})
+    groups = [Group(name="z", shards=[{"0": torch.ones(4, 3)}])]
+    with pytest.raises(ModelCallFailed) as caught:
+        set_gradient(nn.Linear(3, 2), groups, objective, readout=readout)
+    message = str(caught.value)
+    assert message.startswith("group 'z', shard 0: the readout raised KeyError: 'mask'")
+    assert "arguments: output float32 (4, 2), inputs {0: float32 (4, 3)}" in message
 
 
 def test_values_and_folders_stay_on_the_box() -> None:

@@ -102,7 +102,10 @@ class ModelCalls:
             with torch.enable_grad():  # the model may leave it switched off
                 value = choose(entry(*by_place, **by_name), self._options.output)
             if readout is not None:
-                value = readout(self._brought(value), arguments)
+                output = self._brought(value)
+                given = {"output": output, "inputs": arguments}
+                with blaming("the readout", self.where(position), arguments=given):
+                    value = readout(output, arguments)
         source = "model" if readout is None else "readout"
         outputs = as_outputs(value, source=source)
         return ShardGraph(

@@ -141,9 +141,11 @@ def _dtype(call: FailedCall) -> str:
         for name, tensor in call.tensors.items()
         if tensor.is_floating_point() and call.dtype not in (None, tensor.dtype)
     }
+    wanted = str(call.dtype).removeprefix("torch.")
+    if not other and call.dtype is not None:
+        return f"the model is {wanted}: convert inputs that are no ids with .to(torch.{wanted})"
     if not other:
         return "two tensors have different dtypes: convert one of them with .to(other.dtype)"
-    wanted = str(call.dtype).removeprefix("torch.")
     named = ", ".join(
         f"{_name(name)} is {dtype.removeprefix('torch.')}" for name, dtype in other.items()
     )
@@ -151,6 +153,10 @@ def _dtype(call: FailedCall) -> str:
         f"the model is {wanted} and {named}: convert the inputs with .to(torch.{wanted}), or "
         f"compute in float64 with precision='fp64'"
     )
+
+
+def _int64(call: FailedCall) -> str:
+    return "ids, indices and class labels are int64: convert them with .to(torch.int64)"
 
 
 def _index(call: FailedCall) -> str:
@@ -237,6 +243,13 @@ def _broadcast(call: FailedCall) -> str:
 _HINTS: Final[tuple[tuple[re.Pattern[str], Callable[[FailedCall], str]], ...]] = (
     (re.compile(r"device-side assert"), _index_on_gpu),
     (re.compile(r"same device|not on the expected device|different from other tensors"), _device),
+    (
+        re.compile(
+            r"target dtype to be|expected scalar type Long|types: Long|Expected dtype int64|"
+            r"used as indices must be"
+        ),
+        _int64,
+    ),
     (
         re.compile(
             r"expected scalar type|same dtype|should be the same|expected .* dtype|mixed dtype"

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 _Reentrant = torch.utils.checkpoint.CheckpointFunction
+_REPLACED: dict[str, list[type]] = {}  # by name: torch's own class, and what stands in its place
 RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
 
@@ -72,13 +73,18 @@ def checkpoints_reached() -> Iterator[None]:
 
 @contextmanager
 def _replaced(name: str, instead: type) -> Iterator[None]:
-    """Let another class take the place of one of torch's for checkpoints."""
-    before = getattr(torch.utils.checkpoint, name)
+    """Let another class take the place of one of torch's for checkpoints.
+
+    Jobs of several threads may end in another order than they began; the last puts torch's back.
+    """
+    places = _REPLACED.setdefault(name, [getattr(torch.utils.checkpoint, name)])
+    places.append(instead)
     setattr(torch.utils.checkpoint, name, instead)
     try:
         yield
     finally:
-        setattr(torch.utils.checkpoint, name, before)
+        places.remove(instead)
+        setattr(torch.utils.checkpoint, name, places[-1])
 
 
 class _Reached:

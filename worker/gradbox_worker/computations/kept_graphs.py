@@ -68,16 +68,13 @@ class _Entry:
 class KeptGraphs:
     """The graphs kept in one device process, oldest first."""
 
-    def __init__(
-        self, *, idle_s: float = IDLE_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Hold nothing.
 
         Args:
             clock: returns seconds.
         """
         self._entries: list[_Entry] = []
-        self._idle_s = idle_s
         self._clock = clock
         self._resting_since = clock()
 
@@ -156,7 +153,7 @@ class KeptGraphs:
         """Return how long they may still lie here without a job; None if there are none."""
         if not self._entries:
             return None
-        return max(0.0, self._resting_since + self._idle_s - self._clock())
+        return max(0.0, self._resting_since + IDLE_S - self._clock())
 
     def _forget_empty(self) -> None:
         self._entries = [entry for entry in self._entries if entry.kept.num_kept]

@@ -9,6 +9,8 @@ from typing import Final
 
 import torch
 
+from gradbox_worker.errors import DeviceNotStarted
+
 CPUINFO: Final = Path("/proc/cpuinfo")
 
 
@@ -16,7 +18,7 @@ def choose_device(name: str) -> torch.device:
     """Return the device of that name; "auto" is the first CUDA device, or the CPU.
 
     Raises:
-        ValueError: there is no such device here; the message lists what there is.
+        DeviceNotStarted: there is no such device here; the message lists what there is.
     """
     num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
@@ -27,7 +29,10 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and num_cuda:
         return torch.device("cuda:0")
     if name not in offered:
-        raise ValueError(f"expected a device of this machine ({', '.join(offered)}), got {name!r}")
+        raise DeviceNotStarted(
+            f"expected a device of this machine ({', '.join(offered)}), got {name!r}; name one of "
+            f"them with --device; of a GPU, `gradbox doctor --device cuda:0` says what is missing"
+        )
     return torch.device(name)
 
 
@@ -35,14 +40,16 @@ def gpus_of(device: torch.device, *, num_gpus: int) -> tuple[torch.device, ...]:
     """Return so many GPUs from a device on, itself first; none where it is not one.
 
     Raises:
-        ValueError: there are not so many here.
+        DeviceNotStarted: there are not so many here.
     """
     if device.type != "cuda":
         return ()
     first = device.index or 0
     found = torch.cuda.device_count()
     if first + num_gpus > found:
-        raise ValueError(f"expected {num_gpus} GPUs from {device} on, got {found} in this process")
+        raise DeviceNotStarted(
+            f"expected {num_gpus} GPUs from {device} on, got {found} in this process"
+        )
     return tuple(torch.device("cuda", first + index) for index in range(num_gpus))
 
 

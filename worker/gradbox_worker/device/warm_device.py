@@ -79,7 +79,7 @@ class WarmDevice:
 
         Raises:
             ModelsFileError: the models file cannot be read.
-            ValueError: there is no such device.
+            DeviceNotStarted: there is no such device.
         """
         device = choose_device(settings.device)
         if device.type == "cuda":

@@ -103,6 +103,11 @@ def _auto_class(entry: ModelEntry, transformers: Any, name: Any) -> Any:
 
 def _refuse_path(entry: ModelEntry, folder: Path) -> None:
     """Refuse a source that can only be meant as a path."""
+    if folder.is_file() and folder.suffix == ".py":
+        raise ModelsFileError(
+            f"models.{entry.name}.source: expected a function in {entry.source}, got the file "
+            f'alone; write {entry.source}:FUNCTION, with builder = "python"'
+        )
     if folder.is_file():
         raise ModelsFileError(
             f"models.{entry.name}.source: expected a folder with config.json and "

@@ -20,7 +20,6 @@ from gradbox_worker.exceptions_to_problems import Caught
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.registry import Registry
 from gradbox_worker.turns.presence import Announcer
-from gradbox_worker.turns.supervision import Patience
 from gradbox_worker.turns.turn import TurnRunner
 from gradbox_worker.work import Failed, Outcome, Supervision, Work
 
@@ -28,14 +27,11 @@ from gradbox_worker.work import Failed, Outcome, Supervision, Work
 class InlineDevice:
     """Implements `Device` in the calling thread."""
 
-    def __init__(
-        self, registry: Registry, *, blobs: BlobStore, result_memory_bytes: int | None = None
-    ) -> None:
+    def __init__(self, registry: Registry, *, blobs: BlobStore) -> None:
         self.models: list[ModelView] = registry.describe()
         self._registry = registry
         self._blobs = blobs
         self._kept = KeptGraphs()
-        self._result_memory_bytes = result_memory_bytes
 
     def run(self, work: Work, supervision: Supervision) -> Outcome:
         """Run a job to its end; an order to stop is obeyed before the next shard."""
@@ -45,7 +41,6 @@ class InlineDevice:
             blobs=self._blobs,
             kept=self._kept,
             observer=_Relay(supervision),
-            result_memory_bytes=self._result_memory_bytes,
             phase_ended=supervision.phase_ended if work.timed else None,
         )
         return Failed(answer.problem) if isinstance(answer, Caught) else answer
@@ -91,29 +86,24 @@ class InlineWorker:
         results: ResultStore,
         name: str = "inline",
         device: str = "cpu",
-        patience: Patience | None = None,
-        result_memory_bytes: int | None = None,
     ) -> None:
         """Load the models; no thread runs yet.
 
         Raises:
             ModelsFileError: the models file cannot be read.
-            ValueError: there is no such device.
+            DeviceNotStarted: there is no such device.
         """
         self._models_file, self._placement = models_file, choose_device(device)
         self._turns = turns
         self._stop = threading.Event()
         self._announcer = Announcer(fleet, name=name)
-        self._device = InlineDevice(
-            self._registry(), blobs=blobs, result_memory_bytes=result_memory_bytes
-        )
+        self._device = InlineDevice(self._registry(), blobs=blobs)
         self._announcer.offer(self._device.models, device=str(self._placement))
         self._runner = TurnRunner(
             records=records,
             results=results,
             device=self._device,
             worker=name,
-            patience=patience or Patience(),
             leaving=self._stop.is_set,
             fleet=fleet,
         )

@@ -1,6 +1,7 @@
 """The rules: what a layer's parameters get from the layer's input and its output's gradient.
 
-`rule` says what a rule is; then one file a kind of layer. `RULES` finds a rule by the function that
+`rule` says what a rule is; then one file a kind of layer: `linear`, `convolution`, `embedding`,
+`normalisation`. `RULES` finds a rule by the function that
 a layer calls, not by the layer's class.
 """
 
