@@ -1,6 +1,10 @@
 """Per-sample gradients and Jacobians as factors: the one algebra that box and laptop share.
 
 It needs torch and nothing else of gradbox, so the engine and the client both import it.
+
+Read `term` first, then the kinds of terms: `outer`, `lookup`, `convolution`, `block`, and `total`,
+a sum of several. `factored` is a whole Jacobian of them, `gram` what two of them make; `hashing`
+and `dense_projection` project, `sums` adds over parameters, `packed` is the form in a file.
 """
 
 from gradbox_factors.block import Block, Positions, Zero

@@ -139,15 +139,10 @@ LISTS_NO_MODULES = ("http/routes", "testing")
 
 @pytest.mark.parametrize(
     "folder",
-    [
-        folder
-        for folder in ROOMS
-        if {"gradbox_engine", "gradbox_service"} & set(folder.parts)
-        and not str(folder).endswith(LISTS_NO_MODULES)
-    ],
+    [folder for folder in ROOMS if not str(folder).endswith(LISTS_NO_MODULES)],
     ids=lambda folder: str(folder.relative_to(ROOT)),
 )
-def test_a_room_of_engine_or_service_names_its_modules(folder: Path) -> None:
+def test_a_room_names_its_modules(folder: Path) -> None:
     said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     readme = folder / "README.md"
     said += readme.read_text() if readme.is_file() else ""

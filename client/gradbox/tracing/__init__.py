@@ -1,7 +1,8 @@
 """From a Python function to a graph, on the laptop.
 
 Read `trace` first. It runs the function once on `symbols` (torch.fx proxies); `recording` holds the
-graph while it grows and decides which nodes may enter it; `interception` replaces what Python
+graph while it grows and decides which nodes may enter it, methods in their `plain_method` form and
+no dropout that drops nothing (`dropouts`); `interception` replaces what Python
 offers no hook for, `math.sqrt` and `isinstance` among it, and puts it back; `encode` writes the
 graph as JSON. What cannot be recorded is refused with the user's own line: `source_location`,
 `refusals`, `default_dtype`; so is a write that the box would show elsewhere than here: `writes`.

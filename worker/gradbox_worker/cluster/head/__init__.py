@@ -5,5 +5,6 @@ leases, pool        which device runs for whom; `coordinator_watch` takes back w
                     coordinator had
 ray_session         Ray started on this machine, or joined; `ray_environment` is what it is told
                     before it is imported
+model_versions      whether all devices have the same models
 address_file        how coordinators reach the cluster
 """
