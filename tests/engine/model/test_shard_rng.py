@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -70,6 +71,24 @@ def test_numpy_s_state_is_put_back_to_the_last_entry(num_drawn):
     assert (before["has_gauss"], before["gauss"]) == (after["has_gauss"], after["gauss"])
     assert before["state"]["pos"] == after["state"]["pos"]
     assert np.array_equal(before["state"]["key"], after["state"]["key"])
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_streams_that_end_in_any_order_leave_the_generators_as_they_were(order):
+    """As those of jobs do that overlap in one process."""
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    expected = [_draw(), _draw()]
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    streams = [shard_stream(3, 1, shard) for shard in range(3)]
+    for stream in streams:
+        stream.__enter__()
+        _draw()
+    for number in order:
+        streams[number].__exit__(None, None, None)
+    assert _draw() == expected[0]
+    with shard_stream(3, 1, 7), shard_stream(3, 1, 8), shard_stream(3, 1, 9):
+        _draw()
+    assert _draw() == expected[1]
 
 
 def test_streams_within_a_stream_leave_its_numbers_alone():

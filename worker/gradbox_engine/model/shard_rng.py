@@ -17,7 +17,8 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ except ImportError:
     numpy = None  # type: ignore[assignment]
 
 _spare_twisters: list[Any] = []  # made in 0.1 ms each; every use seeds them first
+_open: list[_Before] = []  # of every `generators_restored` that is open, the first one first
 
 
 @contextmanager
@@ -45,14 +47,22 @@ def shard_stream(seed: int, group: int, shard: int) -> Iterator[None]:
 
 @contextmanager
 def generators_restored() -> Iterator[None]:
-    """Put every global generator back on the way out."""
-    before, of_numpy = _generator_states(), _exchange_numpy()
+    """Put every global generator back on the way out.
+
+    Jobs that overlap may end in another order than they began: of what is open, the one that began
+    next then puts back what this one found.
+    """
+    before = _Before(_generator_states(), _exchange_numpy())
+    _open.append(before)
     try:
         yield
     finally:
-        _restore_generators(before)
-        if of_numpy is not None:
-            _put_back_numpy(of_numpy)
+        place = _open.index(before)
+        del _open[place]
+        if place < len(_open):
+            _open[place].take_over(before)
+        else:
+            before.put_back()
 
 
 def begin_stream(seed: int, group: int, shard: int) -> None:
@@ -115,7 +125,30 @@ def _restore_generators(states: dict[str, Any]) -> None:
         torch.mps.set_rng_state(states["mps"][0])
 
 
-class _NumpyState(NamedTuple):
+@dataclass(eq=False)
+class _Before:
+    """What a `generators_restored` found."""
+
+    generators: dict[str, Any]
+    of_numpy: _NumpyState | None
+
+    def put_back(self) -> None:
+        """Let all functions draw from that again."""
+        _restore_generators(self.generators)
+        if self.of_numpy is not None:
+            _put_back_numpy(self.of_numpy)
+
+    def take_over(self, earlier: _Before) -> None:
+        """Put back later what an earlier one, which ends now, would have put back."""
+        self.generators = earlier.generators
+        if self.of_numpy is not None and earlier.of_numpy is not None:
+            _spare_twisters.append(earlier.of_numpy.meanwhile)
+            self.of_numpy.bit_generator = earlier.of_numpy.bit_generator
+            self.of_numpy.state = earlier.of_numpy.state
+
+
+@dataclass
+class _NumpyState:
     """What NumPy's functions drew from, and what they draw from meanwhile."""
 
     bit_generator: Any
