@@ -20,6 +20,7 @@ from gradbox_factors.sums import any_term, common_dtype, sum_of, zeros_beside
 from gradbox_factors.term import Term, identity, nearly_cancelled, wide
 
 EVERYTHING = slice(None)
+SMALLEST_SQUARE = 1e-24  # of a row, to which squares that float32 rounds to zero add nothing
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,27 @@ class Factored:
 
 
 def squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
-    """Return the squared norm of every sample's row by parameter, shape (B, Y), float64."""
+    """Return the squared norm of every sample's row by parameter, shape (B, Y), float64.
+
+    From factors widened to float64 where float32 may have lost squares to underflow or overflow.
+    """
+    found = _squared_norms(terms)
+    narrow = {n: x for n, x in found.items() if _is_narrow(terms[n])}
+    if not narrow:
+        return found
+    lost = torch.stack([~((x > SMALLEST_SQUARE) & x.isfinite()).all() for x in narrow.values()])
+    for name, again in zip(narrow, lost.tolist(), strict=True):
+        if again:
+            found[name] = terms[name].to(torch.float64).squared_norm()
+    return found
+
+
+def _is_narrow(term: Term) -> bool:
+    return term.rule != "zero" and term.dtype != torch.float64 and next(iter(term.tensors().values())).device.type != "mps"
+
+
+def _squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
+    """Return what `squared_norms` does, from factors as they are."""
     found: dict[str, Tensor] = {}
     lefts: dict[int, Tensor] = {}  # by the factor that a layer's weight and bias share
     for name, term in terms.items():
