@@ -216,7 +216,9 @@ def squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
 
 
 def _is_narrow(term: Term) -> bool:
-    return term.rule != "zero" and term.dtype != torch.float64 and next(iter(term.tensors().values())).device.type != "mps"
+    if term.rule == "zero" or term.dtype == torch.float64:
+        return False
+    return next(iter(term.tensors().values())).device.type != "mps"  # which has no float64
 
 
 def _squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
