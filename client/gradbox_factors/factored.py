@@ -17,7 +17,7 @@ from gradbox_factors.dense_projection import Kind, projected, projection_of
 from gradbox_factors.gram import gram_bound, gram_of_pieces, gram_of_rows
 from gradbox_factors.outer import Outer
 from gradbox_factors.sums import any_term, common_dtype, sum_of, zeros_beside
-from gradbox_factors.term import Term, identity, nearly_cancelled, wide
+from gradbox_factors.term import Term, identity, nearly_cancelled
 
 EVERYTHING = slice(None)
 SMALLEST_SQUARE = 1e-24  # of a row, to which squares that float32 rounds to zero add nothing
@@ -235,10 +235,10 @@ def _squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
             continue
         square = lefts.get(id(term.left))
         if square is None:
-            rows = wide(term.left.select(2, 0))
-            square = lefts[id(term.left)] = torch.linalg.vecdot(rows, rows).T.double()
+            rows = term.left.select(2, 0).double()
+            square = lefts[id(term.left)] = torch.linalg.vecdot(rows, rows).T
         if isinstance(term, Outer):
-            right = wide(term.right.select(1, 0))
+            right = term.right.select(1, 0).double()
             square = square * torch.linalg.vecdot(right, right)[:, None]
         found[name] = square
     return found

@@ -282,6 +282,14 @@ def test_norms_of_float32_rows_have_their_digits_where_float32_loses_the_squares
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
 
 
+def test_norms_keep_their_digits_where_the_square_of_one_factor_alone_underflows() -> None:
+    left, right = made(2, 5, 1, 6) * 1e-22, made(5, 1, 8, seed=1) * 1e15
+    term = Outer("w", (6, 8), left.float(), right.float())
+    exact = term.to(DOUBLE).block().flatten(2).norm(dim=2)
+    for squares in (squared_norms({"w": term})["w"], term.squared_norm()):
+        torch.testing.assert_close(squares.sqrt(), exact, rtol=1e-5, atol=0)
+
+
 def test_a_clipped_sum_keeps_the_part_of_a_float32_row_whose_square_overflows() -> None:
     torch.manual_seed(0)
     net, x = nn.Linear(5, 3), torch.randn(4, 5)
