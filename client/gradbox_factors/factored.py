@@ -17,9 +17,10 @@ from gradbox_factors.dense_projection import Kind, projected, projection_of
 from gradbox_factors.gram import gram_bound, gram_of_pieces, gram_of_rows
 from gradbox_factors.outer import Outer
 from gradbox_factors.sums import any_term, common_dtype, sum_of, zeros_beside
-from gradbox_factors.term import Term, identity, nearly_cancelled, wide
+from gradbox_factors.term import Term, identity, nearly_cancelled
 
 EVERYTHING = slice(None)
+SMALLEST_SQUARE = 1e-24  # of a row, to which squares that float32 rounds to zero add nothing
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,29 @@ class Factored:
 
 
 def squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
-    """Return the squared norm of every sample's row by parameter, shape (B, Y), float64."""
+    """Return the squared norm of every sample's row by parameter, shape (B, Y), float64.
+
+    From factors widened to float64 where float32 may have lost squares to underflow or overflow.
+    """
+    found = _squared_norms(terms)
+    narrow = {n: x for n, x in found.items() if _is_narrow(terms[n])}
+    if not narrow:
+        return found
+    lost = torch.stack([~((x > SMALLEST_SQUARE) & x.isfinite()).all() for x in narrow.values()])
+    for name, again in zip(narrow, lost.tolist(), strict=True):
+        if again:
+            found[name] = terms[name].to(torch.float64).squared_norm()
+    return found
+
+
+def _is_narrow(term: Term) -> bool:
+    if term.rule == "zero" or term.dtype == torch.float64:
+        return False
+    return next(iter(term.tensors().values())).device.type != "mps"  # which has no float64
+
+
+def _squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
+    """Return what `squared_norms` does, from factors as they are."""
     found: dict[str, Tensor] = {}
     lefts: dict[int, Tensor] = {}  # by the factor that a layer's weight and bias share
     for name, term in terms.items():
@@ -212,10 +235,10 @@ def squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
             continue
         square = lefts.get(id(term.left))
         if square is None:
-            rows = wide(term.left.select(2, 0))
-            square = lefts[id(term.left)] = torch.linalg.vecdot(rows, rows).T.double()
+            rows = term.left.select(2, 0).double()
+            square = lefts[id(term.left)] = torch.linalg.vecdot(rows, rows).T
         if isinstance(term, Outer):
-            right = wide(term.right.select(1, 0))
+            right = term.right.select(1, 0).double()
             square = square * torch.linalg.vecdot(right, right)[:, None]
         found[name] = square
     return found

@@ -110,10 +110,10 @@ class Outer(Term):
         Y, B, T, rows = self.left.shape
         columns = self.right.shape[2]
         if T == 1:
-            left, right = wide(self.left.flatten(0, 2)), wide(self.right.select(1, 0))
+            left, right = self.left.flatten(0, 2).double(), self.right.select(1, 0).double()
             lefts = torch.linalg.vecdot(left, left).view(Y, B)
             product: Tensor = lefts * torch.linalg.vecdot(right, right)
-            return product.T.double()
+            return product.T
         if T * (columns + Y * rows) < columns * Y * rows:
             return self._squared_norm_by_pairs()
         return super().squared_norm()

@@ -135,6 +135,15 @@ def test_a_gradient_that_fp16_does_not_hold_stays_as_it_is(twin: TestBox) -> Non
     assert submitted(twin, Gradient(**given, transfer="bf16")).manifest.transfer_kept == []
 
 
+def test_what_16_bits_do_not_hold_at_all_is_a_rounding_error_of_one(twin: TestBox) -> None:
+    tiny = Gradient(
+        model="mlp", inputs=SHARDS, loss=lambda z: 1e-200 * z.square().sum(), transfer="bf16"
+    )
+    rounded = submitted(twin, tiny)
+    assert not any(gradient.any() for gradient in rounded.grads.values())
+    assert rounded.manifest.transfer_error == pytest.approx(1.0)
+
+
 def test_rows_come_rounded_whole_and_in_slices(box: TestBox) -> None:
     problem = PROBLEMS["mlp"]
     exact = submitted(box, gradient_of(problem))

@@ -261,3 +261,49 @@ def test_an_unused_first_parameter_keeps_its_dtype_under_autocast() -> None:
         model, [{"0": torch.randn(6, 5)}], lambda z: z.square().sum(1), precision="bf16"
     )
     assert {array.dtype for array in found.arrays.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e25])
+@pytest.mark.parametrize("positions", [1, 4])
+def test_norms_of_float32_rows_have_their_digits_where_float32_loses_the_squares(
+    size: float, positions: int
+) -> None:
+    left, right = made(2, 5, positions, 6) * size, made(5, positions, 400, seed=1)
+    left[:, 2] = 0
+    terms: list[Term] = [
+        Outer("w", (6, 400), left.float(), right.float()),
+        Positions("w", (6,), left.float()),
+        Lookup("w", (9, 6), left.float(), torch.arange(5 * positions).view(5, -1) % 7),
+        Block("w", (positions, 6), left.float().transpose(0, 1)),
+    ]
+    for term in terms:
+        exact = term.to(DOUBLE).block().flatten(2).norm(dim=2)
+        found = squared_norms({"w": term})["w"].sqrt()
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
+
+
+def test_norms_keep_their_digits_where_the_square_of_one_factor_alone_underflows() -> None:
+    left, right = made(2, 5, 1, 6) * 1e-22, made(5, 1, 8, seed=1) * 1e15
+    term = Outer("w", (6, 8), left.float(), right.float())
+    exact = term.to(DOUBLE).block().flatten(2).norm(dim=2)
+    for squares in (squared_norms({"w": term})["w"], term.squared_norm()):
+        torch.testing.assert_close(squares.sqrt(), exact, rtol=1e-5, atol=0)
+
+
+def test_a_clipped_sum_keeps_the_part_of_a_float32_row_whose_square_overflows() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Linear(5, 3), torch.randn(4, 5)
+    weight = torch.tensor([1.0, 1e20, 1.0, 1e25])
+    found = per_sample_gradient(
+        net,
+        [{"0": x}],
+        lambda z, weight: z.square().sum(1) * weight,
+        loss_inputs={"weight": weight},
+        reduce="clipped_sum",
+        clip=0.5,
+    )
+    rows = per_sample_gradient(net, [{"0": x}], lambda z: z.square().sum(1)).arrays
+    flat = naive.flat(rows, 1)  # all are longer than 0.5
+    expected = (0.5 * flat / flat.norm(dim=1, keepdim=True)).sum(0)
+    mine = torch.cat([found.arrays[name].flatten() for name in rows])
+    torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)

@@ -153,3 +153,64 @@ def test_rows_of_float16_parameters_that_float16_holds_are_not_zero() -> None:
     spacing = 2.0**-24
     assert float(expected.abs().max()) > spacing
     assert float((result.arrays["bias"].double() - expected).abs().max()) <= spacing
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-4, 1.0])
+def test_rows_of_float16_parameters_are_right_by_their_rules_whatever_the_precision(
+    size: float,
+) -> None:
+    net, x = model().half(), torch.randn(6, 5).half()
+
+    def loss(z: Tensor) -> Tensor:
+        return z.square().sum(1) * size
+
+    result = per_sample_gradient(net, [{"0": x}], loss)
+    assert not result.loops
+    expected = per_sample_gradient(net, [{"0": x}], loss, precision="fp64").arrays
+    spacing = 2.0**-24
+    for name, rows in expected.items():
+        near = TOLERANCE * float(rows.norm()) + spacing * rows.numel() ** 0.5
+        assert float((result.arrays[name] - rows).norm()) <= near
+
+
+class Gained(nn.Module):
+    """A model with a parameter without dims, whose gradients grow where `gain` is large."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.gain = nn.Parameter(torch.tensor(gain))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.b(self.a(x).tanh() * self.gain) * self.gain
+        return z
+
+
+@pytest.mark.parametrize("size", [1e-9, 1.0])
+@pytest.mark.parametrize("gain", [1.0, 150.0])
+def test_cotangents_are_pulled_back_through_float16_without_overflow(
+    gain: float, size: float
+) -> None:
+    net, x, u = Gained(gain), torch.randn(6, 5), torch.randn(6, 3) * size
+    found = jacobian(net, [{"0": x}], reduce="vjp", vectors=u, precision="fp16").arrays
+    expected = jacobian(net, [{"0": x}], reduce="vjp", vectors=u).arrays
+    for name, gradient in expected.items():
+        assert found[name].shape == gradient.shape
+        assert naive.difference(found[name], gradient) < TOLERANCE
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_what_is_pulled_back_to_float16_parameters_is_float16(precision: str) -> None:
+    net, x, u = Gained(1.0).half(), torch.randn(6, 5).half(), torch.randn(6, 3)
+    found = jacobian(net, [{"0": x}], reduce="vjp", vectors=u, precision=precision).arrays
+    assert {gradient.dtype for gradient in found.values()} == {torch.float16}
+
+
+def test_tangents_that_float16_does_not_hold_reach_float16_parameters() -> None:
+    net, x = model().half(), torch.randn(6, 5).half()
+    tangents = {name: torch.full(p.shape, 2.0**-40) for name, p in net.named_parameters()}
+    larger = {name: torch.ones(p.shape) for name, p in net.named_parameters()}
+    found = jacobian(net, [{"0": x}], reduce="jvp", vectors=tangents).arrays["jvp"]
+    expected = jacobian(net, [{"0": x}], reduce="jvp", vectors=larger).arrays["jvp"]
+    assert torch.equal(found * 2.0**40, expected)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradbox_engine import Group, Objective, ReplayMismatch, set_gradient
+from gradbox_engine import Group, Objective, Penalty, ReplayMismatch, set_gradient
 from gradbox_engine.replay.comparison import ReplayComparison
 from tests import case_models
 from tests.cases import CASES, Case
@@ -150,6 +150,18 @@ def test_fp16_tries_a_smaller_scale_where_gradients_overflow():
     objective = Objective(torch.sum)
     exact = set_gradient(model, [Group("z", shards)], objective, precision="fp64")
     result = set_gradient(model, [Group("z", shards)], objective, precision="fp16")
+    assert difference(result.grads, exact.grads) < NEAR["fp16"]
+
+
+@pytest.mark.parametrize("size", [1e-10, 1.0, 1e10])
+def test_fp16_finds_the_scale_of_a_penalty_far_larger_than_the_loss(size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    shards = [{"0": torch.randn(3, 4)} for _ in range(2)]
+    penalty = Penalty("0", lambda tap: tap.square().sum(), weight=1e8 * size)
+    told = {"objective": Objective(lambda z: z.square().mean() * size), "penalties": [penalty]}
+    exact = set_gradient(model, [Group("z", shards)], wrt=["0.*"], precision="fp64", **told)
+    result = set_gradient(model, [Group("z", shards)], wrt=["0.*"], precision="fp16", **told)
     assert difference(result.grads, exact.grads) < NEAR["fp16"]
 
 

@@ -123,10 +123,11 @@ class RecordedGraph:
             for name in self._parameters
         }
 
-    def pulled_back(self, cotangents: Tensor) -> dict[str, Tensor]:
+    def pulled_back(self, cotangents: Tensor, *, keep_graph: bool = False) -> dict[str, Tensor]:
         """Return Jᵀ u by parameter, u of shape (B, Y), by one ordinary backward."""
         parameters = self._parameters
-        found = gradients(self.value, list(parameters.values()), cotangents, keep_graph=False)
+        leaves = list(parameters.values())
+        found = gradients(self.value, leaves, cotangents, keep_graph=keep_graph)
         return {
             name: torch.zeros_like(parameter) if gradient is None else _dense(gradient)
             for (name, parameter), gradient in zip(parameters.items(), found, strict=True)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
@@ -103,7 +102,7 @@ class PerSampleJob:
             check_given_apart(loss_inputs, given, (sum(self._counts[first:]), self._num_others))
             others = SampleLoss(loss, {**loss_inputs, **given}, self._counts[:first])
             losses = OneAfterTheOther(others, own, first=first)
-        return self._collected(Scaled(losses) if self._model.rounding == torch.float16 else losses)
+        return self._collected(Scaled(losses) if self._model.in_float16 else losses)
 
     def jacobians(self) -> SampleResult:
         """Collect dz_by/dθ of every shard."""
@@ -205,7 +204,7 @@ class PerSampleJob:
             )
         cotangents = cotangents.reshape(graph.value.shape)
         with run.blaming_backward():
-            return pulled_back(graph, cotangents, rounding=self._model.rounding)
+            return pulled_back(graph, cotangents, scaled=self._model.in_float16)
 
     def _resumed(self, facts: ResultFacts) -> Checkpoint | None:
         """Return the rows' part of what an earlier process left, and give the facts theirs."""

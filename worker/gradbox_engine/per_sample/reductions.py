@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.errors import BadReduction
+from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.per_sample.pieces import Pieces, Sink
 from gradbox_factors import DenseProjection, Sketch, Term, projected, squared_norms
 from gradbox_factors.factored import summed_rows
@@ -211,7 +212,7 @@ class Directional(_Summed):
 
 
 def tangents_of(vectors: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tangents by name, in the dtypes and on the devices of their parameters.
+    """Return tangents by name, on the devices of their parameters, in their dtypes or wider.
 
     Raises:
         BadReduction: one has no parameter, or another shape.
@@ -227,7 +228,8 @@ def tangents_of(vectors: Any, parameters: Mapping[str, Tensor]) -> dict[str, Ten
             expected = tuple(parameter.shape) if parameter is not None else "no such parameter"
             got = tuple(tangent.shape) if isinstance(tangent, Tensor) else type(tangent).__name__
             raise BadReduction(f"vectors[{name!r}]: expected {expected}, got {got}")
-        tangents[name] = tangent.to(parameter)
+        wide = accumulation_dtype(parameter.dtype)  # float16 has no tangent below 6e-8
+        tangents[name] = tangent.to(parameter.device, wide)
     return tangents
 
 

@@ -1,14 +1,16 @@
 """What is differentiated per sample: the loss's entries, or the entries of z.
 
-float16 ends at 6e-8, so the rows of a small loss would be rough, and then zero. There sample b's
-loss is multiplied by the power of two s_b that brings ‖∂ℓ_b/∂z‖ to about 16; samples are
-independent, so row b is s_b times too large, and is divided in the parameters' dtype. The norm and
-not the largest entry, for a layer may add the gradients of very many outputs. A shard in which a
-sample's gradient overflows runs again, with a smaller scale for that sample. Cost: the loss's own
-backward pass once more, and two passes over the factors.
+float16 ends at 6e-8, so the rows of a small loss would be rough, and then zero. Where the model has
+such parameters, or runs under its autocast, sample b's loss is multiplied by the power of two s_b
+that brings ‖∂ℓ_b/∂z‖ to about 16; samples are independent, so row b is s_b times too large, and is
+divided in the parameters' dtype. The norm and not the largest entry, for a layer may add the
+gradients of very many outputs. A shard in which a sample's gradient overflows runs again, with a
+smaller scale for that sample. Cost: the loss's own backward pass once more, and two passes over the
+factors.
 
-Of float16 parameters the divided output gradients are float16 again: they lose digits below 6e-5
-and are zero below 3e-8, also where the rows, or norms in float32, would hold more.
+Of float16 parameters the divided output gradients are float16 again: they lose digits below 6e-5,
+are zero below 3e-8 and infinite beyond 65504, also where the rows, or norms in float32, would hold
+more.
 
 Shapes: B samples over all shards, b of one, Y outputs.
 """
@@ -126,7 +128,6 @@ class Scaled:
         self._index = -1
 
     def __call__(self, z: Tensor, index: int) -> Tensor:
-        z = z.float()
         losses = self._loss(z, index)
         if not torch.is_grad_enabled():
             # Losses of another z are compared with those of the graph, so have the same scales.
@@ -161,15 +162,23 @@ class Scaled:
         return {name: _weighted(term, 1 / self._scales, scaled) for name, term in terms.items()}
 
 
-def pulled_back(
-    graph: RecordedGraph, cotangents: Tensor, *, rounding: torch.dtype
-) -> dict[str, Tensor]:
-    """Return Jᵀ u by parameter, u of shape (b, Y); under float16 u is multiplied by one scale."""
-    if rounding != torch.float16:
-        return graph.pulled_back(cotangents.to(graph.value))
-    wide = cotangents.to(graph.value.device, torch.float32)
-    scale = _scales(wide, 1).to(wide.device)
-    found = graph.pulled_back((wide * scale).to(graph.value))
+def pulled_back(graph: RecordedGraph, cotangents: Tensor, *, scaled: bool) -> dict[str, Tensor]:
+    """Return Jᵀ u by parameter, u of shape (b, Y).
+
+    Args:
+        scaled: whether u is multiplied by one scale, and again by smaller ones where a gradient
+            overflows.
+    """
+    cotangents = cotangents.to(graph.value)
+    if not scaled:
+        return graph.pulled_back(cotangents)
+    scale = float(_scales(cotangents, 1))
+    for _ in range(_MOST_STEPS):
+        found = graph.pulled_back(cotangents * scale, keep_graph=True)
+        if all(bool(gradient.isfinite().all()) for gradient in found.values()):
+            break
+        scale *= 2.0**-_STEP
+    graph.free()
     return {name: gradient / scale for name, gradient in found.items()}
 
 

@@ -138,14 +138,18 @@ class RoundedGradients:
         if exact_RP.device.type == "mps":  # which has no float64
             exact_RP, rounded_RP = exact_RP.cpu(), rounded_RP.cpu()
         flat = exact_RP.flatten(1), rounded_RP.flatten(1)
+        if not flat[0].numel():
+            return
+        # Squares of what is divided by the largest do not underflow.
+        largest = torch.linalg.vector_norm(flat[0].detach(), torch.inf, 1, keepdim=True).double()
         missed = exact_RP.new_zeros(len(exact_RP), device="cpu", dtype=torch.float64)
         whole = missed.clone()
         step = max(1, BLOCK // max(1, len(exact_RP)))
         for first in range(0, flat[0].shape[1], step):
             wide = flat[0][:, first : first + step].detach().double()
-            whole += wide.square().sum(1).cpu()
-            wide = wide - flat[1][:, first : first + step].double()
-            missed += wide.square_().sum(1).cpu()
+            missing = wide - flat[1][:, first : first + step].double()
+            whole += (wide / largest).square_().sum(1).cpu()
+            missed += missing.div_(largest).square_().sum(1).cpu()
         shares = (missed / whole)[whole.isfinite() & (whole > 0)]
         if len(shares):
             self.error = max(self.error, float(shares.max().sqrt()))

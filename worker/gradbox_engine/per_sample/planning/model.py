@@ -122,6 +122,10 @@ class CallableModel:
         self._first_shard, self._in_against = first_shard, in_against
         # The narrowest dtype of a product.
         self.rounding = AUTOCAST.get(options.precision, torch.float64)
+        # Whether gradients pass through float16, which ends at 6e-8.
+        self.in_float16 = self.rounding == torch.float16 or any(
+            parameter.dtype == torch.float16 for parameter in model.parameters()
+        )
         self._buffers = Buffers(model)
         self._method = method
         self._entry = entry_point(model, method, "method")
