@@ -208,9 +208,10 @@ def squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
     narrow = {n: x for n, x in found.items() if _is_narrow(terms[n])}
     if not narrow:
         return found
-    lost = torch.stack([~((x > SMALLEST_SQUARE) & x.isfinite()).all() for x in narrow.values()])
-    for name, again in zip(narrow, lost.tolist(), strict=True):
-        if again:
+    squares = torch.stack(list(narrow.values()))
+    held = ((squares > SMALLEST_SQUARE) & squares.isfinite()).flatten(1).all(1)
+    for name, all_held in zip(narrow, held.tolist(), strict=True):
+        if not all_held:
             found[name] = terms[name].to(torch.float64).squared_norm()
     return found
 
