@@ -40,7 +40,7 @@ def scaled_replay(
     resumed: Checkpoint | None,
     after_shard: AfterShard,
 ) -> ReplayProgress:
-    """Replay, see `replay`; through float16 at a scale, and again at smaller ones if that is needed.
+    """Replay, see `replay`; through float16 at a scale, and again at smaller ones if needed.
 
     Args:
         resumed: how far an earlier process came, at whose scale the sums are.
