@@ -189,7 +189,7 @@ class Factored:
                 part = summed_rows(term, cotangents[seen : seen + count])
                 totals[name] = totals[name] + part if name in totals else part
             seen += count
-        return totals
+        return {name: total.to(self.pieces[0][name].dtype) for name, total in totals.items()}
 
     def projection(self, dim: int, seed: int = 0, *, kind: Kind = "sketch") -> Tensor:
         """Return the seeded random projection of every row to `dim` numbers, shape (B, Y, dim)."""
@@ -259,6 +259,6 @@ def _channels_first(term: Term) -> bool:
 
 
 def summed_rows(term: Term, weights: Tensor) -> Tensor:
-    """Return Σ_{b,y} u[b, y] J[b, y] in the parameter's dtype, for `weights` of any."""
+    """Return Σ_{b,y} u[b, y] J[b, y] in float32 or wider, for `weights` of any dtype."""
     wider = term.widened()
-    return wider.vjp(weights.to(wider.dtype)).to(term.dtype)
+    return wider.vjp(weights.to(wider.dtype))

@@ -195,6 +195,26 @@ def test_half_precision_keeps_tiny_cotangents():
     assert difference(result.grads, double_backward(exact).grads) <= 5e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("sizes", [(2.0**-90, 2.0**30), (2.0**-60, 1.0), (1.0, 2.0**40)])
+def test_the_sizes_of_inner_and_outer_do_not_show(dtype, sizes):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).to(dtype)
+    group = Group("z", [{"0": torch.randn(3, 4).to(dtype)} for _ in range(2)])
+    y = torch.linspace(-1, 1, 5, requires_grad=True)
+
+    def answer(a, b):
+        inner = Objective(lambda y, v: a * (y * v.float().tanh()).sum(), {"y": y}, {"y": y})
+        outer = Objective(lambda dfdz: b * (dfdz / a).square().sum())
+        return mixed_gradient(model, group, inner, outer)
+
+    found, expected = answer(*sizes), answer(1.0, 1.0)
+    assert not found.fallbacks
+    near = 1e-2 if dtype == torch.float16 else 1e-6
+    assert found.value / sizes[1] == pytest.approx(expected.value, rel=near)
+    assert difference({"y": found.grads["y"] / sizes[1]}, expected.grads) < near
+
+
 def test_weights_are_laid_over_for_the_job():
     case = mlp()
     weights = {"0.bias": torch.ones(8, dtype=torch.float64)}

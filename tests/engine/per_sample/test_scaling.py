@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -214,3 +216,34 @@ def test_tangents_that_float16_does_not_hold_reach_float16_parameters() -> None:
     found = jacobian(net, [{"0": x}], reduce="jvp", vectors=tangents).arrays["jvp"]
     expected = jacobian(net, [{"0": x}], reduce="jvp", vectors=larger).arrays["jvp"]
     assert torch.equal(found * 2.0**40, expected)
+
+
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e6])
+def test_reductions_of_float16_rows_need_not_fit_float16(size: float) -> None:
+    net, x = model().half(), torch.randn(6, 5).half()
+
+    def reduced(**given: Any) -> Tensor:
+        def loss(z: Tensor) -> Tensor:
+            return z.square().sum(1) * size
+
+        found = per_sample_gradient(net, [{"0": x[:4]}, {"0": x[4:]}], loss, **given).arrays
+        return torch.cat([array.double().flatten() / size for array in found.values()])
+
+    for given in ({"reduce": "norm"}, {"reduce": "projection", "dim": 8}):
+        assert naive.difference(reduced(**given), reduced(**given, precision="fp64")) < TOLERANCE
+    clipped = {"reduce": "clipped_sum", "clip": 0.1}
+    if size >= 1:
+        found, expected = (reduced(**clipped, **given) for given in ({}, {"precision": "fp64"}))
+        assert naive.difference(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("reduce", ["clipped_sum", "vjp"])
+def test_sums_of_rows_of_16_bits_over_shards_are_wide(reduce: str) -> None:
+    net = nn.Linear(1, 1, bias=False).bfloat16()
+    shards = [{"0": torch.ones(1, 1).bfloat16()}] * 400
+    if reduce == "vjp":
+        found = jacobian(net, shards, reduce="vjp", vectors=torch.ones(400, 1))
+    else:
+        found = per_sample_gradient(net, shards, lambda z: z[:, 0], reduce=reduce, clip=9.0)
+    assert found.arrays["weight"].item() == 400  # in bfloat16 the sum would stay at 256
+    assert found.arrays["weight"].dtype == torch.bfloat16

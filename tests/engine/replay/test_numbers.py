@@ -141,6 +141,17 @@ def test_the_scale_of_fp16_does_not_show(factor):
     assert difference(scaled, gradient(1.0)) < 1e-6
 
 
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e8])
+def test_float16_parameters_have_gradients_that_float16_does_not_hold(size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).half()
+    shards = [{"0": torch.randn(3, 4).half()} for _ in range(2)]
+    objective = Objective(lambda z: z.square().mean() * size)
+    exact = set_gradient(model, [Group("z", shards)], objective, precision="fp64")
+    result = set_gradient(model, [Group("z", shards)], objective)
+    assert difference(result.grads, exact.grads) < NEAR["fp16"]
+
+
 def test_fp16_tries_a_smaller_scale_where_gradients_overflow():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     with torch.no_grad():

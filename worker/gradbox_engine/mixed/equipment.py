@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradbox_engine.mixed.inner import Inner
 from gradbox_engine.mixed.jacobian_products import ShardJacobians
 from gradbox_engine.model.kernels import differentiable_kernels
+from gradbox_engine.model.precision import passes_float16
 from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.wrt import Selection, refuse_uninitialised
 from gradbox_engine.replay.cotangents import trainable
@@ -62,7 +63,9 @@ def equipped(
     ):
         yield Equipment(
             ready=ready,
-            jacobians=ShardJacobians(ready, argument=z, scaled=told.precision == "fp16"),
+            jacobians=ShardJacobians(
+                ready, argument=z, scaled=passes_float16(model, told.precision)
+            ),
             inner=Inner(inner, device=ready.device, seed=told.seed, widened=told.widened),
             observer=observer or Silent(),
         )

@@ -96,8 +96,14 @@ class Inner:
 
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the Euclidean norm of several tensors as one vector; 0-dim, without a graph."""
-    norms = [torch.linalg.vector_norm(tensor.detach()) for tensor in tensors]
+    """Return the Euclidean norm of several tensors as one vector; 0-dim, without a graph.
+
+    In float64, but on MPS, which has none: squares in float32 may underflow.
+    """
+    norms = [
+        torch.linalg.vector_norm(x.detach(), dtype=None if x.is_mps else torch.float64)
+        for x in tensors
+    ]
     return torch.stack(norms).norm() if norms else torch.zeros(())
 
 

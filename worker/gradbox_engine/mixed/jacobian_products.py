@@ -59,7 +59,7 @@ class ShardJacobians:
         self._calls = ready.calls
         self._feed = ready.feed
         self._argument = argument or next(_real(ready.calls.groups[0].shards[0]), None)
-        self._scaled = scaled
+        self.scaled = scaled
 
     def transposed(
         self, position: Position, cotangents: Callable[[Outputs], Outputs]
@@ -95,7 +95,9 @@ class ShardJacobians:
                 )
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         outputs = {n: v.detach() for n, v in graph.outputs.items()}
-        return outputs, gradient if scale == 1.0 else gradient / scale
+        if self.scaled:  # of a float16 z: in float32, which holds it
+            gradient = gradient.to(accumulation_dtype(gradient.dtype)) / scale
+        return outputs, gradient
 
     def forward_mode(self, position: Position, u: Tensor) -> Linearised:
         """Return v and Ju: one call that keeps no graph.
@@ -175,7 +177,7 @@ class ShardJacobians:
         return arguments, name, arguments[name]
 
     def _scale(self, tensors: list[Tensor]) -> float:
-        return fp16_scale(tensors, largest=1.0) if self._scaled else 1.0
+        return fp16_scale(tensors, largest=1.0) if self.scaled else 1.0
 
 
 def _real(arguments: Mapping[str, Any]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from gradbox_engine.mixed.inner import Contraction, norm
 from gradbox_engine.mixed.jacobian_products import Linearised, missing_rule
 from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.model.outputs import BARE, Outputs
-from gradbox_engine.model.precision import replay_tolerance
+from gradbox_engine.model.precision import REPLAY_TOLERANCE, replay_tolerance
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.cotangents import differentiate, nonzero
@@ -267,6 +267,8 @@ class _Tangents:
         error = (contraction.product.detach() - expected).abs()
         scale = torch.maximum(contraction.scale, self._largest)
         tolerance = replay_tolerance(self._equipment.ready.options.precision, dfdz.dtype)
+        if self._equipment.jacobians.scaled:
+            tolerance = max(tolerance, REPLAY_TOLERANCE["fp16"])
         return bool(error <= tolerance * scale)
 
 

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradbox_engine.requests import Precision
 
@@ -46,6 +46,11 @@ def replay_tolerance(precision: Precision, dtype: torch.dtype) -> float:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients of `dtype` are summed: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def passes_float16(model: nn.Module, precision: Precision) -> bool:
+    """Return whether gradients pass through float16: under its autocast, or to such parameters."""
+    return precision == "fp16" or any(p.dtype == torch.float16 for p in model.parameters())
 
 
 def fp16_scale(tensors: Iterable[Tensor], *, largest: float) -> float:

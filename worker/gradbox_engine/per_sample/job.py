@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
 from gradbox_engine.errors import BadInputs, BadReduction
+from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.per_sample.kept_factors import (
     CrossGram,
     CrossGramOfShards,
@@ -135,7 +136,7 @@ class PerSampleJob:
                     while head.overflown(terms):
                         run.start()
                         terms = run.terms(chunk, last=True)
-                    terms = head.unscaled(terms)
+                    terms = head.unscaled(terms, wide_rows=self._request.reduce != "none")
                 facts.unreached &= {name for name, term in terms.items() if term.rule == "zero"}
                 collector.take(terms, facts.samples, chunk)
                 del terms
@@ -185,9 +186,11 @@ class PerSampleJob:
             else:
                 found = self._pulled_back_by(run, vectors[at : at + graph.samples])
                 for name, gradient in found.items():
-                    totals[name] = totals[name] + gradient if name in totals else gradient
+                    part = gradient.to(accumulation_dtype(gradient.dtype))
+                    totals[name] = totals[name] + part if name in totals else part
             facts.add(run, graph.z.detach())
             self._keep(facts, state)
+        totals = {n: x.to(self._model.parameters[n].dtype) for n, x in totals.items()}
         against = self._request.against
         if against is not None:
             rows = against if isinstance(against, Factored) else kept.factors()
@@ -253,7 +256,7 @@ class PerSampleJob:
         if request.reduce == "projection":
             return Projected(projection_of(request.kind, request.dim or 1, request.seed))
         if request.reduce == "clipped_sum":
-            return ClippedSum(request.clip or 1.0)
+            return ClippedSum(request.clip or 1.0, self._model.parameters)
         if request.reduce == "jvp":
             return Directional(tangents_of(request.vectors, self._model.parameters))
         if request.reduce in ("gram", "gram_trace"):

@@ -234,10 +234,10 @@ def tangents_of(vectors: Any, parameters: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 class ClippedSum(Collector):
-    """Σ_b g_b · min(1, clip/‖g_b‖) by parameter."""
+    """Σ_b g_b · min(1, clip/‖g_b‖) by parameter, summed in float32 or wider."""
 
-    def __init__(self, clip: float) -> None:
-        self._clip = clip
+    def __init__(self, clip: float, parameters: Mapping[str, Tensor]) -> None:
+        self._clip, self._parameters = clip, parameters
         self._totals: dict[str, Tensor] = {}
         self._norms: list[Tensor] = []
 
@@ -263,7 +263,7 @@ class ClippedSum(Collector):
 
     def result(self, *, one_output: bool) -> dict[str, Any]:
         return {
-            "arrays": self._totals,
+            "arrays": {n: x.to(self._parameters[n].dtype) for n, x in self._totals.items()},
             "parameter_norms": {"": torch.cat(self._norms).squeeze(1)},
         }
 

@@ -8,9 +8,9 @@ gradients of very many outputs. A shard in which a sample's gradient overflows r
 smaller scale for that sample. Cost: the loss's own backward pass once more, and two passes over the
 factors.
 
-Of float16 parameters the divided output gradients are float16 again: they lose digits below 6e-5,
-are zero below 3e-8 and infinite beyond 65504, also where the rows, or norms in float32, would hold
-more.
+Rows of float16 parameters that are not reduced are float16 again, and so are the output gradients
+that they are made of: they lose digits below 6e-5, are zero below 3e-8 and infinite beyond 65504,
+also where their product with the input would not be.
 
 Shapes: B samples over all shards, b of one, Y outputs.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,10 +157,15 @@ class Scaled:
         self._lowered = self._lowered + lower
         return bool(lower.any())
 
-    def unscaled(self, terms: Mapping[str, Term]) -> dict[str, Term]:
-        """Return the last shard's terms without the scales; terms that share a factor still do."""
+    def unscaled(self, terms: Mapping[str, Term], *, wide_rows: bool) -> dict[str, Term]:
+        """Return the last shard's terms without the scales; terms that share a factor still do.
+
+        Args:
+            wide_rows: whether they come in float32 or wider, to be reduced.
+        """
         scaled: dict[Identity, Tensor] = {}
-        return {name: _weighted(term, 1 / self._scales, scaled) for name, term in terms.items()}
+        weighted = partial(_weighted, weights=1 / self._scales, scaled=scaled, wide_rows=wide_rows)
+        return {name: weighted(term) for name, term in terms.items()}
 
 
 def pulled_back(graph: RecordedGraph, cotangents: Tensor, *, scaled: bool) -> dict[str, Tensor]:
@@ -196,16 +202,23 @@ def _scales(slope: Tensor | None, samples: int) -> Tensor:
     return torch.where(fits, exponents, 0.0).exp2()
 
 
-def _weighted(term: Term, weights: Tensor, scaled: dict[Identity, Tensor]) -> Term:
+def _weighted(
+    term: Term, *, weights: Tensor, scaled: dict[Identity, Tensor], wide_rows: bool
+) -> Term:
     """Return the term with every sample's row times its weight, `weights` of shape (b,)."""
     if isinstance(term, Total):
-        return Total(tuple(_weighted(part, weights, scaled) for part in term.terms))
+        again = partial(_weighted, weights=weights, scaled=scaled, wide_rows=wide_rows)
+        return Total(tuple(again(part) for part in term.terms))
     if isinstance(term, Block):
-        return replace(term, array=_scaled_along(term.array, weights, 0))
+        array = _scaled_along(term.array, weights, 0)
+        return replace(term, array=array if wide_rows else array.to(term.dtype))
     if isinstance(term, Outer | Lookup | Positions | Convolution):
         key = identity(term.left)
         if key not in scaled:
-            scaled[key] = _scaled_along(term.left, weights, 1)
+            left = _scaled_along(term.left, weights, 1)
+            scaled[key] = left if wide_rows else left.to(term.dtype)
+        if wide_rows and isinstance(term, Outer | Convolution):
+            term = replace(term, right=wide(term.right))
         return replace(term, left=scaled[key])
     return term
 
@@ -225,4 +238,4 @@ def _scaled_along(x: Tensor, weights: Tensor, dim: int) -> Tensor:
     sizes: list[Any] = [1] * x.dim()
     sizes[dim] = -1
     # In float32 or wider: a weight below 3e-8 is zero in float16, and its product may not be.
-    return (x * weights.to(wide(x[:0])).view(sizes)).to(x.dtype)
+    return x * weights.to(wide(x[:0])).view(sizes)

@@ -1,9 +1,9 @@
 """Cotangents at a scale that float16 can hold.
 
-float16 ends at 6e-8 below and 65504 above. A replay in fp16 multiplies all cotangents by one power
-of two that lifts the largest entry to about 256, and divides the sums by it; where a gradient
-overflows all the same, the replay is repeated at a 64th of the scale, ten times at most: a gradient
-that is not finite in any precision stays what it is.
+float16 ends at 6e-8 below and 65504 above. A replay under its autocast, or of a model that has such
+parameters, multiplies all cotangents by one power of two that lifts the largest entry to about 256,
+and divides the sums by it; where a gradient overflows all the same, the replay is repeated at a
+64th of the scale, ten times at most: what is not finite in any precision stays so.
 
 All cotangents have one scale: what is below 1e-7 of the largest loses digits, then is zero.
 
@@ -17,7 +17,7 @@ from functools import partial
 
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.model.outputs import Outputs
-from gradbox_engine.model.precision import fp16_scale
+from gradbox_engine.model.precision import fp16_scale, passes_float16
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.replay.gradient_sums import GradientSums
@@ -40,7 +40,7 @@ def scaled_replay(
     resumed: Checkpoint | None,
     after_shard: AfterShard,
 ) -> ReplayProgress:
-    """Replay, see `replay`; in fp16 at a scale, and again at smaller ones if that is needed.
+    """Replay, see `replay`; through float16 at a scale, and again at smaller ones if needed.
 
     Args:
         resumed: how far an earlier process came, at whose scale the sums are.
@@ -55,7 +55,7 @@ def scaled_replay(
         observer=observer,
         after_shard=after_shard,
     )
-    if prepared.options.precision != "fp16":
+    if not passes_float16(prepared.model, prepared.options.precision):
         return once(resumed=progress)
     if resumed is None:
         entries = (tensor for part in cotangents.values() for tensor in part.values())

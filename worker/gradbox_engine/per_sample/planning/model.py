@@ -18,7 +18,7 @@ from gradbox_engine.errors import BadInputs, NoBatchAxis
 from gradbox_engine.model.buffers import Buffers
 from gradbox_engine.model.calls import entry_point
 from gradbox_engine.model.outputs import BARE, as_outputs, choose
-from gradbox_engine.model.precision import AUTOCAST, accumulation_dtype, autocast
+from gradbox_engine.model.precision import AUTOCAST, accumulation_dtype, autocast, passes_float16
 from gradbox_engine.model.prepared import configured, model_device
 from gradbox_engine.model.shard_feed import call_arguments
 from gradbox_engine.model.shard_rng import begin_stream
@@ -122,10 +122,7 @@ class CallableModel:
         self._first_shard, self._in_against = first_shard, in_against
         # The narrowest dtype of a product.
         self.rounding = AUTOCAST.get(options.precision, torch.float64)
-        # Whether gradients pass through float16, which ends at 6e-8.
-        self.in_float16 = self.rounding == torch.float16 or any(
-            parameter.dtype == torch.float16 for parameter in model.parameters()
-        )
+        self.in_float16 = passes_float16(model, options.precision)
         self._buffers = Buffers(model)
         self._method = method
         self._entry = entry_point(model, method, "method")
