@@ -209,6 +209,43 @@ def test_what_is_pulled_back_to_float16_parameters_is_float16(precision: str) ->
     assert {gradient.dtype for gradient in found.values()} == {torch.float16}
 
 
+class Rooted(nn.Module):
+    """A model in whose first layer an input of zero has gradients that are not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.b(self.a(x).abs().sqrt())
+        return z
+
+
+def test_rows_beside_one_that_is_finite_at_no_scale_are_right() -> None:
+    net, x = Rooted(), torch.rand(4, 3)
+    x[1] = 0
+    found, expected = (
+        per_sample_gradient(net, [{"0": x}], lambda z: z.square().sum(1), precision=precision)
+        for precision in ("fp16", "fp64")
+    )
+    for name, rows in expected.arrays.items():
+        finite = rows.isfinite()
+        assert finite.all() == (name != "a.weight")
+        assert torch.equal(found.arrays[name].isfinite(), finite)
+        assert naive.difference(found.arrays[name][finite], rows[finite]) < TOLERANCE
+
+
+def test_what_is_pulled_back_beside_a_gradient_that_is_finite_at_no_scale_is_right() -> None:
+    net, x, u = Rooted(), torch.rand(4, 3), torch.randn(4, 2)
+    x[1] = 0
+    found = jacobian(net, [{"0": x}], reduce="vjp", vectors=u, precision="fp16").arrays
+    expected = jacobian(net, [{"0": x}], reduce="vjp", vectors=u).arrays
+    assert not found["a.weight"].isfinite().any()
+    for name in ("b.weight", "b.bias"):
+        assert naive.difference(found[name], expected[name]) < TOLERANCE
+
+
 def test_tangents_that_float16_does_not_hold_reach_float16_parameters() -> None:
     net, x = model().half(), torch.randn(6, 5).half()
     tangents = {name: torch.full(p.shape, 2.0**-40) for name, p in net.named_parameters()}

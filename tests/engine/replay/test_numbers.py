@@ -176,6 +176,21 @@ def test_fp16_finds_the_scale_of_a_penalty_far_larger_than_the_loss(size):
     assert difference(result.grads, exact.grads) < NEAR["fp16"]
 
 
+def test_gradients_beside_one_that_is_finite_at_no_scale_are_right():
+    class Rooted(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[0](x).abs().sqrt())
+
+    torch.manual_seed(0)
+    model = Rooted(nn.Linear(4, 6, bias=False), nn.Linear(6, 3))
+    shards = [{"x": torch.zeros(2, 4)}, {"x": torch.rand(3, 4)}]
+    objective = Objective(lambda z: z.square().mean() * 1e-6)
+    exact = set_gradient(model, [Group("z", shards)], objective, precision="fp64").grads
+    grads = set_gradient(model, [Group("z", shards)], objective, precision="fp16").grads
+    assert not grads.pop("0.weight").isfinite().any()
+    assert difference(grads, {name: exact[name] for name in grads}) < NEAR["fp16"]
+
+
 def test_the_largest_difference_is_told_and_one_beyond_the_tolerance_is_an_error():
     first = torch.tensor([1.0, -2.0], dtype=torch.float64)
     comparison = ReplayComparison("fp32")

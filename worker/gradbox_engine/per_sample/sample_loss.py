@@ -5,8 +5,8 @@ such parameters, or runs under its autocast, sample b's loss is multiplied by th
 that brings ‖∂ℓ_b/∂z‖ to about 16; samples are independent, so row b is s_b times too large, and is
 divided in the parameters' dtype. The norm and not the largest entry, for a layer may add the
 gradients of very many outputs. A shard in which a sample's gradient overflows runs again, with a
-smaller scale for that sample. Cost: the loss's own backward pass once more, and two passes over the
-factors.
+smaller scale for that sample; what is infinite at each is so in any precision. Cost: the loss's own
+backward pass once more, and two passes over the factors.
 
 Rows of float16 parameters that are not reduced are float16 again, and so are the output gradients
 that they are made of: they lose digits below 6e-5, are zero below 3e-8 and infinite beyond 65504,
@@ -125,7 +125,8 @@ class Scaled:
 
     def __init__(self, loss: Callable[[Tensor, int], Tensor]) -> None:
         self._loss = loss
-        self._scales = self._losses = self._lowered = torch.empty(0)
+        self._scales = self._losses = torch.empty(0)
+        self._tried = torch.empty(0)  # how many scales of each sample were too large
         self._index = -1
 
     def __call__(self, z: Tensor, index: int) -> Tensor:
@@ -137,9 +138,10 @@ class Scaled:
         if losses.requires_grad and z.requires_grad:
             (slope,) = torch.autograd.grad(losses.sum(), z, retain_graph=True, allow_unused=True)
         if index != self._index:
-            self._index, self._lowered = index, z.new_zeros(len(z))
+            self._index, self._tried = index, z.new_zeros(len(z))
         scales = _scales(slope, len(z)).to(z.device)
-        self._scales, self._losses = scales * (-_STEP * self._lowered).exp2(), losses.detach()[:, 0]
+        steps = self._tried % (_MOST_STEPS + 1)
+        self._scales, self._losses = scales * (-_STEP * steps).exp2(), losses.detach()[:, 0]
         return losses * self._scales[:, None]
 
     @property
@@ -148,14 +150,17 @@ class Scaled:
         return self._losses
 
     def overflown(self, terms: Mapping[str, Term]) -> bool:
-        """Lower the scales of samples whose terms overflowed; say whether to run them again."""
-        finite = torch.ones_like(self._lowered, dtype=torch.bool)
+        """Lower the scales of samples whose terms overflowed; say whether to run them again.
+
+        A sample that overflows at all scales has its first one, the best for what is finite.
+        """
+        finite = torch.ones_like(self._tried, dtype=torch.bool)
         for term in terms.values():
             for factor, dim in _output_gradients(term):
                 finite &= factor.isfinite().movedim(dim, 0).flatten(1).all(1)
-        lower = ~finite & (self._lowered < _MOST_STEPS) & self._losses.isfinite()
-        self._lowered = self._lowered + lower
-        return bool(lower.any())
+        again = ~finite & (self._tried <= _MOST_STEPS) & self._losses.isfinite()
+        self._tried = self._tried + again
+        return bool(again.any())
 
     def unscaled(self, terms: Mapping[str, Term], *, wide_rows: bool) -> dict[str, Term]:
         """Return the last shard's terms without the scales; terms that share a factor still do.
@@ -173,17 +178,17 @@ def pulled_back(graph: RecordedGraph, cotangents: Tensor, *, scaled: bool) -> di
 
     Args:
         scaled: whether u is multiplied by one scale, and again by smaller ones where a gradient
-            overflows.
+            overflows; by the first one where all do.
     """
     cotangents = cotangents.to(graph.value)
     if not scaled:
         return graph.pulled_back(cotangents)
-    scale = float(_scales(cotangents, 1))
-    for _ in range(_MOST_STEPS):
+    first = float(_scales(cotangents, 1))
+    for step in (*range(_MOST_STEPS + 1), 0):
+        scale = first * 2.0 ** (-_STEP * step)
         found = graph.pulled_back(cotangents * scale, keep_graph=True)
         if all(bool(gradient.isfinite().all()) for gradient in found.values()):
             break
-        scale *= 2.0**-_STEP
     graph.free()
     return {name: gradient / scale for name, gradient in found.items()}
 

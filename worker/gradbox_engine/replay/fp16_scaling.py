@@ -3,7 +3,8 @@
 float16 ends at 6e-8 below and 65504 above. A replay under its autocast, or of a model that has such
 parameters, multiplies all cotangents by one power of two that lifts the largest entry to about 256,
 and divides the sums by it; where a gradient overflows all the same, the replay is repeated at a
-64th of the scale, ten times at most: what is not finite in any precision stays so.
+64th of the scale, ten times at most. What overflows even then is infinite in any precision: the
+last replay has the first scale again, at which other gradients have all their digits.
 
 All cotangents have one scale: what is below 1e-7 of the largest loses digits, then is zero.
 
@@ -12,8 +13,10 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+
+from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.model.outputs import Outputs
@@ -55,28 +58,24 @@ def scaled_replay(
         observer=observer,
         after_shard=after_shard,
     )
-    if not passes_float16(prepared.model, prepared.options.precision):
+    entries = [tensor for part in cotangents.values() for tensor in part.values()]
+    scaled = passes_float16(prepared.model, prepared.options.precision)
+    if not scaled or not _finite(entries):
         return once(resumed=progress)
+    first = fp16_scale(entries, largest=LARGEST)
     if resumed is None:
-        entries = (tensor for part in cotangents.values() for tensor in part.values())
-        sums.scale = fp16_scale(entries, largest=LARGEST)
-    return repeated_until_finite(once, sums, progress)
-
-
-def repeated_until_finite(
-    replay: Callable[..., ReplayProgress], sums: GradientSums, resumed: ReplayProgress | None
-) -> ReplayProgress:
-    """Replay, and again at a smaller scale for as long as a gradient overflows."""
-    for _ in range(MOST_STEPS):
-        replayed = replay(resumed=resumed)
-        if _finite(sums, replayed):
+        sums.scale = first
+    for _ in range(MOST_STEPS + 1):
+        replayed = once(resumed=progress)
+        inputs = [g for named in replayed.input_grads.values() for g in named.values()]
+        if sums.finite() and _finite(g for g in inputs if g is not None):
             return replayed
         sums.clear()
         sums.scale *= STEP
-        resumed = None
-    return replay(resumed=resumed)
+        progress = None
+    sums.scale = first
+    return once(resumed=None)
 
 
-def _finite(sums: GradientSums, replayed: ReplayProgress) -> bool:
-    inputs = [g for named in replayed.input_grads.values() for g in named.values()]
-    return sums.finite() and all(bool(g.isfinite().all()) for g in inputs if g is not None)
+def _finite(tensors: Iterable[Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
