@@ -26,6 +26,7 @@ from gradbox import (
     ProtocolError,
     ResultNotReady,
     ServiceUnavailable,
+    StorageFull,
     Unauthorized,
 )
 from gradbox.http.download import HashedFile, part_of
@@ -45,6 +46,19 @@ def test_a_box_that_is_busy_is_asked_again_until_it_answers() -> None:
     ]
     assert client_of(lambda request: replies.pop(0)).job("j1").id == "j1"
     assert not replies
+
+
+def test_only_a_long_wait_is_told_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    full = problem(StorageFull("the disk is full"), headers={"Retry-After": "1"})
+    replies = [full, httpx.Response(503), answer(job_view())]
+    patient = type(QUICK)(patience_s=5, first_pause_s=0.001)
+    client_of(lambda request: replies.pop(0), retry=patient).job("j1")
+    (told,) = caplog.messages
+    assert told == "the disk is full; trying again for up to 5 s"
+    caplog.clear()
+    replies = [httpx.Response(503), answer(job_view())]
+    client_of(lambda request: replies.pop(0), retry=patient).job("j1")
+    assert not caplog.messages
 
 
 def test_a_broken_connection_is_tried_again() -> None:

@@ -2,13 +2,14 @@
 
 What is transient is tried again with growing pauses until `Retry.patience_s` is over: a broken
 connection, and the statuses 429, 502, 503 and 504, after `Retry-After` where it is given; a full
-disk (507) only where it is. Every call can be repeated: uploads are named by their content, jobs by
-an idempotency key. A refused connection is only waited for where the box has answered before (it
-restarts); at first contact it means that nothing listens there.
+disk (507) only where it is. A longer wait is logged. Every call can be repeated: uploads are named
+by their content, jobs by an idempotency key. A refused connection is only waited for where the box
+has answered before (it restarts); at first contact it means that nothing listens there.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -27,9 +28,13 @@ from gradbox.printable import printable
 from gradbox.protocol import Problem
 from gradbox.settings import ClientSettings
 
+log = logging.getLogger(__name__)
+
 TRANSIENT: Final = frozenset({429, 502, 503, 504})
 PROBLEM: Final = "application/problem+json"
 CONNECT_TIMEOUT_S: Final = 10.0
+# A call that waits as long says why, by a warning that Python shows unless told otherwise.
+SILENT_S: Final = 1.0
 LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
@@ -59,22 +64,27 @@ class Backoff:
     def reset(self) -> None:
         """Start again with the first pause and all patience: there was progress."""
         self._number = 0
-        self._give_up_s: float | None = None
+        self._since_s: float | None = None  # the first fault
+        self._told = False
 
     def pause(self, fault: TransientFault) -> None:
-        """Wait before the next request.
+        """Wait before the next request; log why, once, where that takes longer.
 
         Raises:
             ServiceUnavailable: patience is over, or waiting cannot help.
         """
         now = time.monotonic()
-        if self._give_up_s is None:
-            self._give_up_s = now + self._retry.patience_s
+        if self._since_s is None:
+            self._since_s = now
+        left_s = self._since_s + self._retry.patience_s - now
         grown = self._retry.first_pause_s * 2**self._number * random.uniform(0.75, 1.25)
         pause_s = max(min(grown, self._retry.longest_pause_s), fault.retry_after_s)
         self._number += 1
-        if fault.refused or now + pause_s > self._give_up_s:
+        if fault.refused or pause_s > left_s:
             raise fault.error from fault.__cause__
+        if not self._told and now + pause_s - self._since_s >= SILENT_S:
+            self._told = True
+            log.warning("%s; trying again for up to %.0f s", printable(str(fault)), left_s)
         time.sleep(pause_s)
 
 
