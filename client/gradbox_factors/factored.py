@@ -12,12 +12,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gradbox_factors.block import Block, Positions
+from gradbox_factors.block import Block, Positions, Zero
 from gradbox_factors.dense_projection import Kind, projected, projection_of
 from gradbox_factors.gram import gram_bound, gram_of_pieces, gram_of_rows
 from gradbox_factors.outer import Outer
 from gradbox_factors.sums import any_term, common_dtype, sum_of, zeros_beside
 from gradbox_factors.term import Term, identity, nearly_cancelled
+from gradbox_factors.total import Total
 
 EVERYTHING = slice(None)
 SMALLEST_SQUARE = 1e-24  # of a row, to which squares that float32 rounds to zero add nothing
@@ -202,18 +203,29 @@ class Factored:
 def squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
     """Return the squared norm of every sample's row by parameter, shape (B, Y), float64.
 
-    From factors widened to float64 where float32 may have lost squares to underflow or overflow.
+    From factors widened to float64 where float32 may have lost squares to underflow or overflow;
+    not for a row of zeros, for which that would take a third of a job's time.
     """
     found = _squared_norms(terms)
     narrow = {n: x for n, x in found.items() if _is_narrow(terms[n])}
     if not narrow:
         return found
     squares = torch.stack(list(narrow.values()))
-    held = ((squares > SMALLEST_SQUARE) & squares.isfinite()).flatten(1).all(1)
-    for name, all_held in zip(narrow, held.tolist(), strict=True):
-        if not all_held:
+    held = (squares > SMALLEST_SQUARE) & squares.isfinite()
+    enough = held.flatten(1).all(1).tolist()
+    for name, rows_BY, all_held in zip(narrow, held, enough, strict=True):
+        if not (all_held or (rows_BY | _zero_rows(terms[name])).all()):
             found[name] = terms[name].to(torch.float64).squared_norm()
     return found
+
+
+def _zero_rows(term: Term) -> Tensor:
+    """Return which rows have output gradients of zero alone, (B, Y): a masked sample's, say."""
+    if isinstance(term, Total):
+        return torch.stack([_zero_rows(part) for part in term.terms]).all(0)
+    first = next(iter(term.tensors().values()))
+    zero = first[..., None].flatten(2).count_nonzero(2) == 0
+    return zero if isinstance(term, Block | Zero) else zero.T
 
 
 def _is_narrow(term: Term) -> bool:

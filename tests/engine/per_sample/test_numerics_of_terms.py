@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
 from gradbox_engine.per_sample.request import GradientReduction
-from gradbox_factors import Block, Factored, Lookup, Outer, Positions, Term, squared_norms
+from gradbox_factors import (
+    Block,
+    Factored,
+    Lookup,
+    Outer,
+    Positions,
+    Term,
+    Total,
+    squared_norms,
+)
 from tests.engine.per_sample import naive
 
 DOUBLE = torch.float64
@@ -263,21 +272,22 @@ def test_an_unused_first_parameter_keeps_its_dtype_under_autocast() -> None:
     assert {array.dtype for array in found.arrays.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e25])
+@pytest.mark.parametrize("sizes", [(1.0, 1.0), (1.0, 1e-30), (1e-30, 1.0), (1e-22, 1e25)])
 @pytest.mark.parametrize("positions", [1, 4])
 def test_norms_of_float32_rows_have_their_digits_where_float32_loses_the_squares(
-    size: float, positions: int
+    sizes: tuple[float, float], positions: int
 ) -> None:
-    left, right = made(2, 5, positions, 6) * size, made(5, positions, 400, seed=1)
-    left[:, 2] = 0
+    left, right = made(2, 5, positions, 6) * sizes[0], made(5, positions, 400, seed=1)
+    left[:, 2], left[:, 3] = 0, made(2, positions, 6, seed=2) * sizes[1]
     terms: list[Term] = [
         Outer("w", (6, 400), left.float(), right.float()),
         Positions("w", (6,), left.float()),
         Lookup("w", (9, 6), left.float(), torch.arange(5 * positions).view(5, -1) % 7),
         Block("w", (positions, 6), left.float().transpose(0, 1)),
+        Block("w", (), left[:, :, 0, 0].float().T),
     ]
-    for term in terms:
-        exact = term.to(DOUBLE).block().flatten(2).norm(dim=2)
+    for term in (*terms, Total((terms[0], terms[0]))):
+        exact = term.to(DOUBLE).block()[..., None].flatten(2).norm(dim=2)
         found = squared_norms({"w": term})["w"].sqrt()
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
 
