@@ -53,4 +53,5 @@ class Hooks:
                 table.update(entries)
 
     def _live_keys(self) -> list[tuple[int, ...]]:
-        return list(map(tuple, self._tables))  # a hook's number is never used again
+        # A hook's number is never used again; most tables are empty.
+        return [(id(table), *table) for table in filter(None, self._tables)]
