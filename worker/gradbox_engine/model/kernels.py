@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 _Reentrant = torch.utils.checkpoint.CheckpointFunction
-_REPLACED: dict[str, list[type]] = {}  # by name: torch's own class, and what stands in its place
+_REPLACED: dict[tuple[Any, str], list[Any]] = {}  # by place: torch's own, and what stands there
 RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
 
@@ -40,7 +40,7 @@ def checkpoints_inlined() -> Iterator[None]:
 
     They know neither forward mode nor `torch.autograd.grad`. The random numbers drawn are the same.
     """
-    with _replaced("CheckpointFunction", _Inlined):
+    with replaced(torch.utils.checkpoint, "CheckpointFunction", _Inlined):
         yield
 
 
@@ -55,7 +55,7 @@ def forward_mode_checkpoints() -> Iterator[None]:
         if not hasattr(torch.utils.checkpoint, "_NoopSaveInputs"):
             yield
             return
-        with _replaced("_NoopSaveInputs", _NothingSaved):
+        with replaced(torch.utils.checkpoint, "_NoopSaveInputs", _NothingSaved):
             yield
 
 
@@ -67,24 +67,24 @@ def checkpoints_reached() -> Iterator[None]:
     the parameters inside get no gradient, without an error. There torch's other kind of checkpoint
     takes their place, which draws the same random numbers.
     """
-    with _replaced("CheckpointFunction", _Reached):
+    with replaced(torch.utils.checkpoint, "CheckpointFunction", _Reached):
         yield
 
 
 @contextmanager
-def _replaced(name: str, instead: type) -> Iterator[None]:
-    """Let another class take the place of one of torch's for checkpoints.
+def replaced(owner: Any, name: str, instead: Any) -> Iterator[None]:
+    """Let something else take the place of an attribute of one of torch's modules or classes.
 
     Jobs of several threads may end in another order than they began; the last puts torch's back.
     """
-    places = _REPLACED.setdefault(name, [getattr(torch.utils.checkpoint, name)])
+    places = _REPLACED.setdefault((owner, name), [vars(owner)[name]])
     places.append(instead)
-    setattr(torch.utils.checkpoint, name, instead)
+    setattr(owner, name, instead)
     try:
         yield
     finally:
         places.remove(instead)
-        setattr(torch.utils.checkpoint, name, places[-1])
+        setattr(owner, name, places[-1])
 
 
 class _Reached:

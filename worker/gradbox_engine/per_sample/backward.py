@@ -21,9 +21,10 @@ from torch.autograd.graph import GradientEdge
 from gradbox_engine.errors import NoBatchAxis, SelfCheckFailed
 from gradbox_engine.model.kernels import checkpoints_inlined
 from gradbox_engine.per_sample.derived_parameters import parameter_terms
-from gradbox_engine.per_sample.gradients import batched_gradients, gradients
+from gradbox_engine.per_sample.gradients import batched_gradients, gradients, gradients_in_turn
 from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.planning.plan import Plan
+from gradbox_engine.per_sample.recording.custom_functions import custom_functions_shown
 from gradbox_engine.per_sample.recording.function_calls import Key, StepRecorder
 from gradbox_engine.per_sample.recording.row_owners import RowOwners, row_owners
 from gradbox_factors import Block, Lookup, Outer, Positions, Term, Total, Zero
@@ -53,7 +54,7 @@ class RecordedGraph:
         recorded = model.parameters if plan.recorded else {}
         self._recorder = StepRecorder(recorded, plan.steps, samples=samples)
         with torch.enable_grad():
-            with checkpoints_inlined(), self._recorder:
+            with checkpoints_inlined(), custom_functions_shown(), self._recorder:
                 self.z = model.call(arguments)
             self._recorder.finish()
             self.calls = hash(tuple(self._recorder.called))  # the functions called, in order
@@ -155,11 +156,7 @@ class RecordedGraph:
                 if "vmap" not in str(error) and "batching rule" not in str(error).lower():
                     raise
                 self._plan.batched_backward = False
-        rows = [gradients(value, edges, cotangent, keep_graph=True) for cotangent in cotangents]
-        return [
-            None if parts[0] is None else torch.stack([g for g in parts if g is not None])
-            for parts in zip(*rows, strict=True)
-        ]
+        return gradients_in_turn(value, edges, cotangents)
 
     def _row_owners(
         self, by_edge: Sequence[Tensor | None], outputs: range

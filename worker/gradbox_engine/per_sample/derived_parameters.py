@@ -2,7 +2,8 @@
 
 A transposed weight and an embedding of indices that no sample changes keep their factors. Views of
 a parameter, as one expert's weight of many, are written into one array at their places. Whatever
-else h is, the array of q is pulled back through it, all samples and outputs in one backward.
+else h is, the array of q is pulled back through it, all samples and outputs in one backward, or
+one after the other where an operation of h takes no batches.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradbox_engine.per_sample.gradients import batched_gradients
+from gradbox_engine.per_sample.gradients import batched_gradients, gradients_in_turn
 from gradbox_engine.per_sample.recording.function_calls import Key
 from gradbox_engine.per_sample.rules.embedding import lookup
 from gradbox_engine.per_sample.rules.rule import Target
@@ -76,10 +77,12 @@ def _pulled_back(
     if name is not None and leaf is not None and kind == "EmbeddingBackward0":
         yield name, _looked_up(q.grad_fn, block, Target(name, tuple(leaf.shape), leaf.dtype))
         return
-    gradients = batched_gradients(
-        q, list(parameters.values()), block.flatten(0, 1), keep_graph=True
-    )
-    for name, gradient in zip(parameters, gradients, strict=True):
+    cotangents, leaves = block.flatten(0, 1), list(parameters.values())
+    try:
+        found = batched_gradients(q, leaves, cotangents, keep_graph=True)
+    except RuntimeError:  # an operation of h has no batches: one of sparse tensors, say
+        found = gradients_in_turn(q, leaves, cotangents)
+    for name, gradient in zip(parameters, found, strict=True):
         if gradient is not None:
             array = gradient.view(*block.shape[:2], *gradient.shape[1:])
             yield name, Block(name, tuple(array.shape[2:]), array)

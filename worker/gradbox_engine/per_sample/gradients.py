@@ -79,6 +79,15 @@ def batched_gradients(
         _vmapmode_decrement_nesting()
 
 
+def gradients_in_turn(value: Tensor, wanted: Wanted, cotangents: Tensor) -> Sequence[Tensor | None]:
+    """Return the same by one backward pass for each cotangent; keeps the graph."""
+    rows = [gradients(value, wanted, cotangent, keep_graph=True) for cotangent in cotangents]
+    return [
+        None if parts[0] is None else torch.stack([g for g in parts if g is not None])
+        for parts in zip(*rows, strict=True)
+    ]
+
+
 def _run(
     value: Tensor, wanted: Wanted, cotangent: Tensor, *, keep_graph: bool
 ) -> Sequence[Tensor | None]:

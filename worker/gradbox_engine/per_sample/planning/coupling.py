@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.errors import CoupledSamples
+from gradbox_engine.model.tensor_equality import same_values
 from gradbox_engine.per_sample.planning.probed_use import ProbeUses
 from gradbox_engine.per_sample.recording.batch_axis import (
     EXTRA,
@@ -74,6 +75,8 @@ def _mixed(a: Tensor, b: Tensor, c: Tensor, uses: ProbeUses) -> bool | None:
     """Return `Mixing.seen` of a tensor of the three runs, None where samples do not meet in it."""
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (a, b, c))):
         return False  # of a `torch.func` call that is over: its numbers cannot be read any more
+    if a.layout is not torch.strided:
+        return None if same_values(b, c) else False
     dim = changed_dim(a.shape, b.shape)
     if dim is None:  # of no sample, yet another if a sample is: a mean over the batch
         return False if b.shape != c.shape or not torch.equal(b, c) else None

@@ -26,6 +26,7 @@ from gradbox_engine.per_sample.planning.model import CALL_ERRORS, CallableModel,
 from gradbox_engine.per_sample.planning.plan import Plan, make_plan
 from gradbox_engine.per_sample.planning.probed_use import ProbeUses
 from gradbox_engine.per_sample.recording.batch_axis import EXTRA, BatchAxis
+from gradbox_engine.per_sample.recording.custom_functions import custom_functions_shown
 from gradbox_engine.per_sample.recording.function_calls import Use, UseLog, same_calls
 from gradbox_engine.per_sample.recording.index_selections import Selection, may_reorder
 
@@ -175,7 +176,7 @@ def _probe(
     model.begin_stream(index)
     before = generator_fingerprint()
     try:
-        with torch.enable_grad(), checkpoints_inlined(), log:
+        with torch.enable_grad(), checkpoints_inlined(), custom_functions_shown(), log:
             z = model.call(copied(shard)).detach()
     finally:
         log.remove_hooks()

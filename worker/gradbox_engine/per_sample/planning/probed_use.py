@@ -81,9 +81,10 @@ class ProbedUse:
         runs = (self.first, self.second, self.third)
         if len({(len(run.inputs), len(run.outputs)) for run in runs}) > 1:
             return Step(function, self.number, LOOP)  # `torch.cat([q] * B)`: a tensor a sample
-        if function is Tensor.__setitem__:
+        alone = self._of_parameters_alone()
+        if function is Tensor.__setitem__ and not alone:
             return Step(function, self.number, LOOP)
-        if self._of_parameters_alone():
+        if alone:
             shapes = tuple(x.shape for x in (*self.first.inputs, *self.first.outputs))
             return DerivedStep(function, self.number, "derived", shapes)
         for choose in (

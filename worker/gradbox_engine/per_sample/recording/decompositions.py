@@ -8,6 +8,8 @@ to rounding, and dropout between layers draws the same numbers.
 A grouped product, of rows sorted by experts, is one product for each expert, also for one without
 rows: so every run calls the same functions.
 
+A conversion to the dtype and device of another tensor is one to that dtype and device.
+
 Not decomposed: packed sequences, whose rows hold several samples each (their parameters are
 looped over).
 """
@@ -162,6 +164,10 @@ def _grouped_product(
     return out if out_dtype is None else out.to(out_dtype)
 
 
+def _like(x: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return x.to(other.device, other.dtype, *args, **kwargs)
+
+
 _DECOMPOSITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: _inlined(F.multi_head_attention_forward),
     torch.lstm: _recurrent(_lstm_step, 2),
@@ -181,5 +187,7 @@ def decomposed(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[
     if function is torch._grouped_mm:
         rows_by_group = [x.dim() for x in args[:2]] == [2, 3]
         return _DECOMPOSITIONS[function] if rows_by_group else None
+    if function in (Tensor.to, Tensor.type_as):
+        return _like if len(args) > 1 and isinstance(args[1], Tensor) else None
     packed = len(args) > 1 and isinstance(args[1], Tensor) and args[1].dtype == torch.int64
     return None if packed else _DECOMPOSITIONS.get(function)

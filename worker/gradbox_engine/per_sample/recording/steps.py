@@ -64,15 +64,18 @@ class DerivedStep(Step):
 
     def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.function(*args, **kwargs)
-        if tuple(x.shape for x in (*tensors_of((args, kwargs)), *tensors_of(out))) != self.shapes:
+        written = args[0] if self.function is Tensor.__setitem__ else out
+        shapes = (x.shape for x in (*tensors_of((args, kwargs)), *tensors_of(written)))
+        if tuple(shapes) != self.shapes:
             recorder.deviated = True  # samples take part in it after all
             return out
-        parts = [out] if isinstance(out, Tensor) else list(out)
+        parts = [written] if isinstance(written, Tensor) else list(written)
         for position, part in enumerate(parts):
             if isinstance(part, Tensor) and part.requires_grad:
                 key = (self.number, position)
                 recorder.track(part, key)
-                recorder.derived[key] = part
+                # What is written to later as well has a place in the graph for each time.
+                recorder.derived[key] = part if written is out else part.view_as(part)
         return out
 
 
