@@ -119,6 +119,15 @@ def test_an_architecture_by_name(folder: Path, name: str, package: str) -> None:
     assert sum(parameter.numel() for parameter in build_model(given).parameters()) > 10**6
 
 
+def test_adapters_on_a_model_of_the_hub(folder: Path, hub_cache: Path) -> None:
+    pytest.importorskip("peft")
+    (folder / "adapted.py").write_text(python("# adapted.py"))
+    names = [name for name, _ in build_model(entry("adapted", folder)).named_parameters()]
+    assert (
+        sum("lora_" in name for name in names) == 4 * 6
+    )  # A and B, query and value, of six layers
+
+
 def test_a_checkpoint_becomes_safetensors(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     state = {"state_dict": model.state_dict(), "epoch": 3}

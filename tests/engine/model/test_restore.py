@@ -248,6 +248,23 @@ def test_the_job_runs_where_grad_is_disabled(mode):
     assert all(bool(gradient.ne(0).any()) for gradient in result.grads.values())
 
 
+class _Settled(dict[str, int]):
+    """A dict that cannot be changed, as other libraries keep their settings in."""
+
+    def _refuse(self, *_):
+        raise TypeError("settled")
+
+    __setitem__ = __delitem__ = clear = update = pop = _refuse
+
+
+def test_a_dict_that_refuses_changes_is_left_alone():
+    model = nn.Linear(2, 2)
+    model.settings = settings = _Settled(width=2)
+    set_gradient(model, [Group("z", [{"0": torch.ones(3, 2)}])], Objective(torch.sum))
+    assert model.settings is settings
+    assert settings == {"width": 2}
+
+
 def test_errors_are_one_tree():
     with pytest.raises(EngineError):
         answer(CASES["mlp"](), wrt=["nothing"])

@@ -16,7 +16,6 @@ objects, and tensors that are overwritten in place.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from operator import is_, itemgetter
 from typing import Any
@@ -24,11 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradbox_engine.model.containers import CONTAINERS, entries_of, refill, same_entries
 from gradbox_engine.model.scripted import bind, scripted_attributes
 
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)
-CONTAINERS = (dict, list, set, deque)
 MOST_ENTRIES = 64  # of a container: n snapshots of a list that grows would take n² places
 
 ModuleAttributes = dict[str, Any]
@@ -88,7 +87,7 @@ class _Registered:
         self._read = itemgetter(*own, *own) if own else lambda _: ()
         self._values = self._read(self._live)
         self._containers = [
-            (value, _entries(value))
+            (value, entries_of(value))
             for name, value in self._live.items()
             if name not in OF_TORCH and isinstance(value, CONTAINERS)
         ]
@@ -101,7 +100,7 @@ class _Registered:
         if not same or len(self._live) != len(self._first):
             return True
         return bool(self._containers) and any(
-            not _same(_entries(container), kept) for container, kept in self._containers
+            not same_entries(entries_of(container), kept) for container, kept in self._containers
         )
 
     def attributes(self) -> ModuleAttributes | None:
@@ -114,7 +113,7 @@ class _Registered:
         for name, value in own.items():
             kept = entries.get(id(value))
             if value is self._first.get(name, entries) and (
-                kept is None or _same(_entries(value), kept)
+                kept is None or same_entries(entries_of(value), kept)
             ):
                 continue
             if _is_plain(value):
@@ -128,8 +127,7 @@ class _Registered:
 
     def restore(self) -> None:
         for container, entries in self._containers:
-            if not _same(_entries(container), entries):
-                _refill(container, entries)
+            refill(container, entries)
         for name in [n for n in self._live if n not in self._first and n not in OF_TORCH]:
             del self._live[name]
         self._live.update({n: v for n, v in self._first.items() if n not in OF_TORCH})
@@ -138,7 +136,7 @@ class _Registered:
         for name, value in attributes.items():
             live = self._live.get(name)
             if type(live) is type(value) and isinstance(live, CONTAINERS):
-                _refill(live, _entries(value))  # others may hold the same container
+                refill(live, entries_of(value))  # others may hold the same container
             elif isinstance(value, CONTAINERS):
                 self._live[name] = value.copy()
             else:
@@ -178,29 +176,9 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def _entries(container: Any) -> list[Any]:
-    if isinstance(container, dict):
-        return [part for item in container.items() for part in item]
-    return list(container)
-
-
-def _same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(map(is_, a, b))
-
-
-def _refill(container: Any, entries: list[Any]) -> None:
-    container.clear()
-    if isinstance(container, dict):
-        container.update(zip(entries[::2], entries[1::2], strict=True))
-    elif isinstance(container, set):
-        container.update(entries)
-    else:
-        container.extend(entries)
-
-
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (*CONTAINERS, tuple)):
-        return len(value) <= MOST_ENTRIES and all(map(_is_constant, _entries(value)))
+        return len(value) <= MOST_ENTRIES and all(map(_is_constant, entries_of(value)))
     return isinstance(value, PLAIN)
 
 

@@ -12,7 +12,6 @@ library's cache), and a forward pass that writes to its own parameters in place 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine.model.containers import CONTAINERS, entries_of, refill
 from gradbox_engine.model.scripted import bind, scripted_attributes
 from gradbox_engine.model.tensor_equality import same_values
 
-CONTAINERS = (dict, list, set, deque)
+NONE: list[Any] = []  # the entries of what is empty
 
 
 @contextmanager
@@ -91,18 +91,18 @@ class _ModuleState:
         self._attributes = vars(module).copy()
         self._scripted = scripted_attributes(module)
         self._training = module.training
-        self._entries: list[tuple[Any, Any]] = []
+        self._entries: list[tuple[Any, list[Any]]] = []
         self.plain_tensors: list[Tensor] = []
         for value in (*self._attributes.values(), *self._scripted.values()):
             if isinstance(value, CONTAINERS):
-                self._entries.append((value, value.copy() if value else None))
+                self._entries.append((value, entries_of(value) if value else NONE))
             elif isinstance(value, Tensor) and value.is_leaf and not value.is_inference():
                 self.plain_tensors.append(value)
 
     def restore(self) -> None:
         for container, entries in self._entries:
             if container or entries:
-                _refill(container, entries)
+                refill(container, entries)
         if type(self.module) is not self._kind:  # by a parametrisation, say
             self.module.__class__ = self._kind
         vars(self.module).clear()
@@ -110,17 +110,6 @@ class _ModuleState:
         bind(self.module, self._scripted)
         if self.module.training != self._training:  # a scripted module has it elsewhere
             self.module.training = self._training
-
-
-def _refill(container: Any, entries: Any) -> None:
-    """Give a dict, list, set or deque the entries that it had; None stands for none."""
-    if container:
-        container.clear()
-    if entries:
-        if isinstance(container, list | deque):
-            container.extend(entries)
-        else:
-            container.update(entries)
 
 
 class _TensorState:
@@ -134,8 +123,8 @@ class _TensorState:
         self._value = self._data.clone() if with_value else None
         self._requires_grad = tensor.requires_grad
         self._grad = tensor.grad
-        self._hooks = _entries(tensor._backward_hooks)
-        self._later_hooks = _entries(tensor._post_accumulate_grad_hooks)
+        self._hooks = entries_of(tensor._backward_hooks or {})
+        self._later_hooks = entries_of(tensor._post_accumulate_grad_hooks or {})
 
     def restore(self) -> None:
         """Put it back; to be called under `torch.no_grad`."""
@@ -153,8 +142,4 @@ class _TensorState:
             (tensor._post_accumulate_grad_hooks, self._later_hooks),
         ):
             if hooks is not None:
-                _refill(hooks, entries)
-
-
-def _entries(hooks: Any) -> dict[int, Any] | None:
-    return dict(hooks) if hooks else None
+                refill(hooks, entries)

@@ -1,0 +1,38 @@
+"""The entries of dicts, lists, sets and deques that submodules hold: read, compared, put back.
+
+Entries are compared by identity. What did not change is not written to: some libraries hold dicts
+that refuse it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from operator import is_
+from typing import Any
+
+CONTAINERS = (dict, list, set, deque)
+
+
+def entries_of(container: Any) -> list[Any]:
+    """Return the entries in order; of a dict each key and its value."""
+    if isinstance(container, dict):
+        return [part for item in container.items() for part in item]
+    return list(container)
+
+
+def same_entries(a: list[Any], b: list[Any]) -> bool:
+    """Return whether two lists hold the same objects."""
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+def refill(container: Any, entries: list[Any]) -> None:
+    """Give a container the entries that it had, where it has others."""
+    if same_entries(entries_of(container), entries):
+        return
+    container.clear()
+    if isinstance(container, dict):
+        container.update(zip(entries[::2], entries[1::2], strict=True))
+    elif isinstance(container, set):
+        container.update(entries)
+    else:
+        container.extend(entries)
