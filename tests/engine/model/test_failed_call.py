@@ -48,8 +48,23 @@ def failure(
     return str(caught.value)
 
 
+class OfItsOwnDtype(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.layer((x > 0).to(torch.float32))
+        return z
+
+
 IDS = torch.tensor([[1, 2, 3]])
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], Sequence[str]]] = {
+    "a tensor of a dtype of the model's own": (
+        lambda: OfItsOwnDtype().double(),
+        {"0": torch.ones(5, 3, dtype=torch.float64)},
+        ["hint: the model and its inputs are float64", "dtype=x.dtype", "precision='fp64'"],
+    ),
     "float64 into a float32 model": (
         lambda: nn.Sequential(nn.Linear(3, 2)),
         {"0": torch.ones(5, 3, dtype=torch.float64)},

@@ -142,6 +142,12 @@ def _dtype(call: FailedCall) -> str:
         if tensor.is_floating_point() and call.dtype not in (None, tensor.dtype)
     }
     wanted = str(call.dtype).removeprefix("torch.")
+    if not other and any(tensor.dtype == call.dtype for tensor in call.tensors.values()):
+        return (
+            f"the model and its inputs are {wanted}, so its forward makes a tensor of another "
+            f"dtype: there use dtype=x.dtype, and register constants with register_buffer; as it "
+            f"is, the model runs in the dtype that it was written for, without precision='fp64'"
+        )
     if not other and call.dtype is not None:
         return f"the model is {wanted}: convert inputs that are no ids with .to(torch.{wanted})"
     if not other:
