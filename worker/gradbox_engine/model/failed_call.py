@@ -200,6 +200,13 @@ def _device(call: FailedCall) -> str:
     )
 
 
+def _graph_used_twice(call: FailedCall) -> str:
+    return (
+        "most often the model keeps a tensor with its graph from one call to the next, as a cache "
+        "in an attribute: detach it, or clear it at the beginning of its forward"
+    )
+
+
 def _missing(call: FailedCall) -> str:
     return f"{_takes(call)}; the shards give {_names(call)}: name them {{argument: tensor}}"
 
@@ -248,6 +255,7 @@ def _broadcast(call: FailedCall) -> str:
 
 _HINTS: Final[tuple[tuple[re.Pattern[str], Callable[[FailedCall], str]], ...]] = (
     (re.compile(r"device-side assert"), _index_on_gpu),
+    (re.compile(r"backward through the graph a second time"), _graph_used_twice),
     (re.compile(r"same device|not on the expected device|different from other tensors"), _device),
     (
         re.compile(
