@@ -58,16 +58,17 @@ class Step:
 
 @dataclass(frozen=True)
 class DerivedStep(Step):
-    """The output is tracked as a parameter."""
+    """The output, or what an assignment writes to, is tracked as a parameter."""
 
     shapes: tuple[torch.Size, ...]  # of the input and output tensors in the probe runs
 
     def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.function(*args, **kwargs)
-        if tuple(x.shape for x in (*tensors_of((args, kwargs)), *tensors_of(out))) != self.shapes:
+        made = args[0] if self.function is Tensor.__setitem__ else out
+        if tuple(x.shape for x in (*tensors_of((args, kwargs)), *tensors_of(made))) != self.shapes:
             recorder.deviated = True  # samples take part in it after all
             return out
-        parts = [out] if isinstance(out, Tensor) else list(out)
+        parts = [made] if isinstance(made, Tensor) else list(made)
         for position, part in enumerate(parts):
             if isinstance(part, Tensor) and part.requires_grad:
                 key = (self.number, position)
