@@ -170,7 +170,8 @@ class Convolution(Term):
                 right, tangent, None, window.stride, window.padding, window.dilation, window.groups
             )
         image = image.reshape(self.samples, -1)
-        return torch.einsum("ybn,bn->by", self.left.flatten(2), image)
+        product = torch.einsum("ybn,bn->by", self.left.flatten(2), image)
+        return self._from_rows_if_overflown(product, tangent)
 
     def vjp(self, cotangent: Tensor) -> Tensor:
         left = torch.einsum("by,ybn->bn", cotangent, self.left.flatten(2))

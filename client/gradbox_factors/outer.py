@@ -197,7 +197,7 @@ class Outer(Term):
     def jvp(self, tangent: Tensor) -> Tensor:
         matrix = tangent.reshape(self._sizes())
         image = self.right @ (matrix if self.transposed else matrix.T)
-        return (self.left * image).flatten(2).sum(2).T
+        return self._from_rows_if_overflown((self.left * image).flatten(2).sum(2).T, tangent)
 
     def vjp(self, cotangent: Tensor) -> Tensor:
         left = summed_outputs(self.left, cotangent)
@@ -209,6 +209,8 @@ class Outer(Term):
         left = torch.fft.rfft(sketch.spread(self.left, self.parameter, axes[0]))
         right = torch.fft.rfft(sketch.spread(self.right, self.parameter, axes[1]))
         projected: Tensor = torch.fft.irfft((left * right).sum(2), n=sketch.dim)
+        if not projected.isfinite().all():
+            return super().sketch(sketch)
         return projected.transpose(0, 1)
 
 

@@ -181,6 +181,13 @@ class Term(ABC):
             total += self.rows(start, stop).flatten(2) @ tangent_R[start:stop].flatten()
         return total
 
+    def _from_rows_if_overflown(self, product: Tensor, tangent: Tensor) -> Tensor:
+        """Return J v, which is `product` unless an input of the layer overflowed in it.
+
+        A mask's -1e308 times v is infinite, and NaN next to its output gradient, which is zero.
+        """
+        return product if bool(product.isfinite().all()) else Term.jvp(self, tangent)
+
     def vjp(self, cotangent: Tensor) -> Tensor:
         """Return Σ_{b,y} u[b, y] J[b, y], shape S, for `cotangent` of shape (B, Y)."""
         flat = cotangent.reshape(-1)
@@ -227,9 +234,9 @@ def nearly_cancelled(squared: Tensor, bound: Tensor) -> Tensor:
     """Return where too little is left of a squared norm that was summed over pairs of positions.
 
     Positions that nearly cancel leave rounding, of either sign, of the size of `bound`: the sum
-    without cancellation, or more.
+    without cancellation, or more. Where a factor overflowed next to a zero, the sum is NaN.
     """
-    return squared < CANCELLED * torch.finfo(squared.dtype).eps * bound
+    return ~(squared >= CANCELLED * torch.finfo(squared.dtype).eps * bound)
 
 
 def _product(shape: tuple[int, ...]) -> int:

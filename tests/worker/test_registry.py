@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from gradbox.errors import UnknownModel, UnusableModel
+from gradbox_engine import Group, ModelCallFailed, Objective, set_gradient
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.registry import Registry
 from tests.worker import zoo
@@ -64,6 +65,20 @@ def test_a_model_that_leaves_is_freed_where_cycles_are_left_out_of_garbage_colle
     gc.freeze()
     assert models.drop_idle(but="tied", wanted_bytes=1) == ["affine"]
     assert gone() is None
+
+
+def test_a_model_that_a_job_wrote_to_is_loaded_again(tmp_path: Path) -> None:
+    models = registry(tmp_path, "clipped")
+    first = models.get("clipped").module
+    weight = first.get_parameter("linear.weight").detach().clone()
+    group = Group("z", [{"x": torch.ones(2, 3)}])
+    with pytest.raises(ModelCallFailed, match=r"'linear\.weight'"):
+        set_gradient(first, [group], Objective(torch.sum), mode="train")
+    again = models.get("clipped").module
+    assert again is not first
+    assert torch.equal(again.get_parameter("linear.weight"), weight)
+    set_gradient(again, [group], Objective(torch.sum), mode="eval")
+    assert models.get("clipped").module is again
 
 
 def test_a_model_larger_than_the_budget_is_served_all_the_same(tmp_path: Path) -> None:

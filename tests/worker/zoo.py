@@ -33,6 +33,19 @@ def affine(dropout: float = 0.0) -> nn.Module:
     return Affine(dropout)
 
 
+class Clipped(Affine):
+    """Writes to its own weight in train mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.linear.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def clipped() -> nn.Module:
+    return Clipped()
+
+
 class Tied(nn.Module):
     """Two names for one weight, and a buffer that is not saved."""
 

@@ -57,7 +57,7 @@ class ModelCallFailed(EngineError):
 
 
 class GraphInBuffer(EngineError):
-    """After a shard a buffer requires grad: the shards are not separable."""
+    """Through a buffer a gradient would pass between shards: they are not separable."""
 
 
 class SampleStreamRefused(EngineError):

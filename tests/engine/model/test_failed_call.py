@@ -48,8 +48,23 @@ def failure(
     return str(caught.value)
 
 
+class OfItsOwnDtype(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.layer((x > 0).to(torch.float32))
+        return z
+
+
 IDS = torch.tensor([[1, 2, 3]])
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], Sequence[str]]] = {
+    "a tensor of a dtype of the model's own": (
+        lambda: OfItsOwnDtype().double(),
+        {"0": torch.ones(5, 3, dtype=torch.float64)},
+        ["hint: the model and its inputs are float64", "dtype=x.dtype", "precision='fp64'"],
+    ),
     "float64 into a float32 model": (
         lambda: nn.Sequential(nn.Linear(3, 2)),
         {"0": torch.ones(5, 3, dtype=torch.float64)},
@@ -178,3 +193,23 @@ def test_an_error_that_is_not_known_has_no_hint() -> None:
     message = failure(Refusing(), {"0": torch.ones(1)})
     assert "ZeroDivisionError: because" in message
     assert "hint" not in message
+
+
+class Caching(nn.Module):
+    """Keeps a tensor that it makes of its parameter, with the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.cache: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = self.weight.exp()
+        return x * self.cache
+
+
+def test_a_graph_that_a_model_keeps_in_an_attribute_is_told_of() -> None:
+    shards = [{"0": torch.ones(n, 3)} for n in (2, 1, 3)]
+    with pytest.raises(ModelCallFailed, match=r"hint: .*a cache in an attribute: detach it"):
+        set_gradient(Caching(), [Group("z", shards)], Objective(torch.sum))

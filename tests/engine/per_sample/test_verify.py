@@ -28,7 +28,7 @@ def layer(dtype: torch.dtype = torch.float64) -> tuple[nn.Parameter, Tensor, Ten
 
 
 def compared(term: Term, weight: Tensor, z: Tensor, value: Tensor, seed: int) -> Comparison:
-    expected = reference(z, value, {"w": weight}, seed=seed)
+    expected = reference(z, value, {"w": weight}, leaves={"w": weight}, seed=seed)
     return compare(expected, {"w": term}, rounding=torch.float64)
 
 
@@ -95,7 +95,7 @@ def test_any_seed_gives_weights(seed: int) -> None:
 def test_no_two_samples_of_an_output_have_the_same_weight(samples: int) -> None:
     z = torch.randn(samples, 3, requires_grad=True)
     for seed in range(50):
-        weights = reference(None, z * 1, {"z": z}, seed=seed).weights
+        weights = reference(None, z * 1, {"z": z}, leaves={"z": z}, seed=seed).weights
         assert all(len(column.unique()) == samples for column in weights.T)
         assert ((weights.abs() >= 0.5) & (weights.abs() <= 1.5)).all()
 

@@ -7,6 +7,9 @@ matrix product runs three times where two are needed (value and tangent), a prod
 computes the shape of its zero tangent in Python, and an evaluated batch norm, which only scales and
 shifts, takes five kernels for its tangent. What is left out is zero, so the results are the same.
 
+`torch.cdist` has no rule in torch, and no second derivative either. Here both of its arguments may
+move; the rule is that of Euclidean distances.
+
 Not reached: what a Python function of `torch.nn.functional` calls on its own account, as
 `multi_head_attention_forward` does, and scripted modules. There torch's rules apply.
 """
@@ -24,6 +27,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 Operation = Callable[..., Any]
+
+_DIFFERENCES_BYTES = 64 * 2**20
 
 
 def dual(primal: Tensor, tangent: Tensor) -> Tensor:
@@ -116,6 +121,28 @@ def _batch_norm(
     )
 
 
+def _distances(a: Any, b: Any, p: float = 2.0, *rest: Any, **options: Any) -> Tensor | None:
+    """cdist, ‖aᵢ − bⱼ‖: the tangent is ⟨aᵢ − bⱼ, ȧᵢ − ḃⱼ⟩ / ‖aᵢ − bⱼ‖, zero where that is zero."""
+    (a, a_tangent), (b, b_tangent) = parts(a), parts(b)
+    if p != 2 or a_tangent is b_tangent is None:
+        return None
+    value = torch.cdist(a, b, p, *rest, **options)
+    a_tangent = torch.zeros_like(a) if a_tangent is None else a_tangent
+    b_tangent = torch.zeros_like(b) if b_tangent is None else b_tangent
+    others, b_tangent = b.unsqueeze(-3), b_tangent.unsqueeze(-3)
+    step = max(1, _DIFFERENCES_BYTES * value.shape[-2] // max(1, value.nbytes * a.shape[-1]))
+    slopes = [  # from differences, for near points would lose their digits in products
+        torch.linalg.vecdot(
+            a[..., at : at + step, None, :] - others,
+            a_tangent[..., at : at + step, None, :] - b_tangent,
+        )
+        for at in range(0, a.shape[-2], step)
+    ]
+    apart = value > 0
+    tangent = torch.cat(slopes, -2) / value.where(apart, 1) if slopes else value
+    return dual(value, tangent.where(apart, 0))
+
+
 def _moves(*values: Any) -> bool:
     return any(parts(value)[1] is not None for value in values)
 
@@ -152,4 +179,5 @@ RULES: dict[Operation, Callable[..., Tensor | None]] = {
     **{quotient: partial(_quotient, quotient) for quotient in QUOTIENTS},
     torch.addmm: _shifted_product,
     F.batch_norm: _batch_norm,
+    torch.cdist: _distances,
 }

@@ -138,8 +138,9 @@ class ShardJacobians:
         """Return the error that neither way gives Ju, because of what was found."""
         return NoTangent(
             f"{self._calls.where(position)}: expected every operation to have a forward-mode rule "
-            f"or a backward that can be differentiated again, got {found}; give the custom "
-            f"autograd.Function a jvp, or a backward made of differentiable operations"
+            f"or a backward that can be differentiated again, got {found}; give a custom "
+            f"autograd.Function a jvp, or a backward made of differentiable operations, and write "
+            f"an operation of torch's own out of simpler ones"
         )
 
     def _twice(

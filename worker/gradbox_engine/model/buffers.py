@@ -10,6 +10,11 @@ registered tensor: its numbers and its version counter are restored in place, so
 and graphs that saved it, find them. A name that the model binds anew gets a new tensor at every
 restore, and none that was once bound is written to again, for a graph may have saved it.
 
+A buffer may end a shard with a graph that the next one does not use: a spiking layer keeps its
+state in one, and sets it anew at the beginning of each call. The graph is cut, and a zero that
+requires grad is subtracted in its place: a gradient that reaches the zero would have passed from
+one shard to the one before, and is refused.
+
 A submodule's plain attributes, as a counter of its calls, belong to S₀ … Sₙ too, and its hooks: see
 `attributes` and `hooks`.
 
@@ -20,6 +25,10 @@ Cost: the changing buffers once a shard, packed into one flat tensor for each dt
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +52,7 @@ class Buffers:
         self._rebound: set[Slot] = set()
         self._registered = self._live()
         self._forms = {slot: form(b) for slot, b in self._registered.items() if b is not None}
-        self.first = self._take(self._registered, None)
+        self.first = self._take(self._registered, None, frozenset())
         self.outdates_older_graphs = False
         """Set by `advance` where a buffer that shards had written into was bound anew: graphs of
         the shards before the newest saved a tensor whose numbers are not restored any more."""
@@ -60,25 +69,52 @@ class Buffers:
             previous: what this returned for the shard before.
 
         Raises:
-            GraphInBuffer: a buffer now carries a graph from this shard into the next.
+            GraphInBuffer: a registered tensor was overwritten by one with a graph.
         """
         live = self._live()
-        for (module, name), buffer in live.items():
-            if buffer is not None and buffer.requires_grad:
-                raise GraphInBuffer(
-                    f"buffer {_join(module, name)!r}: expected a value without a graph after a "
-                    f"shard, got one that requires grad, so gradients would cross from shard to "
-                    f"shard; update it under torch.no_grad() or from detached tensors"
-                )
+        carrying = self._carrying(live)
         bound_anew = {s for s, b in live.items() if b is not self._registered.get(s)}
         self.outdates_older_graphs = bool((bound_anew - self._rebound) & self._changing)
-        snapshot = self._take(live, previous)
+        snapshot = self._take(live, previous, carrying)
         self._rebound |= bound_anew
         values = snapshot.values if bound_anew else {}
         for module, name in bound_anew:
             value = values[module, name]
             self._modules[module]._buffers[name] = None if value is None else _copy(value)
+        self._cut_graphs(carrying)
         return snapshot
+
+    def _carrying(self, live: Live) -> frozenset[Slot]:
+        """Return which buffers carry a graph, or are another leaf than the registered one.
+
+        A registered leaf that was only told to require grad carries none, and is told not to.
+        """
+        found = set()
+        for slot, buffer in live.items():
+            if buffer is None or not buffer.requires_grad:
+                continue
+            if buffer is not self._registered.get(slot) and buffer.layout is torch.strided:
+                found.add(slot)
+            elif buffer.is_leaf and not isinstance(buffer, nn.Parameter):
+                buffer.requires_grad_(False)
+            else:
+                raise GraphInBuffer(
+                    f"buffer {_join(*slot)!r}: expected a value without a graph after a shard, got "
+                    f"one that requires grad, so gradients would cross from shard to shard; update "
+                    f"it under torch.no_grad() or from detached tensors"
+                )
+        return frozenset(found)
+
+    def _cut_graphs(self, slots: Iterable[Slot]) -> None:
+        """Put a zero that no gradient may reach in the place of these buffers' graphs."""
+        for module, name in slots:
+            bound = self._modules[module]._buffers
+            value = bound[name]
+            assert value is not None
+            zero = value.new_zeros(()).requires_grad_()
+            zero.register_hook(partial(_refuse_crossing, _join(module, name)))
+            with torch.enable_grad():
+                bound[name] = value - zero  # which keeps the sign of a zero, too
 
     def restore(self, snapshot: Snapshot) -> None:
         """Give every buffer the value it had when `snapshot` was taken, and no graph."""
@@ -89,6 +125,7 @@ class Buffers:
         if values or live:
             self._restore(values, live)
             self._restore_versions(snapshot)
+            self._cut_graphs(snapshot.carrying)
 
     @torch.no_grad()
     def _restore(self, values: Live, live: Live) -> None:
@@ -166,7 +203,7 @@ class Buffers:
         }
 
     @torch.no_grad()
-    def _take(self, live: Live, previous: Snapshot | None) -> Snapshot:
+    def _take(self, live: Live, previous: Snapshot | None, carrying: frozenset[Slot]) -> Snapshot:
         """Return the live values, sharing with `previous` what did not change."""
         if previous is not None:
             self._changing.update(previous.share())
@@ -200,10 +237,19 @@ class Buffers:
             versions=self._versions(live),
             attributes=self._attributes.state(),
             hooks=self._hooks.state(),
+            carrying=carrying,
         )
         if previous is not None and compare:
             snapshot.compare_later(previous, compare)
         return snapshot
+
+
+def _refuse_crossing(name: str, _: Tensor) -> NoReturn:
+    raise GraphInBuffer(
+        f"buffer {name!r}: expected no gradient to pass from one shard to the one before, got one "
+        f"through this buffer; update it under torch.no_grad() or from detached tensors, or set it "
+        f"anew at the beginning of each call"
+    )
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -142,6 +142,12 @@ def _dtype(call: FailedCall) -> str:
         if tensor.is_floating_point() and call.dtype not in (None, tensor.dtype)
     }
     wanted = str(call.dtype).removeprefix("torch.")
+    if not other and any(tensor.dtype == call.dtype for tensor in call.tensors.values()):
+        return (
+            f"the model and its inputs are {wanted}, so its forward makes a tensor of another "
+            f"dtype: there use dtype=x.dtype, and register constants with register_buffer; as it "
+            f"is, the model runs in the dtype that it was written for, without precision='fp64'"
+        )
     if not other and call.dtype is not None:
         return f"the model is {wanted}: convert inputs that are no ids with .to(torch.{wanted})"
     if not other:
@@ -194,6 +200,13 @@ def _device(call: FailedCall) -> str:
     )
 
 
+def _graph_used_twice(call: FailedCall) -> str:
+    return (
+        "most often the model keeps a tensor with its graph from one call to the next, as a cache "
+        "in an attribute: detach it, or clear it at the beginning of its forward"
+    )
+
+
 def _missing(call: FailedCall) -> str:
     return f"{_takes(call)}; the shards give {_names(call)}: name them {{argument: tensor}}"
 
@@ -242,6 +255,7 @@ def _broadcast(call: FailedCall) -> str:
 
 _HINTS: Final[tuple[tuple[re.Pattern[str], Callable[[FailedCall], str]], ...]] = (
     (re.compile(r"device-side assert"), _index_on_gpu),
+    (re.compile(r"backward through the graph a second time"), _graph_used_twice),
     (re.compile(r"same device|not on the expected device|different from other tensors"), _device),
     (
         re.compile(

@@ -20,6 +20,7 @@ from gradbox_engine.model.restore import restored
 from gradbox_engine.model.shard_feed import ShardFeed
 from gradbox_engine.model.shard_rng import generators_restored
 from gradbox_engine.model.weights import lay_over, widen
+from gradbox_engine.model.written_parameters import unwritten_parameters
 from gradbox_engine.model.wrt import Selection, matched_inputs
 from gradbox_engine.requests import CallOptions, Group
 
@@ -58,11 +59,12 @@ def configured(
 
     Raises:
         ModelCallFailed: the model has registered a parameter in between, which has no gradient, or
-            a hook on one, which would run once more for each pass.
+            a hook on one, which would run once more for each pass, or has written to one.
     """
     differentiated = {id(parameter) for parameter in parameters.values()}
     with (
         torch.inference_mode(False),
+        unwritten_parameters(model, options.mode),
         restored(model) as registered,
         generators_restored(),
         arithmetic(options.precision),

@@ -57,7 +57,8 @@ class Snapshot:
     """The values of all buffers at one moment. Nothing writes to these tensors.
 
     `versions` are the registered tensors' version counters, where those were bound; `attributes`
-    the submodules' plain attributes, None where these and `hooks` are to stay as they are.
+    the submodules' plain attributes, None where these and `hooks` are to stay as they are;
+    `carrying` the buffers that had a graph then.
     """
 
     def __init__(
@@ -68,10 +69,12 @@ class Snapshot:
         versions: Mapping[Slot, int],
         attributes: State | None = None,
         hooks: HookState = None,
+        carrying: frozenset[Slot] = frozenset(),
     ) -> None:
         self.versions = versions
         self.attributes = attributes
         self.hooks = hooks
+        self.carrying = carrying
         self._apart = apart
         self._packed = packed
         self._previous: Snapshot | None = None
@@ -143,6 +146,7 @@ def packed(states: Sequence[Snapshot]) -> Checkpoint:
         before = values
     facts: dict[str, Any] = {"slots": [list(slot) for slot in slots], "gone": gone, "none": none}
     facts["attributes"] = [stated(snapshot.attributes or {}) for snapshot in states[1:]]
+    facts["carrying"] = [sorted(map(list, snapshot.carrying)) for snapshot in states[1:]]
     return Checkpoint(changed, facts | {"num": len(states) - 1})
 
 
@@ -166,7 +170,8 @@ def unpacked(found: Checkpoint, first: Snapshot) -> list[Snapshot]:
             if slot not in gone.get(index, ())
         }
         attributes = from_stated(found.facts["attributes"][index])
-        states.append(Snapshot(dict(values), versions={}, attributes=attributes))
+        carrying = frozenset((module, name) for module, name in found.facts["carrying"][index])
+        states.append(Snapshot(dict(values), versions={}, attributes=attributes, carrying=carrying))
     return states
 
 

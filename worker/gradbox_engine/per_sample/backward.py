@@ -21,7 +21,13 @@ from torch.autograd.graph import GradientEdge
 from gradbox_engine.errors import NoBatchAxis, SelfCheckFailed
 from gradbox_engine.model.kernels import checkpoints_inlined
 from gradbox_engine.per_sample.derived_parameters import parameter_terms
-from gradbox_engine.per_sample.gradients import batched_gradients, gradients, gradients_in_turn
+from gradbox_engine.per_sample.gradients import (
+    asked_for,
+    batched_gradients,
+    gradients,
+    gradients_in_turn,
+    leaf_gradients,
+)
 from gradbox_engine.per_sample.planning.model import CallableModel
 from gradbox_engine.per_sample.planning.plan import Plan
 from gradbox_engine.per_sample.recording.custom_functions import custom_functions_shown
@@ -127,11 +133,12 @@ class RecordedGraph:
     def pulled_back(self, cotangents: Tensor, *, keep_graph: bool = False) -> dict[str, Tensor]:
         """Return Jᵀ u by parameter, u of shape (B, Y), by one ordinary backward."""
         parameters = self._parameters
-        leaves = list(parameters.values())
-        found = gradients(self.value, leaves, cotangents, keep_graph=keep_graph)
+        found = leaf_gradients(
+            self.value, parameters, cotangents, leaves=parameters, keep_graph=keep_graph
+        )
         return {
-            name: torch.zeros_like(parameter) if gradient is None else _dense(gradient)
-            for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
+            name: torch.zeros_like(parameters[name]) if gradient is None else _dense(gradient)
+            for name, gradient in found.items()
         }
 
     def _backward(
@@ -186,21 +193,22 @@ class RecordedGraph:
 
     def _loop(self, found: dict[Key, list[Term]], outputs: range) -> None:
         """One backward pass for each sample and output, for the parameters that need it."""
-        names = list(self._plan.loops)
-        wanted = [self._parameters[name] for name in names]
-        arrays = [
-            torch.zeros(self.samples, len(outputs), *p.shape, dtype=p.dtype, device=p.device)
-            for p in wanted
-        ]
+        looped = {name: self._parameters[name] for name in self._plan.loops}
+        leaves = asked_for(self.value, looped, self._parameters)
+        arrays = {
+            name: torch.zeros(self.samples, len(outputs), *p.shape, dtype=p.dtype, device=p.device)
+            for name, p in looped.items()
+        }
         for sample in range(self.samples):
             for row, output in enumerate(outputs):
-                by_parameter = torch.autograd.grad(
-                    self.value[sample, output], wanted, retain_graph=True, allow_unused=True
-                )
-                for array, gradient in zip(arrays, by_parameter, strict=True):
+                entry = self.value[sample, output]
+                one = torch.ones_like(entry)
+                rows = leaf_gradients(entry, leaves, one, leaves=leaves, keep_graph=True)
+                for name, array in arrays.items():
+                    gradient = rows[name]
                     if gradient is not None:
                         array[sample, row] = gradient
-        for name, array in zip(names, arrays, strict=True):
+        for name, array in arrays.items():
             found[name] = [Block(name, tuple(array.shape[2:]), array)]
 
     def _merged(self, name: str, terms: list[Term], num_outputs: int) -> Term:

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from gradbox_engine.model.blame import blaming
 from gradbox_engine.per_sample.backward import RecordedGraph, Terms
+from gradbox_engine.per_sample.gradients import leaf_gradients
 from gradbox_engine.per_sample.planned_model import Head, PlannedModel
 from gradbox_engine.per_sample.planning.plan import Plan
 from gradbox_engine.per_sample.planning.probe_runs import SAMPLES
@@ -44,7 +45,6 @@ from gradbox_engine.per_sample.planning.verify import (
     check_slopes,
     compare,
     draw_row,
-    gradients_at,
     loss_slopes,
     reference,
     same_output,
@@ -111,7 +111,7 @@ class ShardRun:
         expected = None
         if whole:
             value_BY = self.graph.value[:, outputs.start : outputs.stop]
-            expected = reference(slopes, value_BY, whole, seed=self._seed)
+            expected = reference(slopes, value_BY, whole, leaves=self._parameters, seed=self._seed)
         row = draw_row(self.graph.z, slopes, outputs, seed=self._seed) if of_row else None
         alone = last and self._callable_alone
         gradients = None if row is None or alone else self._gradients(of_row, row)
@@ -185,7 +185,7 @@ class ShardRun:
         z = self.graph.z
         cotangent = torch.zeros_like(z)
         cotangent[row.sample : row.sample + 1] = row.cotangent
-        return gradients_at(z, cotangent, parameters, keep_graph=True)
+        return leaf_gradients(z, parameters, cotangent, leaves=self._parameters, keep_graph=True)
 
     def _gradients_alone(self, parameters: Parameters, row: DrawnRow) -> Gradients | None:
         """Return the drawn row by autograd on a call of the sample alone, None if z is another."""
@@ -196,7 +196,9 @@ class ShardRun:
             return None
         if not same_output(z, expected, rounding=self.plan.rounding):
             return None
-        return gradients_at(z, row.cotangent, parameters, keep_graph=False)
+        return leaf_gradients(
+            z, parameters, row.cotangent, leaves=self._parameters, keep_graph=False
+        )
 
     def _row_holds(self, row: DrawnRow, gradients: Gradients | None, terms: Terms) -> bool:
         if gradients is None:

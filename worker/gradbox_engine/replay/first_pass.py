@@ -54,7 +54,7 @@ def first_pass(
         after_shard: called with the records so far.
 
     Raises:
-        EngineError: a call failed, or a buffer carries a graph from shard to shard.
+        EngineError: a call failed, or a registered buffer was overwritten by a graph.
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
     records: list[ShardRecord] = []

@@ -108,6 +108,7 @@ def replay(
     Raises:
         ReplayMismatch: a shard differs from its first pass by more than its dtype's tolerance.
         ModelCallFailed: a call or a backward pass failed.
+        GraphInBuffer: a gradient would pass through a buffer to the shard before.
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
     last_first = [*records[-1:], *records[:-1]]
@@ -198,7 +199,8 @@ def carry_back(
         leaf.grad = None  # what the model's own backward passes may have left
     if roots:
         prepared.calls.begin(record.position)  # a backward pass may draw numbers, too
-        # Without inputs=, which reentrant checkpointing does not admit; nothing else requires grad.
+        # Without inputs=, which reentrant checkpointing does not admit. Nothing else requires grad
+        # but the zeros in the place of graphs that buffers brought along.
         with (
             sums.added_up(),
             blaming("the backward pass", prepared.calls.where(record.position)),

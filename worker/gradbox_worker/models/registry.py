@@ -23,6 +23,7 @@ from torch import nn
 from gradbox.errors import UnknownModel, UnusableModel
 from gradbox.protocol import ModelView
 from gradbox_engine.model.prepared import model_devices
+from gradbox_engine.model.written_parameters import written_parameter
 from gradbox_worker.errors import ModelsFileError, WeightsDoNotFit
 from gradbox_worker.models.builders import build_with_code
 from gradbox_worker.models.describe import describe_model, size_bytes, unusable
@@ -173,6 +174,11 @@ class Registry:
 
     def _get(self, name: str) -> Loaded:
         loaded = self._loaded.get(name)
+        written = None if loaded is None else written_parameter(loaded.module)
+        if written is not None:
+            log.warning("the model %r wrote to its parameter %r: loading it again", name, written)
+            loaded = None
+            del self._loaded[name]
         if loaded is None:
             loaded = self._loaded[name] = self._load(self._entries[name])
         self._loaded.move_to_end(name)

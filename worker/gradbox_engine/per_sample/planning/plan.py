@@ -31,6 +31,7 @@ class Plan:
     routes: dict[str, set[str]] = field(default_factory=dict)  # parameter → routes of its uses
     loops: dict[str, str] = field(default_factory=dict)  # parameter → why it is looped over
     axes: Mapping[str, int] = field(default_factory=dict)  # argument → dim that counts samples
+    one_sample: bool = False  # whether the shard is one sample, with no such dim
     zeros: frozenset[str] = frozenset()  # parameters and buffers all zero when it was made
     reorders: bool = False  # whether data may decide which samples go where, or which are mixed
     alone: bool = True  # whether a sample's z is the same, but for rounding, without the others
@@ -44,6 +45,8 @@ class Plan:
 
     def samples(self, arguments: Mapping[str, Any]) -> int | None:
         """Return how many samples these arguments hold, None where no argument holds any."""
+        if self.one_sample:
+            return 1
         for name, dim in self.axes.items():
             size: int = arguments[name].shape[dim]
             return size

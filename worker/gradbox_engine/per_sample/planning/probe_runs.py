@@ -3,6 +3,9 @@
 Which dim of an input counts samples is not known beforehand: a guess is tried on `SAMPLES` and on
 `SAMPLES + EXTRA` samples and holds if z then has as many rows. Cost: three forward passes of
 `SAMPLES + EXTRA` samples at most, with their graphs.
+
+Where no guess holds and z of the shard as it is has one row, the shard is one sample: a graph, say,
+whose nodes no model can be given in part. Its row is then that of one backward pass.
 """
 
 from __future__ import annotations
@@ -55,7 +58,10 @@ def plan_for(
         NoBatchAxis: no dim of the inputs gives z one row a sample.
         CoupledSamples: one sample's output changes when another sample does.
     """
-    axes, first, second = _sized_runs(model, shard, index, samples)
+    sized = _sized_runs(model, shard, index, samples)
+    if sized is None:
+        return _plan_for_one_sample(model)
+    axes, first, second = sized
     third = _probe_replaced(model, resized(shard, axes, samples, EXTRA), axes, index)
     if not same_calls((first.uses, third.uses)):  # noise may take a way of its own
         third = _probe(
@@ -78,9 +84,18 @@ def plan_for(
     return plan
 
 
+def _plan_for_one_sample(model: CallableModel) -> Plan:
+    plan = Plan(one_sample=True)
+    plan.loop_over_all(model.parameters, "a shard is one sample")
+    model.restore_buffers()
+    plan.zeros = model.zeros()
+    return plan
+
+
 def _sized_runs(
     model: CallableModel, shard: Mapping[str, Any], index: int, samples: int
-) -> tuple[Axes, ProbeRun, ProbeRun]:
+) -> tuple[Axes, ProbeRun, ProbeRun] | None:
+    """Return the guess that holds, with its first two runs; None where the shard is one sample."""
     failure: Exception | None = None
     ran = False
     for axes in _guesses(shard):
@@ -102,12 +117,15 @@ def _sized_runs(
             f"expected a shard with samples, got inputs of shapes {shapes}: leave shards without "
             f"samples out"
         )
+    # What the shard as it is makes the model raise is the model's error, not that of a guess.
+    if _probe(model, shard, index).z.shape[0] == 1:
+        return None
     # Where the first guess ran, what a later one raised says nothing of the model.
-    if failure is not None and not ran:
-        raise failure
+    why = "" if failure is None or ran else f" ({type(failure).__name__}: {failure})"
     raise NoBatchAxis(
         f"no dim of the inputs {shapes} could be cut to {samples} samples so that the output has "
-        f"{samples} rows: put the samples on dim 0 of the output, and on one dim of the inputs"
+        f"{samples} rows{why}: put the samples on dim 0 of the output, and on one dim of the "
+        f"inputs; or let each shard be one sample, with an output of one row"
     )
 
 

@@ -81,12 +81,11 @@ class ProbedUse:
         runs = (self.first, self.second, self.third)
         if len({(len(run.inputs), len(run.outputs)) for run in runs}) > 1:
             return Step(function, self.number, LOOP)  # `torch.cat([q] * B)`: a tensor a sample
-        alone = self._of_parameters_alone()
-        if function is Tensor.__setitem__ and not alone:
-            return Step(function, self.number, LOOP)
-        if alone:
+        if self._of_parameters_alone():
             shapes = tuple(x.shape for x in (*self.first.inputs, *self.first.outputs))
             return DerivedStep(function, self.number, "derived", shapes)
+        if function is Tensor.__setitem__:
+            return Step(function, self.number, LOOP)
         for choose in (
             self._rule, self._expand, self._copies, self._vmap, self._rule_by_owner,
         ):  # fmt: skip

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from gradbox_engine.errors import CoupledSamples
 from gradbox_engine.model.shard_rng import stream_seed
-from gradbox_engine.per_sample.gradients import gradients
+from gradbox_engine.per_sample.gradients import gradients, leaf_gradients
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis, samples_that_differ
 from gradbox_factors import Term, squared_norms
 from gradbox_factors.term import wide
@@ -125,18 +125,25 @@ def check_slopes(z: Tensor, value_B1: Tensor, slopes: Tensor, *, seed: int) -> N
 
 
 def reference(
-    slopes: Tensor | None, value_BY: Tensor, parameters: Mapping[str, Tensor], *, seed: int
+    slopes: Tensor | None,
+    value_BY: Tensor,
+    parameters: Mapping[str, Tensor],
+    *,
+    leaves: Mapping[str, Tensor],
+    seed: int,
 ) -> Reference:
     """Return autograd's gradient of the weighted sum; keeps the graph.
 
     Args:
         slopes: ∂v_b/∂z_b; None where the rows are of z's entries.
         value_BY: what the rows are of.
+        leaves: all parameters of which there are rows.
     """
     weights_BY = _weights(value_BY, seed)
     if slopes is not None:
         weights_BY = _over_slopes(weights_BY, slopes)
-    return Reference(weights_BY, gradients_at(value_BY, weights_BY, parameters, keep_graph=True))
+    found = leaf_gradients(value_BY, parameters, weights_BY, leaves=leaves, keep_graph=True)
+    return Reference(weights_BY, found)
 
 
 def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> DrawnRow | None:
@@ -165,14 +172,6 @@ def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> 
 def _from_half(outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers from 1/2 to 3/2, (1, outputs), to which nothing writes."""
     return torch.linspace(0.5, 1.5, outputs, dtype=dtype, device=device)[None]
-
-
-def gradients_at(
-    tensor: Tensor, cotangent: Tensor, parameters: Mapping[str, Tensor], *, keep_graph: bool
-) -> dict[str, Tensor | None]:
-    """Return autograd's gradient by parameter, None where no path leads to one."""
-    found = gradients(tensor, list(parameters.values()), cotangent, keep_graph=keep_graph)
-    return dict(zip(parameters, found, strict=True))
 
 
 @torch.no_grad()

@@ -58,24 +58,24 @@ class Step:
 
 @dataclass(frozen=True)
 class DerivedStep(Step):
-    """The output is tracked as a parameter."""
+    """The output, or what an assignment writes to, is tracked as a parameter."""
 
     shapes: tuple[torch.Size, ...]  # of the input and output tensors in the probe runs
 
     def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.function(*args, **kwargs)
-        written = args[0] if self.function is Tensor.__setitem__ else out
-        shapes = (x.shape for x in (*tensors_of((args, kwargs)), *tensors_of(written)))
-        if tuple(shapes) != self.shapes:
+        made = args[0] if self.function is Tensor.__setitem__ else out
+        if tuple(x.shape for x in (*tensors_of((args, kwargs)), *tensors_of(made))) != self.shapes:
             recorder.deviated = True  # samples take part in it after all
             return out
-        parts = [written] if isinstance(written, Tensor) else list(written)
+        parts = [made] if isinstance(made, Tensor) else list(made)
         for position, part in enumerate(parts):
             if isinstance(part, Tensor) and part.requires_grad:
                 key = (self.number, position)
                 recorder.track(part, key)
-                # What is written to later as well has a place in the graph for each time.
-                recorder.derived[key] = part if written is out else part.view_as(part)
+                # What is written to again is at a place in the graph each time, as a view is not.
+                derived = part if made is out else torch.ops.aten._unsafe_view(part, part.shape)
+                recorder.derived[key] = derived
         return out
 
 

@@ -1,0 +1,130 @@
+"""A forward pass that writes to its own parameters is refused, and goes on to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine import Group, ModelCallFailed, Objective, mixed_gradient, set_gradient
+from gradbox_engine.per_sample import per_sample_gradient
+from tests.device import DEVICE, moved
+
+
+class _FromFirstBatch(nn.Module):
+    """A scale whose first numbers come from the first batch."""
+
+    begun: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("begun", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if not self.begun:
+            self.scale.data.copy_(h.detach().std(0))
+            self.begun.fill_(True)
+        return h * self.scale
+
+
+class _Failing(_FromFirstBatch):
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x)
+        raise ValueError("later")
+
+
+def _shards() -> list[dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return [moved({"0": torch.randn(5, 4)})]
+
+
+def _y() -> Tensor:
+    return torch.ones(3, requires_grad=True, device=DEVICE)
+
+
+def _mixed(model: nn.Module) -> Any:
+    y = _y()
+    inner = Objective(lambda y, v: (v @ y).pow(2).sum(), {"y": y}, {"y": y})
+    return mixed_gradient(model, Group("z", _shards()), inner, Objective(lambda d: d.pow(2).sum()))
+
+
+JOBS: dict[str, Callable[[nn.Module], Any]] = {
+    "set": lambda m: set_gradient(m, [Group("z", _shards())], Objective(lambda z: z.pow(2).sum())),
+    "samples": lambda m: per_sample_gradient(
+        m, _shards(), lambda z: z.pow(2).sum(1), unchecked=["coupling"]
+    ),
+    "mixed": _mixed,
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_job_is_refused(job: str) -> None:
+    model = _FromFirstBatch().to(DEVICE)
+    for _ in range(2):
+        with pytest.raises(ModelCallFailed, match=r"'scale'.*builder call it once"):
+            JOBS[job](model)
+
+
+def test_a_job_that_fails_leaves_a_refusal_behind() -> None:
+    model = _Failing().to(DEVICE)
+    with pytest.raises(ModelCallFailed, match="later"):
+        JOBS["set"](model)
+    with pytest.raises(ModelCallFailed, match="'scale'"):
+        JOBS["set"](model)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_model_that_was_called_where_it_was_built_runs(job: str) -> None:
+    model = _FromFirstBatch().to(DEVICE)
+    model(_shards()[0]["0"])
+    for _ in range(2):
+        JOBS[job](model)
+
+
+def test_numbers_that_a_job_brings_may_be_written_to() -> None:
+    model = _FromFirstBatch().to(DEVICE)
+    group, loss = Group("z", _shards()), Objective(lambda z: z.pow(2).sum())
+    set_gradient(model, [group], loss, weights={"scale": torch.ones(3)})
+    assert model.scale.eq(1).all()
+
+
+def test_weights_may_change_between_jobs() -> None:
+    model = nn.Linear(4, 3).to(DEVICE)
+    for _ in range(2):
+        JOBS["set"](model)
+        with torch.no_grad():
+            model.weight.mul_(2)
+
+
+class _AddsOne(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data[(-1,) * self.weight.dim()] += 1
+        return x * self.scale
+
+
+KINDS = {
+    "float64": torch.ones(3, 5, dtype=torch.float64),
+    "of an odd length": torch.ones(5),
+    "not contiguous": torch.ones(3, 4).T,
+    "bfloat16": torch.ones(8, dtype=torch.bfloat16),
+    "complex": torch.ones(4, dtype=torch.complex64),
+    "whole numbers": torch.ones(3, dtype=torch.int8),
+    "a single number": torch.ones(()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_number_of_any_kind_is_noticed(kind: str) -> None:
+    with pytest.raises(ModelCallFailed, match="'weight'"):
+        JOBS["set"](_AddsOne(KINDS[kind].clone()).to(DEVICE))
