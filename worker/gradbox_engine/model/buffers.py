@@ -37,7 +37,7 @@ from gradbox_engine.errors import GraphInBuffer
 from gradbox_engine.model.attributes import Attributes
 from gradbox_engine.model.hooks import Hooks
 from gradbox_engine.model.snapshots import Live, PackedValues, Slot, Snapshot
-from gradbox_engine.model.tensor_equality import form, same_values, strided_parts, writable
+from gradbox_engine.model.tensor_equality import form, same_values, storages_of, writable
 
 
 class Buffers:
@@ -168,12 +168,7 @@ class Buffers:
 
     def storages(self) -> set[int]:
         """Return the addresses of the storages that the live buffers use."""
-        return {
-            part.untyped_storage().data_ptr()
-            for buffer in self._live().values()
-            if buffer is not None
-            for part in strided_parts(buffer)
-        }
+        return set(storages_of(b for b in self._live().values() if b is not None))
 
     def named(self, snapshot: Snapshot) -> dict[str, Tensor]:
         """Return copies of a snapshot's values by the names `named_buffers` gives them."""

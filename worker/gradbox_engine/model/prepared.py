@@ -19,6 +19,7 @@ from gradbox_engine.model.precision import arithmetic
 from gradbox_engine.model.restore import restored
 from gradbox_engine.model.shard_feed import ShardFeed
 from gradbox_engine.model.shard_rng import generators_restored
+from gradbox_engine.model.tensor_equality import storages_of
 from gradbox_engine.model.weights import lay_over, widen
 from gradbox_engine.model.written_parameters import unwritten_parameters
 from gradbox_engine.model.wrt import Selection, matched_inputs
@@ -45,7 +46,7 @@ class Prepared:
     @cached_property
     def parameter_storages(self) -> frozenset[int]:
         """The addresses of the parameters' storages; few jobs ask."""
-        return frozenset(p.untyped_storage().data_ptr() for p in self.model.parameters())
+        return frozenset(storages_of(self.model.parameters()))
 
 
 @contextmanager

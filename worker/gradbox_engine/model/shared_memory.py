@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from gradbox_engine.model.tensor_equality import is_plain
+
 
 def blocks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return the tensors, each once, those together whose ranges of memory meet."""
     alone: list[list[Tensor]] = []
     by_storage: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        if tensor.layout is not torch.strided or not tensor.numel():
+        if not (is_plain(tensor) and tensor.numel()):
             alone.append([tensor])
             continue
         storage = tensor.untyped_storage().data_ptr()

@@ -1,9 +1,12 @@
-"""Whether two tensors hold the same numbers, whatever their layout."""
+"""What tensors consist of, whatever their layout, and whether two hold the same numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 PLAIN_INDICES = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -32,7 +35,10 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 
 def strided_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the strided tensors that a tensor consists of."""
+    """Return the strided tensors that a tensor consists of, a quantised one of torchao's, say."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in strided_parts(getattr(tensor, name))]
     if tensor.layout is torch.strided:
         return [tensor]
     tensor = tensor.detach()
@@ -42,6 +48,17 @@ def strided_parts(tensor: Tensor) -> list[Tensor]:
         indices = (getattr(tensor, name)() for name in PLAIN_INDICES[tensor.layout])
         return [*indices, tensor.values()]
     return [tensor.to_dense()]
+
+
+def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Return the storages that tensors use, by address."""
+    found = (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
+    return {storage.data_ptr(): storage for storage in found}
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is strided, with a storage of its own."""
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
 
 
 def writable(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradbox_engine.errors import BadWeights
 from gradbox_engine.model.shared_memory import blocks, move, share_entries
-from gradbox_engine.model.tensor_equality import same_values, writable
+from gradbox_engine.model.tensor_equality import is_plain, same_values, writable
 
 WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 
@@ -80,7 +80,7 @@ def _check_untied(registered: Mapping[str, Tensor], given: Mapping[int, str]) ->
     """
     in_place: dict[int, dict[int, str]] = {}
     for name, tensor in registered.items():
-        if tensor.layout is torch.strided and tensor.numel():
+        if is_plain(tensor) and tensor.numel():
             in_place.setdefault(tensor.data_ptr(), {}).setdefault(id(tensor), name)
     names = {id(tensor): name for name, tensor in reversed(list(registered.items()))}
     overlapping = [

@@ -13,13 +13,14 @@ that sum, as a permutation does, and what begins in a later job.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
 
 from gradbox_engine.errors import ModelCallFailed
+from gradbox_engine.model.tensor_equality import strided_parts
 
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -70,13 +71,11 @@ def _refuse(model: nn.Module) -> None:
         )
 
 
-def _sums(model: nn.Module) -> dict[str, Tensor]:
+def _sums(model: nn.Module) -> dict[str, Sequence[Tensor]]:
     return {
-        name: _sum_of_bits(parameter.detach())
+        name: [_sum_of_bits(part) for part in strided_parts(parameter.detach()) if part.numel()]
         for name, parameter in model.named_parameters()
-        if parameter.layout is torch.strided
-        and not (parameter.is_meta or parameter.is_quantized)
-        and parameter.numel()
+        if not (parameter.is_meta or parameter.is_quantized)
     }
 
 
@@ -95,8 +94,10 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     return tensor.view(_WHOLE[size]).sum()
 
 
-def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> str | None:
-    for name, bits in before.items():
-        if name in after and not torch.equal(after[name], bits):
+def _changed(
+    before: Mapping[str, Sequence[Tensor]], after: Mapping[str, Sequence[Tensor]]
+) -> str | None:
+    for name, sums in before.items():
+        if name in after and not all(map(torch.equal, sums, after[name])):
             return name
     return None

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradbox_engine.errors import BadInputs, UnknownParameter
 from gradbox_engine.requests import Group
@@ -30,7 +31,8 @@ def select(
     """Resolve `wrt` against the model.
 
     A tied parameter is found under each of its names and counted once, under the first. Parameters
-    that are not floating-point have no gradient and match nothing.
+    that are not floating-point have no gradient and match nothing; nor do those that are made of
+    other tensors, as torchao's quantised ones.
 
     Args:
         wrt: shell patterns over names of parameters, and of modules, which stand for all
@@ -49,7 +51,8 @@ def select(
     firsts: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
-        if parameter.is_floating_point() or parameter.is_complex():
+        numeric = parameter.is_floating_point() or parameter.is_complex()
+        if numeric and not is_traceable_wrapper_subclass(parameter):
             by_name[name] = parameter
             if first == name:
                 firsts[name] = parameter

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.tensor_equality import storages_of
 from gradbox_engine.replay.retention import HELD_FACTOR
 from gradbox_engine.replay.shard_record import ShardRecord
 
@@ -86,12 +87,7 @@ class KeptPass:
         return self.records
 
 
-def storages_of(model: nn.Module) -> frozenset[int]:
-    """Return the addresses of the storages that the parameters' data lies in."""
-    return frozenset(parameter.untyped_storage().data_ptr() for parameter in model.parameters())
-
-
 def bytes_beside(registered: Collection[int], model: nn.Module) -> int:
     """Return how many bytes of the parameters' data lie in other storages than these."""
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+    storages = storages_of(model.parameters())
     return sum(s.nbytes() for address, s in storages.items() if address not in registered)

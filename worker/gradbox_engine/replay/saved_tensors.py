@@ -25,6 +25,7 @@ from gradbox_engine.errors import ModelCallFailed
 from gradbox_engine.model.calls import ShardGraph
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.tensor_equality import is_plain, storages_of
 
 Saved = tuple[Tensor, int]
 """A tensor and the version in which it was saved."""
@@ -78,7 +79,7 @@ class SavedTensors:
 
     def __init__(self, *, parameters: Collection[int], copied: Collection[int] = ()) -> None:
         self.num_bytes = 0
-        self._copied = copied
+        self._copied = frozenset(copied)
         self._counted = set(parameters)
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -90,28 +91,20 @@ class SavedTensors:
         tensor = tensor.detach()
         if tensor._is_zerotensor():  # of forward mode within the model: it has no storage
             return tensor, tensor._version
-        if tensor.layout is not torch.strided:
-            self.num_bytes += _bytes_of(tensor)
-            return tensor, tensor._version
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address in self._copied:
+        storages = storages_of([tensor])
+        if is_plain(tensor) and self._copied and not self._copied.isdisjoint(storages):
             tensor = tensor.clone()
             self.num_bytes += tensor.nbytes
-        elif address not in self._counted:
-            self._counted.add(address)
-            self.num_bytes += storage.nbytes()
+            return tensor, tensor._version
+        for address, storage in storages.items():
+            if address not in self._counted:
+                self._counted.add(address)
+                self.num_bytes += storage.nbytes()
         return tensor, tensor._version
 
 
 def _allocated_bytes(devices: Iterable[torch.device]) -> int:
     return sum(torch.cuda.memory_allocated(device) for device in devices)
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    if tensor.layout is torch.sparse_coo:  # which has no nbytes
-        return tensor._indices().nbytes + tensor._values().nbytes
-    return tensor.nbytes
 
 
 def _unpack(saved: Saved) -> Tensor:

@@ -8,8 +8,10 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradbox.protocol import MethodView, ModelView, ParameterView
+from gradbox_engine.model.tensor_equality import strided_parts
 from gradbox_worker.models.example import find_example
 from gradbox_worker.models.models_file import ModelEntry
 
@@ -43,7 +45,7 @@ def unusable(name: str, reason: str) -> ModelView:
 def size_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers, tied ones once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(part.nbytes for tensor in tensors for part in strided_parts(tensor))
 
 
 def describe_method(method: Callable[..., Any]) -> MethodView:
@@ -66,6 +68,8 @@ def describe_method(method: Callable[..., Any]) -> MethodView:
 
 
 def _tensor_view(name: str, tensor: torch.Tensor) -> ParameterView:
+    # Of a quantised tensor, which says that it is float32, the dtype that it is kept in.
+    kept = strided_parts(tensor)[0] if is_traceable_wrapper_subclass(tensor) else tensor
     return ParameterView(
-        name=name, shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch.")
+        name=name, shape=list(tensor.shape), dtype=str(kept.dtype).removeprefix("torch.")
     )

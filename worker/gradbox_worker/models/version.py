@@ -6,7 +6,8 @@ stands in no `extra_repr`, the number of attention heads for one; and a transfor
 code of a forward is not seen, except a `python` model's file, which the caller passes as `code`.
 
 Weights: for every parameter and buffer, non-persistent ones included, its name, dtype, shape and
-bytes. The bytes of a tied tensor count once; its further names point to the first.
+bytes; of one that is made of others, those of each. The bytes of a tied tensor count once; its
+further names point to the first.
 
 The same model gives the same version in every process and on every device. Cost: one pass over the
 weights, about 1 GB/s.
@@ -24,8 +25,10 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradbox.tensors.tensor_bytes import bytes_in_order
+from gradbox_engine.model.tensor_equality import strided_parts
 
 ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 # What names the module of a `python` model's file: where it lies is no part of what it is.
@@ -118,7 +121,14 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
         yield "buffer", name, buffer
 
 
-def _bytes(name: str, tensor: torch.Tensor) -> Iterator[memoryview]:
+def _bytes(name: str, tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
+    if is_traceable_wrapper_subclass(tensor):  # a quantised one of torchao's, say
+        kind, (_, context) = type(tensor), tensor.__tensor_flatten__()
+        told = f"{kind.__module__}.{kind.__qualname__} {ADDRESS.sub('', repr(context))}\n"
+        yield told.encode()
+        for part in strided_parts(tensor.detach()):
+            yield from _bytes(name, part)
+        return
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise TypeError(
             f"{name}: expected a dense tensor with bytes of its own, got layout {tensor.layout} on "

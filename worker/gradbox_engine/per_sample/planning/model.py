@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from gradbox_engine.errors import BadInputs, NoBatchAxis
@@ -22,6 +23,7 @@ from gradbox_engine.model.precision import AUTOCAST, accumulation_dtype, autocas
 from gradbox_engine.model.prepared import configured, model_device
 from gradbox_engine.model.shard_feed import call_arguments
 from gradbox_engine.model.shard_rng import begin_stream
+from gradbox_engine.model.tensor_equality import strided_parts
 from gradbox_engine.model.weights import wide_dtype
 from gradbox_engine.model.wrt import INPUTS, select
 from gradbox_engine.requests import CallOptions, Mode, Precision
@@ -214,6 +216,8 @@ def copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _all_zero(tensor: Tensor) -> bool:
+    if is_traceable_wrapper_subclass(tensor):
+        return all(map(_all_zero, strided_parts(tensor)))
     dense = tensor.to_dense()
     last = dense[-1:] if dense.dim() else dense  # mostly tells, where a table's first row pads
     return not (last.any() or dense.any())
