@@ -429,3 +429,11 @@ def test_every_name_of_torch_that_is_replaced_is_listed() -> None:
     replaced = _replacements(_generators())
     found = {name for name, value in vars(torch).items() if id(value) in replaced}
     assert found == set(OF_TORCH)
+
+
+def test_a_scripted_module_inside_a_loss_is_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        head = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Flatten(0))  # type: ignore[no-untyped-call]
+    with pytest.raises(UntraceableLoss, match=r"torch\.jit made"):
+        trace(head, positional=1)

@@ -59,7 +59,7 @@ def intercepting(function: Callable[..., Any], recording: Recording) -> Iterator
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_TRACED.by(recording))
-        for module in _modules(function):
+        for module in submodules(function):
             stack.enter_context(_restored(module))
         stack.enter_context(_intercepted(function))
         stack.enter_context(recorded_modules())
@@ -91,7 +91,8 @@ def _root(function: Callable[..., Any]) -> torch.nn.Module | None:
     return owner if isinstance(owner, torch.nn.Module) else None
 
 
-def _modules(function: Callable[..., Any]) -> list[torch.nn.Module]:
+def submodules(function: Callable[..., Any]) -> list[torch.nn.Module]:
+    """Return the module behind a function and all modules in it; none of a plain function."""
     root = _root(function)
     return [] if root is None else list(root.modules())
 
@@ -155,7 +156,7 @@ def _changed(namespace: Namespace, changes: Namespace) -> Iterator[None]:
 
 def _globals(function: Callable[..., Any]) -> list[Namespace]:
     """Return the namespaces in which the function's code may have imported names."""
-    code_owners = [*_wrapped(function), *(type(module).forward for module in _modules(function))]
+    code_owners = [*_wrapped(function), *(type(module).forward for module in submodules(function))]
     found = {
         id(names): names
         for owner in code_owners

@@ -25,7 +25,12 @@ from gradbox.graphs.call_signature import bound_names
 from gradbox.graphs.check import check_graph
 from gradbox.graphs.schema import Graph
 from gradbox.tracing.encode import encode
-from gradbox.tracing.interception import buffers, intercepting, trainable_parameters
+from gradbox.tracing.interception import (
+    buffers,
+    intercepting,
+    submodules,
+    trainable_parameters,
+)
 from gradbox.tracing.recording import Recorder, Recording
 from gradbox.tracing.refusals import SCRIPTED
 from gradbox.tracing.source_location import raised_line
@@ -93,7 +98,8 @@ def trace(
         UntraceableLoss: it does something that cannot be recorded; the message has the line.
         GraphRefused: it was recorded, and exceeds a limit of `gradbox.graphs.check`.
     """
-    if isinstance(function, torch.jit.ScriptFunction | torch.jit.ScriptModule):
+    scripted = (torch.jit.ScriptFunction, torch.jit.ScriptModule)
+    if any(isinstance(part, scripted) for part in (function, *submodules(function))):
         raise UntraceableLoss("; ".join(SCRIPTED))
     options = dict(options or {})
     keywords = tuple(arguments or ())
