@@ -282,6 +282,20 @@ def test_rows_do_not_go_into_a_module(box: TestBox) -> None:
         result.apply_to(case_models.mlp())
 
 
+def test_a_loss_input_that_requires_grad_is_refused_by_name(twin: TestBox) -> None:
+    weight = torch.ones((), dtype=DOUBLE, requires_grad=True)
+    job = PerSampleGradient(
+        **PROBLEMS["mlp"].given(),
+        loss=lambda z, weight: (z * weight).sum(1),
+        loss_inputs={"weight": weight},
+    )
+    with (
+        twin.client() as client,
+        pytest.raises(InvalidInputs, match=r"loss_inputs\.weight: .*grad"),
+    ):
+        client.submit(job)
+
+
 def test_batch_norm_in_train_mode_is_named(box: TestBox) -> None:
     with pytest.raises(InvalidInputs, match="norm"):
         submitted(box, gradient_of(PROBLEMS["a model in single precision, widened"], mode="train"))

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from gradbox.errors import InvalidInputs
+from gradbox.protocol import TensorRef
 from gradbox.protocol.spec_fields import Scalar
 from gradbox.tensors.tensor_bytes import is_tensor
 
@@ -47,3 +48,15 @@ def split_tensors_and_scalars(
                 f"got {type(given_value).__name__}; convert it with torch.as_tensor"
             )
     return tensors, scalars
+
+
+def told_what_requires_grad(
+    refs: Mapping[str, TensorRef], tensors: Mapping[str, Any]
+) -> dict[str, TensorRef]:
+    """Return references to uploaded tensors that say which of them require grad."""
+    return {
+        name: ref.model_copy(
+            update={"requires_grad": bool(getattr(tensors[name], "requires_grad", False))}
+        )
+        for name, ref in refs.items()
+    }

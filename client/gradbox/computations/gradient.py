@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from gradbox.builtin_losses.signatures import check_builtin
 from gradbox.computations.computation import Differentiated, Submission, checked, listed
-from gradbox.computations.function_inputs import split_tensors_and_scalars
+from gradbox.computations.function_inputs import (
+    split_tensors_and_scalars,
+    told_what_requires_grad,
+)
 from gradbox.computations.loss_kinds import Builtin, Cotangents
 from gradbox.computations.penalty import Penalty
 from gradbox.computations.traced_function import traced
@@ -101,10 +104,7 @@ class Gradient(Differentiated):
         given = self.shared_fields(uploads) | {
             "computation": "gradient",
             "loss": loss,
-            "loss_inputs": {
-                name: ref.model_copy(update={"requires_grad": _requires_grad(tensors[name])})
-                for name, ref in refs.items()
-            },
+            "loss_inputs": told_what_requires_grad(refs, tensors),
             "penalties": [penalty.spec(uploads) for penalty in _penalties(self.penalties)],
             "returns": listed(self.returns),
         }
@@ -165,10 +165,6 @@ def _penalties(given: Any) -> Sequence[Penalty]:
         )
     found: Sequence[Penalty] = given
     return found
-
-
-def _requires_grad(tensor: Any) -> bool:
-    return bool(getattr(tensor, "requires_grad", False))
 
 
 def _is_default(computation: Gradient, given: Field[Any]) -> bool:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradbox.computations.computation import Computation, Submission, checked, listed
-from gradbox.computations.function_inputs import split_tensors_and_scalars
+from gradbox.computations.function_inputs import (
+    split_tensors_and_scalars,
+    told_what_requires_grad,
+)
 from gradbox.computations.loss_kinds import Builtin, job_id_of
 from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidInputs, InvalidJob
@@ -155,8 +158,8 @@ class PerSampleGradient(PerSample):
         fields = self.shared_fields(uploads) | {
             "computation": "per_sample_gradient",
             "loss": GraphLoss(function=function),
-            "loss_inputs": refs,
-            "against_loss_inputs": uploads.tensors(of_others),
+            "loss_inputs": told_what_requires_grad(refs, tensors),
+            "against_loss_inputs": told_what_requires_grad(uploads.tensors(of_others), others),
             "reduce": self.reduce,
             "form": _form_on_the_wire(self.form, reduce=self.reduce, transfer=self.transfer),
             "clip": self.clip,
