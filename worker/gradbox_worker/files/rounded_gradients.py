@@ -4,7 +4,7 @@
 
 where g is one gradient, or one sample's row of a parameter. A row that is written in parts counts
 by its parts, of which none is better than the row. Norms, for the error of a single number says
-nothing in fp16: whatever is below 6e-8 becomes zero.
+nothing in fp16: whatever is below 3e-8 becomes zero.
 
 A float64 is rounded to float32 first, as torch does it: of two 16-bit neighbours it may get the one
 that is farther off by 2^-24 of it.
