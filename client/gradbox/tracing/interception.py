@@ -71,11 +71,7 @@ def trainable_parameters(function: Callable[..., Any]) -> dict[int, str]:
     root = _root(function)
     if root is None:
         return {}
-    return {
-        id(parameter): name
-        for name, parameter in root.named_parameters()
-        if parameter.requires_grad
-    }
+    return {id(p): name for name, p in root.named_parameters() if p.requires_grad}
 
 
 def buffers(function: Callable[..., Any]) -> dict[int, str]:
