@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -118,9 +119,14 @@ def _loss(z: Tensor) -> Tensor:
     return z.sum(0).square().sum()
 
 
-def _expected(kind: type[_Counting]) -> dict[str, Tensor]:
+def _loss_of_some(z: Tensor) -> Tensor:
+    """Of the second and the fourth of five shards alone."""
+    return _loss(torch.cat([z[2:5], z[6:8]]))
+
+
+def _expected(kind: type[_Counting], loss: Callable[[Tensor], Tensor] = _loss) -> dict[str, Tensor]:
     model = kind().train()
-    _loss(torch.cat([model(**shard) for shard in _shards()])).backward()
+    loss(torch.cat([model(**shard) for shard in _shards()])).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -140,8 +146,18 @@ def test_a_replay_finds_the_attributes_of_the_first_pass(kind, retain):
     assert _attributes(model) == before
 
 
-@pytest.mark.parametrize("kind", [_Counting, _InDict, _Late])
-@pytest.mark.parametrize("retain", [0, 10**9])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("retain", [0, 1000, 10**9])
+@pytest.mark.parametrize("loss", [_loss, _loss_of_some])
+def test_shards_that_need_no_replay_leave_their_attributes_all_the_same(kind, retain, loss):
+    found = set_gradient(
+        kind(), [Group("z", _shards())], Objective(loss), mode="train", retain=retain
+    )
+    assert difference(found.grads, _expected(kind, loss)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("retain", [0, 1000, 10**9])
 def test_the_second_half_does_in_another_job(kind, retain):
     model, groups = kind(), [Group("z", _shards())]
     first = set_outputs(model, groups, mode="train", retain=retain)

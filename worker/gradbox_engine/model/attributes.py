@@ -7,8 +7,9 @@ first calls), so that no comparison of outputs would notice another count in the
 A submodule's attributes are kept after a shard where whatever it changed is a number, a word or
 None, or a short dict, list, set or deque of these. A submodule that changed anything else as well
 (a cached tensor, an object) stays as it is, for half of its state is worse than none; it begins a
-second pass as it began the first. If a number or word was among it, that one is lost, and the job
-writes no checkpoint from there on: another process could not go on from the number.
+second pass as it began the first. If a number or word was among it, that one is lost: the second
+pass takes all shards in their order, and the job writes no checkpoint from there on, for another
+process could not go on from the number.
 
 Cost: a look at every submodule's attributes once a shard. Not covered: the inside of plain
 objects, and tensors that are overwritten in place.

@@ -22,7 +22,7 @@ Not optimal: a shard's graph is freed as a whole, so the peak is one graph and n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -111,8 +111,7 @@ def replay(
         GraphInBuffer: a gradient would pass through a buffer to the shard before.
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
-    last_first = [*records[-1:], *records[:-1]]
-    active = [record for record in last_first if record.position in cotangents]
+    active = _in_order(prepared, records, cotangents)
     progress = resumed or ReplayProgress()
 
     def once() -> ReplayProgress:
@@ -125,6 +124,23 @@ def replay(
         sums.clear()
 
     return retried_without_kept_graphs(once, active, undo=undo)
+
+
+def _in_order(
+    prepared: Prepared, records: Sequence[ShardRecord], cotangents: Container[Position]
+) -> list[ShardRecord]:
+    """Return the shards to go through: those with a cotangent, the last one first.
+
+    Where attributes are not restored shard by shard, what a shard finds is left by those before it:
+    all go through in order, but the last one if its graph is kept, and of no other one is it used.
+    """
+    *before, last = records
+    if not prepared.buffers.attributes_lost:
+        return [record for record in (last, *before) if record.position in cotangents]
+    for record in before:
+        record.free_graph()
+    kept = last.graph is not None and last.position in cotangents
+    return [last, *before] if kept else [*before, last]
 
 
 def _replay(
@@ -150,11 +166,12 @@ def _replay(
         else:
             prepared.buffers.restore(record.after)
             progress.num_retained += 1
-        found = carry_back(prepared, record, graph, cotangents[record.position], sums)
+        if record.position in cotangents:
+            found = carry_back(prepared, record, graph, cotangents[record.position], sums)
+            if found:
+                progress.input_grads[record.position] = found
         record.free_graph()
         del graph
-        if found:
-            progress.input_grads[record.position] = found
         progress.num_done += 1
         after_shard(progress, comparison)
         prepared.feed.prefetch(without_graph[0] if without_graph else None)

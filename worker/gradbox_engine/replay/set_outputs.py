@@ -125,11 +125,14 @@ def _answer(
     whole, num_rows = concatenated(groups, {r.position: r.outputs for r in first.records})
     rows = {group: tuple(numbers) for group, numbers in num_rows.items()}
     kept = KeptPass(first.records, parameters, ready.inputs, rows, overlay_bytes)
+    lost = ready.buffers.attributes_lost
+    if lost:  # of which a second half knows nothing, and would replay some shards without others
+        kept.free()
     return SetOutputs(
         outputs={group.name: as_z(ordered(whole[group.name], group)) for group in groups},
         rows=rows,
         buffers=ready.buffers.named(first.after),
-        stateful=not first.after.equals(ready.buffers.first),
+        stateful=lost or not first.after.equals(ready.buffers.first),
         seconds=clock.seconds,
         kept=kept if kept.num_kept else None,
         retained=kept.num_kept,
