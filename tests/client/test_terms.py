@@ -122,6 +122,12 @@ def test_gradients_of_inputs_come_back_shard_by_shard(box: TestBox) -> None:
         torch.testing.assert_close(result.input_grads[f"z/{index}/0"], leaf.grad)
 
 
+def test_gradients_of_inputs_without_a_floating_point_one_are_refused(box: TestBox) -> None:
+    given = {"model": "transformer", "inputs": [torch.arange(8).reshape(2, 4)], "output": "hidden"}
+    with pytest.raises(InvalidInputs, match="returns: expected a floating-point argument"):
+        submitted(box, Gradient(**given, loss=mean_square, returns=("grads", "input_grads")))
+
+
 @pytest.mark.parametrize(
     ("wrt", "selected"),
     [("0", ["0.weight", "0.bias"]), ("[24]", ["2.weight", "2.bias", "4.weight", "4.bias"])],
