@@ -22,9 +22,12 @@ def snapshot(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 def same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Tell whether the weights have the values they had; `.data` leaves no trace but the values."""
-    return before.keys() == now.keys() and all(
-        _same(before[name], value) for name, value in now.items()
-    )
+    return before.keys() == now.keys() and not changed(before, now)
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Return the names of tensors that are new, or have other values than before."""
+    return {n for n, value in now.items() if n not in before or not _same(before[n], value)}
 
 
 def _copy(value: Any) -> Any:
