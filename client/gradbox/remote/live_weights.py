@@ -17,7 +17,7 @@ def snapshot(weights: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidInputs: one is no tensor.
     """
-    return {name: _copy(value) for name, value in weights.items()}
+    return {name: _copy(value, name) for name, value in weights.items()}
 
 
 def same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -30,12 +30,15 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
     return {n for n, value in now.items() if n not in before or not _same(before[n], value)}
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Any, name: str) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray | np.generic):
         return value.copy()
-    raise InvalidInputs(f"weights: expected tensors, got {type(value).__name__}")
+    raise InvalidInputs(
+        f"weights[{name!r}]: expected a torch tensor or a NumPy array, got {type(value).__name__}; "
+        f"convert it with torch.as_tensor"
+    )
 
 
 def _same(before: Any, now: Any) -> bool:
