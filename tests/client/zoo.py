@@ -61,6 +61,10 @@ def shared_norm() -> nn.Module:
     return SharedNorm().double()
 
 
+def without_parameters() -> nn.Module:
+    return nn.Sequential(nn.Tanh(), nn.Softplus())
+
+
 class Pair(nn.Module):
     """Two inputs, one of them of batch 1 where all samples share it."""
 
