@@ -99,3 +99,11 @@ def test_a_weight_that_is_no_tensor_is_refused_by_its_name(client: GradClient) -
     f = client.model("mlp", weights={"4.bias": [0.0, 0.0, 0.0]})
     with pytest.raises(InvalidInputs, match=r"weights\['4.bias'\]: expected .*, got list"):
         f(shards_of(2)[0])
+
+
+def test_a_complex_input_that_requires_grad_is_refused(client: GradClient) -> None:
+    f = client.model("mlp")
+    z = torch.ones(2, 5, dtype=torch.complex64, requires_grad=True)
+    with pytest.raises(InvalidInputs, match="argument '0': expected real numbers"):
+        f(z)
+    assert f(shards_of(2)[0]).isfinite().all()
