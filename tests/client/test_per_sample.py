@@ -334,7 +334,10 @@ BAD: dict[str, tuple[Callable[[], Computation], str]] = {
     "an input": (lambda: _bad(wrt=["inputs.0"]), "wrt: 'inputs.0'"),
     "a builtin": (lambda: _bad(loss=Builtin("info_nce")), "one number a sample"),
     "a mean": (lambda: _bad(loss=lambda z: z.mean()), "one number a sample"),
-    "streams of samples": (lambda: _bad(streams="sample"), "streams"),
+    "streams of samples": (
+        lambda: _bad(streams="sample"),
+        "streams: expected 'shard', got 'sample'",
+    ),
     "an order": (lambda: _bad(order=torch.arange(7)), "order"),
     "a loss with weights": (lambda: _bad(loss=_Learned()), "loss.scale: expected no tensor"),
     "two groups": (

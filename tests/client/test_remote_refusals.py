@@ -93,3 +93,17 @@ def test_code_that_looks_past_torch_functions_finds_no_numbers(
         z = client.model("scalars", mode="eval")(torch.ones(2, 5, dtype=torch.float64))
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         use(z).item()
+
+
+def test_a_weight_that_is_no_tensor_is_refused_by_its_name(client: GradClient) -> None:
+    f = client.model("mlp", weights={"4.bias": [0.0, 0.0, 0.0]})
+    with pytest.raises(InvalidInputs, match=r"weights\['4.bias'\]: expected .*, got list"):
+        f(shards_of(2)[0])
+
+
+def test_a_complex_input_that_requires_grad_is_refused(client: GradClient) -> None:
+    f = client.model("mlp")
+    z = torch.ones(2, 5, dtype=torch.complex64, requires_grad=True)
+    with pytest.raises(InvalidInputs, match="argument '0': expected real numbers"):
+        f(z)
+    assert f(shards_of(2)[0]).isfinite().all()

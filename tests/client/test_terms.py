@@ -11,6 +11,7 @@ from gradbox_engine import shard_stream
 from tests import case_models
 from tests.boxes import TestBox
 from tests.cases import CASES
+from tests.client import zoo
 from tests.oracle import TOLERANCE, difference
 
 WAIT_S = 120.0
@@ -120,6 +121,12 @@ def test_gradients_of_inputs_come_back_shard_by_shard(box: TestBox) -> None:
     assert set(result.grads) == {"4.weight", "4.bias"}
     for index, leaf in enumerate(leaves):
         torch.testing.assert_close(result.input_grads[f"z/{index}/0"], leaf.grad)
+
+
+def test_gradients_of_inputs_without_a_floating_point_one_are_refused(box: TestBox) -> None:
+    given = {"model": "transformer", "inputs": [torch.arange(8).reshape(2, 4)], "output": "hidden"}
+    with pytest.raises(InvalidInputs, match="returns: expected a floating-point argument"):
+        submitted(box, Gradient(**given, loss=mean_square, returns=("grads", "input_grads")))
 
 
 @pytest.mark.parametrize(
@@ -232,3 +239,16 @@ def test_the_naive_reference_draws_the_masks_that_the_box_draws(box: TestBox) ->
         size = len(z)
         start = sum(len(shards[i]["0"]) for i in range(index))
         torch.testing.assert_close(result.outputs["z"][start : start + size], z.detach())
+
+
+def test_gradients_of_inputs_through_a_model_without_parameters(box: TestBox) -> None:
+    x = torch.linspace(-1, 1, 12, dtype=DOUBLE).reshape(4, 3)
+    expected, leaf = (x.clone().requires_grad_() for _ in range(2))
+    mean_square(zoo.without_parameters()(expected)).backward()
+    given = {"model": "without_parameters", "inputs": list(x.split(2)), "loss": mean_square}
+    result = submitted(box, Gradient(**given, returns=("grads", "input_grads")))
+    found = torch.cat([result.input_grads[f"z/{shard}/0"] for shard in range(2)])
+    torch.testing.assert_close(found, expected.grad)
+    with box.client() as client:
+        mean_square(client.model("without_parameters")(leaf)).backward()
+    torch.testing.assert_close(leaf.grad, expected.grad)

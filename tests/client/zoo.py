@@ -43,6 +43,28 @@ def tied() -> nn.Module:
     return Tied()
 
 
+class SharedNorm(nn.Module):
+    """One batch norm under two names, so that its state has each tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm1d(5)
+        self.second = self.first
+        self.inner = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.inner(self.first(x)).tanh())
+
+
+def shared_norm() -> nn.Module:
+    torch.manual_seed(0)
+    return SharedNorm().double()
+
+
+def without_parameters() -> nn.Module:
+    return nn.Sequential(nn.Tanh(), nn.Softplus())
+
+
 class Pair(nn.Module):
     """Two inputs, one of them of batch 1 where all samples share it."""
 

@@ -39,6 +39,7 @@ def test_a_model_is_built_once_and_stays(tmp_path: Path) -> None:
 def test_the_description_lists_parameters_buffers_and_arguments(tmp_path: Path) -> None:
     (view,) = registry(tmp_path, "tied").describe()
     assert [p.name for p in view.parameters] == ["first.weight"]
+    assert view.tied == {"second.weight": "first.weight"}
     assert [(b.name, b.shape, b.dtype) for b in view.buffers] == [("scale", [], "float32")]
     assert view.num_parameters == 9
     assert view.methods["forward"].arguments == view.methods["forward"].required == ["x"]

@@ -66,6 +66,16 @@ class SampleSpec(SharedSpec):
             _refuse(f"{name}: expected none in a {given.get('computation')}: {MEANINGLESS[name]}")
         return given
 
+    @field_validator("streams", mode="before")
+    @classmethod
+    def _of_shards(cls, streams: Any) -> Any:
+        if streams == "sample":
+            _refuse(
+                "expected 'shard', got 'sample': rows are made with the random numbers of whole "
+                "shards; leave streams out"
+            )
+        return streams
+
     @field_validator("inputs")
     @classmethod
     def _in_order(cls, groups: list[InputGroup]) -> list[InputGroup]:

@@ -142,7 +142,8 @@ class ModelView(View):
     """A registered model. `version` is the SHA-256 over its architecture and weights.
 
     Of one that is not `usable`, `reason` says why, and there is nothing else to say of it: its
-    version is empty. `size_bytes` are those of its parameters and buffers.
+    version is empty. `size_bytes` are those of its parameters and buffers. `tied` has the further
+    names of tensors that the model holds under several, each with the one that they are listed by.
     """
 
     name: str
@@ -153,8 +154,14 @@ class ModelView(View):
     size_bytes: int = 0
     parameters: list[ParameterView] = []
     buffers: list[ParameterView] = []
+    tied: dict[str, str] = {}
     methods: dict[str, MethodView] = {}
     example: ExampleView | None = None
+
+    def parameter_names(self) -> list[str]:
+        """Return the names of the parameters; of a tied one, all."""
+        listed = [view.name for view in self.parameters]
+        return listed + [name for name, first in self.tied.items() if first in listed]
 
     def example_code(self) -> str:
         """Return a Python program that runs a job on this model, with inputs that it takes.

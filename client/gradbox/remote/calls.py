@@ -44,8 +44,9 @@ def read_call(
     """Record a call. Tensors are copied, since the caller may write to them afterwards.
 
     Raises:
-        InvalidInputs: an argument is not a tensor, or not one of the entry point's; or the call is
-            under one of torch.func's transforms, activation checkpointing or forward-mode autograd.
+        InvalidInputs: an argument is not a tensor, not one of the entry point's, or complex where
+            it requires grad; or the call is under one of torch.func's transforms, activation
+            checkpointing or forward-mode autograd.
     """
     _refuse_checkpointing()
     if torch._C._are_functorch_transforms_active():
@@ -66,6 +67,7 @@ def read_call(
         for name, value in copies.items()
         if recorded and isinstance(value, torch.Tensor) and value.requires_grad
     }
+    _refuse_complex(leaves)
     return Call(
         method=method,
         arguments={name: tensor_bytes(value, where=name) for name, value in copies.items()},
@@ -125,6 +127,15 @@ def _refuse_tangents(arguments: Mapping[str, Any]) -> None:
             raise InvalidInputs(
                 f"argument {name!r}: expected a tensor without a tangent, got a dual one: a remote "
                 f"model differentiates backwards only, see torch.autograd.grad"
+            )
+
+
+def _refuse_complex(leaves: Mapping[str, torch.Tensor]) -> None:
+    for name, value in leaves.items():
+        if value.is_complex():
+            raise InvalidInputs(
+                f"argument {name!r}: expected real numbers where gradients of an input are wanted, "
+                f"got {value.dtype}; pass its detach(), or give the model torch.view_as_real of it"
             )
 
 

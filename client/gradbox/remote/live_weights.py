@@ -17,22 +17,28 @@ def snapshot(weights: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidInputs: one is no tensor.
     """
-    return {name: _copy(value) for name, value in weights.items()}
+    return {name: _copy(value, name) for name, value in weights.items()}
 
 
 def same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Tell whether the weights have the values they had; `.data` leaves no trace but the values."""
-    return before.keys() == now.keys() and all(
-        _same(before[name], value) for name, value in now.items()
-    )
+    return before.keys() == now.keys() and not changed(before, now)
 
 
-def _copy(value: Any) -> Any:
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Return the names of tensors that are new, or have other values than before."""
+    return {n for n, value in now.items() if n not in before or not _same(before[n], value)}
+
+
+def _copy(value: Any, name: str) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray | np.generic):
         return value.copy()
-    raise InvalidInputs(f"weights: expected tensors, got {type(value).__name__}")
+    raise InvalidInputs(
+        f"weights[{name!r}]: expected a torch tensor or a NumPy array, got {type(value).__name__}; "
+        f"convert it with torch.as_tensor"
+    )
 
 
 def _same(before: Any, now: Any) -> bool:

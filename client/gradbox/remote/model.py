@@ -19,6 +19,7 @@ from gradbox.protocol import ModelView
 from gradbox.protocol.spec_fields import Transfer
 from gradbox.remote.autograd import NotFetched
 from gradbox.remote.batch import BARE, Batch
+from gradbox.remote.buffers import RemoteBuffers
 from gradbox.remote.calls import read_call
 from gradbox.remote.live_weights import same, snapshot
 from gradbox.remote.output import RemoteOutput
@@ -67,7 +68,8 @@ class RemoteModel:
     methods by their names.
 
     Buffers, such as batch-norm statistics, advance once per call, as a local model's do; they begin
-    as the registered model has them, or as `weights` says.
+    as the registered model has them, or as `weights` says. One among `weights` that is changed
+    later begins anew from its new numbers.
 
     Several threads may use one: calls are counted in the order in which they are made.
 
@@ -101,7 +103,7 @@ class RemoteModel:
         self._names = _output_names(options.readout)
         self._num_calls = 0
         self._waiting: list[Batch] = []
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers = RemoteBuffers(view)
         self._grads: dict[str, Tensor] = {}
         self._lock = RLock()  # over calls that wait, buffers and gradients
 
@@ -167,7 +169,7 @@ class RemoteModel:
         with self._lock:
             for last in self._waiting[-1:]:
                 self.run_until(last)
-            return dict(self._buffers)
+            return dict(self._buffers.values)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -237,12 +239,11 @@ class RemoteModel:
     def _run(self, batch: Batch) -> None:
         returns = ("outputs", "buffers") if self._view.buffers else ("outputs",)
         # Buffers go as they are: rounded in every batch, a running average would stand still.
-        parameters = {view.name for view in self._view.parameters}
-        sent = rounded_weights(batch.weights, parameters, transfer=self._options.transfer)
-        result = batch.run({**sent, **self._buffers}, returns=returns)
+        given, parameters = batch.weights, self._view.parameter_names()
+        sent = rounded_weights(given, parameters, transfer=self._options.transfer)
+        result = batch.run(self._buffers.under(sent, given=given), returns=returns)
         if result is not None:
-            dtypes = {view.name: getattr(torch, view.dtype) for view in self._view.buffers}
-            self._buffers = {n: b.to(dtypes[n]) for n, b in result.buffers.items() if n in dtypes}
+            self._buffers.advance(result.buffers, given=given)
 
     def _called(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._call(method, args, kwargs)

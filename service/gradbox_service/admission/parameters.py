@@ -20,6 +20,7 @@ def check_weights(spec: SharedSpec, *, model: ModelView, tensors: TensorHeaders)
         InvalidInputs: the model has no parameter or buffer of that name, or of another shape.
     """
     shapes = {view.name: view.shape for view in (*model.parameters, *model.buffers)}
+    shapes |= {name: shapes[first] for name, first in model.tied.items()}
     for name, reference in spec.weights.items():
         if name not in shapes:
             raise InvalidInputs(
@@ -50,7 +51,7 @@ def check_wrt(
     """
     if spec.wrt is None:
         return
-    parameters = [view.name for view in model.parameters] + list(others)
+    parameters = model.parameter_names() + list(others)
     inputs = _differentiable_inputs(spec, tensors)
     for glob in spec.wrt:
         if not matches_parameter(glob, parameters) and not any(
@@ -61,6 +62,19 @@ def check_wrt(
                 f"parameter of the loss, and no floating-point input"
                 f"{near_misses(glob, parameters, inputs)}"
             )
+
+
+def check_input_gradients(spec: SharedSpec, *, tensors: TensorHeaders) -> None:
+    """Check that there are inputs to differentiate by.
+
+    Raises:
+        InvalidInputs: no argument of the model is floating-point.
+    """
+    if not _differentiable_inputs(spec, tensors):
+        raise InvalidInputs(
+            "returns: expected a floating-point argument of the model for 'input_grads', got whole "
+            "numbers and truth values alone, which have no gradient; leave 'input_grads' out"
+        )
 
 
 def matches_parameter(glob: str, parameters: Sequence[str]) -> bool:

@@ -84,7 +84,7 @@ def check_jacobian(spec: JacobianSpec, *, model: ModelView, tensors: TensorHeade
 
 
 def _check_wrt(spec: SampleSpec, *, model: ModelView) -> None:
-    names = [view.name for view in model.parameters]
+    names = model.parameter_names()
     for glob in spec.wrt or ():
         if not matches_parameter(glob, names):
             raise InvalidInputs(

@@ -84,6 +84,12 @@ def test_a_complex_parameter_is_refused_by_name() -> None:
     assert jacobian(model, [inputs], wrt=["a.*"]).arrays["a.bias"].shape == (6, 5, 5)
 
 
+@pytest.mark.parametrize("reduce", ["none", "norm", "gram"])
+def test_a_model_without_parameters_is_refused(reduce: Any) -> None:
+    with pytest.raises(BadInputs, match="expected a model with floating-point parameters"):
+        jacobian(nn.Tanh(), [_x()], reduce=reduce)
+
+
 class OneExpertAShard(nn.Module):
     """Returns one of two experts' outputs; the second's backward pass does not vectorise."""
 

@@ -54,6 +54,17 @@ def test_an_integer_argument_has_no_gradient():
         answer(CASES["transformer"](), wrt=["inputs.tokens"])
 
 
+def test_gradients_of_inputs_through_a_model_without_parameters():
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
+    groups = [Group("z", [{"0": x[:2]}, {"0": x[2:]}])]
+    objective = Objective(lambda z: z.square().sum())
+    result = set_gradient(torch.nn.Tanh(), groups, objective, wrt=["*", "inputs.*"])
+    leaf = x.clone().requires_grad_()
+    leaf.tanh().square().sum().backward()
+    assert result.grads == {}
+    torch.testing.assert_close(torch.cat(result.input_grads["z"]["0"]), leaf.grad)
+
+
 def test_the_scale_of_fp16_does_not_show():
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)

@@ -15,6 +15,7 @@ from gradbox_engine.errors import BadInputs, UnknownParameter
 from gradbox_engine.requests import Group
 
 INPUTS = "inputs."
+ALL = "*"  # every parameter, of a model without any none
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def select(
 
     Raises:
         BadInputs: a module has no parameters yet.
-        UnknownParameter: a pattern matches nothing.
+        UnknownParameter: a pattern other than `*` matches nothing.
     """
     refuse_uninitialised(model)
     first_names: dict[int, str] = {}
@@ -63,7 +64,7 @@ def select(
         if pattern.startswith(INPUTS):
             continue
         matched = {first_names[id(p)] for name, p in by_name.items() if _names(pattern, name)}
-        if not matched and not any(_names(pattern, name) for name in others):
+        if not matched and pattern != ALL and not any(_names(pattern, name) for name in others):
             raise UnknownParameter(_no_match(pattern, by_name))
         selected |= matched
     # In the model's order, whatever the order of the patterns.

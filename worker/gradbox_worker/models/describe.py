@@ -32,6 +32,7 @@ def describe_model(entry: ModelEntry, model: nn.Module, *, version: str) -> Mode
         size_bytes=size_bytes(model),
         parameters=[_tensor_view(name, p) for name, p in model.named_parameters()],
         buffers=[_tensor_view(name, buffer) for name, buffer in model.named_buffers()],
+        tied=_tied_names(model),
         methods={name: describe_method(getattr(model, name)) for name in entry.methods},
         example=find_example(model, entry.methods[0]),
     )
@@ -65,6 +66,17 @@ def describe_method(method: Callable[..., Any]) -> MethodView:
         any_keyword=inspect.Parameter.VAR_KEYWORD in kinds,
         any_positional=inspect.Parameter.VAR_POSITIONAL in kinds,
     )
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Return every further name of a parameter or buffer, with its first one."""
+    firsts: dict[int, str] = {}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    pairs = [(name, firsts.setdefault(id(tensor), name)) for name, tensor in named]
+    return {name: first for name, first in pairs if name != first}
 
 
 def _tensor_view(name: str, tensor: torch.Tensor) -> ParameterView:

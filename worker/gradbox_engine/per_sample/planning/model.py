@@ -82,7 +82,7 @@ def callable_model(
     selection = select(model, wrt)
     _refuse_inputs(selection.input_patterns)
     parameters: dict[str, Tensor] = dict(selection.parameters)
-    _refuse_complex(parameters)
+    _refuse_other_parameters(parameters)
     device = model_device(model)
     with configured(model, parameters, options):
         for module in model.modules():
@@ -232,7 +232,12 @@ def _refuse_inputs(patterns: Collection[str]) -> None:
         )
 
 
-def _refuse_complex(parameters: Mapping[str, Tensor]) -> None:
+def _refuse_other_parameters(parameters: Mapping[str, Tensor]) -> None:
+    if not parameters:
+        raise BadInputs(
+            "wrt: expected a model with floating-point parameters, by which rows are made, got one "
+            "without any; a Gradient with returns='input_grads' differentiates by its inputs"
+        )
     names = [name for name, parameter in parameters.items() if parameter.is_complex()]
     if names:
         raise BadInputs(

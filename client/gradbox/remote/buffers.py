@@ -1,0 +1,52 @@
+"""A remote model's buffers: as its calls left them, or as the user has set them since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradbox.protocol import ModelView
+from gradbox.remote.live_weights import changed
+
+
+class RemoteBuffers:
+    """Carries buffers from one forward job to the next.
+
+    A buffer among the user's weights is laid over when it is first given and whenever its numbers
+    are others than at the job before; in between it advances as the calls move it.
+
+    Attributes:
+        values: the buffers after the last job, by name; none before the first.
+    """
+
+    def __init__(self, view: ModelView) -> None:
+        self._dtypes = {buffer.name: getattr(torch, buffer.dtype) for buffer in view.buffers}
+        self._tied = view.tied
+        self._given: dict[str, Any] = {}
+        self.values: dict[str, Tensor] = {}
+
+    def under(self, weights: Mapping[str, Any], *, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the next job is sent.
+
+        Args:
+            weights: the user's, as they are sent.
+            given: the same before parameters were rounded.
+        """
+        set_anew = {self._first(name) for name in changed(self._given, self._among(given))}
+        carried = {name: value for name, value in self.values.items() if name not in set_anew}
+        others = {n: value for n, value in weights.items() if self._first(n) not in carried}
+        return others | carried
+
+    def advance(self, found: Mapping[str, Tensor], *, given: Mapping[str, Any]) -> None:
+        """Take what a job that was sent `given` made of the buffers."""
+        self._given = self._among(given)
+        self.values = {n: b.to(self._dtypes[n]) for n, b in found.items() if n in self._dtypes}
+
+    def _among(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {n: value for n, value in given.items() if self._first(n) in self._dtypes}
+
+    def _first(self, name: str) -> str:
+        return self._tied.get(name, name)

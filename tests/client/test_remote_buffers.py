@@ -1,0 +1,81 @@
+"""Buffers among the live weights of a remote model: set by the user, advanced by the calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests import case_models
+from tests.boxes import TestBox
+from tests.client import zoo
+from tests.client.remote import NaiveModel
+from tests.oracle import TOLERANCE, difference
+
+NEAR = {"rtol": TOLERANCE, "atol": TOLERANCE}
+AVERAGE = "average"
+
+
+def shard(seed: int) -> Tensor:
+    return torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def step(model: Any, seed: int) -> Tensor:
+    z: Tensor = model(shard(seed))
+    z.square().sum().backward()
+    return z.detach()
+
+
+def test_a_buffer_that_the_user_changes_is_laid_over_again(box: TestBox) -> None:
+    naive = NaiveModel(case_models.average_in_place(), mode="eval")
+    live = torch.zeros(4, dtype=torch.float64)
+    with box.client() as client:
+        f = client.model("average_in_place", weights={AVERAGE: live})
+        for seed in range(3):
+            live += 0.5
+            naive.module.get_buffer(AVERAGE).copy_(live)
+            torch.testing.assert_close(step(f, seed), step(naive, seed), **NEAR)
+        torch.testing.assert_close(f.buffers[AVERAGE], live, **NEAR)
+    assert difference(f.grads, naive.grads) <= TOLERANCE
+
+
+def test_a_buffer_that_stays_as_it_was_given_advances(twin: TestBox) -> None:
+    model = case_models.average_in_place()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    naive = NaiveModel(model, mode="train")
+    with twin.client() as client:
+        f = client.model("average_in_place", mode="train", weights=state)
+        for seed in range(3):
+            state["inner.bias"] += 0.1  # which begins another job, and moves no buffer
+            with torch.no_grad():
+                naive.module.get_parameter("inner.bias").add_(0.1)
+            torch.testing.assert_close(step(f, seed), step(naive, seed), **NEAR)
+        torch.testing.assert_close(f.buffers[AVERAGE], naive.module.get_buffer(AVERAGE), **NEAR)
+
+
+def test_a_buffer_advances_from_what_it_was_last_set_to(twin: TestBox) -> None:
+    naive = NaiveModel(case_models.average_in_place(), mode="train")
+    with twin.client() as client:
+        f = client.model("average_in_place", mode="train")
+        step(f, 0), step(naive, 0)
+        f.weights[AVERAGE] = torch.full((4,), 2.0, dtype=torch.float64)
+        naive.module.get_buffer(AVERAGE).fill_(2.0)
+        for seed in (1, 2):
+            torch.testing.assert_close(step(f, seed), step(naive, seed), **NEAR)
+            f.weights["inner.bias"] = torch.full((4,), float(seed), dtype=torch.float64)
+            naive.module.get_parameter("inner.bias").data.fill_(float(seed))
+        torch.testing.assert_close(step(f, 3), step(naive, 3), **NEAR)
+        torch.testing.assert_close(f.buffers[AVERAGE], naive.module.get_buffer(AVERAGE), **NEAR)
+
+
+def test_the_state_of_a_model_with_a_shared_batch_norm_has_each_buffer_twice(twin: TestBox) -> None:
+    model = zoo.shared_norm()
+    assert {"first.running_mean", "second.running_mean"} <= model.state_dict().keys()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    naive = NaiveModel(model, mode="train")
+    with twin.client() as client:
+        f = client.model("shared_norm", mode="train", weights=state)
+        for seed in range(3):
+            torch.testing.assert_close(step(f, seed), step(naive, seed), **NEAR)
+    assert difference(f.grads, naive.grads) <= TOLERANCE
