@@ -230,4 +230,4 @@ def test_a_shard_without_samples_is_refused_by_its_shape(twin: TestBox) -> None:
 
 def test_an_output_without_a_row_for_each_sample_is_refused_as_that(twin: TestBox) -> None:
     with pytest.raises(GradboxError, match=r"so that the output has . rows"):
-        submitted(twin, Jacobian(model="mlp", inputs=[X], readout=lambda z, inputs: z[:1]))
+        submitted(twin, Jacobian(model="mlp", inputs=[X], readout=lambda z, inputs: z[:2]))

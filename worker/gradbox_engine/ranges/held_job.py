@@ -28,7 +28,6 @@ from torch import nn
 from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
 from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.shard_feed import all_positions
-from gradbox_engine.model.tensor_equality import storages_of
 from gradbox_engine.model.wrt import Selection, select
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.graphs_between_jobs import NONE_BETWEEN_JOBS, GraphsBetweenJobs
@@ -45,7 +44,7 @@ from gradbox_engine.ranges.range_on_device import RangeOnDevice, on_host, to_dev
 from gradbox_engine.replay.checkpoint import JobCheckpoint, Resumed
 from gradbox_engine.replay.first_pass import FirstPass, first_pass
 from gradbox_engine.replay.gradient_sums import GradientSums
-from gradbox_engine.replay.kept_graphs import KeptPass, bytes_beside
+from gradbox_engine.replay.kept_graphs import KeptPass, bytes_beside, places_of
 from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.replay.retention import NONE_OLDER, GraphBudget, graph_budget
 from gradbox_engine.replay.set_gradient import GRADS_ALONE
@@ -95,7 +94,7 @@ def held_job(
         EngineError: see `errors`.
     """
     selection = select(model, wrt, others=loss_parameters)
-    registered = frozenset(storages_of(model.parameters()))
+    registered = places_of(model)
     with prepared(model, groups, selection, CallOptions(**options)) as ready:
         sums_bytes = GradientSums(selection.parameters).expected_bytes()
         overlay_bytes = bytes_beside(registered, model) if for_a_later_job else 0

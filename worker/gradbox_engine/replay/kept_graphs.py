@@ -87,6 +87,11 @@ class KeptPass:
         return self.records
 
 
+def places_of(model: nn.Module) -> frozenset[int]:
+    """Return the addresses of the storages that the parameters' data lies in."""
+    return frozenset(storages_of(model.parameters()))
+
+
 def bytes_beside(registered: Collection[int], model: nn.Module) -> int:
     """Return how many bytes of the parameters' data lie in other storages than these."""
     storages = storages_of(model.parameters())

@@ -21,12 +21,11 @@ from gradbox_engine.checkpoint import Checkpoints
 from gradbox_engine.model.outputs import as_z
 from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.shard_feed import all_positions
-from gradbox_engine.model.tensor_equality import storages_of
 from gradbox_engine.model.wrt import select
 from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.first_pass import FirstPass, first_pass
 from gradbox_engine.replay.gradient_sums import GradientSums
-from gradbox_engine.replay.kept_graphs import KeptPass, bytes_beside
+from gradbox_engine.replay.kept_graphs import KeptPass, bytes_beside, places_of
 from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.replay.retention import NONE_OLDER, OlderGraphs, graph_budget
 from gradbox_engine.replay.z import concatenated, ordered
@@ -86,7 +85,7 @@ def set_outputs(
         torch.OutOfMemoryError: one shard does not fit.
     """
     selection = select(model, wrt)
-    registered = frozenset(storages_of(model.parameters()))
+    registered = places_of(model)
     told = CallOptions(**options).without_penalties("set_outputs")
     with prepared(model, groups, selection, told) as ready:
         clock = PhaseTimer(*ready.devices)
