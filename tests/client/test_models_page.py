@@ -128,6 +128,14 @@ def test_adapters_on_a_model_of_the_hub(folder: Path, hub_cache: Path) -> None:
     )  # A and B, query and value, of six layers
 
 
+def test_a_model_that_takes_a_dict(folder: Path, hub_cache: Path) -> None:
+    pytest.importorskip("sentence_transformers")
+    (folder / "embedder.py").write_text(python("# embedder.py"))
+    model = build_model(entry("embedder", folder))
+    ids = torch.tensor([[101, 2023, 102], [101, 2003, 102]])
+    assert model(input_ids=ids, attention_mask=torch.ones_like(ids)).shape == (2, 384)
+
+
 def test_a_checkpoint_becomes_safetensors(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     state = {"state_dict": model.state_dict(), "epoch": 3}

@@ -29,6 +29,8 @@ def blob(box: Box) -> str:
         "masked/x": ones(2, 2),
         "masked/mask": ones(2, 2),
         "wrong/tokens": ones(2, 2),
+        "several/ids": ones(2, 2),
+        "several/mask": ones(2, 2),
         "positions/0": ones(2, 2),
         "positions/1": ones(2, 2),
         "too-many/0": ones(1),
@@ -171,6 +173,7 @@ def test_a_wrong_argument_name_is_refused(box: Box, blob: str) -> None:
         ("odd/", "embed", "is an identifier or a whole number, got ['x-y']"),
         ("2/", "embed", "is an identifier or a whole number, got ['01']"),
         ("wrong/", "embed", "missing ['x']"),
+        ("several/", "embed", "if that argument is a dict of these"),
         ("", "forward", "is an identifier or a whole number"),
     ],
 )

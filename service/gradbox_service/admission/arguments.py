@@ -60,10 +60,10 @@ def _check_fit(names: set[str], group: InputGroup, method: MethodView, model: st
     )
     if not method.any_keyword:
         _refuse_any(keywords - set(method.arguments), f"{call} has no argument")
-    _refuse_any(
-        set(method.required) - keywords - by_position,
-        f"{call}: got {sorted(names)}, missing",
-    )
+    missing = set(method.required) - keywords - by_position
+    if missing == set(method.required) and len(missing) == 1 < len(keywords):
+        call = f"{call} (if that argument is a dict of these, wrap the model: docs/models.md)"
+    _refuse_any(missing, f"{call}: got {sorted(names)}, missing")
 
 
 def _is_position(name: str) -> bool:
