@@ -50,7 +50,8 @@ def refuse_coupling(uses: ProbeUses) -> NoReturn:
     raise CoupledSamples(
         f"replacing one sample changed the output of others; first seen in {where}: a sample then "
         "has no gradient of its own. Batch norm in train mode does this: use mode='eval', or "
-        "replace it by group norm. unchecked=('coupling',) turns this check off"
+        "replace it by group norm; so does the step that a solver chooses for all samples: fix it. "
+        "unchecked=('coupling',) turns this check off"
     )
 
 
