@@ -134,13 +134,13 @@ def _in_order(
     Where attributes are not restored shard by shard, what a shard finds is left by those before it:
     all go through in order, but the last one if its graph is kept, and of no other one is it used.
     """
-    *before, last = records
+    before, last = records[:-1], records[-1:]
     if not prepared.buffers.attributes_lost:
-        return [record for record in (last, *before) if record.position in cotangents]
+        return [record for record in (*last, *before) if record.position in cotangents]
     for record in before:
         record.free_graph()
-    kept = last.graph is not None and last.position in cotangents
-    return [last, *before] if kept else [*before, last]
+    kept = any(record.graph is not None and record.position in cotangents for record in last)
+    return [*last, *before] if kept else [*before, *last]
 
 
 def _replay(

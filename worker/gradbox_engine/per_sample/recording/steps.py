@@ -73,7 +73,7 @@ class DerivedStep(Step):
             if isinstance(part, Tensor) and part.requires_grad:
                 key = (self.number, position)
                 recorder.track(part, key)
-                # What is written to again is at a place in the graph each time, as a view is not.
+                # A later write moves a tensor and its views on in the graph; this one stays.
                 derived = part if made is out else torch.ops.aten._unsafe_view(part, part.shape)
                 recorder.derived[key] = derived
         return out
