@@ -7,7 +7,8 @@ buffers, of tensors that are plain attributes and of embeddings with a `max_norm
 pass may overwrite, also the values.
 
 Not covered: the inside of plain objects that a submodule holds (a list in a list, another
-library's cache), and a forward pass that writes to its own parameters in place otherwise.
+library's cache). A forward pass that writes to its other parameters is refused, by
+`written_parameters`.
 """
 
 from __future__ import annotations
