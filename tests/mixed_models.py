@@ -171,3 +171,28 @@ def constant_branch() -> nn.Module:
         return hidden * gate
 
     return seeded(lambda: Applies(gated))()
+
+
+def transposed_norm() -> nn.Module:
+    """Normalises groups of channels that lie in the last dim."""
+
+    def normed_channels(hidden: Tensor) -> Tensor:
+        channels_last = hidden[:, None, :] * torch.tensor([[1.0], [2.0]], dtype=hidden.dtype)
+        return nn.functional.group_norm(channels_last.transpose(1, 2), 2).sum(2)
+
+    return seeded(lambda: Applies(normed_channels))()
+
+
+def vectorised() -> nn.Module:
+    """Maps a function of one row over the rows."""
+    weight = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+
+    def mapped(hidden: Tensor) -> Tensor:
+        return torch.func.vmap(lambda row: torch.tanh(weight.to(row) @ row) * row)(hidden)
+
+    return seeded(lambda: Applies(mapped))()
+
+
+def rounded() -> nn.Module:
+    """Rounds to float32 on the way, as a language model's norms do."""
+    return seeded(lambda: Applies(lambda hidden: hidden.float().sin().to(hidden)))()

@@ -57,7 +57,7 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
 
 def both(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x.clone(), numbers(*x.shape).sin())
+        dual = forward_ad.make_dual(x.clone(), numbers(*x.shape).sin().to(x))
         value, tangent = forward_ad.unpack_dual(function(dual))
     return value.clone(), tangent
 
@@ -106,3 +106,28 @@ def test_value_and_tangent_take_one_kernel_each(name, kernel):
     with LeanRules(), Kernels() as kernels:
         both(function, x)
     assert kernels.counts[kernel] == 2
+
+
+def test_a_grouped_product_has_a_tangent():
+    rows, experts = numbers(6, 8).float(), numbers(2, 8, 4).sin().float()
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+
+    def grouped(x: Tensor) -> Tensor:
+        return F.grouped_mm(x, experts, offs=ends)
+
+    def in_turn(x: Tensor) -> Tensor:
+        return torch.cat([x[:2] @ experts[0], x[2:] @ experts[1]])
+
+    with LeanRules():
+        torch.testing.assert_close(both(grouped, rows), both(in_turn, rows))
+
+
+def test_the_coarsest_dtype_that_carries_a_tangent_is_told():
+    def with_a_rounded_constant(x: Tensor) -> Tensor:
+        return x + SCALE.half()
+
+    with LeanRules() as rules:
+        both(with_a_rounded_constant, numbers(3))
+        assert rules.rounding == torch.float64
+        both(lambda x: x.float().double(), numbers(3))
+    assert rules.rounding == torch.float32

@@ -31,6 +31,13 @@ def test_forward_mode_passes_every_operation(name):
     assert mixed_answer(MIXED_CASES[name]()).fallbacks == {}
 
 
+def test_a_model_that_rounds_on_its_way_is_compared_with_that_rounding():
+    case = replace(MIXED_CASES["vectorised function"](), model=models.rounded)
+    result = mixed_answer(case)
+    assert result.fallbacks == {}
+    assert difference(result.grads, double_backward(case).grads) <= 1e-5
+
+
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_what_forward_mode_cannot_pass_is_named_and_gone_round(obstacle):
     result = mixed_answer(OBSTACLES[obstacle]())

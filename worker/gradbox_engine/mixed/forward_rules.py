@@ -8,10 +8,12 @@ computes the shape of its zero tangent in Python, and an evaluated batch norm, w
 shifts, takes five kernels for its tangent. What is left out is zero, so the results are the same.
 
 `torch.cdist` has no rule in torch, and no second derivative either. Here both of its arguments may
-move; the rule is that of Euclidean distances.
+move; the rule is that of Euclidean distances. Nor has a grouped matrix product a rule, and that of
+group norm takes contiguous arguments alone.
 
 Not reached: what a Python function of `torch.nn.functional` calls on its own account, as
-`multi_head_attention_forward` does, and scripted modules. There torch's rules apply.
+`multi_head_attention_forward` does, what is inside a `torch.func` transform, and scripted modules.
+There torch's rules apply.
 """
 
 from __future__ import annotations
@@ -46,7 +48,15 @@ def parts(value: Any) -> tuple[Any, Tensor | None]:
 
 
 class LeanRules(TorchFunctionMode):
-    """Computes tangents without products with zero, for as long as this is entered."""
+    """Computes tangents without products with zero, for as long as this is entered.
+
+    Attributes:
+        rounding: the dtype with the fewest digits of a tensor that carried a tangent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounding = torch.float64
 
     def __torch_function__(
         self,
@@ -56,9 +66,19 @@ class LeanRules(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return func(*args, **kwargs)  # its tensors do not tell their tangents
         rule = RULES.get(func)
         result = None if rule is None else rule(*args, **kwargs)
-        return func(*args, **kwargs) if result is None else result
+        if result is None:
+            result = func(*args, **kwargs)
+        if (
+            isinstance(result, Tensor)
+            and _is_coarser(result.dtype, self.rounding)
+            and _moves(result)
+        ):
+            self.rounding = result.dtype
+        return result
 
 
 def _layer(
@@ -81,6 +101,18 @@ def _product(operation: Operation, a: Any, b: Any, **options: Any) -> Tensor | N
         return None
     tangent = operation(a, b_tangent) if a_tangent is None else operation(a_tangent, b)
     return dual(operation(a, b), tangent)
+
+
+def _grouped_product(
+    a: Any, b: Any, offs: Any = None, bias: Any = None, **options: Any
+) -> Tensor | None:
+    """_grouped_mm, a product of each group's own: bilinear as well."""
+    (a, a_tangent), (b, b_tangent) = parts(a), parts(b)
+    if (a_tangent is None) == (b_tangent is None) or _moves(bias):
+        return None
+    product: Operation = partial(torch._grouped_mm, offs=offs, **options)
+    tangent = product(a, b_tangent) if a_tangent is None else product(a_tangent, b)
+    return dual(product(a, b, bias=bias), tangent)
 
 
 def _quotient(operation: Operation, a: Any, b: Any, **options: Any) -> Tensor | None:
@@ -121,6 +153,14 @@ def _batch_norm(
     )
 
 
+def _group_norm(input: Any, *rest: Any, **options: Any) -> Tensor | None:
+    """Group norm of what is not contiguous: torch's rule, of contiguous copies."""
+    primal, tangent = parts(input)
+    if tangent is None or (primal.is_contiguous() and tangent.is_contiguous()):
+        return None
+    return F.group_norm(dual(primal.contiguous(), tangent.contiguous()), *rest, **options)
+
+
 def _distances(a: Any, b: Any, p: float = 2.0, *rest: Any, **options: Any) -> Tensor | None:
     """cdist, ‖aᵢ − bⱼ‖: the tangent is ⟨aᵢ − bⱼ, ȧᵢ − ḃⱼ⟩ / ‖aᵢ − bⱼ‖, zero where that is zero."""
     (a, a_tangent), (b, b_tangent) = parts(a), parts(b)
@@ -145,6 +185,10 @@ def _distances(a: Any, b: Any, p: float = 2.0, *rest: Any, **options: Any) -> Te
 
 def _moves(*values: Any) -> bool:
     return any(parts(value)[1] is not None for value in values)
+
+
+def _is_coarser(dtype: torch.dtype, other: torch.dtype) -> bool:
+    return dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(other).eps
 
 
 LAYERS: tuple[Operation, ...] = (
@@ -178,6 +222,8 @@ RULES: dict[Operation, Callable[..., Tensor | None]] = {
     **{product: partial(_product, product) for product in PRODUCTS},
     **{quotient: partial(_quotient, quotient) for quotient in QUOTIENTS},
     torch.addmm: _shifted_product,
+    torch._grouped_mm: _grouped_product,
     F.batch_norm: _batch_norm,
+    F.group_norm: _group_norm,
     torch.cdist: _distances,
 }

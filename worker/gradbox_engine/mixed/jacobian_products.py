@@ -38,10 +38,14 @@ WITHOUT_JVP = "You must implement the jvp function for custom autograd.Function"
 
 @dataclass(frozen=True)
 class Linearised:
-    """v of a shard and a product with its Jacobian, without a graph. Ju has the names of v."""
+    """v of a shard and a product with its Jacobian, without a graph. Ju has the names of v.
+
+    `rounding` is the dtype with the fewest digits on the way, where forward mode saw it.
+    """
 
     outputs: Outputs
     tangents: Outputs
+    rounding: torch.dtype = torch.float64
 
 
 class ShardJacobians:
@@ -107,11 +111,11 @@ class ShardJacobians:
         """
         arguments, name, z = self._take(position)
         scale = self._scale([u])
-        with forward_ad.dual_level(), forward_mode_checkpoints(), LeanRules():
+        with forward_ad.dual_level(), forward_mode_checkpoints(), LeanRules() as rules:
             moving = dual(z, (u * scale).to(z.dtype).view_as(z))
             graph = self._calls(position, {**arguments, name: moving})
             found = {n: parts(v) for n, v in graph.outputs.items()}
-        return _linearised(found, scale)
+        return _linearised(found, scale, rounding=rules.rounding)
 
     def double_transposed(
         self, position: Position, u: Tensor, cotangents: Callable[[Outputs], Outputs]
@@ -214,7 +218,12 @@ def _has_dead_end(tensor: Tensor) -> bool:
     return False
 
 
-def _linearised(found: dict[str, tuple[Tensor, Tensor | None]], scale: float) -> Linearised:
+def _linearised(
+    found: dict[str, tuple[Tensor, Tensor | None]],
+    scale: float,
+    *,
+    rounding: torch.dtype = torch.float64,
+) -> Linearised:
     outputs, tangents = {}, {}
     for name, (value, tangent) in found.items():
         outputs[name] = value.detach()
@@ -224,4 +233,4 @@ def _linearised(found: dict[str, tuple[Tensor, Tensor | None]], scale: float) ->
             if tangent is None
             else tangent.detach().to(wide) / scale
         )
-    return Linearised(outputs, tangents)
+    return Linearised(outputs, tangents, rounding)

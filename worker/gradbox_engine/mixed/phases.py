@@ -238,7 +238,7 @@ class _Tangents:
         self._equipment.ready.buffers.restore(record.before)
         linearised = self._equipment.jacobians.forward_mode(record.position, u)
         contraction = self._contract(record, linearised)
-        if not self._agrees(record, u, contraction):
+        if not self._agrees(record, u, contraction, rounding=linearised.rounding):
             return None
         self._compare(record, linearised)
         return contraction
@@ -260,13 +260,20 @@ class _Tangents:
         entries = {name: x for name, x in record.outputs.items() if name != DFDZ}
         self.comparison.compare(where, sketch(linearised.outputs), entries)
 
-    def _agrees(self, record: ShardRecord, u: Tensor, contraction: Contraction) -> bool:
-        """Return whether ⟨a, J u⟩ = ⟨dfdz, u⟩ within rounding; waits for the device."""
+    def _agrees(
+        self, record: ShardRecord, u: Tensor, contraction: Contraction, *, rounding: torch.dtype
+    ) -> bool:
+        """Return whether ⟨a, J u⟩ = ⟨dfdz, u⟩ within rounding; waits for the device.
+
+        Args:
+            rounding: the dtype with the fewest digits in the call.
+        """
         dfdz = record.outputs[DFDZ]
         expected = (dfdz.to(u.dtype) * u).sum()
         error = (contraction.product.detach() - expected).abs()
         scale = torch.maximum(contraction.scale, self._largest)
         tolerance = replay_tolerance(self._equipment.ready.options.precision, dfdz.dtype)
+        tolerance = max(tolerance, REPLAY_TOLERANCE.get(rounding, REPLAY_TOLERANCE[torch.bfloat16]))
         if self._equipment.jacobians.scaled:
             tolerance = max(tolerance, REPLAY_TOLERANCE["fp16"])
         return bool(error <= tolerance * scale)
