@@ -196,3 +196,54 @@ def vectorised() -> nn.Module:
 def rounded() -> nn.Module:
     """Rounds to float32 on the way, as a language model's norms do."""
     return seeded(lambda: Applies(lambda hidden: hidden.float().sin().to(hidden)))()
+
+
+def implicit(*, solved_apart: bool, recorded: bool = False) -> nn.Module:
+    """A layer whose output is a fixed point, with a hook that solves for its gradient.
+
+    Args:
+        solved_apart: whether forward mode cannot follow the solver.
+        recorded: whether the hook's backward passes are differentiable.
+    """
+    weight = torch.linspace(-0.4, 0.3, 16, dtype=torch.float64).view(4, 4)
+
+    def fixed_point(hidden: Tensor) -> Tensor:
+        def step(point: Tensor) -> Tensor:
+            return torch.tanh(point @ weight.to(point) + hidden)
+
+        with torch.no_grad():
+            point = torch.zeros_like(hidden)
+            for _ in range(60):
+                point = step(point)
+            point = point.detach() if solved_apart else point
+        if not hidden.requires_grad:
+            return step(point)
+        free = point.detach().requires_grad_()
+        again = step(free)
+
+        def solve(gradient: Tensor) -> Tensor:
+            total = gradient
+            for _ in range(60):
+                (part,) = torch.autograd.grad(
+                    again, free, total, retain_graph=True, create_graph=recorded
+                )
+                total = gradient + part
+            return total
+
+        found = step(point)
+        found.register_hook(solve)
+        return found
+
+    return seeded(lambda: Applies(fixed_point))()
+
+
+def clipped() -> nn.Module:
+    """Clips gradients on their way back."""
+
+    def through(hidden: Tensor) -> Tensor:
+        found = hidden.sin()
+        if found.requires_grad:
+            found.register_hook(lambda gradient: gradient.clamp(-0.3, 0.3))
+        return found
+
+    return seeded(lambda: Applies(through))()

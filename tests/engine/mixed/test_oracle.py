@@ -6,11 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from gradbox_engine import NoTangent
 from tests import mixed_models as models
 from tests.engine.mixed.running import mixed_answer
-from tests.mixed_cases import MIXED_CASES, OBSTACLES, TOLERANCE, bilinear, double_backward
+from tests.mixed_cases import (
+    MIXED_CASES,
+    OBSTACLES,
+    TOLERANCE,
+    MixedCase,
+    bilinear,
+    double_backward,
+)
 from tests.oracle import difference
 
 ALL = MIXED_CASES | OBSTACLES
@@ -36,6 +44,51 @@ def test_a_model_that_rounds_on_its_way_is_compared_with_that_rounding():
     result = mixed_answer(case)
     assert result.fallbacks == {}
     assert difference(result.grads, double_backward(case).grads) <= 1e-5
+
+
+def _implicit(**given: bool) -> MixedCase:
+    return replace(
+        MIXED_CASES["vectorised function"](), model=lambda: models.implicit(**given), mode="eval"
+    )
+
+
+def _by_differences(case: MixedCase) -> Tensor:
+    """Return dt/dy by central differences."""
+    y, size = case.y["y"], 1e-5
+    values = []
+    for step in size * torch.eye(y.numel(), dtype=y.dtype):
+        ends = [{"y": (y + way * step.view_as(y)).detach()} for way in (1, -1)]
+        above, below = (mixed_answer(replace(case, y=end)).value for end in ends)
+        values.append((above - below) / (2 * size))
+    return torch.tensor(values, dtype=y.dtype).view_as(y)
+
+
+def test_an_implicit_layer_has_the_gradient_that_double_backward_misses():
+    case = _implicit(solved_apart=False)
+    expected = _by_differences(case)
+    result = mixed_answer(case)
+    assert result.fallbacks == {}
+    torch.testing.assert_close(result.grads["y.y"], expected, rtol=1e-6, atol=1e-6)
+    assert (double_backward(case).grads["y.y"] - expected).norm() > 1e-3 * expected.norm()
+
+
+def test_a_hook_that_loses_the_second_derivative_is_refused():
+    with pytest.raises(NoTangent, match="let a hook pass create_graph=True"):
+        mixed_answer(_implicit(solved_apart=True))
+
+
+def test_a_hook_that_records_its_backward_passes_is_followed():
+    case = _implicit(solved_apart=True, recorded=True)
+    result = mixed_answer(case)
+    assert sum(result.fallbacks.values()) == result.shards["z"]
+    torch.testing.assert_close(result.grads["y.y"], _by_differences(case), rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_that_a_hook_clips_are_followed_as_they_are():
+    case = replace(_implicit(solved_apart=False), model=models.clipped)
+    result = mixed_answer(case)
+    assert list(result.fallbacks) == ["forward mode that disagrees with reverse mode"]
+    assert difference(result.grads, double_backward(case).grads) <= TOLERANCE
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)

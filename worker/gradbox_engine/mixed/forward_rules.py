@@ -47,11 +47,11 @@ def parts(value: Any) -> tuple[Any, Tensor | None]:
     return unpacked.primal, unpacked.tangent
 
 
-class LeanRules(TorchFunctionMode):
-    """Computes tangents without products with zero, for as long as this is entered.
+class Roundings(TorchFunctionMode):
+    """Looks at the tensors that operations return.
 
     Attributes:
-        rounding: the dtype with the fewest digits of a tensor that carried a tangent.
+        rounding: the dtype with the fewest digits of one that is differentiated.
     """
 
     def __init__(self) -> None:
@@ -65,20 +65,29 @@ class LeanRules(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            return func(*args, **kwargs)  # its tensors do not tell their tangents
-        rule = RULES.get(func)
-        result = None if rule is None else rule(*args, **kwargs)
-        if result is None:
-            result = func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))  # tensors of a transform do not tell tangents
+        result = self.call(func, *args, **(kwargs or {}))
         if (
             isinstance(result, Tensor)
             and _is_coarser(result.dtype, self.rounding)
-            and _moves(result)
+            and (result.requires_grad or _moves(result))
         ):
             self.rounding = result.dtype
         return result
+
+    def call(self, func: Operation, *args: Any, **kwargs: Any) -> Any:
+        """Return what an operation returns."""
+        return func(*args, **kwargs)
+
+
+class LeanRules(Roundings):
+    """Computes tangents without products with zero, for as long as this is entered."""
+
+    def call(self, func: Operation, *args: Any, **kwargs: Any) -> Any:
+        rule = RULES.get(func)
+        result = None if rule is None else rule(*args, **kwargs)
+        return func(*args, **kwargs) if result is None else result
 
 
 def _layer(

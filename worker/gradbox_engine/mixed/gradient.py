@@ -39,14 +39,9 @@ from torch import Tensor, nn
 from gradbox_engine.checkpoint import Checkpoints
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.mixed.equipment import equipped
-from gradbox_engine.mixed.phases import (
-    TangentPass,
-    differentiate_outer,
-    first_pass,
-    sketch,
-    tangent_pass,
-)
+from gradbox_engine.mixed.phases import differentiate_outer, first_pass, sketch
 from gradbox_engine.mixed.sums import LeafSums
+from gradbox_engine.mixed.tangents import TangentPass, tangent_pass
 from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.requests import (

@@ -7,7 +7,8 @@ for backward passes that a hook bends (gradients clipped on their way), so it is
 where the first pass was.
 
 Both can be wrong without an error. Forward mode goes through a model's own `torch.no_grad()`, where
-reverse mode stops: the caller compares ⟨a, Ju⟩ with ⟨aᵀJ, u⟩. And autograd silently leaves out a
+reverse mode stops; and double backward leaves out a backward pass that a hook runs without a record
+of it, as implicit layers do: the caller compares ⟨a, Ju⟩ with ⟨aᵀJ, u⟩. Nor does autograd mention a
 backward marked `once_differentiable`: its mark in the graph is looked for.
 """
 
@@ -23,12 +24,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradbox_engine.errors import BadInputs, BadOutput, ModelCallFailed, NoTangent
-from gradbox_engine.mixed.forward_rules import LeanRules, dual, parts
+from gradbox_engine.mixed.forward_rules import LeanRules, Roundings, dual, parts
 from gradbox_engine.model.blame import blaming
 from gradbox_engine.model.calls import ShardGraph
 from gradbox_engine.model.kernels import checkpoints_inlined, forward_mode_checkpoints
 from gradbox_engine.model.outputs import Outputs
-from gradbox_engine.model.precision import accumulation_dtype, fp16_scale
+from gradbox_engine.model.precision import (
+    REPLAY_TOLERANCE,
+    accumulation_dtype,
+    fp16_scale,
+    replay_tolerance,
+)
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.shard_feed import Position
 
@@ -40,12 +46,12 @@ WITHOUT_JVP = "You must implement the jvp function for custom autograd.Function"
 class Linearised:
     """v of a shard and a product with its Jacobian, without a graph. Ju has the names of v.
 
-    `rounding` is the dtype with the fewest digits on the way, where forward mode saw it.
+    `rounding` is the dtype with the fewest digits on the way.
     """
 
     outputs: Outputs
     tangents: Outputs
-    rounding: torch.dtype = torch.float64
+    rounding: torch.dtype
 
 
 class ShardJacobians:
@@ -62,6 +68,7 @@ class ShardJacobians:
         """
         self._calls = ready.calls
         self._feed = ready.feed
+        self._precision = ready.options.precision
         self._argument = argument or next(_real(ready.calls.groups[0].shards[0]), None)
         self.scaled = scaled
 
@@ -115,7 +122,7 @@ class ShardJacobians:
             moving = dual(z, (u * scale).to(z.dtype).view_as(z))
             graph = self._calls(position, {**arguments, name: moving})
             found = {n: parts(v) for n, v in graph.outputs.items()}
-        return _linearised(found, scale, rounding=rules.rounding)
+        return _linearised(found, scale, rules.rounding)
 
     def double_transposed(
         self, position: Position, u: Tensor, cotangents: Callable[[Outputs], Outputs]
@@ -132,19 +139,32 @@ class ShardJacobians:
         scale = self._scale([u])
         leaf = z.requires_grad_()
         with torch.enable_grad(), checkpoints_inlined():
-            graph = self._calls(position, {**arguments, name: leaf.clone()})
+            with Roundings() as seen:
+                graph = self._calls(position, {**arguments, name: leaf.clone()})
             a = cotangents(graph.outputs)
             moving = (u * scale).to(z.dtype).view_as(z)
             tangents = self._twice(position, graph, leaf, a, moving)
-        return _linearised({n: (v, tangents.get(n)) for n, v in graph.outputs.items()}, scale)
+        found = {n: (v, tangents.get(n)) for n, v in graph.outputs.items()}
+        return _linearised(found, scale, seen.rounding)
 
-    def _no_tangent(self, position: Position, found: str) -> NoTangent:
+    def tolerance(self, dtype: torch.dtype, rounding: torch.dtype) -> float:
+        """Return how far two products of `dtype` may differ, to the largest that they could be.
+
+        Args:
+            rounding: the dtype with the fewest digits on the way.
+        """
+        found = replay_tolerance(self._precision, dtype)
+        found = max(found, REPLAY_TOLERANCE.get(rounding, REPLAY_TOLERANCE[torch.bfloat16]))
+        return max(found, REPLAY_TOLERANCE["fp16"]) if self.scaled else found
+
+    def no_tangent(self, position: Position, found: str) -> NoTangent:
         """Return the error that neither way gives Ju, because of what was found."""
         return NoTangent(
             f"{self._calls.where(position)}: expected every operation to have a forward-mode rule "
             f"or a backward that can be differentiated again, got {found}; give a custom "
-            f"autograd.Function a jvp, or a backward made of differentiable operations, and write "
-            f"an operation of torch's own out of simpler ones"
+            f"autograd.Function a jvp, or a backward made of differentiable operations, let a "
+            f"hook pass create_graph=True, and write an operation of torch's own out of simpler "
+            f"ones"
         )
 
     def _twice(
@@ -162,12 +182,12 @@ class ShardJacobians:
                     list(differentiable.values()), leaf, list(probes.values()), create_graph=True
                 )
                 if _has_dead_end(product):
-                    raise self._no_tangent(position, "a backward marked once_differentiable")
+                    raise self.no_tangent(position, "a backward marked once_differentiable")
                 found = torch.autograd.grad(product, list(probes.values()), u, allow_unused=True)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise self._no_tangent(position, str(error)) from error
+            raise self.no_tangent(position, str(error)) from error
         return dict(zip(probes, found, strict=True))
 
     def _take(self, position: Position) -> tuple[dict[str, Any], str, Tensor]:
@@ -219,10 +239,7 @@ def _has_dead_end(tensor: Tensor) -> bool:
 
 
 def _linearised(
-    found: dict[str, tuple[Tensor, Tensor | None]],
-    scale: float,
-    *,
-    rounding: torch.dtype = torch.float64,
+    found: dict[str, tuple[Tensor, Tensor | None]], scale: float, rounding: torch.dtype
 ) -> Linearised:
     outputs, tangents = {}, {}
     for name, (value, tangent) in found.items():

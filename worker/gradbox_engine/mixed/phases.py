@@ -1,25 +1,19 @@
-"""The three phases of a mixed gradient, over the shards of one group."""
+"""The first pass of a mixed gradient, for v, a and dfdz of every shard, and outer's derivatives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from gradbox_engine.checkpoint import Checkpoint
-from gradbox_engine.errors import BadInputs, ModelCallFailed
+from gradbox_engine.errors import BadInputs
 from gradbox_engine.mixed.equipment import Equipment
-from gradbox_engine.mixed.inner import Contraction, norm
-from gradbox_engine.mixed.jacobian_products import Linearised, missing_rule
-from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.model.outputs import BARE, Outputs
-from gradbox_engine.model.precision import REPLAY_TOLERANCE, replay_tolerance
 from gradbox_engine.model.shard_feed import Position
-from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.cotangents import differentiate, nonzero
 from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.replay.z import ShardRows, concatenated
@@ -31,8 +25,6 @@ SKETCH_ENTRIES = 4096
 DFDZ = "dfdz"
 """What dfdz_i is called in a shard's record, beside the entries of v."""
 
-DISAGREES = "forward mode that disagrees with reverse mode"
-
 
 @dataclass(frozen=True)
 class OuterDifferentiated:
@@ -43,20 +35,6 @@ class OuterDifferentiated:
     directions: dict[Position, Tensor]  # views of the next
     whole_directions: Tensor | None  # u of all shards in their order
     dfdz: Tensor
-
-
-@dataclass
-class TangentPass:
-    """How far the tangent pass has come, and how it went."""
-
-    num_done: int = 0  # shards that were added to the sums
-    obstacle: str | None = None  # what is in the way of forward mode, once that is known
-    fallbacks: dict[str, int] = field(default_factory=dict)
-    difference: float = 0.0
-
-    def state(self) -> Checkpoint:
-        """Return all of it, for another process."""
-        return Checkpoint({}, asdict(self))
 
 
 def first_pass(
@@ -150,133 +128,6 @@ def outer_at(
         whole_directions=cotangents[BARE],
         dfdz=seen,
     )
-
-
-def tangent_pass(
-    equipment: Equipment,
-    records: Sequence[ShardRecord],
-    directions: Mapping[Position, Tensor],
-    sums: LeafSums,
-    *,
-    went: TangentPass,
-    largest: Tensor | None = None,
-    after_shard: Callable[[TangentPass, ReplayComparison], None] = lambda *_: None,
-) -> None:
-    """Add ∂⟨a_i(y, v_i), J_i u_i⟩/∂y for every shard that u is not zero for.
-
-    Args:
-        went: how far an earlier process came, whose sums these are; kept up to date.
-        largest: `largest_product` of all shards, where these are a range of them.
-        after_shard: called when a shard has been added.
-
-    Raises:
-        ReplayMismatch: a shard's v differs from that of the first pass.
-    """
-    active = [record for record in records if record.position in directions]
-    if largest is None:
-        largest = largest_product({r.position: r.outputs[DFDZ] for r in active}, directions)
-    tangents = _Tangents(equipment, went, largest)
-    for record, following in pairwise([*active[went.num_done :], None]):
-        assert record is not None
-        equipment.observer.step("replay", went.num_done, len(active))
-        contraction = tangents.take(record, directions[record.position])
-        sums.add(contraction.gradients())
-        went.num_done += 1
-        after_shard(went, tangents.comparison)
-        equipment.ready.feed.prefetch(None if following is None else following.position)
-    went.difference = tangents.comparison.finish()
-    equipment.observer.step("replay", len(active), len(active))
-
-
-def largest_product(
-    dfdz: Mapping[Position, Tensor], directions: Mapping[Position, Tensor]
-) -> Tensor:
-    """Return the largest ‖dfdz_i‖‖u_i‖ over the shards that have a direction, 0-dim."""
-    products = [norm([dfdz[position]]) * norm([u]) for position, u in directions.items()]
-    return torch.stack(products).amax() if products else torch.zeros(())
-
-
-class _Tangents:
-    """Takes J u of one shard after the other, by forward mode for as long as that works."""
-
-    def __init__(self, equipment: Equipment, went: TangentPass, largest: Tensor) -> None:
-        """Begin.
-
-        Args:
-            went: how far an earlier process came; kept up to date.
-            largest: the largest ‖dfdz_i‖‖u_i‖, to which a shard's disagreement is compared.
-        """
-        self._went = went
-        self._largest = largest
-        self.comparison = ReplayComparison(
-            equipment.ready.options.precision, largest=went.difference
-        )
-        self._equipment = equipment
-
-    def take(self, record: ShardRecord, u: Tensor) -> Contraction:
-        """Return J u of a shard, contracted with a.
-
-        Raises:
-            ReplayMismatch: v differs from that of the first pass.
-            NoTangent: an operation stands in the way of both ways to J u.
-        """
-        went = self._went
-        if went.obstacle is None:
-            try:
-                contraction = self._by_forward_mode(record, u)
-            except ModelCallFailed as error:  # the same call went through in the first pass
-                went.obstacle = missing_rule(error)
-            else:
-                if contraction is not None:
-                    return contraction
-                went.obstacle = DISAGREES
-        # What stops one shard stops the next: the model is the same.
-        went.fallbacks[went.obstacle] = went.fallbacks.get(went.obstacle, 0) + 1
-        return self._by_double_backward(record, u)
-
-    def _by_forward_mode(self, record: ShardRecord, u: Tensor) -> Contraction | None:
-        self._equipment.ready.buffers.restore(record.before)
-        linearised = self._equipment.jacobians.forward_mode(record.position, u)
-        contraction = self._contract(record, linearised)
-        if not self._agrees(record, u, contraction, rounding=linearised.rounding):
-            return None
-        self._compare(record, linearised)
-        return contraction
-
-    def _by_double_backward(self, record: ShardRecord, u: Tensor) -> Contraction:
-        self._equipment.ready.buffers.restore(record.before)
-        cotangents = partial(self._equipment.inner.cotangents, record.position)
-        linearised = self._equipment.jacobians.double_transposed(record.position, u, cotangents)
-        self._compare(record, linearised)
-        return self._contract(record, linearised)
-
-    def _contract(self, record: ShardRecord, linearised: Linearised) -> Contraction:
-        return self._equipment.inner.contract(
-            record.position, linearised.outputs, linearised.tangents
-        )
-
-    def _compare(self, record: ShardRecord, linearised: Linearised) -> None:
-        where = self._equipment.ready.calls.where(record.position)
-        entries = {name: x for name, x in record.outputs.items() if name != DFDZ}
-        self.comparison.compare(where, sketch(linearised.outputs), entries)
-
-    def _agrees(
-        self, record: ShardRecord, u: Tensor, contraction: Contraction, *, rounding: torch.dtype
-    ) -> bool:
-        """Return whether ⟨a, J u⟩ = ⟨dfdz, u⟩ within rounding; waits for the device.
-
-        Args:
-            rounding: the dtype with the fewest digits in the call.
-        """
-        dfdz = record.outputs[DFDZ]
-        expected = (dfdz.to(u.dtype) * u).sum()
-        error = (contraction.product.detach() - expected).abs()
-        scale = torch.maximum(contraction.scale, self._largest)
-        tolerance = replay_tolerance(self._equipment.ready.options.precision, dfdz.dtype)
-        tolerance = max(tolerance, REPLAY_TOLERANCE.get(rounding, REPLAY_TOLERANCE[torch.bfloat16]))
-        if self._equipment.jacobians.scaled:
-            tolerance = max(tolerance, REPLAY_TOLERANCE["fp16"])
-        return bool(error <= tolerance * scale)
 
 
 def sketch(outputs: Outputs) -> Outputs:

@@ -19,14 +19,9 @@ from torch import Tensor, nn
 from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.mixed.equipment import Equipment, equipped
-from gradbox_engine.mixed.phases import (
-    DFDZ,
-    TangentPass,
-    first_pass,
-    sketch,
-    tangent_pass,
-)
+from gradbox_engine.mixed.phases import DFDZ, first_pass, sketch
 from gradbox_engine.mixed.sums import LeafSums
+from gradbox_engine.mixed.tangents import TangentPass, tangent_pass
 from gradbox_engine.model.outputs import BARE
 from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.ranges import norm_statistics

@@ -21,7 +21,8 @@ from typing import Unpack
 
 import torch
 
-from gradbox_engine.mixed.phases import OuterDifferentiated, largest_product, outer_at
+from gradbox_engine.mixed.phases import OuterDifferentiated, outer_at
+from gradbox_engine.mixed.tangents import largest_product
 from gradbox_engine.model.kernels import differentiable_kernels
 from gradbox_engine.model.outputs import BARE
 from gradbox_engine.model.precision import arithmetic

@@ -1,0 +1,191 @@
+"""The tangent pass of a mixed gradient: J u of every shard, contracted with a."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from gradbox_engine.checkpoint import Checkpoint
+from gradbox_engine.errors import ModelCallFailed
+from gradbox_engine.mixed.equipment import Equipment
+from gradbox_engine.mixed.inner import Contraction, norm
+from gradbox_engine.mixed.jacobian_products import Linearised, missing_rule
+from gradbox_engine.mixed.phases import DFDZ, sketch
+from gradbox_engine.mixed.sums import LeafSums
+from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.replay.comparison import ReplayComparison
+from gradbox_engine.replay.shard_record import ShardRecord
+
+DISAGREES = "forward mode that disagrees with reverse mode"
+
+
+@dataclass
+class TangentPass:
+    """How far the tangent pass has come, and how it went."""
+
+    num_done: int = 0  # shards that were added to the sums
+    obstacle: str | None = None  # what is in the way of forward mode, once that is known
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    difference: float = 0.0
+
+    def state(self) -> Checkpoint:
+        """Return all of it, for another process."""
+        return Checkpoint({}, asdict(self))
+
+
+def tangent_pass(
+    equipment: Equipment,
+    records: Sequence[ShardRecord],
+    directions: Mapping[Position, Tensor],
+    sums: LeafSums,
+    *,
+    went: TangentPass,
+    largest: Tensor | None = None,
+    after_shard: Callable[[TangentPass, ReplayComparison], None] = lambda *_: None,
+) -> None:
+    """Add ∂⟨a_i(y, v_i), J_i u_i⟩/∂y for every shard that u is not zero for.
+
+    Args:
+        went: how far an earlier process came, whose sums these are; kept up to date.
+        largest: `largest_product` of all shards, where these are a range of them.
+        after_shard: called when a shard has been added.
+
+    Raises:
+        ReplayMismatch: a shard's v differs from that of the first pass.
+    """
+    active = [record for record in records if record.position in directions]
+    if largest is None:
+        largest = largest_product({r.position: r.outputs[DFDZ] for r in active}, directions)
+    tangents = Tangents(equipment, went, largest)
+    for record, following in pairwise([*active[went.num_done :], None]):
+        assert record is not None
+        equipment.observer.step("replay", went.num_done, len(active))
+        contraction = tangents.take(record, directions[record.position])
+        sums.add(contraction.gradients())
+        went.num_done += 1
+        after_shard(went, tangents.comparison)
+        equipment.ready.feed.prefetch(None if following is None else following.position)
+    went.difference = tangents.comparison.finish()
+    equipment.observer.step("replay", len(active), len(active))
+
+
+def largest_product(
+    dfdz: Mapping[Position, Tensor], directions: Mapping[Position, Tensor]
+) -> Tensor:
+    """Return the largest ‖dfdz_i‖‖u_i‖ over the shards that have a direction, 0-dim."""
+    products = [norm([dfdz[position]]) * norm([u]) for position, u in directions.items()]
+    return torch.stack(products).amax() if products else torch.zeros(())
+
+
+class Tangents:
+    """Takes J u of one shard after the other, by forward mode for as long as that works."""
+
+    def __init__(self, equipment: Equipment, went: TangentPass, largest: Tensor) -> None:
+        """Begin.
+
+        Args:
+            went: how far an earlier process came; kept up to date.
+            largest: the largest ‖dfdz_i‖‖u_i‖, to which a shard's disagreement is compared.
+        """
+        self._went = went
+        self._largest = largest
+        self.comparison = ReplayComparison(
+            equipment.ready.options.precision, largest=went.difference
+        )
+        self._equipment = equipment
+
+    def take(self, record: ShardRecord, u: Tensor) -> Contraction:
+        """Return J u of a shard, contracted with a.
+
+        Raises:
+            ReplayMismatch: v differs from that of the first pass.
+            NoTangent: an operation stands in the way of both ways to J u.
+        """
+        went = self._went
+        if went.obstacle is None:
+            try:
+                contraction = self._by_forward_mode(record, u)
+            except ModelCallFailed as error:  # the same call went through in the first pass
+                went.obstacle = missing_rule(error)
+            else:
+                if contraction is not None:
+                    return contraction
+                went.obstacle = DISAGREES
+        # What stops one shard stops the next: the model is the same.
+        went.fallbacks[went.obstacle] = went.fallbacks.get(went.obstacle, 0) + 1
+        return self._by_double_backward(record, u)
+
+    def _by_forward_mode(self, record: ShardRecord, u: Tensor) -> Contraction | None:
+        self._equipment.ready.buffers.restore(record.before)
+        linearised = self._equipment.jacobians.forward_mode(record.position, u)
+        contraction = self._contract(record, linearised)
+        off, near = self._disagreement(record, u, contraction, linearised.rounding)
+        if not off <= near:
+            return None
+        self._compare(record, linearised)
+        return contraction
+
+    def _by_double_backward(self, record: ShardRecord, u: Tensor) -> Contraction:
+        self._equipment.ready.buffers.restore(record.before)
+        cotangents = partial(self._equipment.inner.cotangents, record.position)
+        linearised = self._equipment.jacobians.double_transposed(record.position, u, cotangents)
+        self._compare(record, linearised)
+        contraction = self._contract(record, linearised)
+        # Float32 may hide in a custom Function, and what a hook leaves out is more.
+        rounding = max(linearised.rounding, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
+        off, near = self._disagreement(record, u, contraction, rounding)
+        if off > near and self._misses_linearity(record, u) < off / 2:
+            raise self._equipment.jacobians.no_tangent(
+                record.position, "a hook's backward pass without create_graph=True"
+            )
+        return contraction
+
+    def _contract(self, record: ShardRecord, linearised: Linearised) -> Contraction:
+        return self._equipment.inner.contract(
+            record.position, linearised.outputs, linearised.tangents
+        )
+
+    def _compare(self, record: ShardRecord, linearised: Linearised) -> None:
+        where = self._equipment.ready.calls.where(record.position)
+        entries = {name: x for name, x in record.outputs.items() if name != DFDZ}
+        self.comparison.compare(where, sketch(linearised.outputs), entries)
+
+    def _disagreement(
+        self, record: ShardRecord, u: Tensor, contraction: Contraction, rounding: torch.dtype
+    ) -> tuple[float, float]:
+        """Return |⟨a, J u⟩ - ⟨dfdz, u⟩|, and what of it may be rounding; waits for the device.
+
+        Args:
+            rounding: the dtype with the fewest digits in the call.
+        """
+        dfdz = record.outputs[DFDZ]
+        error = (contraction.product.detach() - _inner_product(dfdz, u)).abs()
+        scale = torch.maximum(contraction.scale, self._largest)
+        tolerance = self._equipment.jacobians.tolerance(dfdz.dtype, rounding)
+        return float(error), tolerance * float(scale)
+
+    def _misses_linearity(self, record: ShardRecord, u: Tensor) -> float:
+        """Return how far twice a is from giving twice ⟨aᵀJ, u⟩.
+
+        Not at all, if the backward pass is linear; where a hook clips gradients, by as much as
+        ⟨a, J u⟩ differs from ⟨aᵀJ, u⟩.
+        """
+        self._equipment.ready.buffers.restore(record.before)
+
+        def doubled(outputs: Outputs) -> Outputs:
+            a = self._equipment.inner.cotangents(record.position, outputs)
+            return {name: 2 * cotangent for name, cotangent in a.items()}
+
+        _, product = self._equipment.jacobians.transposed(record.position, doubled)
+        once = _inner_product(record.outputs[DFDZ], u)
+        return float((_inner_product(product, u) - 2 * once).abs())
+
+
+def _inner_product(dfdz: Tensor, u: Tensor) -> Tensor:
+    return (dfdz.to(u.dtype) * u).sum()
