@@ -146,6 +146,23 @@ def test_a_log_out_ends_it(open_page: Open, busy: Staged) -> None:
     page.get_by_label("Token").wait_for()
 
 
+def test_what_one_window_does_holds_in_the_others(open_page: Open, busy: Staged) -> None:
+    first = open_page(busy.url).log_in(busy.token)
+    second = first.context.new_page()
+    second.goto(busy.url)
+    second.get_by_role("button", name="Log out").click()
+    expect(first.get_by_text("Your session is over: you logged out")).to_be_visible()
+    second.get_by_label("Token").fill(busy.token)
+    second.get_by_label("Token").press("Enter")
+    expect(second.locator("#you")).to_have_text("ada")
+    third = second.context.new_page()
+    third.goto(busy.url)
+    third.get_by_role("button", name="Log out").click()
+    third.get_by_label("Token").fill(busy.owner_token)
+    third.get_by_label("Token").press("Enter")
+    expect(second.locator("#you")).to_have_text("owner")
+
+
 def test_use_is_shown_by_span_and_by_person(open_page: Open, busy: Staged) -> None:
     owner = open_page(busy.url).log_in(busy.owner_token, "use")
     people = owner.locator(".people tbody tr")
