@@ -146,6 +146,23 @@ def test_a_log_out_ends_it(open_page: Open, busy: Staged) -> None:
     page.get_by_label("Token").wait_for()
 
 
+def test_what_one_window_does_holds_in_the_others(open_page: Open, busy: Staged) -> None:
+    first = open_page(busy.url).log_in(busy.token)
+    second = first.context.new_page()
+    second.goto(busy.url)
+    second.get_by_role("button", name="Log out").click()
+    expect(first.get_by_text("Your session is over: you logged out")).to_be_visible()
+    second.get_by_label("Token").fill(busy.token)
+    second.get_by_label("Token").press("Enter")
+    expect(second.locator("#you")).to_have_text("ada")
+    third = second.context.new_page()
+    third.goto(busy.url)
+    third.get_by_role("button", name="Log out").click()
+    third.get_by_label("Token").fill(busy.owner_token)
+    third.get_by_label("Token").press("Enter")
+    expect(second.locator("#you")).to_have_text("owner")
+
+
 def test_use_is_shown_by_span_and_by_person(open_page: Open, busy: Staged) -> None:
     owner = open_page(busy.url).log_in(busy.owner_token, "use")
     people = owner.locator(".people tbody tr")
@@ -197,3 +214,33 @@ def test_five_hundred_jobs_are_shown_and_move(open_page: Open, tmp_path: Path) -
         visit.page.get_by_role("button", name="Show 85 more").click()
         expect(visit.page.locator(".queue tbody tr")).to_have_count(100)
         assert seconds < 30  # 1 s on a machine that does nothing else: docs/dashboard.md
+
+
+def test_a_job_far_behind_is_cancelled_by_two_clicks(open_page: Open, tmp_path: Path) -> None:
+    """The stream does not tell of it: the dialog asks for it, and must not take the button away."""
+    with staged(tmp_path) as box:
+        many_waiting(box.backing, num_jobs=150)
+        page = open_page(box.url).log_in(box.owner_token, "jobs/many0140")
+        dialog = page.get_by_role("dialog")
+        dialog.get_by_role("button", name="Cancel").click()
+        page.wait_for_timeout(2000)  # a second click counts for four seconds
+        dialog.get_by_role("button", name="Really cancel").click()
+        expect(dialog.get_by_text("cancelled", exact=True)).to_be_visible()
+
+
+def test_more_jobs_than_are_listed_are_said_and_not_asked_for(
+    open_page: Open, tmp_path: Path
+) -> None:
+    with staged(tmp_path) as box:
+        many_waiting(box.backing, num_jobs=250)
+        page = open_page(box.url).log_in(box.owner_token, "jobs")
+        page.get_by_label("Everybody's").check()
+        expect(page.get_by_text("The newest 100 are shown")).to_be_visible()
+        expect(page.locator(".jobs tbody tr")).to_have_count(100)
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.wait_for_timeout(4000)  # once in five seconds is what any list does
+        assert len(asked) <= 1
+        page.get_by_role("button", name="Running").click()
+        expect(page.get_by_text("No job of yours is running")).to_be_visible()
+        expect(page.get_by_text("The newest 100 are shown")).to_be_hidden()

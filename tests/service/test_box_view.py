@@ -27,6 +27,7 @@ from tests.service.boxes import (
     submit,
 )
 from tests.service.conftest import Box, client_with
+from tests.service.test_sessions import log_in
 
 MEMORY = DeviceMemory(total_bytes=100, used_bytes=40, models={"tiny": 30}, job_bytes=5)
 
@@ -204,6 +205,19 @@ def test_changes_lead_from_one_view_to_the_next(memory_box: Box) -> None:
         change = BoxChange.model_validate_json(text)
         rows |= {job.key: job for job in change.jobs}
     assert rows == {job.key: job.model_copy(update={"position": None}) for job in after.jobs}
+
+
+def test_an_open_page_ends_with_its_session(box: Box) -> None:
+    window = log_in(box, "bob")
+    stream, other = Stream(window), Stream(log_in(box, "bob"))
+    by_token = Stream(box.client)
+    assert window.delete("/v1/session").status_code == 204
+    submit(box.client)
+    assert stream.ended.wait(30.0)
+    other.wait(lambda: other.changes)
+    by_token.wait(lambda: by_token.changes)
+    assert [found.ended.is_set() for found in (stream, other, by_token)] == [True, False, False]
+    assert stream.changes == []
 
 
 def test_use_is_told_by_name_to_the_boxs_owner_alone(box: Box) -> None:

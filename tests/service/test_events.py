@@ -104,6 +104,20 @@ def test_a_cancelled_job_ends_its_stream(box: Box) -> None:
     timer.join()
 
 
+def test_a_revoked_token_is_told_no_more(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradbox_service.http.routes.events.LOOK_S", 0.0)
+    client = box.client_of("bob")
+    job_id = submit(client)
+    lines: list[str] = []
+    with client.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
+        for line in answer.iter_lines():
+            if not lines:
+                box.backing.tokens.revoke("bob")
+                run_job(box.backing, job_id, data=b"x")
+            lines.append(line)
+    assert "done" not in [event[2].get("state") for event in events_of(lines)]
+
+
 def test_a_quiet_stream_is_kept_alive(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastapi.routing._PING_INTERVAL", 0.05)
     job_id = submit(box.client)

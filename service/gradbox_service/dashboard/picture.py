@@ -23,7 +23,7 @@ KEY_LENGTH: Final = 12
 
 @dataclass(frozen=True)
 class Picture:
-    """The box at `now_s`. `token_ids` are the tokens that were valid then."""
+    """The box at `now_s`."""
 
     now_s: float
     num_running: int
@@ -31,7 +31,6 @@ class Picture:
     jobs: Sequence[BoxJob]
     devices: Sequence[DeviceView]
     models: Sequence[BoxModel]
-    token_ids: frozenset[str]
 
     def seen_by(self, caller: TokenInfo) -> BoxView:
         """Return what this caller may see."""

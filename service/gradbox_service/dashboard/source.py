@@ -27,7 +27,6 @@ class Source:
         self._active: dict[str, JobRecord] = {}
         self._views: dict[tuple[str, str], ModelView] = {}
         self._started: frozenset[tuple[str, float]] = frozenset()
-        self._token_ids: frozenset[str] = frozenset()
 
     def draw(self, changed: Collection[str], everything: bool) -> Picture:
         """Read what changed, and return the picture.
@@ -39,7 +38,6 @@ class Source:
         now_s = time.time()
         if everything:
             self._active = {record.id: record for record in self._box.records.active()}
-            self._token_ids = frozenset(info.id for info in self._box.tokens.list())
         for job_id in changed:
             self._read_again(job_id)
         running = [r for r in self._active.values() if r.state is JobState.RUNNING]
@@ -51,7 +49,6 @@ class Source:
             jobs=jobs_shown(self._active.values(), self._box.records.places()),
             devices=devices_shown(workers, self._busy_ms(running, now_s), now_s=now_s),
             models=models_shown(workers, self._model_views(workers)),
-            token_ids=self._token_ids,
         )
 
     def _read_again(self, job_id: str) -> None:

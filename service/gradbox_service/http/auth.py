@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Annotated, cast
 
+import anyio.to_thread
+import redis
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
@@ -61,6 +63,22 @@ def caller_of(request: Request, box: Box, credentials: Credentials) -> TokenInfo
             "ask the box's owner for a new token"
         )
     return caller
+
+
+async def still_known(
+    request: Request, *, box: Backing, credentials: HTTPAuthorizationCredentials | None
+) -> bool:
+    """Whether the request's token or session is valid now, for an answer that goes on.
+
+    While Redis is away nothing has been heard of its end: the answer goes on.
+    """
+    try:
+        await anyio.to_thread.run_sync(caller_of, request, box, credentials)
+    except Unauthorized:
+        return False
+    except redis.RedisError:
+        return True
+    return True
 
 
 def cookie_name(request: Request) -> str:

@@ -66,6 +66,8 @@ export function disconnect() {
 }
 
 function begin(view) {
+  // Somebody else logged in in another window of this browser: nothing of the one before may stay.
+  if (box.you && (box.you.name !== view.you.name || box.you.admin !== view.you.admin)) location.reload();
   const before = box.jobs;
   box.ready = box.connected = true;
   box.you = view.you;

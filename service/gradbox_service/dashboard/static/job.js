@@ -4,10 +4,12 @@ import { get } from "/static/api.js";
 import { box, now, onChange } from "/static/box.js";
 import { cancelButton } from "/static/cancel.js";
 import { stack } from "/static/charts.js";
-import { h } from "/static/dom.js";
+import { h, say } from "/static/dom.js";
 import { bytes, duration, moment, ticking, words } from "/static/format.js";
 import { problemBlock } from "/static/problem.js";
 
+// A job that waits behind those that the box shows is asked for by itself.
+const LOOK_AGAIN_MS = 1000;
 const PHASES = ["queued", "load", "forward", "cotangents", "replay", "samples"];
 
 /** Fill the dialog with a job and show it; follows the job until the dialog is closed. */
@@ -16,14 +18,20 @@ export function showJob(id) {
   let job = null;
   let said = "";
   let asking = false;
+  let askedAt = 0;
   dialog.replaceChildren(frame("Job", [h("div", { class: "skeletons", "aria-hidden": "true" }, h("i"), h("i"))]));
   if (!dialog.open) dialog.showModal();
 
   async function look() {
     asking = true;
+    askedAt = Date.now();
+    const before = job;
     try {
       job = await get(`/v1/jobs/${id}`);
-      await draw();
+      const line = dialog.querySelector(".doing");
+      // Nothing is drawn anew for another place: who is about to click or to type stays where they are.
+      if (line && stage(before) === stage(job)) say(line, doing(job));
+      else await draw();
     } catch (problem) {
       dialog.replaceChildren(frame("Job", [problemBlock(problem)]));
       leave();
@@ -47,8 +55,10 @@ export function showJob(id) {
     const live = [...box.jobs.values()].find((other) => other.id === id);
     const saying = JSON.stringify([live?.state, live?.cancel_requested]);
     const line = dialog.querySelector(".doing");
-    if (line && live) line.textContent = doing(live);
-    if (saying !== said || !live) {
+    if (line && live) say(line, doing(live));
+    const runs = dialog.querySelector(".runs");
+    if (runs) say(runs, ticking(now() - job.started_s));
+    if (saying !== said || (!live && Date.now() - askedAt >= LOOK_AGAIN_MS)) {
       said = saying;
       look();
     }
@@ -69,6 +79,10 @@ function frame(title, parts, state) {
     ...parts);
 }
 
+function stage(job) {
+  return JSON.stringify([job?.state, job?.attempts, job?.cancel_requested]);
+}
+
 function doing(job) {
   const progress = job.progress;
   if (job.state === "queued") return job.queue_position || job.position ? `waits, number ${job.queue_position ?? job.position} in the queue` : "waits";
@@ -87,7 +101,7 @@ function facts(job) {
     ["Submitted", moment(job.created_s)],
     !over && ["Now", h("span", { class: "doing", text: doing(job) })],
     job.started_s && over && ["Took", duration(job.finished_s - job.started_s)],
-    job.started_s && !over && ["Runs for", ticking(now() - job.started_s)],
+    job.started_s && !over && ["Runs for", h("span", { class: "runs", text: ticking(now() - job.started_s) })],
     job.worker && ["Worker", job.worker],
     job.attempts > 1 && ["Attempts", String(job.attempts)],
     job.priority && ["Priority", String(job.priority)],

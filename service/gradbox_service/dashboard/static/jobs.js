@@ -19,6 +19,7 @@ export function jobs() {
   let state = "";
   let everybodys = false;
   let loaded = false;
+  let more = false;
   let timer = 0;
   const rows = h("tbody");
   const owner = h("th", { scope: "col", text: "Owner" });
@@ -27,6 +28,7 @@ export function jobs() {
       ...["Model", "State", "Submitted", "Took", "Result"].map((name) => h("th", { scope: "col", text: name })), h("th", { scope: "col" }, h("span", { class: "unseen", text: "Actions" })))),
     rows);
   const trouble = h("div");
+  const behind = h("p", { class: "behind" }, `The newest ${LIMIT} are shown; `, h("code", { text: "gradbox jobs list --limit N" }), " has more.");
   const empty = h("div", { class: "empty" });
   const waits = h("div", { class: "skeletons", "aria-hidden": "true" }, h("i"), h("i"));
   const filters = h("div", { class: "choice", role: "group", "aria-label": "State" }, ...FILTERS.map(([value, text]) =>
@@ -34,14 +36,16 @@ export function jobs() {
   const all = h("label", { class: "check" }, h("input", { type: "checkbox", on: { change: (event) => { everybodys = event.target.checked; load(); } } }), "Everybody's");
   const element = h("div", { class: "view" },
     h("div", { class: "head" }, h("h1", { tabindex: -1, text: "Jobs" }), filters, box.you?.admin && all),
-    trouble, waits, table, empty);
+    trouble, waits, table, behind, empty);
 
   async function load() {
     clearTimeout(timer);
     timer = 0;
     const query = new URLSearchParams({ limit: LIMIT, ...(state && { state }), ...(everybodys && { all: true }) });
     try {
-      listed = (await get(`/v1/jobs?${query}`)).jobs;
+      const answer = await get(`/v1/jobs?${query}`);
+      listed = answer.jobs;
+      more = answer.next !== null;
       trouble.replaceChildren();
       loaded = true;
     } catch (problem) {
@@ -63,16 +67,18 @@ export function jobs() {
   function update() {
     const known = new Set(listed.map((job) => job.id));
     const live = new Map();
+    const oldest_s = more ? listed.at(-1).created_s : -Infinity;
     for (const job of box.jobs.values()) {
       if (!job.id || !(everybodys || job.owner === box.you.name)) continue;
       live.set(job.id, job);
-      if (loaded && !known.has(job.id) && (!state || state === job.state)) soon();
+      if (loaded && !known.has(job.id) && job.created_s >= oldest_s && (!state || state === job.state)) soon();
     }
     const shown = listed.map((job) => ({ ...job, ...live.get(job.id) })).filter((job) => !state || job.state === state);
     keyed(rows, shown, { key: (job) => job.id, make: row, update: updateRow });
     for (const cell of [owner, ...rows.querySelectorAll(".owner")]) cell.hidden = !everybodys;
     waits.hidden = loaded || trouble.childElementCount > 0;
     table.hidden = shown.length === 0;
+    behind.hidden = !more || table.hidden;
     empty.hidden = !loaded || shown.length > 0;
     if (!empty.hidden) empty.replaceChildren(...nothing(state));
   }

@@ -34,7 +34,7 @@ function enter(you) {
   say(document.getElementById("you"), you.admin && you.name !== "owner" ? `${you.name} (owner)` : you.name);
   connect(async () => {
     const answer = await get("/v1/session").catch(() => null);
-    if (answer && !answer.you) askForToken("Your session is over: the token was revoked, or a week has passed.");
+    if (answer && !answer.you) askForToken("Your session is over: you logged out in another window, the token was revoked, or a week has passed.");
     else setTimeout(() => enter(you), 2000);
   });
   route();

@@ -11,7 +11,7 @@ from gradbox.protocol import BoxView, Span, UsageView
 from gradbox_service.dashboard.board import Board
 from gradbox_service.dashboard.history import usage_seen_by
 from gradbox_service.dashboard.news import News
-from gradbox_service.http.auth import Box, Caller
+from gradbox_service.http.auth import Box, Caller, Credentials, still_known
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.http.routes.events import stream_allowed
 
@@ -30,17 +30,20 @@ async def one_box(request: Request, caller: Caller) -> BoxView:
     response_class=EventSourceResponse,
     dependencies=[Depends(stream_allowed)],
 )
-async def box_events(request: Request, caller: Caller) -> AsyncIterable[ServerSentEvent]:
+async def box_events(
+    request: Request, caller: Caller, box: Box, credentials: Credentials
+) -> AsyncIterable[ServerSentEvent]:
     """A `box` event (data: what `GET /v1/box` gives), then `change` events (data: a BoxChange).
 
-    A stream that is opened anew begins anew. It ends when the caller's token is revoked.
+    A stream that is opened anew begins anew. It ends when the caller's token is revoked, and when
+    the session is over that it was opened with.
     """
     board: Board = request.app.state.board
     hub: Hub = request.app.state.hub
     news: News | None = None
     with hub.counted(caller.name):
         async for picture in board.pictures():
-            if caller.id not in picture.token_ids:
+            if not await still_known(request, box=box, credentials=credentials):
                 return
             view = picture.seen_by(caller)
             if news is None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterable
-from typing import Annotated
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Header, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from gradbox.errors import TooManyRequests
-from gradbox_service.http.auth import Caller, VisibleJob
+from gradbox_service.http.auth import Box, Caller, Credentials, VisibleJob, still_known
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.settings import Settings
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+# Between two looks at the listener's token.
+LOOK_S: Final = 1.0
 
 
 async def stream_allowed(request: Request, caller: Caller) -> None:
@@ -40,12 +44,20 @@ async def job_events(
     request: Request,
     record: VisibleJob,
     caller: Caller,
+    box: Box,
+    credentials: Credentials,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> AsyncIterable[ServerSentEvent]:
-    """`state` events (data: the job) and `progress` events; ends after the final state.
+    """`state` events (data: the job) and `progress` events; ends after the final state, and when
+    the caller's token is revoked.
 
     `Last-Event-ID` resumes behind that event; without it the stream begins with the first one kept.
     """
     hub: Hub = request.app.state.hub
+    looked_at = time.monotonic()
     async for event in hub.listen(record.id, after=last_event_id, listener=caller.name):
+        if time.monotonic() - looked_at >= LOOK_S:
+            if not await still_known(request, box=box, credentials=credentials):
+                return
+            looked_at = time.monotonic()
         yield ServerSentEvent(raw_data=event.data, event=event.kind, id=event.id)
