@@ -7,7 +7,8 @@ another origin cannot send without asking us first, and we never allow it.
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+import time
+from typing import Annotated, Final, cast
 
 import anyio.to_thread
 import redis
@@ -33,6 +34,8 @@ Box = Annotated[Backing, Depends(backing_of)]
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 CSRF_HEADER = "X-Gradbox-Dashboard"
+# Between two looks at the token of somebody who listens.
+LOOK_S: Final = 1.0
 
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 
@@ -65,20 +68,30 @@ def caller_of(request: Request, box: Box, credentials: Credentials) -> TokenInfo
     return caller
 
 
-async def still_known(
-    request: Request, *, box: Backing, credentials: HTTPAuthorizationCredentials | None
-) -> bool:
-    """Whether the request's token or session is valid now, for an answer that goes on.
+class Listener:
+    """Who reads an answer that goes on: valid for as long as the token or session it came with."""
 
-    While Redis is away nothing has been heard of its end: the answer goes on.
-    """
-    try:
-        await anyio.to_thread.run_sync(caller_of, request, box, credentials)
-    except Unauthorized:
-        return False
-    except redis.RedisError:
+    def __init__(
+        self, request: Request, *, box: Backing, credentials: HTTPAuthorizationCredentials | None
+    ) -> None:
+        self._request, self._box, self._credentials = request, box, credentials
+        self._looked_at = time.monotonic()
+
+    async def is_known(self) -> bool:
+        """Whether that is valid still; looks at most once a second.
+
+        While Redis is away nothing has been heard of its end: the answer goes on.
+        """
+        if time.monotonic() - self._looked_at < LOOK_S:
+            return True
+        self._looked_at = time.monotonic()
+        try:
+            await anyio.to_thread.run_sync(caller_of, self._request, self._box, self._credentials)
+        except Unauthorized:
+            return False
+        except redis.RedisError:
+            return True
         return True
-    return True
 
 
 def cookie_name(request: Request) -> str:

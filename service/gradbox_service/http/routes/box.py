@@ -11,7 +11,7 @@ from gradbox.protocol import BoxView, Span, UsageView
 from gradbox_service.dashboard.board import Board
 from gradbox_service.dashboard.history import usage_seen_by
 from gradbox_service.dashboard.news import News
-from gradbox_service.http.auth import Box, Caller, Credentials, still_known
+from gradbox_service.http.auth import Box, Caller, Credentials, Listener
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.http.routes.events import stream_allowed
 
@@ -40,10 +40,11 @@ async def box_events(
     """
     board: Board = request.app.state.board
     hub: Hub = request.app.state.hub
+    listener = Listener(request, box=box, credentials=credentials)
     news: News | None = None
     with hub.counted(caller.name):
         async for picture in board.pictures():
-            if not await still_known(request, box=box, credentials=credentials):
+            if not await listener.is_known():
                 return
             view = picture.seen_by(caller)
             if news is None:

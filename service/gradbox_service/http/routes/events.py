@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterable
-from typing import Annotated, Final
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from gradbox.errors import TooManyRequests
-from gradbox_service.http.auth import Box, Caller, Credentials, VisibleJob, still_known
+from gradbox_service.http.auth import Box, Caller, Credentials, Listener, VisibleJob
 from gradbox_service.http.event_hub import Hub
 from gradbox_service.settings import Settings
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
-
-# Between two looks at the listener's token.
-LOOK_S: Final = 1.0
 
 
 async def stream_allowed(request: Request, caller: Caller) -> None:
@@ -54,10 +50,8 @@ async def job_events(
     `Last-Event-ID` resumes behind that event; without it the stream begins with the first one kept.
     """
     hub: Hub = request.app.state.hub
-    looked_at = time.monotonic()
+    reader = Listener(request, box=box, credentials=credentials)
     async for event in hub.listen(record.id, after=last_event_id, listener=caller.name):
-        if time.monotonic() - looked_at >= LOOK_S:
-            if not await still_known(request, box=box, credentials=credentials):
-                return
-            looked_at = time.monotonic()
+        if not await reader.is_known():
+            return
         yield ServerSentEvent(raw_data=event.data, event=event.kind, id=event.id)
