@@ -132,7 +132,7 @@ class Zero(Term):
             out.zero_()
 
     def squared_norm(self) -> Tensor:
-        return self.empty.sum(2)
+        return self.empty.double().sum(2)
 
     def add_gram(self, gram: Tensor, other: Term) -> None:
         """Add nothing."""

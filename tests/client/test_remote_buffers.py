@@ -17,12 +17,13 @@ NEAR = {"rtol": TOLERANCE, "atol": TOLERANCE}
 AVERAGE = "average"
 
 
-def shard(seed: int) -> Tensor:
-    return torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def shard(seed: int, width: int = 5) -> Tensor:
+    numbers = torch.Generator().manual_seed(seed)
+    return torch.randn(4, width, dtype=torch.float64, generator=numbers)
 
 
-def step(model: Any, seed: int) -> Tensor:
-    z: Tensor = model(shard(seed))
+def step(model: Any, seed: int, width: int = 5) -> Tensor:
+    z: Tensor = model(shard(seed, width))
     z.square().sum().backward()
     return z.detach()
 
@@ -78,4 +79,15 @@ def test_the_state_of_a_model_with_a_shared_batch_norm_has_each_buffer_twice(twi
         f = client.model("shared_norm", mode="train", weights=state)
         for seed in range(3):
             torch.testing.assert_close(step(f, seed), step(naive, seed), **NEAR)
+    assert difference(f.grads, naive.grads) <= TOLERANCE
+
+
+def test_buffers_of_calls_in_float64_are_not_rounded_where_a_job_ends(twin: TestBox) -> None:
+    naive = NaiveModel(zoo.tied().double(), mode="train")  # registered in float32
+    with twin.client() as client:
+        f = client.model("tied", mode="train", precision="fp64")
+        for seed in range(3):
+            torch.testing.assert_close(step(f, seed, 3), step(naive, seed, 3), **NEAR)
+        f.eval(), naive.module.eval()
+        torch.testing.assert_close(step(f, 3, 3), step(naive, 3, 3), **NEAR)
     assert difference(f.grads, naive.grads) <= TOLERANCE

@@ -207,7 +207,8 @@ def test_changes_lead_from_one_view_to_the_next(memory_box: Box) -> None:
     assert rows == {job.key: job.model_copy(update={"position": None}) for job in after.jobs}
 
 
-def test_an_open_page_ends_with_its_session(box: Box) -> None:
+def test_an_open_page_ends_with_its_session(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradbox_service.http.auth.LOOK_S", 0.0)
     window = log_in(box, "bob")
     stream, other = Stream(window), Stream(log_in(box, "bob"))
     by_token = Stream(box.client)
@@ -217,6 +218,7 @@ def test_an_open_page_ends_with_its_session(box: Box) -> None:
     other.wait(lambda: other.changes)
     by_token.wait(lambda: by_token.changes)
     assert [found.ended.is_set() for found in (stream, other, by_token)] == [True, False, False]
+    assert stream.changes == []
 
 
 def test_use_is_told_by_name_to_the_boxs_owner_alone(box: Box) -> None:

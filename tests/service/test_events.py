@@ -105,7 +105,7 @@ def test_a_cancelled_job_ends_its_stream(box: Box) -> None:
 
 
 def test_a_revoked_token_is_told_no_more(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradbox_service.http.routes.events.LOOK_S", 0.0)
+    monkeypatch.setattr("gradbox_service.http.auth.LOOK_S", 0.0)
     client = box.client_of("bob")
     job_id = submit(client)
     lines: list[str] = []

@@ -22,8 +22,15 @@ class RemoteBuffers:
         values: the buffers after the last job, by name; none before the first.
     """
 
-    def __init__(self, view: ModelView) -> None:
+    def __init__(self, view: ModelView, *, widened: bool) -> None:
+        """Carry none yet.
+
+        Args:
+            widened: whether jobs compute in float64: what they return is then carried as it is,
+                for in the registered dtype it would be rounded wherever one job ends.
+        """
         self._dtypes = {buffer.name: getattr(torch, buffer.dtype) for buffer in view.buffers}
+        self._widened = widened
         self._tied = view.tied
         self._given: dict[str, Any] = {}
         self.values: dict[str, Tensor] = {}
@@ -43,7 +50,10 @@ class RemoteBuffers:
     def advance(self, found: Mapping[str, Tensor], *, given: Mapping[str, Any]) -> None:
         """Take what a job that was sent `given` made of the buffers."""
         self._given = self._among(given)
-        self.values = {n: b.to(self._dtypes[n]) for n, b in found.items() if n in self._dtypes}
+        kept = {n: b for n, b in found.items() if n in self._dtypes}
+        if not self._widened:
+            kept = {n: b.to(self._dtypes[n]) for n, b in kept.items()}
+        self.values = kept
 
     def _among(self, given: Mapping[str, Any]) -> dict[str, Any]:
         return {n: value for n, value in given.items() if self._first(n) in self._dtypes}

@@ -103,7 +103,7 @@ class RemoteModel:
         self._names = _output_names(options.readout)
         self._num_calls = 0
         self._waiting: list[Batch] = []
-        self._buffers = RemoteBuffers(view)
+        self._buffers = RemoteBuffers(view, widened=options.precision == "fp64")
         self._grads: dict[str, Tensor] = {}
         self._lock = RLock()  # over calls that wait, buffers and gradients
 

@@ -269,3 +269,25 @@ def test_rows_by_other_parameters_are_refused() -> None:
     earlier = jacobian(model, [inputs], form="factored", wrt=["weight"])
     with pytest.raises(BadReduction, match=r"against: expected rows by the same"):
         jacobian(model, [inputs], reduce="gram", against=earlier.factors)
+
+
+class Switched(nn.Module):
+    """A layer that a shard with a negative sum leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.side = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) + self.side(x) if bool(x.sum() > 0) else self.head(x)
+
+
+def test_norms_of_a_layer_that_the_first_shard_leaves_out_have_the_range_of_float64() -> None:
+    torch.manual_seed(0)
+    model = Switched().half()
+    x = torch.full((4, 3), 300.0, dtype=torch.float16)  # whose square float16 does not hold
+    alone = jacobian(model, [{"x": x}], reduce="norm")
+    after = jacobian(model, [{"x": -x}, {"x": x}], reduce="norm")
+    for name, norms in alone.parameter_norms.items():
+        assert torch.equal(after.parameter_norms[name][4:], norms)
+    assert torch.equal(after.arrays["norm"][4:], alone.arrays["norm"])

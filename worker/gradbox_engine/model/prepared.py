@@ -71,9 +71,9 @@ def configured(
         arithmetic(options.precision),
         checkpoints_reached(),
     ):
-        lay_over(model, options.weights or {})
         if options.widened:
             widen(model)
+        lay_over(model, options.weights, widened=options.widened)
         model.train(options.mode == "train")
         avoid_cudnn_recurrence(model)
         for parameter in registered:

@@ -19,11 +19,15 @@ from gradbox_engine.model.tensor_equality import is_plain, same_values, writable
 WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 
 
-def lay_over(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def lay_over(
+    model: nn.Module, weights: Mapping[str, Tensor] | None, *, widened: bool = False
+) -> None:
     """Let the named parameters and buffers hold the given numbers.
 
     Args:
         weights: part of a state dict. A tied tensor may be given under any of its names.
+        widened: whether the model was widened, see `widen`. The weights then are too: they may
+            be float64, as buffers are that an earlier job returned.
 
     Raises:
         BadWeights: a name is unknown, a shape or dtype differs, or two names of one tensor are
@@ -31,6 +35,8 @@ def lay_over(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """
     if not weights:
         return
+    if widened:
+        weights = {name: weight.to(wide_dtype(weight.dtype)) for name, weight in weights.items()}
     registered: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     registered.update(model.named_buffers(remove_duplicate=False))
     given: dict[int, str] = {}

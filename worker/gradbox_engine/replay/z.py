@@ -150,7 +150,8 @@ def check_alike(group: str, shard: int, outputs: Outputs, first: Outputs) -> Non
             raise BadOutput(
                 f"group {group!r}: expected the z of all shards to have one dtype and to differ in "
                 f"dim 0 alone, got {z.dtype} {tuple(z.shape)} from shard {shard} and {like.dtype} "
-                f"{tuple(like.shape)} from shard 0; pool over the dimension that varies by readout="
+                f"{tuple(like.shape)} from shard 0; by readout= pool over the dimension that "
+                f"varies, or convert all to one dtype"
             )
 
 

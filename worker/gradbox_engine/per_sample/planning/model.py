@@ -163,9 +163,9 @@ class CallableModel:
         by_place, by_name = call_arguments(arguments)
         with torch.enable_grad(), autocast(self.options.precision, self.device):
             value = choose(self._entry(*by_place, **by_name), self.options.output)
-        readout = self.options.readout
-        if readout is not None:
-            value = readout(value, arguments)
+            readout = self.options.readout
+            if readout is not None:
+                value = readout(value, arguments)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             source = "model" if readout is None else "readout"
             value = as_outputs(value, source=source).get(BARE)

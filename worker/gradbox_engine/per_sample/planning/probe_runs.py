@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradbox_engine.errors import NoBatchAxis
 from gradbox_engine.model.kernels import checkpoints_inlined
+from gradbox_engine.model.precision import autocast
 from gradbox_engine.model.shard_rng import generator_fingerprint
 from gradbox_engine.per_sample.planning.coupling import (
     mixing_layers,
@@ -72,7 +73,8 @@ def plan_for(
     coupled = others_differ(second.z, third.z, BatchAxis(0), changed=CHANGED)
     if coupled and "coupling" not in model.unchecked:
         refuse_coupling(uses)
-    plan = make_plan(uses, model.parameters)
+    with autocast(model.options.precision, model.device):  # as the functions are called in
+        plan = make_plan(uses, model.parameters)
     plan.reorders = selects or plan.by_owner or (uses.alike and any(mixing_layers(uses)))
     plan.rounding = _coarsest(first.uses, model.rounding)
     exact = plan.rounding.itemsize > 2 and model.options.precision != "tf32"

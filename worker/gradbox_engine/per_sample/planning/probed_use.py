@@ -187,7 +187,7 @@ class ProbedUse:
                 sizes = broadcast_size(use.function, use.args, use.kwargs, tensor)
                 if sizes is None or _padded(tensor, len(sizes))[axis.dim] != 1:
                     return None
-        return CopiesStep(use.function, self.number, "copies", axis)
+        return CopiesStep(use.function, self.number, "copies", axis, use.outputs[0].dtype)
 
     def _vmap(self) -> Step | None:
         """Accept vectorisation only where it reproduces the function's numbers and gradients."""

@@ -161,6 +161,7 @@ class CopiesStep(Step):
     """A function that broadcasts: one copy of each tracked tensor a sample, as in the output."""
 
     output_axis: BatchAxis
+    dtype: torch.dtype  # of the output without copies; those of a 0-dim tensor may widen it
 
     def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
@@ -178,7 +179,8 @@ class CopiesStep(Step):
             shape[dim] = sizes[dim]
             leaves[position] = self._copied(recorder, leaf, key, shape)
         args, kwargs = tree_unflatten(leaves, tree)
-        return self.function(*args, **kwargs)
+        out = self.function(*args, **kwargs)
+        return out.to(self.dtype) if isinstance(out, Tensor) else out
 
     def _copied(self, recorder: StepRecorder, q: Tensor, key: Key, shape: list[int]) -> Tensor:
         dim, copies = self.output_axis.dim, q.expand(shape)

@@ -1,0 +1,63 @@
+"""Rows of models that compute in several dtypes are those of the model's own arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine.per_sample import per_sample_gradient
+from tests.engine.per_sample import naive
+
+NEAR = 4 * torch.finfo(torch.bfloat16).eps
+
+
+class Scaled(nn.Module):
+    """bfloat16 layers around a scale in float32, which widens nothing since it has no dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(3, 4).bfloat16(), nn.Linear(4, 2).bfloat16()
+        self.log_scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.before(x.bfloat16()) * self.log_scale.exp())
+
+
+def prelu() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2))
+
+
+def doubled(output: Tensor, inputs: dict[str, Any]) -> Tensor:
+    return output @ (2 * torch.eye(2))
+
+
+def losses(z: Tensor) -> Tensor:
+    return z.square().sum(1)
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (Scaled, {}),
+        (prelu, {"precision": "bf16"}),
+        (prelu, {"precision": "bf16", "readout": doubled}),
+    ],
+    ids=["a scale without dims", "a function by vmap", "a readout"],
+)
+def test_rows_and_losses_are_those_of_the_models_own_dtypes(
+    build: Any, told: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(5, 3)
+    with torch.autocast("cpu", torch.bfloat16, enabled="precision" in told):
+        z = model(x)
+        z = told["readout"](z, {}) if "readout" in told else z
+    expected = losses(z.float())
+    rows = naive.rows(expected[:, None], dict(model.named_parameters()))
+    found = per_sample_gradient(model, [{"0": x}], losses, **told)
+    assert torch.equal(found.values, expected.detach())
+    for name, row in rows.items():
+        torch.testing.assert_close(found.arrays[name], row[:, 0], rtol=NEAR, atol=NEAR)
