@@ -88,7 +88,7 @@ class Box:
         warning = check_exposure(self._settings)
         if warning is not None:
             _say(warning)
-        self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._settings.make_data_folder()
         with ExitStack() as stack:
             stack.callback(os.close, lock_folder(self._data))
             self._data.chmod(0o700)
