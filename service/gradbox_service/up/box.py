@@ -209,13 +209,14 @@ class Box:
         return end
 
     def _say_ready(self, url: str, redis_url: str) -> None:
+        # Before `READY`, with which `--wait` ends.
+        for line in left_out(redis_url):
+            _say(line)
         # The script has stdout for itself.
         out = sys.stdout if self._script is None else sys.stderr
         print(f"{READY} {url}\n", end="", file=out, flush=True)
         host, public = self._settings.host, self._public_url
         _say(how_to_reach(url, host=host, public_url=public, data=self._data))
-        for line in left_out(redis_url):
-            _say(line)
 
     def _supervise(self, parts: Sequence[Part], watchdog: Watchdog, drain: Drain) -> None:
         while not self._stop.wait(LOOK_S):
