@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -131,6 +132,23 @@ class Settings(BaseSettings):
                 f"({item['msg']}); give {_flag(name)} or GRADBOX_{name.upper()}"
             ) from None
         return found.model_copy(update={"data": found.data.expanduser()})
+
+    def make_data_folder(self) -> None:
+        """Make the data folder, which only the box's own user reads, where there is none yet.
+
+        Raises:
+            BadSettings: there cannot be such a folder, or this user cannot write into it.
+        """
+        try:
+            self.data.mkdir(mode=0o700, parents=True, exist_ok=True)
+            why = None if os.access(self.data, os.W_OK | os.X_OK) else "Permission denied"
+        except OSError as error:
+            why = error.strerror
+        if why is not None:
+            raise BadSettings(
+                f"expected a data folder that can be written, got {self.data}: {why}; give another "
+                f"one with --data or GRADBOX_DATA"
+            )
 
 
 def takes_settings(

@@ -452,3 +452,19 @@ def test_a_command_whose_extra_is_missing_says_what_to_install(tmp_path: Path) -
         done.stderr
         == "gradbox: up needs uvicorn, which is not installed: pip install 'gradbox[service]'\n"
     )
+
+
+def test_a_full_disk_behind_stdout_is_said_in_one_line(at_box: TestBox) -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "gradbox", "jobs", "list"], stdout=full, stderr=subprocess.PIPE
+        )
+    assert ended.returncode == 2
+    assert b"cannot be written: No space left on device" in ended.stderr
+    assert b"Traceback" not in ended.stderr
+
+
+def test_a_closed_stdout_is_no_error(at_box: TestBox) -> None:
+    command = f"{sys.executable} -m gradbox jobs list >&-"
+    ended = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE)
+    assert (ended.returncode, ended.stderr) == (0, b"")

@@ -130,13 +130,16 @@ def test_a_command_runs_while_the_box_is_up(start: Callable[..., Up], tmp_path: 
 
 
 def test_a_box_in_the_background_runs_until_it_is_drained_or_taken_down(
-    start: Callable[..., Up], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Up], models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tmp_path / "data"
     monkeypatch.setenv("GRADBOX_DATA", str(data))
     monkeypatch.delenv("GRADBOX_URL", raising=False)
+    with models.open("a") as file:
+        file.write('[models.lost]\nbuilder = "python"\nsource = "nowhere.py:make"\n')
     code, said = start("--wait").finish()
     assert code == 0, said
+    assert "the model 'lost' cannot be used" in said
     assert f"gradbox down --data {data}" in said
     assert holder_of(data) is not None
     credentials = data / "client.toml"
@@ -230,3 +233,26 @@ def test_arguments_that_mean_nothing_are_refused(
     given = ("--port", "0", "--models", str(models), "--data", str(tmp_path / "data"), *arguments)
     assert main(["up", *given]) == 2
     assert "expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("up", "--device", "cpu"),
+        ("up", "--device", "cpu", "--wait"),
+        ("service", "--redis-url", "redis://127.0.0.1:1"),
+        ("worker", "--redis-url", "redis://127.0.0.1:1", "--device", "cpu"),
+    ],
+    ids=["up", "up --wait", "service", "worker"],
+)
+def test_a_data_folder_that_cannot_be_made_is_exit_code_2(
+    command: tuple[str, ...], models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    data = tmp_path / "file" / "data"
+    given = [*command, "--data", str(data)]
+    given += ["--models", str(models)] if command[0] != "service" else []
+    given += ["--port", "0"] if command[0] != "worker" else []
+    assert main(given) == 2
+    said = capsys.readouterr().err
+    assert f"expected a data folder that can be written, got {data}: Not a directory" in said

@@ -224,6 +224,7 @@ def _work(
 
     redis_url = _address(settings)
     read_models_file(device_settings.models_file)  # a mistake in it is best heard at once
+    settings.make_data_folder()
     with NameLock(settings.data, name):
         worker = GradboxWorker(
             connect(redis_url),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -40,10 +41,21 @@ class ExitCodes(TyperGroup):
             complain("\n".join([str(error), *getattr(error, "__notes__", ())]))
             code = exit_code(error)
         except BrokenPipeError:
-            # The reader of a pipe has had enough; Python must not complain about it at exit either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # The reader of a pipe has had enough.
+            _leave_stdout()
             code = DONE
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            _leave_stdout()
+            complain(f"what the command prints cannot be written: {error.strerror}")
+            code = WRONG_USAGE
         raise typer.Exit(code or DONE)
+
+
+def _leave_stdout() -> None:
+    """Send to nowhere what is still to be written, or Python complains about it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def exit_code(error: GradboxError) -> int:
@@ -57,6 +69,8 @@ def exit_code(error: GradboxError) -> int:
 
 def code_of(app: typer.Typer, arguments: Sequence[str] | None) -> int:
     """Run an app whose group is `ExitCodes` and return its exit code."""
+    # Python has no stdout where the caller closed it (`>&-`).
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - for as long as we run
     try:
         get_command(app).main(arguments, prog_name="gradbox")
     except SystemExit as ended:

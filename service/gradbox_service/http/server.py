@@ -60,8 +60,8 @@ def serve(
         listening: called with the service's URL once connections are accepted into the backlog.
 
     Raises:
-        BadSettings: the settings name no usable Redis, no usable certificate, or an address that
-            others can overhear (see `check_exposure`).
+        BadSettings: the settings name no usable Redis, certificate or data folder, or an address
+            that others can overhear (see `check_exposure`).
         CannotListen: the port is in use, or the address is not this machine's.
     """
     warning = check_exposure(settings)
@@ -69,6 +69,7 @@ def serve(
         log.warning("%s", warning)
     _allow_connections()
     app = create_app(settings)
+    settings.make_data_folder()
     try:
         Revocations(settings.data).prepare()
     except OSError as error:

@@ -10,20 +10,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from gradbox_service.settings import Settings
 from gradbox_service.up.box import READY
 
 LOG: Final = "up.log"
 LOOK_S: Final = 0.05
 
 
-def start(arguments: Sequence[str], *, data: Path) -> int:
+def start(arguments: Sequence[str], *, settings: Settings) -> int:
     """Run `gradbox up` with these arguments in the background until it is ready or has ended.
 
     What it says goes to a log in the data folder, and meanwhile to this command's output.
 
     Returns:
         0 if jobs can run now, else the exit code of the box.
+
+    Raises:
+        BadSettings: the data folder cannot be made or written.
     """
+    settings.make_data_folder()
+    data = settings.data
     folder = data / "logs"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     data.chmod(0o700)

@@ -88,7 +88,7 @@ class Box:
         warning = check_exposure(self._settings)
         if warning is not None:
             _say(warning)
-        self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._settings.make_data_folder()
         with ExitStack() as stack:
             stack.callback(os.close, lock_folder(self._data))
             self._data.chmod(0o700)
@@ -209,13 +209,14 @@ class Box:
         return end
 
     def _say_ready(self, url: str, redis_url: str) -> None:
+        # Before `READY`, with which `--wait` ends.
+        for line in left_out(redis_url):
+            _say(line)
         # The script has stdout for itself.
         out = sys.stdout if self._script is None else sys.stderr
         print(f"{READY} {url}\n", end="", file=out, flush=True)
         host, public = self._settings.host, self._public_url
         _say(how_to_reach(url, host=host, public_url=public, data=self._data))
-        for line in left_out(redis_url):
-            _say(line)
 
     def _supervise(self, parts: Sequence[Part], watchdog: Watchdog, drain: Drain) -> None:
         while not self._stop.wait(LOOK_S):

@@ -135,7 +135,7 @@ def run(
             again += [] if template else ["--no-template"]
             again += [] if cluster is None else ["--cluster", cluster]
             again += arguments_of(settings)
-            return background.start(again, data=settings.data)
+            return background.start(again, settings=settings)
         box = Box(
             settings,
             models_file=found,
