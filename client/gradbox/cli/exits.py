@@ -48,7 +48,9 @@ class ExitCodes(TyperGroup):
             if error.errno != errno.ENOSPC:
                 raise
             _leave_stdout()
-            complain(f"what the command prints cannot be written: {error.strerror}")
+            complain(
+                f"{error.filename or 'what the command prints'} cannot be written: {error.strerror}"
+            )
             code = WRONG_USAGE
         raise typer.Exit(code or DONE)
 
