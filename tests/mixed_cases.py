@@ -239,8 +239,6 @@ MIXED_CASES: dict[str, Callable[[], MixedCase]] = {
     "checkpoints in eval": lambda: _plain(
         lambda: models.checkpointed(reentrant=False), mode="eval"
     ),
-    "norm of transposed channels": lambda: _plain(models.transposed_norm),
-    "vectorised function": lambda: _plain(models.vectorised),
 }
 """Problems that forward mode can solve."""
 

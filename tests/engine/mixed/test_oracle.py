@@ -39,8 +39,16 @@ def test_forward_mode_passes_every_operation(name):
     assert mixed_answer(MIXED_CASES[name]()).fallbacks == {}
 
 
+@pytest.mark.parametrize("model", [models.transposed_norm, models.vectorised])
+def test_forward_mode_passes_what_torchs_own_rules_do_not(model):
+    case = replace(MIXED_CASES["checkpoints"](), model=model)
+    result = mixed_answer(case)
+    assert result.fallbacks == {}
+    assert difference(result.grads, double_backward(case).grads) <= TOLERANCE
+
+
 def test_a_model_that_rounds_on_its_way_is_compared_with_that_rounding():
-    case = replace(MIXED_CASES["vectorised function"](), model=models.rounded)
+    case = replace(MIXED_CASES["checkpoints"](), model=models.rounded)
     result = mixed_answer(case)
     assert result.fallbacks == {}
     assert difference(result.grads, double_backward(case).grads) <= 1e-5
@@ -48,7 +56,7 @@ def test_a_model_that_rounds_on_its_way_is_compared_with_that_rounding():
 
 def _implicit(**given: bool) -> MixedCase:
     return replace(
-        MIXED_CASES["vectorised function"](), model=lambda: models.implicit(**given), mode="eval"
+        MIXED_CASES["checkpoints"](), model=lambda: models.implicit(**given), mode="eval"
     )
 
 

@@ -22,6 +22,9 @@ from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.shard_record import ShardRecord
 
+_ROUNDINGS = 1e3
+"""How far from zero, to ‖a‖‖u‖, a product may be where the Jacobian is zero but for rounding."""
+
 DISAGREES = "forward mode that disagrees with reverse mode"
 
 
@@ -140,7 +143,7 @@ class Tangents:
         # Float32 may hide in a custom Function, and what a hook leaves out is more.
         rounding = max(linearised.rounding, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
         off, near = self._disagreement(record, u, contraction, rounding)
-        if off > near and self._misses_linearity(record, u) < off / 2:
+        if off > near and self._lacks_terms(record, u, off, rounding):
             raise self._equipment.jacobians.no_tangent(
                 record.position, "a hook's backward pass without create_graph=True"
             )
@@ -170,21 +173,27 @@ class Tangents:
         tolerance = self._equipment.jacobians.tolerance(dfdz.dtype, rounding)
         return float(error), tolerance * float(scale)
 
-    def _misses_linearity(self, record: ShardRecord, u: Tensor) -> float:
-        """Return how far twice a is from giving twice ⟨aᵀJ, u⟩.
+    def _lacks_terms(
+        self, record: ShardRecord, u: Tensor, off: float, rounding: torch.dtype
+    ) -> bool:
+        """Return whether J u lacks terms, for ⟨a, J u⟩ is `off` although aᵀJ is linear in a.
 
-        Not at all, if the backward pass is linear; where a hook clips gradients, by as much as
-        ⟨a, J u⟩ differs from ⟨aᵀJ, u⟩.
+        It is, if three times a gives three times as much. What a hook bends, by clipping
+        gradients, misses that by as much as J u is off.
         """
-        self._equipment.ready.buffers.restore(record.before)
+        size = torch.zeros(())
 
-        def doubled(outputs: Outputs) -> Outputs:
+        def tripled(outputs: Outputs) -> Outputs:
+            nonlocal size
             a = self._equipment.inner.cotangents(record.position, outputs)
-            return {name: 2 * cotangent for name, cotangent in a.items()}
+            size = norm(a.values())
+            return {name: 3 * cotangent for name, cotangent in a.items()}
 
-        _, product = self._equipment.jacobians.transposed(record.position, doubled)
-        once = _inner_product(record.outputs[DFDZ], u)
-        return float((_inner_product(product, u) - 2 * once).abs())
+        self._equipment.ready.buffers.restore(record.before)
+        _, product = self._equipment.jacobians.transposed(record.position, tripled)
+        missed = _inner_product(product, u) - 3 * _inner_product(record.outputs[DFDZ], u)
+        noise = _ROUNDINGS * torch.finfo(rounding).eps * float(size * norm([u]))
+        return noise < off > 4 * float(missed.abs())
 
 
 def _inner_product(dfdz: Tensor, u: Tensor) -> Tensor:
