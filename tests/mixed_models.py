@@ -183,6 +183,18 @@ def transposed_norm() -> nn.Module:
     return seeded(lambda: Applies(normed_channels))()
 
 
+def sampled() -> nn.Module:
+    """Reads its features at points between them."""
+    points = torch.linspace(-0.9, 0.8, 8, dtype=torch.float64).view(1, 2, 2, 2)
+
+    def read(hidden: Tensor) -> Tensor:
+        grid = points.to(hidden).expand(len(hidden), 2, 2, 2)
+        image = hidden.view(-1, 1, 2, 2)
+        return nn.functional.grid_sample(image, grid, align_corners=False).flatten(1)
+
+    return seeded(lambda: Applies(read))()
+
+
 def vectorised() -> nn.Module:
     """Maps a function of one row over the rows."""
     weight = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)

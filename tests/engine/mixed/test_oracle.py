@@ -39,7 +39,7 @@ def test_forward_mode_passes_every_operation(name):
     assert mixed_answer(MIXED_CASES[name]()).fallbacks == {}
 
 
-@pytest.mark.parametrize("model", [models.transposed_norm, models.vectorised])
+@pytest.mark.parametrize("model", [models.transposed_norm, models.sampled, models.vectorised])
 def test_forward_mode_passes_what_torchs_own_rules_do_not(model):
     case = replace(MIXED_CASES["checkpoints"](), model=model)
     result = mixed_answer(case)

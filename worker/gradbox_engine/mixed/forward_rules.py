@@ -8,8 +8,8 @@ computes the shape of its zero tangent in Python, and an evaluated batch norm, w
 shifts, takes five kernels for its tangent. What is left out is zero, so the results are the same.
 
 `torch.cdist` has no rule in torch, and no second derivative either. Here both of its arguments may
-move; the rule is that of Euclidean distances. Nor has a grouped matrix product a rule, and that of
-group norm takes contiguous arguments alone.
+move; the rule is that of Euclidean distances. Nor have grouped matrix products and `grid_sample` a
+rule, and that of group norm takes contiguous arguments alone.
 
 Not reached: what a Python function of `torch.nn.functional` calls on its own account, as
 `multi_head_attention_forward` does, what is inside a `torch.func` transform, and scripted modules.
@@ -126,10 +126,15 @@ def _grouped_product(
 
 def _quotient(operation: Operation, a: Any, b: Any, **options: Any) -> Tensor | None:
     """operation(a, b), linear in a: the tangent is operation(ȧ, b)."""
-    primal, tangent = parts(a)
-    if options or tangent is None or _moves(b):
+    return None if options else _linear(operation, a, b)
+
+
+def _linear(operation: Operation, input: Any, *rest: Any, **options: Any) -> Tensor | None:
+    """operation(a, …), linear in a: the tangent is operation(ȧ, …)."""
+    primal, tangent = parts(input)
+    if tangent is None or _moves(*rest, *options.values()):
         return None
-    return dual(operation(primal, b), operation(tangent, b))
+    return dual(operation(primal, *rest, **options), operation(tangent, *rest, **options))
 
 
 def _shifted_product(bias: Any, a: Any, b: Any, **options: Any) -> Tensor | None:
@@ -232,6 +237,7 @@ RULES: dict[Operation, Callable[..., Tensor | None]] = {
     **{quotient: partial(_quotient, quotient) for quotient in QUOTIENTS},
     torch.addmm: _shifted_product,
     torch._grouped_mm: _grouped_product,
+    F.grid_sample: partial(_linear, F.grid_sample),
     F.batch_norm: _batch_norm,
     F.group_norm: _group_norm,
     torch.cdist: _distances,
