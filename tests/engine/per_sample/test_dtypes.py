@@ -61,3 +61,27 @@ def test_rows_and_losses_are_those_of_the_models_own_dtypes(
     assert torch.equal(found.values, expected.detach())
     for name, row in rows.items():
         torch.testing.assert_close(found.arrays[name], row[:, 0], rtol=NEAR, atol=NEAR)
+
+
+class Paired(nn.Module):
+    """A function without a rule, whose vectorised form rounds otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.paired = nn.Linear(16, 16), nn.Bilinear(16, 16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.paired(self.before(x), x)
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_functions_are_vectorised_in_16_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = Paired().to(dtype), torch.randn(6, 16, dtype=dtype)
+    expected = naive.rows(losses(model(x).float())[:, None], dict(model.named_parameters()))
+    found = per_sample_gradient(model, [{"0": x}], lambda z: losses(z.float()))
+    assert not found.loops
+    for name, rows in expected.items():
+        near = 8 * torch.finfo(dtype).eps * float(rows.abs().amax())
+        torch.testing.assert_close(found.arrays[name], rows[:, 0], rtol=0.0, atol=near)

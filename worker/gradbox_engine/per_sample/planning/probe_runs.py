@@ -48,6 +48,7 @@ class ProbeRun:
     selections: list[Selection]
     z: Tensor
     draws: bool  # whether it drew random numbers
+    differentiates: bool  # see `FunctionCalls`
 
 
 def plan_for(
@@ -75,6 +76,8 @@ def plan_for(
         refuse_coupling(uses)
     with autocast(model.options.precision, model.device):  # as the functions are called in
         plan = make_plan(uses, model.parameters)
+    if first.differentiates or second.differentiates or third.differentiates:
+        plan.loop_over_all(model.parameters, "the model differentiates in its forward pass")
     plan.reorders = selects or plan.by_owner or (uses.alike and any(mixing_layers(uses)))
     plan.rounding = _coarsest(first.uses, model.rounding)
     exact = plan.rounding.itemsize > 2 and model.options.precision != "tf32"
@@ -200,7 +203,8 @@ def _probe(
             z = model.call(copied(shard)).detach()
     finally:
         log.remove_hooks()
-    return ProbeRun(log.uses, log.selections, z, generator_fingerprint() != before)
+    draws = generator_fingerprint() != before
+    return ProbeRun(log.uses, log.selections, z, draws, log.differentiates)
 
 
 def _coarsest(uses: Iterable[Use], rounding: torch.dtype) -> torch.dtype:

@@ -35,15 +35,24 @@ Key = str | tuple[int, int]
 
 Terms = Iterator[tuple[Key, Term]]
 
+_BACKWARD: frozenset[Any] = frozenset(
+    {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+)
 _SEQUENCES = frozenset({list, tuple})
 _NESTED = (list, tuple, dict)
 
 
 class FunctionCalls(TorchFunctionMode):
-    """Calls `use` for every function that a tracked tensor enters."""
+    """Calls `use` for every function that a tracked tensor enters.
+
+    Attributes:
+        differentiates: whether the model has derivatives of its own in its forward pass, which
+            depend on parameters by operations that are not functions.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
+        self.differentiates = False
         self.tracked: dict[int, Key] = {id(tensor): name for name, tensor in parameters.items()}
         self.called: list[Callable[..., Any]] = []  # all functions, whatever enters them
         self._held: list[Tensor] = []  # so that no other tensor is given their ids
@@ -57,6 +66,8 @@ class FunctionCalls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         self.called.append(func)
+        if func is torch._VF._make_dual or (func in _BACKWARD and kwargs.get("create_graph")):
+            self.differentiates = True
         if not self._any_tracked(args) and not (kwargs and self._any_tracked(kwargs.values())):
             return func(*args, **kwargs)
         parts = decomposed(func, args)
@@ -262,8 +273,9 @@ class StepRecorder(FunctionCalls):
         return func(*args, **kwargs)
 
     def finish(self) -> None:
-        """Note a deviation if steps are left."""
-        self.deviated = self.deviated or self._next != len(self._steps)
+        """Note a deviation if steps are left, or derivatives have come in."""
+        unplanned = self._next != len(self._steps) or (self.differentiates and bool(self.tracked))
+        self.deviated = self.deviated or unplanned
 
     def record(
         self,
