@@ -52,6 +52,11 @@ class Plan:
             return size
         return None
 
+    @property
+    def derived(self) -> set[int]:
+        """The numbers of the uses that make tensors of parameters alone."""
+        return {step.number for step in self.steps if isinstance(step, DerivedStep)}
+
     def loop(self, names: Iterable[str], why: str) -> None:
         """Have parameters take one backward pass a sample."""
         for name in names:

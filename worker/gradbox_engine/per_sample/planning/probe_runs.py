@@ -29,10 +29,11 @@ from gradbox_engine.per_sample.planning.coupling import (
 from gradbox_engine.per_sample.planning.model import CALL_ERRORS, CallableModel, copied
 from gradbox_engine.per_sample.planning.plan import Plan, make_plan
 from gradbox_engine.per_sample.planning.probed_use import ProbeUses
+from gradbox_engine.per_sample.planning.unseen_uses import unseen_uses
 from gradbox_engine.per_sample.recording.batch_axis import EXTRA, BatchAxis
 from gradbox_engine.per_sample.recording.custom_functions import custom_functions_shown
-from gradbox_engine.per_sample.recording.function_calls import Use, UseLog, same_calls
 from gradbox_engine.per_sample.recording.index_selections import Selection, may_reorder
+from gradbox_engine.per_sample.recording.use_log import Edge, Use, UseLog, edges_of, same_calls
 
 SAMPLES = 3
 CHANGED = 1  # samples before it and behind it may see it
@@ -48,7 +49,7 @@ class ProbeRun:
     selections: list[Selection]
     z: Tensor
     draws: bool  # whether it drew random numbers
-    differentiates: bool  # see `FunctionCalls`
+    leaves: frozenset[Edge]  # of z
 
 
 def plan_for(
@@ -76,8 +77,9 @@ def plan_for(
         refuse_coupling(uses)
     with autocast(model.options.precision, model.device):  # as the functions are called in
         plan = make_plan(uses, model.parameters)
-    if first.differentiates or second.differentiates or third.differentiates:
-        plan.loop_over_all(model.parameters, "the model differentiates in its forward pass")
+    if plan.recorded:
+        unseen = unseen_uses(first.uses, first.leaves, plan.derived, model.parameters)
+        plan.loop(unseen, "it is used by what no function call shows")
     plan.reorders = selects or plan.by_owner or (uses.alike and any(mixing_layers(uses)))
     plan.rounding = _coarsest(first.uses, model.rounding)
     exact = plan.rounding.itemsize > 2 and model.options.precision != "tf32"
@@ -200,11 +202,11 @@ def _probe(
     before = generator_fingerprint()
     try:
         with torch.enable_grad(), checkpoints_inlined(), custom_functions_shown(), log:
-            z = model.call(copied(shard)).detach()
+            z = model.call(copied(shard))
     finally:
         log.remove_hooks()
     draws = generator_fingerprint() != before
-    return ProbeRun(log.uses, log.selections, z, draws, log.differentiates)
+    return ProbeRun(log.uses, log.selections, z.detach(), draws, edges_of([z]))
 
 
 def _coarsest(uses: Iterable[Use], rounding: torch.dtype) -> torch.dtype:

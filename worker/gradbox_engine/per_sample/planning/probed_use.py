@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from gradbox_engine.errors import CoupledSamples
 from gradbox_engine.model.precision import REPLAY_TOLERANCE
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis, changed_dim, find
-from gradbox_engine.per_sample.recording.function_calls import Key, Use, same_calls
+from gradbox_engine.per_sample.recording.function_calls import Key
 from gradbox_engine.per_sample.recording.pointwise import EXPANDING, broadcast_size
 from gradbox_engine.per_sample.recording.steps import (
     CopiesStep,
@@ -24,6 +24,7 @@ from gradbox_engine.per_sample.recording.steps import (
     Step,
     VmapStep,
 )
+from gradbox_engine.per_sample.recording.use_log import Use, same_calls
 from gradbox_engine.per_sample.rules import RULES
 from gradbox_engine.per_sample.rules.rule import Layer, Rule
 

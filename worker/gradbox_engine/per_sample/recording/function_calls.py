@@ -5,7 +5,7 @@ is the function call that a parameter enters. A tensor made of parameters alone 
 transposed or sliced weight, a weight-normalised one, position embeddings of shape (1, T, D)) is
 tracked as a parameter of its own, whose gradient is pulled back at the end.
 
-`UseLog` lists the uses of a probe run. `StepRecorder` runs each use as planned, and records the
+`use_log` lists the uses of a probe run. `StepRecorder` runs each use as planned, and records the
 output edges of those calls. Gradients are taken with respect to these edges, not to the parameters:
 no summed weight gradient is computed, and a later change in place of an output keeps the edge
 valid.
@@ -23,11 +23,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from gradbox_engine.per_sample.recording.decompositions import decomposed
-from gradbox_engine.per_sample.recording.index_selections import (
-    KEEPING_RANGES,
-    Selection,
-    selection,
-)
 from gradbox_factors import Term
 
 Key = str | tuple[int, int]
@@ -35,24 +30,15 @@ Key = str | tuple[int, int]
 
 Terms = Iterator[tuple[Key, Term]]
 
-_BACKWARD: frozenset[Any] = frozenset(
-    {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
-)
 _SEQUENCES = frozenset({list, tuple})
 _NESTED = (list, tuple, dict)
 
 
 class FunctionCalls(TorchFunctionMode):
-    """Calls `use` for every function that a tracked tensor enters.
-
-    Attributes:
-        differentiates: whether the model has derivatives of its own in its forward pass, which
-            depend on parameters by operations that are not functions.
-    """
+    """Calls `use` for every function that a tracked tensor enters."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.differentiates = False
         self.tracked: dict[int, Key] = {id(tensor): name for name, tensor in parameters.items()}
         self.called: list[Callable[..., Any]] = []  # all functions, whatever enters them
         self._held: list[Tensor] = []  # so that no other tensor is given their ids
@@ -66,8 +52,6 @@ class FunctionCalls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         self.called.append(func)
-        if func is torch._VF._make_dual or (func in _BACKWARD and kwargs.get("create_graph")):
-            self.differentiates = True
         if not self._any_tracked(args) and not (kwargs and self._any_tracked(kwargs.values())):
             return func(*args, **kwargs)
         parts = decomposed(func, args)
@@ -126,105 +110,6 @@ def requires_grad(out: Any) -> bool:
     return isinstance(out, list | tuple) and any(requires_grad(part) for part in out)
 
 
-@dataclass
-class Use:
-    """One call that a tracked tensor entered in a probe run."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    keys: tuple[Key | None, ...]  # of `inputs`; None for a tensor that is not tracked
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    checkpointed: bool
-    module: str
-
-
-class UseLog(FunctionCalls):
-    """Lists every use of a parameter, and of anything that depends on one.
-
-    Args:
-        model: where hooks tell which module a use is in; None: nobody asks.
-    """
-
-    def __init__(self, model: torch.nn.Module | None, parameters: Mapping[str, Tensor]) -> None:
-        super().__init__(parameters)
-        self.uses: list[Use] = []
-        self.selections: list[Selection] = []
-        self._model = model
-        self._ranges: set[int] = set()  # ids of what `torch.arange` made
-        self._modules = [""]  # the modules that run now, the innermost last
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> UseLog:
-        # Entered again for each decomposed function.
-        if self._model is not None and not self._hooks:
-            for name, module in self._model.named_modules():
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue  # has no such hooks
-                self._hooks.append(module.register_forward_pre_hook(self._entering(name)))
-                self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks from the model."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _entering(self, name: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._modules.append(name)
-
-        return enter
-
-    def _leave(self, *_: Any) -> None:
-        self._modules.pop()
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = super().__torch_function__(func, types, args, kwargs)
-        of_range = args and self._is_range(args[0])
-        if func is torch.arange or (of_range and getattr(func, "__name__", "") in KEEPING_RANGES):
-            self._held.append(out)
-            self._ranges.add(id(out))
-        return out
-
-    def _is_range(self, value: Any) -> bool:
-        return id(value) in self._ranges
-
-    def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        selected = selection(func, args, kwargs, self._is_range)
-        if selected is not None and selected[1]:
-            self.selections.append(selected)
-        written = args[0] if func is Tensor.__setitem__ else out
-        if not requires_grad(written) or not torch.is_grad_enabled():  # `to` may return its input
-            return out
-        number = len(self.uses)
-        inputs, outputs = tensors_of((args, kwargs)), tensors_of(written)
-        keys = tuple(self.tracked.get(id(tensor)) for tensor in inputs)
-        module = self._modules[-1]
-        self.uses.append(
-            Use(func, args, kwargs, keys, inputs, outputs, inside_checkpoint(), module)
-        )
-        for position, tensor in enumerate(outputs):
-            if tensor.requires_grad:
-                self.track(tensor, (number, position))
-        return out
-
-
-def same_calls(runs: Sequence[Sequence[Use]]) -> bool:
-    """Return whether all runs called the same functions in the same order."""
-    functions = [[use.function for use in run] for run in runs]
-    return all(called == functions[0] for called in functions)
-
-
 @dataclass(frozen=True)
 class RecordedEdge:
     """An output whose gradient is wanted: `terms` turns it, g (Y, ...), into (key, term) pairs."""
@@ -273,9 +158,8 @@ class StepRecorder(FunctionCalls):
         return func(*args, **kwargs)
 
     def finish(self) -> None:
-        """Note a deviation if steps are left, or derivatives have come in."""
-        unplanned = self._next != len(self._steps) or (self.differentiates and bool(self.tracked))
-        self.deviated = self.deviated or unplanned
+        """Note a deviation if steps are left."""
+        self.deviated = self.deviated or self._next != len(self._steps)
 
     def record(
         self,

@@ -1,0 +1,152 @@
+"""What uses of parameters a probe run makes, and by which edges of its graph each is entered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from gradbox_engine.per_sample.recording.function_calls import (
+    FunctionCalls,
+    Key,
+    inside_checkpoint,
+    requires_grad,
+    tensors_of,
+)
+from gradbox_engine.per_sample.recording.index_selections import (
+    KEEPING_RANGES,
+    Selection,
+    selection,
+)
+
+Edge = tuple[Node, int]
+"""Where autograd brings a tensor's gradient: a node, and the number of its output."""
+
+
+@dataclass
+class Use:
+    """One call that a tracked tensor entered in a probe run."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keys: tuple[Key | None, ...]  # of `inputs`; None for a tensor that is not tracked
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    checkpointed: bool
+    module: str
+    enters: frozenset[Edge]  # of tracked inputs, before the call
+    leaves: frozenset[Edge]  # of the outputs
+    within: frozenset[Edge]  # of what outputs are views of, which a later write to them goes to
+
+
+class UseLog(FunctionCalls):
+    """Lists every use of a parameter, and of anything that depends on one.
+
+    Args:
+        model: where hooks tell which module a use is in; None: nobody asks.
+    """
+
+    def __init__(self, model: torch.nn.Module | None, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__(parameters)
+        self.uses: list[Use] = []
+        self.selections: list[Selection] = []
+        self._model = model
+        self._ranges: set[int] = set()  # ids of what `torch.arange` made
+        self._modules = [""]  # the modules that run now, the innermost last
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> UseLog:
+        # Entered again for each decomposed function.
+        if self._model is not None and not self._hooks:
+            for name, module in self._model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # has no such hooks
+                self._hooks.append(module.register_forward_pre_hook(self._entering(name)))
+                self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._modules.append(name)
+
+        return enter
+
+    def _leave(self, *_: Any) -> None:
+        self._modules.pop()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs)
+        of_range = args and self._is_range(args[0])
+        if func is torch.arange or (of_range and getattr(func, "__name__", "") in KEEPING_RANGES):
+            self._held.append(out)
+            self._ranges.add(id(out))
+        return out
+
+    def _is_range(self, value: Any) -> bool:
+        return id(value) in self._ranges
+
+    def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = tensors_of((args, kwargs))
+        keys = tuple(self.tracked.get(id(tensor)) for tensor in inputs)
+        enters = edges_of(x for x, key in zip(inputs, keys, strict=True) if key is not None)
+        out = func(*args, **kwargs)
+        selected = selection(func, args, kwargs, self._is_range)
+        if selected is not None and selected[1]:
+            self.selections.append(selected)
+        written = args[0] if func is Tensor.__setitem__ else out
+        if not requires_grad(written) or not torch.is_grad_enabled():  # `to` may return its input
+            return out
+        number, outputs, module = len(self.uses), tensors_of(written), self._modules[-1]
+        leaves, checkpointed = edges_of(outputs), inside_checkpoint()
+        bases = (x._base for x in outputs if x._base is not None)
+        within = edges_of(base for base in bases if id(base) not in self.tracked)
+        self.uses.append(
+            Use(
+                func,
+                args,
+                kwargs,
+                keys,
+                inputs,
+                outputs,
+                checkpointed,
+                module,
+                enters,
+                leaves,
+                within,
+            )
+        )
+        for position, tensor in enumerate(outputs):
+            if tensor.requires_grad:
+                self.track(tensor, (number, position))
+        return out
+
+
+def edges_of(tensors: Iterable[Tensor]) -> frozenset[Edge]:
+    """Return the edges of those tensors that require grad; none inside a `torch.func` transform."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return frozenset()
+    found = (get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad)
+    return frozenset((edge.node, edge.output_nr) for edge in found)
+
+
+def same_calls(runs: Sequence[Sequence[Use]]) -> bool:
+    """Return whether all runs called the same functions in the same order."""
+    functions = [[use.function for use in run] for run in runs]
+    return all(called == functions[0] for called in functions)
