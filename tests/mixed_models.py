@@ -183,8 +183,8 @@ def transposed_norm() -> nn.Module:
     return seeded(lambda: Applies(normed_channels))()
 
 
-def sampled() -> nn.Module:
-    """Reads its features at points between them."""
+def sampled(*, by_matrix: bool = False) -> nn.Module:
+    """Reads its features at points between them; `by_matrix` as a product, which is the same."""
     points = torch.linspace(-0.9, 0.8, 8, dtype=torch.float64).view(1, 2, 2, 2)
 
     def read(hidden: Tensor) -> Tensor:
@@ -192,7 +192,8 @@ def sampled() -> nn.Module:
         image = hidden.view(-1, 1, 2, 2)
         return nn.functional.grid_sample(image, grid, align_corners=False).flatten(1)
 
-    return seeded(lambda: Applies(read))()
+    matrix = read(torch.eye(4, dtype=torch.float64))
+    return seeded(lambda: Applies((lambda x: x @ matrix.to(x)) if by_matrix else read))()
 
 
 def vectorised() -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -39,12 +40,20 @@ def test_forward_mode_passes_every_operation(name):
     assert mixed_answer(MIXED_CASES[name]()).fallbacks == {}
 
 
-@pytest.mark.parametrize("model", [models.transposed_norm, models.sampled, models.vectorised])
+@pytest.mark.parametrize("model", [models.transposed_norm, models.vectorised])
 def test_forward_mode_passes_what_torchs_own_rules_do_not(model):
     case = replace(MIXED_CASES["checkpoints"](), model=model)
     result = mixed_answer(case)
     assert result.fallbacks == {}
     assert difference(result.grads, double_backward(case).grads) <= TOLERANCE
+
+
+def test_forward_mode_passes_samples_of_images():
+    case = replace(MIXED_CASES["checkpoints"](), model=models.sampled)
+    result = mixed_answer(case)
+    assert result.fallbacks == {}
+    by_matrix = replace(case, model=partial(models.sampled, by_matrix=True))
+    assert difference(result.grads, double_backward(by_matrix).grads) <= TOLERANCE
 
 
 def test_a_model_that_rounds_on_its_way_is_compared_with_that_rounding():
