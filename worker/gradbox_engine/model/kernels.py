@@ -12,8 +12,9 @@ kernels run; what calls `torch.lstm` itself, beside `nn.LSTM`, is not covered.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,8 +31,19 @@ RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 @contextmanager
 def differentiable_kernels() -> Iterator[None]:
     """Have attention and recurrent layers computed from operations that all have rules."""
-    with sdpa_kernel(SDPBackend.MATH), _UnfusedRecurrence():
+    with sdpa_kernel(SDPBackend.MATH), compiled_code_run_eagerly(), _UnfusedRecurrence():
         yield
+
+
+def compiled_code_run_eagerly() -> AbstractContextManager[object]:
+    """Return a context in which what `torch.compile` made runs as it was written.
+
+    Compiled for a function mode, code would hold the mode's own work as of that call.
+    """
+    if "torch._dynamo" not in sys.modules:  # without which nothing is compiled; takes a second
+        return nullcontext()
+    eagerly: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return eagerly
 
 
 @contextmanager

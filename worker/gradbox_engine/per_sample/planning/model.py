@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from gradbox_engine.errors import BadInputs, NoBatchAxis
 from gradbox_engine.model.buffers import Buffers
 from gradbox_engine.model.calls import entry_point
+from gradbox_engine.model.kernels import compiled_code_run_eagerly
 from gradbox_engine.model.outputs import BARE, as_outputs, choose
 from gradbox_engine.model.precision import AUTOCAST, accumulation_dtype, autocast, passes_float16
 from gradbox_engine.model.prepared import configured, model_device
@@ -84,7 +85,7 @@ def callable_model(
     parameters: dict[str, Tensor] = dict(selection.parameters)
     _refuse_other_parameters(parameters)
     device = model_device(model)
-    with configured(model, parameters, options):
+    with configured(model, parameters, options), compiled_code_run_eagerly():
         for module in model.modules():
             if isinstance(module, nn.EmbeddingBag):
                 module.sparse = False  # which neither vmap nor a batched backward pass knows
@@ -161,10 +162,11 @@ class CallableModel:
             arguments: `copied` ones, to which the model may write.
         """
         by_place, by_name = call_arguments(arguments)
-        with torch.enable_grad(), autocast(self.options.precision, self.device):
+        readout, precision = self.options.readout, self.options.precision
+        with torch.enable_grad(), autocast(precision, self.device):
             value = choose(self._entry(*by_place, **by_name), self.options.output)
-            readout = self.options.readout
-            if readout is not None:
+        if readout is not None:  # for itself: a model may leave gradients switched off
+            with torch.enable_grad(), autocast(precision, self.device):
                 value = readout(value, arguments)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             source = "model" if readout is None else "readout"
