@@ -139,3 +139,39 @@ def test_other_operations_that_no_call_shows_cost_no_loop(
     found = per_sample_gradient(model, [shard], _losses)
     torch.testing.assert_close(found.arrays["weight"], expected["weight"][:, 0])
     assert not found.loops
+
+
+class _UnseenTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(7, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            looked_up = self.table(ids)
+        found: Tensor = self.layer(looked_up).sum(1)
+        return found
+
+
+def test_a_sparse_table_may_be_looped_over() -> None:
+    model, shard = _UnseenTable().to(DEVICE), moved({"ids": torch.randint(7, (5, 3))})
+    expected = naive.rows(_losses(model(**shard))[:, None], dict(model.named_parameters()))
+    found = per_sample_gradient(model, [shard], _losses)
+    assert set(found.loops) == {"table.weight"}
+    for name, rows in expected.items():
+        torch.testing.assert_close(found.arrays[name], rows[:, 0])
+
+
+def test_a_parameter_used_in_inference_mode_is_a_constant_there() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            gate = (x @ self.weight).sigmoid()  # type: ignore[operator]
+        return x @ self.weight * gate.clone()  # type: ignore[operator,no-any-return]
+
+    model = _built(_OfAConstant, torch.float64)
+    model.forward = forward.__get__(model)  # type: ignore[method-assign]
+    shard = moved({"0": torch.randn(6, 4, dtype=torch.float64)})
+    expected = naive.rows(_losses(model(shard["0"]))[:, None], dict(model.named_parameters()))
+    found = per_sample_gradient(model, [shard], _losses)
+    torch.testing.assert_close(found.arrays["weight"], expected["weight"][:, 0])
+    assert not found.loops

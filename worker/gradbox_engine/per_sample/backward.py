@@ -207,7 +207,7 @@ class RecordedGraph:
                 for name, array in arrays.items():
                     gradient = rows[name]
                     if gradient is not None:
-                        array[sample, row] = gradient
+                        array[sample, row] = _dense(gradient)
         for name, array in arrays.items():
             found[name] = [Block(name, tuple(array.shape[2:]), array)]
 

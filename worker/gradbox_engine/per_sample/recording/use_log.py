@@ -139,8 +139,11 @@ class UseLog(FunctionCalls):
 
 
 def edges_of(tensors: Iterable[Tensor]) -> frozenset[Edge]:
-    """Return the edges of those tensors that require grad; none inside a `torch.func` transform."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    """Return the edges of those tensors that require grad.
+
+    None where there is no graph, and none inside a `torch.func` transform, which has its own.
+    """
+    if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         return frozenset()
     found = (get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad)
     return frozenset((edge.node, edge.output_nr) for edge in found)
