@@ -126,6 +126,7 @@ class CallableModel:
         # The narrowest dtype of a product.
         self.rounding = AUTOCAST.get(options.precision, torch.float64)
         self.in_float16 = passes_float16(model, options.precision)
+        self.hooked = tuple(name for name, p in parameters.items() if p._backward_hooks)
         self._buffers = Buffers(model)
         self._method = method
         self._entry = entry_point(model, method, "method")
@@ -205,7 +206,7 @@ class CallableModel:
         options = self.options
         return (
             options.mode, options.precision, self._method, options.output, options.readout,
-            tuple(self.parameters), self.unchecked, sizes,
+            tuple(self.parameters), self.hooked, self.unchecked, sizes,
         )  # fmt: skip
 
 

@@ -77,6 +77,7 @@ def plan_for(
         refuse_coupling(uses)
     with autocast(model.options.precision, model.device):  # as the functions are called in
         plan = make_plan(uses, model.parameters)
+    plan.loop(model.hooked, "a hook changes its gradient")
     if plan.recorded:
         unseen = unseen_uses(first.uses, first.leaves, plan.derived, model.parameters)
         plan.loop(unseen, "it is used by what no function call shows")

@@ -117,11 +117,10 @@ class RuleStep(Step):
                 recorder.deviated = True  # a layer that sees some of the samples only
                 return out
         if out.requires_grad:
-            if out._is_view():
-                # A change in place of a view replaces its grad_fn, and the edge recorded here is no
-                # longer in the graph. This is the same memory as no view, whose edge stays.
-                out = torch.ops.aten._unsafe_view(out, out.shape)
             self._record(recorder, layer, out)
+            # Another node for the same memory, and no view: autograd takes the gradient at an edge
+            # before it calls the tensor's hooks, and a change in place of a view replaces its edge.
+            out = torch.ops.aten._unsafe_view(out, out.shape)
         return out
 
     def _record(self, recorder: StepRecorder, layer: Layer, out: Tensor) -> None:
