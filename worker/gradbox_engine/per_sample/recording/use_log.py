@@ -113,23 +113,21 @@ class UseLog(FunctionCalls):
         written = args[0] if func is Tensor.__setitem__ else out
         if not requires_grad(written) or not torch.is_grad_enabled():  # `to` may return its input
             return out
-        number, outputs, module = len(self.uses), tensors_of(written), self._modules[-1]
-        leaves, checkpointed = edges_of(outputs), inside_checkpoint()
+        number, outputs = len(self.uses), tensors_of(written)
         bases = (x._base for x in outputs if x._base is not None)
-        within = edges_of(base for base in bases if id(base) not in self.tracked)
         self.uses.append(
             Use(
-                func,
-                args,
-                kwargs,
-                keys,
-                inputs,
-                outputs,
-                checkpointed,
-                module,
-                enters,
-                leaves,
-                within,
+                function=func,
+                args=args,
+                kwargs=kwargs,
+                keys=keys,
+                inputs=inputs,
+                outputs=outputs,
+                checkpointed=inside_checkpoint(),
+                module=self._modules[-1],
+                enters=enters,
+                leaves=edges_of(outputs),
+                within=edges_of(base for base in bases if id(base) not in self.tracked),
             )
         )
         for position, tensor in enumerate(outputs):
