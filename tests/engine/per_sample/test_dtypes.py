@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine.errors import CoupledSamples
 from gradbox_engine.per_sample import per_sample_gradient
 from tests.engine.per_sample import naive
 
@@ -85,3 +86,24 @@ def test_functions_are_vectorised_in_16_bits(dtype: torch.dtype) -> None:
     for name, rows in expected.items():
         near = 8 * torch.finfo(dtype).eps * float(rows.abs().amax())
         torch.testing.assert_close(found.arrays[name], rows[:, 0], rtol=0.0, atol=near)
+
+
+class SeesTheFirst(nn.Module):
+    """Every sample sees a little of the first one, which the rounding of 16 bits hides in rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x)
+        found: Tensor = self.after(h + 0.05 * h[:1])
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_samples_that_see_a_little_of_another_are_refused(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = SeesTheFirst().to(dtype), torch.randn(6, 3, dtype=dtype)
+    with pytest.raises(CoupledSamples):
+        per_sample_gradient(model, [{"0": x}], lambda z: losses(z.float()))

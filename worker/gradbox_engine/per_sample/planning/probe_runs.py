@@ -2,7 +2,7 @@
 
 Which dim of an input counts samples is not known beforehand: a guess is tried on `SAMPLES` and on
 `SAMPLES + EXTRA` samples and holds if z then has as many rows. Cost: three forward passes of
-`SAMPLES + EXTRA` samples at most, with their graphs.
+`SAMPLES + EXTRA` samples at most, with their graphs, and a fourth in 16 bits.
 
 Where no guess holds and z of the shard as it is has one row, the shard is one sample: a graph, say,
 whose nodes no model can be given in part. Its row is then that of one backward pass.
@@ -30,7 +30,11 @@ from gradbox_engine.per_sample.planning.model import CALL_ERRORS, CallableModel,
 from gradbox_engine.per_sample.planning.plan import Plan, make_plan
 from gradbox_engine.per_sample.planning.probed_use import ProbeUses
 from gradbox_engine.per_sample.planning.unseen_uses import unseen_uses
-from gradbox_engine.per_sample.recording.batch_axis import EXTRA, BatchAxis
+from gradbox_engine.per_sample.recording.batch_axis import (
+    EXTRA,
+    BatchAxis,
+    samples_that_differ,
+)
 from gradbox_engine.per_sample.recording.custom_functions import custom_functions_shown
 from gradbox_engine.per_sample.recording.index_selections import Selection, may_reorder
 from gradbox_engine.per_sample.recording.use_log import Edge, Use, UseLog, edges_of, same_calls
@@ -65,16 +69,20 @@ def plan_for(
     if sized is None:
         return _plan_for_one_sample(model)
     axes, first, second = sized
-    third = _probe_replaced(model, resized(shard, axes, samples, EXTRA), axes, index)
+    probed = resized(shard, axes, samples, EXTRA)
+    third = _probe_replaced(model, probed, axes, index)
     if not same_calls((first.uses, third.uses)):  # noise may take a way of its own
-        third = _probe(
-            model, _replaced(resized(shard, axes, samples, EXTRA), axes, noise=False), index
-        )
+        third = _probe(model, _replaced(probed, axes, noise=False), index)
+    rounding = _coarsest(first.uses, model.rounding)
     selects = may_reorder(first.selections, second.selections)
     uses = ProbeUses(first.uses, second.uses, third.uses, samples, CHANGED, selects)
-    coupled = others_differ(second.z, third.z, BatchAxis(0), changed=CHANGED)
-    if coupled and "coupling" not in model.unchecked:
-        refuse_coupling(uses)
+    if "coupling" not in model.unchecked:
+        coupled = others_differ(second.z, third.z, BatchAxis(0), changed=CHANGED)
+        if not coupled and rounding.itemsize == 2:  # so rough that the rows may not tell it
+            moved = _probe(model, _others_moved(probed, axes), index)
+            coupled = bool(samples_that_differ(second.z, moved.z, BatchAxis(0))[CHANGED])
+        if coupled:
+            refuse_coupling(uses)
     with autocast(model.options.precision, model.device):  # as the functions are called in
         plan = make_plan(uses, model.parameters)
     plan.loop(model.hooked, "a hook changes its gradient")
@@ -82,7 +90,7 @@ def plan_for(
         unseen = unseen_uses(first.uses, first.leaves, plan.derived, model.parameters)
         plan.loop(unseen, "it is used by what no function call shows")
     plan.reorders = selects or plan.by_owner or (uses.alike and any(mixing_layers(uses)))
-    plan.rounding = _coarsest(first.uses, model.rounding)
+    plan.rounding = rounding
     exact = plan.rounding.itemsize > 2 and model.options.precision != "tf32"
     plan.alone = exact and not (first.draws or second.draws or third.draws)
     plan.unconfirmed = set(model.parameters)
@@ -191,6 +199,17 @@ def _replaced(shard: Mapping[str, Any], axes: Axes, *, noise: bool = True) -> di
             x[CHANGED] = others[0] if others else mine.flip(-1) if mine.dim() else mine
         replaced[name] = x.movedim(0, dim)
     return replaced
+
+
+def _others_moved(shard: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
+    """Let all samples but number `CHANGED` change places."""
+    moved = dict(shard)
+    for name, dim in axes.items():
+        x = shard[name].movedim(dim, 0).clone()
+        others = [sample for sample in range(len(x)) if sample != CHANGED]
+        x[others] = x[others].roll(1, 0)
+        moved[name] = x.movedim(0, dim)
+    return moved
 
 
 def _probe(
