@@ -141,6 +141,46 @@ def halves_and_literals(z: Tensor) -> Tensor:
     return (left - right)[rows, columns].square().sum() + first.sum() - second[..., -1].mean()
 
 
+def spectrograms(z: Tensor) -> Tensor:
+    """Compare magnitudes of sounds at two resolutions, as losses of audio do, and a round trip."""
+    left, right = z[0::2], z[1::2]
+    value = (left - right).abs().mean()
+    for n_fft in (16, 32):
+        window = torch.hann_window(n_fft, dtype=z.dtype, device=z.device)
+        found = [
+            sound.stft(n_fft, hop_length=n_fft // 4, window=window, return_complex=True)
+            for sound in (left, right)
+        ]
+        near, far = (spectrum.abs().clamp(min=1e-7) for spectrum in found)
+        value = value + torch.norm(far - near) / torch.norm(far) + F.l1_loss(near.log(), far.log())
+        again = torch.istft(found[0] * 0.5, n_fft, n_fft // 4, window=window, length=z.shape[1])
+        value = value + again.square().mean()
+    return value
+
+
+def differences(z: Tensor) -> Tensor:
+    (slope,) = torch.gradient(z, spacing=0.5, dim=1)
+    mantissa, exponent = torch.frexp(slope)
+    first, second = torch.split_with_sizes(mantissa, [2, 3], dim=1)
+    return torch.ldexp(first, exponent[:, :2]).square().sum() + second.type(z.dtype).sum()
+
+
+def triplets(z: Tensor) -> Tensor:
+    return F.triplet_margin_with_distance_loss(
+        z,
+        z.roll(1, 0),
+        z.flip(0),
+        distance_function=lambda a, b: 1 - F.cosine_similarity(a, b),
+        margin=0.3,
+        swap=True,
+        reduction="sum",
+    )
+
+
+def classified(z: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.linear_cross_entropy(z, weight[:3], labels, label_smoothing=0.1)
+
+
 def learned_closure_constant() -> Callable[..., Any]:
     weights = torch.linspace(0.1, 1.0, D, dtype=torch.float64)
     return lambda z: (z * weights).square().sum() / len(weights)
@@ -178,7 +218,19 @@ CASES = [
     Case("buffer written through a view", lambda: written_buffer),
     Case("halves and literals", lambda: halves_and_literals),
     Case("a module of torch's", lambda: nn.CrossEntropyLoss(CLASS_WEIGHTS), {"target": classes}),
+    Case("spectrograms", lambda: spectrograms, shape=(64,)),
+    Case("differences", lambda: differences),
+    Case("triplets", lambda: triplets),
     Case("closure constant", learned_closure_constant),
     Case("partial", partial_function, {"labels": classes}),
     Case("a torch function", lambda: torch.sum),
 ]
+if hasattr(F, "linear_cross_entropy"):  # new in torch 2.13
+    CASES.append(
+        Case(
+            "a linear layer's cross entropy",
+            lambda: classified,
+            {"weight": sample, "labels": classes},
+            trained=("weight",),
+        )
+    )

@@ -26,12 +26,13 @@ def _names(prefix: str, words: str) -> tuple[str, ...]:
 _POINTWISE = """
     abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan
     arctan2 arctanh asin asinh atan atan2 atanh ceil celu clamp clamp_max clamp_min clip complex
-    conj copysign cos cosh deg2rad digamma div divide erf erfc erfinv exp exp2 expm1 fix
-    float_power floor floor_divide fmax fmin fmod frac heaviside hypot i0 igamma igammac imag
-    lerp lgamma log log10 log1p log2 log_softmax logaddexp logaddexp2 logit maximum minimum mul
-    multiply nan_to_num neg negative nextafter polar polygamma positive pow prelu
-    rad2deg real reciprocal relu remainder round rsqrt rsub selu sgn sigmoid sign sin sinc sinh
-    softmax sqrt square sub subtract tan tanh threshold true_divide trunc where xlogy
+    conj conj_physical copysign cos cosh deg2rad digamma div divide erf erfc erfinv exp exp2
+    expm1 fix float_power floor floor_divide fmax fmin fmod frac frexp gcd heaviside hypot i0
+    igamma igammac imag lcm ldexp lerp lgamma log log10 log1p log2 log_softmax logaddexp
+    logaddexp2 logit maximum minimum mul multiply mvlgamma nan_to_num neg negative nextafter
+    polar polygamma positive pow prelu rad2deg real reciprocal relu remainder round rsqrt rsub
+    selu sgn sigmoid sign sin sinc sinh softmax sqrt square sub subtract tan tanh threshold
+    true_divide trunc where xlogy
 """
 
 _COMPARISONS = """
@@ -42,29 +43,30 @@ _COMPARISONS = """
 
 _REDUCTIONS = """
     all amax amin aminmax any argmax argmin argsort bincount bucketize corrcoef count_nonzero
-    cov cummax cummin cumprod cumsum cumulative_trapezoid diff dist histc kthvalue logcumsumexp
-    logsumexp max mean median min mode msort nanmean nanmedian nanquantile nansum norm prod
-    quantile searchsorted sort std std_mean sum topk trapezoid trapz unique unique_consecutive
-    var var_mean
+    cov cummax cummin cumprod cumsum cumulative_trapezoid diff dist gradient histc kthvalue
+    logcumsumexp logsumexp max mean median min mode msort nanmean nanmedian nanquantile nansum
+    norm prod quantile searchsorted sort std std_mean sum topk trapezoid trapz unique
+    unique_consecutive var var_mean
 """
 
 _LINEAR_ALGEBRA = """
     addbmm addmm addmv addr baddbmm block_diag bmm cdist chain_matmul cholesky_inverse
     cholesky_solve cosine_similarity cross det dot einsum ger inner inverse kron logdet matmul
-    matrix_exp matrix_power mm mv outer pairwise_distance pdist pinverse slogdet tensordot trace
-    tril tril_indices triu triu_indices vdot
+    matrix_exp matrix_power mm mv outer pairwise_distance pdist pinverse renorm slogdet
+    tensordot trace tril tril_indices triu triu_indices vdot
 """
 
 _SHAPES = """
     adjoint argwhere atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to
     cartesian_prod cat channel_shuffle chunk clone column_stack combinations concat concatenate
     detach diag diag_embed diagflat diagonal diagonal_scatter dsplit dstack flatten flip fliplr
-    flipud gather hsplit hstack index_add index_copy index_fill index_reduce index_select
-    masked_fill masked_scatter masked_select meshgrid moveaxis movedim narrow nonzero numel
-    permute put ravel repeat_interleave reshape resolve_conj roll rot90 row_stack scatter
-    scatter_add scatter_reduce select select_scatter slice_scatter split squeeze stack swapaxes
-    swapdims t take take_along_dim tensor_split tile transpose unbind unflatten unravel_index
-    unsqueeze vander view_as_complex view_as_real vsplit vstack
+    flipud gather hsplit hstack index_add index_copy index_fill index_put index_reduce
+    index_select masked_fill masked_scatter masked_select meshgrid moveaxis movedim narrow
+    nonzero numel permute put ravel repeat_interleave reshape resolve_conj roll rot90 row_stack
+    scatter scatter_add scatter_reduce select select_scatter slice_scatter split
+    split_with_sizes squeeze stack swapaxes swapdims t take take_along_dim tensor_split tile
+    transpose unbind unflatten unravel_index unsqueeze vander view_as_complex view_as_real
+    vsplit vstack
 """
 
 _FACTORIES = """
@@ -106,9 +108,11 @@ _SPECIAL = """
 """
 
 _FFT = """
-    fft fft2 fftfreq fftn fftshift hfft ifft ifft2 ifftn ifftshift ihfft irfft irfft2 irfftn
-    rfft rfft2 rfftfreq rfftn
+    fft fft2 fftfreq fftn fftshift hfft hfft2 hfftn ifft ifft2 ifftn ifftshift ihfft ihfft2 ihfftn
+    irfft irfft2 irfftn rfft rfft2 rfftfreq rfftn
 """
+
+_SPECTROGRAMS = "istft stft"
 
 OPERATORS: Final = frozenset(
     _names(
@@ -173,6 +177,7 @@ FUNCTIONS: Final[tuple[str, ...]] = tuple(
             *_names("torch.", _SHAPES),
             *_names("torch.", _FACTORIES),
             *_names("torch.", _RECURRENT),
+            *_names("torch.", _SPECTROGRAMS),
             *_names("torch.nn.functional.", _FUNCTIONAL),
             *_names("torch.linalg.", _LINALG),
             *_names("torch.special.", _SPECIAL),
@@ -201,21 +206,22 @@ _METHODS = """
     erfc erfinv exp exp2 expand expand_as expm1 fix flatten flip fliplr flipud float float_power
     floor floor_divide fmax fmin fmod frac frexp gather gcd ge ger greater greater_equal gt half
     hardshrink heaviside histc hsplit hypot i0 igamma igammac index_add index_copy index_fill
-    index_put index_reduce index_select inner int inverse isclose isfinite isinf isnan isneginf
-    isposinf isreal kron kthvalue lcm ldexp le lerp less less_equal lgamma log log10 log1p log2
-    log_softmax logaddexp logaddexp2 logcumsumexp logdet logical_and logical_not logical_or
-    logical_xor logit logsumexp long lt masked_fill masked_scatter masked_select matmul
-    matrix_exp matrix_power max maximum mean median min minimum mm mode moveaxis movedim msort
-    mul multiply mv nan_to_num nanmean nanmedian nanquantile nansum narrow narrow_copy
-    ndimension ne neg negative nelement new_full new_ones new_zeros nextafter nonzero norm
-    not_equal numel outer permute pinverse polygamma positive pow prelu prod put quantile
-    rad2deg ravel reciprocal relu remainder renorm repeat repeat_interleave reshape reshape_as
-    resolve_conj resolve_neg roll rot90 round rsqrt scatter scatter_add scatter_reduce select
-    select_scatter sgn short sigmoid sign signbit sin sinc sinh size slice_scatter slogdet
-    softmax sort split split_with_sizes sqrt square squeeze std stride sub subtract sum
-    sum_to_size swapaxes swapdims t take take_along_dim tan tanh tensor_split tile to topk trace
-    transpose tril triu true_divide trunc type_as unbind unflatten unfold unique
-    unique_consecutive unsqueeze var vdot view view_as vsplit where xlogy
+    index_put index_reduce index_select inner int inverse is_complex is_floating_point isclose
+    isfinite isinf isnan isneginf isposinf isreal istft kron kthvalue lcm ldexp le lerp less
+    less_equal lgamma log log10 log1p log2 log_softmax logaddexp logaddexp2 logcumsumexp logdet
+    logical_and logical_not logical_or logical_xor logit logsumexp long lt masked_fill
+    masked_scatter masked_select matmul matrix_exp matrix_power max maximum mean median min
+    minimum mm mode moveaxis movedim msort mul multiply mv mvlgamma nan_to_num nanmean nanmedian
+    nanquantile nansum narrow narrow_copy ndimension ne neg negative nelement new_full new_ones
+    new_zeros nextafter nonzero norm not_equal numel outer permute pinverse polygamma positive
+    pow prelu prod put quantile rad2deg ravel reciprocal relu remainder renorm repeat
+    repeat_interleave reshape reshape_as resolve_conj resolve_neg roll rot90 round rsqrt scatter
+    scatter_add scatter_reduce select select_scatter sgn short sigmoid sign signbit sin sinc
+    sinh size slice_scatter slogdet softmax sort split split_with_sizes sqrt square squeeze std
+    stft stride sub subtract sum sum_to_size swapaxes swapdims t take take_along_dim tan tanh
+    tensor_split tile to topk trace transpose tril triu true_divide trunc type_as unbind
+    unflatten unfold unique unique_consecutive unsqueeze var vdot view view_as vsplit where
+    xlogy
 """
 
 _IN_PLACE = """
@@ -242,8 +248,8 @@ METHODS: Final = frozenset(_names("", _METHODS)) | IN_PLACE
 TENSOR_ATTRIBUTES: Final = frozenset("H T device dtype imag mH mT ndim real shape".split())
 RESULT_FIELDS: Final = frozenset(
     """
-    D L LD LU P Q R S U Vh eigenvalues eigenvectors indices info inverse_indices logabsdet max min
-    pivots rank residuals sign singular_values solution values
+    D L LD LU P Q R S U Vh eigenvalues eigenvectors exponent indices info inverse_indices logabsdet
+    mantissa max min pivots rank residuals sign singular_values solution values
     """.split()
 )
 LIMIT_FIELDS: Final = frozenset("bits eps max min resolution smallest_normal tiny".split())

@@ -36,7 +36,9 @@ _WINDOWED: Final = frozenset(
     max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices
     pad pixel_shuffle pixel_unshuffle unfold
     """.split()
-)
+) | {"torch.stft", "stft", "torch.istft", "istft"}
+# By function, where its sizes end: then come a value to fill with, or a length.
+_NUM_WITH_SIZES: Final = {"torch.nn.functional.pad": 3, "torch.istft": 8, "istft": 8}
 
 _CONVOLUTIONS: Final = frozenset(
     f"torch.nn.functional.{kind}{dims}d"
@@ -132,11 +134,11 @@ def _libraries_off() -> Iterator[None]:
 
 
 def _windowed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    num_sizes = 3 if name == "torch.nn.functional.pad" else None  # then the value to fill with
+    last = _NUM_WITH_SIZES.get(name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        sizes = [value for key, value in kwargs.items() if key not in ("input", "value")]
-        _check_extents(name, [*args[1:num_sizes], *sizes])
+        sizes = [value for key, value in kwargs.items() if key not in ("input", "value", "length")]
+        _check_extents(name, [*args[1:last], *sizes])
         return function(*args, **kwargs)
 
     return call

@@ -21,6 +21,8 @@ def plain_method(
     """Write a method call in the one form that it has in a graph."""
     if name in ("cpu", "cuda"):
         return "to", (args[0], torch.device("cpu")), {}
+    if name == "type" and len(args) == 2 and not isinstance(args[1], str):
+        return "to", args, kwargs
     if not name.startswith("__"):
         return name, args, kwargs
     name = name.replace("div__", "truediv__") if name in _OLD_DIVISIONS else name

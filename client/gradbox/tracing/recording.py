@@ -22,6 +22,7 @@ from gradbox.tracing.plain_method import is_method, plain_method
 from gradbox.tracing.refusals import HOOKED, ON_YOUR_SIDE, instead_of
 from gradbox.tracing.source_location import untraceable
 from gradbox.tracing.symbols import VIEWS, Symbol
+from gradbox.tracing.torch_modules.losses import FORMULAS
 from gradbox.tracing.writes import writes
 
 
@@ -213,6 +214,9 @@ class Recorder(TorchFunctionMode):
             return self._property(func, name, args)
         if drops_nothing(func, args, kwargs):
             return args[0] if args else kwargs["input"]
+        if func in FORMULAS:
+            with self:
+                return FORMULAS[func](*args, **kwargs)
         if not _has_symbol((args, kwargs)):
             if name in _METADATA:
                 return func(*args, **kwargs)
