@@ -43,7 +43,7 @@ def item(z: Tensor) -> Tensor:
 
 def length(z: Tensor) -> Tensor:
     with contextlib.suppress(Exception):
-        return z.sum() / len(z)
+        return z.sum() / z.__len__()
     return z.sum()
 
 

@@ -19,8 +19,9 @@ from torch.fx import Proxy
 from gradbox.graphs import allow_list
 from gradbox.tracing.recording import Recording
 from gradbox.tracing.refusals import COMPILED, instead_of
-from gradbox.tracing.source_location import is_user_code, untraceable
+from gradbox.tracing.source_location import untraceable
 from gradbox.tracing.torch_modules.table import recorded_modules
+from gradbox.tracing.type_tests import type_test
 
 Namespace = dict[str, Any]
 
@@ -190,8 +191,9 @@ def _replacements(generators: tuple[Any, ...]) -> dict[int, Callable[..., Any]]:
     originals = [getattr(math, name.removeprefix("math.")) for name in sorted(allow_list.MATH)]
     originals += [torch.finfo, torch.iinfo]
     found = {id(original): _recorded(original) for original in originals}
+    found[id(len)] = _recorded_length(len)
     for test in (isinstance, callable, torch.is_tensor):
-        found[id(test)] = _refuse_type_tests(test)
+        found[id(test)] = type_test(test)
     for factory in (torch.zeros, torch.ones):
         found[id(factory)] = _sized(factory)
     for module in generators:
@@ -226,6 +228,17 @@ def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return record_or_call
+
+
+def _recorded_length(original: Callable[..., int]) -> Callable[..., Any]:
+    """Do what `_recorded` does, at less cost: torch asks for thousands of lengths in a trace."""
+
+    def length(value: Any, /) -> Any:
+        if issubclass(type(value), Proxy) and _TRACED.recording:
+            return _TRACED.recording.create_proxy("call_function", original, (value,), {})
+        return original(value)
+
+    return length
 
 
 def _sized(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,25 +276,6 @@ def _importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _refuse_type_tests(known: Callable[..., bool]) -> Callable[..., bool]:
-    """Stand for `isinstance`, which would say False of a symbol whatever it stands for.
-
-    And for `callable`, which would say True.
-
-    Torch's own code asks it of symbols as well, and is answered.
-    """
-
-    def test(value: Any, *kinds: Any) -> bool:
-        if issubclass(type(value), Proxy) and is_user_code(sys._getframe(1).f_code.co_filename):
-            raise untraceable(
-                f"{known.__name__}() asks for the type of a value that is not known yet",
-                "decide outside the function, or by an argument with a Python value",
-            )
-        return known(value, *kinds)
-
-    return test
 
 
 def _refuse_custom(apply: Any) -> Callable[..., Any]:

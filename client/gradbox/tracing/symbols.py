@@ -11,13 +11,13 @@ import dis
 import operator
 import sys
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any, Final, NoReturn
 
 import torch
 from torch.fx import Node, Proxy
 
-from gradbox.graphs import allow_list
+from gradbox.graphs import allow_list, targets
+from gradbox.tracing.bytecode import truth_that_goes_on, unpacked
 from gradbox.tracing.refusals import ON_YOUR_SIDE
 from gradbox.tracing.source_location import is_user_code, untraceable
 
@@ -37,6 +37,7 @@ _NO_TEXT = (
     'leave print() out (returns=("grads", "outputs") brings z back), or decide outside the '
     f"function; {ON_YOUR_SIDE}"
 )
+_LENGTH: Final = targets.FUNCTIONS[allow_list.LENGTH]  # `len` itself is replaced meanwhile
 _MATCH_CLASS = dis.opmap["MATCH_CLASS"]
 _LOAD_ATTR = dis.opmap["LOAD_ATTR"]
 # What a value of a graph may be asked for; `hasattr` says no to all else, as it does of a tensor.
@@ -87,14 +88,16 @@ class Symbol(Proxy):
 
     def __bool__(self) -> bool:
         caller = sys._getframe(1)
-        if _is_assertion(caller):
-            message = f"an assertion of the loss does not hold (line {caller.f_lineno})"
-            self.tracer.create_proxy("call_function", torch._assert, (self, message), {})
-            return True
+        goes_on = truth_that_goes_on(caller)
+        if goes_on is not None:
+            holds = self if goes_on else operator.eq(self, False)
+            message = f"a check of the loss does not hold (line {caller.f_lineno})"
+            self.tracer.create_proxy("call_function", torch._assert, (holds, message), {})
+            return goes_on
         raise self.tracer.refusal("Python control flow depends on a value", _CONTROL_FLOW)
 
     def __iter__(self) -> Iterator[Proxy]:
-        num_targets = _unpacked(sys._getframe(1))
+        num_targets = unpacked(sys._getframe(1))
         if num_targets is None:
             raise self.tracer.refusal(
                 "a loop runs over a tensor",
@@ -106,7 +109,7 @@ class Symbol(Proxy):
 
     def _check_length(self, length: int, line: int) -> None:
         """Record that the value has that many entries, as Python makes sure of when it unpacks."""
-        found = self.tracer.create_proxy("call_function", len, (self,), {})
+        found = self.tracer.create_proxy("call_function", _LENGTH, (self,), {})
         message = f"{length} names were expected to take all entries of a value (line {line})"
         equal = self.tracer.create_proxy("call_function", operator.eq, (found, length), {})
         self.tracer.create_proxy("call_function", torch._assert, (equal, message), {})
@@ -198,33 +201,3 @@ for _name in """
     iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor
 """.split():
     _define_in_place(_name)
-
-
-def _following(frame: FrameType) -> Iterator[dis.Instruction]:
-    """Yield the instruction that a frame is at and those after it, without padding."""
-    for instruction in dis.get_instructions(frame.f_code):
-        if instruction.offset >= frame.f_lasti and instruction.opname not in _PADDING:
-            yield instruction
-
-
-_PADDING = frozenset({"CACHE", "NOP", "TO_BOOL", "NOT_TAKEN", "EXTENDED_ARG"})
-
-
-def _is_assertion(frame: FrameType) -> bool:
-    """Tell whether the frame asks for a truth value in `assert value`."""
-    following = _following(frame)
-    jump = next(following, None)
-    if jump is not None and jump.opname == "COMPARE_OP":  # from 3.13 on it asks by itself
-        jump = next(following, None)
-    if jump is None or not (jump.opname.startswith("POP_JUMP") and jump.opname.endswith("IF_TRUE")):
-        return False
-    after = next(following, None)
-    return after is not None and (
-        after.opname == "LOAD_ASSERTION_ERROR" or after.argval is AssertionError
-    )
-
-
-def _unpacked(frame: FrameType) -> int | None:
-    """Return n where the frame runs `a_1, .., a_n = value`, None where it iterates otherwise."""
-    at = next(_following(frame), None)
-    return at.argval if at is not None and at.opname == "UNPACK_SEQUENCE" else None

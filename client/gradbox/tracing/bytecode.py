@@ -1,0 +1,58 @@
+"""What the code that asks a symbol for a value will do with it, read from its instructions."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from types import FrameType
+from typing import Final
+
+_PADDING: Final = frozenset({"CACHE", "NOP", "TO_BOOL", "NOT_TAKEN", "EXTENDED_ARG"})
+_JUMPS: Final = frozenset({*dis.hasjrel, *dis.hasjabs})
+
+
+def unpacked(frame: FrameType) -> int | None:
+    """Return n where the frame runs `a_1, .., a_n = value`, None where it iterates otherwise."""
+    at = next(_following(frame, frame.f_lasti), None)
+    return at.argval if at is not None and at.opname == "UNPACK_SEQUENCE" else None
+
+
+def truth_that_goes_on(frame: FrameType, *, called: bool = False) -> bool | None:
+    """Return the truth value of a check, with which the frame goes on, and raises otherwise.
+
+    Such are `assert value`, `if not value: raise` and each part of `if value or other: raise`.
+
+    Args:
+        called: the frame has called what will return the truth value, and asks for none itself.
+
+    Returns:
+        None where neither or both of the two ways only raise.
+    """
+    following = _following(frame, frame.f_lasti)
+    jump = next(following, None)
+    # From 3.13 on a comparison asks for a truth value by itself.
+    if jump is not None and jump.opname == ("CALL" if called else "COMPARE_OP"):
+        jump = next(following, None)
+    if jump is None or not jump.opname.startswith("POP_JUMP"):
+        return None
+    if not jump.opname.endswith(("IF_TRUE", "IF_FALSE")):
+        return None
+    jumps_if = jump.opname.endswith("IF_TRUE")
+    there, here = _only_raises(_following(frame, jump.argval)), _only_raises(following)
+    return None if there == here else jumps_if != there
+
+
+def _following(frame: FrameType, offset: int) -> Iterator[dis.Instruction]:
+    """Yield the instructions of a frame's code from an offset on, without padding."""
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset >= offset and instruction.opname not in _PADDING:
+            yield instruction
+
+
+def _only_raises(instructions: Iterator[dis.Instruction]) -> bool:
+    for instruction in instructions:
+        if instruction.opname == "RAISE_VARARGS":
+            return True
+        if instruction.opcode in _JUMPS or instruction.opname.startswith(("RETURN", "YIELD")):
+            return False
+    return False

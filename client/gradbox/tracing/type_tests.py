@@ -1,0 +1,48 @@
+"""`isinstance`, `callable` and `torch.is_tensor` while a function is traced."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.fx import Proxy
+
+from gradbox.tracing.bytecode import truth_that_goes_on
+from gradbox.tracing.source_location import is_user_code, untraceable
+
+# Its code asks in order to give numbers the dtype of the tensors beside them.
+_DISTRIBUTIONS: Final = str(Path(torch.distributions.__file__).parent)
+
+
+def type_test(known: Callable[..., bool]) -> Callable[..., bool]:
+    """Stand for `isinstance`, which would say False of a symbol whatever it stands for.
+
+    And for `callable`, which would say True. Torch's own code asks it of symbols as well, and is
+    answered. So is a check that raises unless the value is a tensor, as all arguments are.
+    """
+
+    def test(value: Any, *kinds: Any) -> bool:
+        if not issubclass(type(value), Proxy):
+            return known(value, *kinds)
+        asked_by = sys._getframe(1)
+        filename = asked_by.f_code.co_filename
+        for_tensor = _asks_for_tensor(known, *kinds)
+        if not is_user_code(filename):
+            return (for_tensor and filename.startswith(_DISTRIBUTIONS)) or known(value, *kinds)
+        if for_tensor and truth_that_goes_on(asked_by, called=True):
+            return True
+        raise untraceable(
+            f"{known.__name__}() asks for the type of a value that is not known yet",
+            "decide outside the function, or by an argument with a Python value",
+        )
+
+    return test
+
+
+def _asks_for_tensor(known: Callable[..., bool], *kinds: Any) -> bool:
+    if known.__name__ == "isinstance":
+        return issubclass(torch.Tensor, kinds[0])
+    return known.__name__ == "is_tensor"

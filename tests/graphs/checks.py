@@ -1,0 +1,95 @@
+"""Functions with checks, and with what looks like one. pytest would rewrite a test's asserts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rank(z: Tensor) -> Tensor:
+    if z.dim() != 2:
+        raise ValueError(f"expected a matrix, got {z.shape}")
+    return z.sum()
+
+
+def not_all_positive(z: Tensor) -> Tensor:
+    if not (z > 0).all():
+        raise ValueError
+    return z.log().sum() / z.dim()
+
+
+def either(z: Tensor) -> Tensor:
+    if z.dim() != 2 or z.shape[0] < 1 or z.dtype == torch.float16:
+        raise ValueError("expected a matrix with rows")
+    return z.sum()
+
+
+def both(z: Tensor) -> Tensor:
+    assert z.dim() == 2 and z.shape[1] == 3, "expected three columns"  # noqa: PT018
+    return z.sum()
+
+
+def raise_behind(z: Tensor) -> Tensor:
+    if z.dim() == 2:
+        return z.sum()
+    raise ValueError("expected a matrix")
+
+
+def length(z: Tensor) -> Tensor:
+    if len(z.shape) != 2:
+        raise ValueError("expected a matrix")
+    return z.sum() / len(z)
+
+
+def tensor(z: Tensor) -> Tensor:
+    if not isinstance(z, Tensor):
+        raise TypeError(f"expected a tensor, got {type(z)}")
+    if not torch.is_tensor(z) or z.dim() != 2:
+        raise TypeError("expected a matrix")
+    return z.sum()
+
+
+CHECKS = [rank, not_all_positive, either, both, raise_behind, length, tensor]
+
+
+def another_value(z: Tensor) -> Tensor:
+    if z.dim() != 2:
+        z = z[0]
+    return z.sum()
+
+
+def both_raise(z: Tensor) -> Tensor:
+    if z.dim() != 2:
+        raise ValueError("expected a matrix")
+    raise TypeError("expected something else")
+
+
+def any_of(z: Tensor) -> Tensor:
+    if any([z.dim() != 2, z.shape[0] < 1]):
+        raise ValueError("expected a matrix")
+    return z.sum()
+
+
+def only_if_both(z: Tensor) -> Tensor:
+    if z.dim() != 2 and z.dim() != 3:
+        raise ValueError("expected a matrix or a batch of them")
+    return z.sum()
+
+
+def listed(z: Tensor) -> Tensor:
+    if z.dim() not in (2, 3):
+        raise ValueError("expected a matrix or a batch of them")
+    return z.sum()
+
+
+def no_list(z: Tensor) -> Tensor:
+    if isinstance(z, list):
+        raise TypeError("expected no list")
+    return z.sum()
+
+
+def other_way(z: Tensor) -> Tensor:
+    return z.sum() if isinstance(z, Tensor) else z
+
+
+NO_CHECKS = [another_value, both_raise, any_of, only_if_both, listed, no_list, other_way]
