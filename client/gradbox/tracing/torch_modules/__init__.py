@@ -9,5 +9,6 @@ gradients and buffers are its own.
 Read `table` first: which method of which class is recorded by what, and how it is put in place.
 `assertions` records what the box checks instead. Then by kind: `normalisation`, `spectral` (also
 weight norm), `recurrent`, `attention`, `lookup` (bags of embeddings, adaptive softmax), `pooling`,
-`convolution`, `losses`. `refused` are those that no graph can hold.
+`convolution`, `losses` (and the functions behind them), `distributions` (those of
+`torch.distributions`). `refused` are those that no graph can hold.
 """

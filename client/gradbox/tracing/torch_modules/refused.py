@@ -7,9 +7,10 @@ from typing import Any, Final, NoReturn
 
 import torch.nn.functional as F
 from torch import nn
+from torch.distributions import Distribution
 from torch.utils.hooks import BackwardHook
 
-from gradbox.tracing.refusals import HOOKED, instead_of
+from gradbox.tracing.refusals import HOOKED, ON_YOUR_SIDE, instead_of
 from gradbox.tracing.source_location import untraceable
 
 _EVAL: Final = f"call .eval() on it; {instead_of('dropout')}"
@@ -57,3 +58,16 @@ cross_map_norm: Final = always(
 not_initialised: Final = always(
     "{} has no parameters yet", "call it once on a tensor as it will get, before it is traced"
 )
+
+
+def sample(distribution: Distribution, sample_shape: Any) -> NoReturn:
+    """Refuse a draw from a distribution."""
+    raise untraceable(f"{type(distribution).__name__} draws a sample", instead_of("rand"))
+
+
+def matrix_distribution(distribution: Distribution, *args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse a distribution whose code chooses by the ranks of its arguments."""
+    raise untraceable(
+        f"{type(distribution).__name__} asks for ranks that are not known yet",
+        f"write its density with torch.linalg.cholesky and solve_triangular, {ON_YOUR_SIDE}",
+    )

@@ -13,6 +13,16 @@ from typing import Any, Final
 
 import torch.nn.functional as F
 from torch import nn
+from torch.distributions import (
+    Categorical,
+    Distribution,
+    Gamma,
+    LowRankMultivariateNormal,
+    MixtureSameFamily,
+    MultivariateNormal,
+    TransformedDistribution,
+    Wishart,
+)
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.modules.conv import _ConvTransposeNd, _LazyConvXdMixin
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -24,6 +34,7 @@ from torch.utils.hooks import BackwardHook
 from gradbox.tracing.torch_modules import (
     attention,
     convolution,
+    distributions,
     lookup,
     losses,
     normalisation,
@@ -108,6 +119,15 @@ _INSTEAD: Final[dict[tuple[type, str], Callable[..., Any]]] = {
     (nn.MaxUnpool3d, "forward"): pooling.max_unpool,
     (_ConvTransposeNd, "_output_padding"): convolution.output_padding,
     (nn.TripletMarginWithDistanceLoss, "forward"): losses.triplet_with_distance,
+    (Distribution, "_validate_sample"): distributions.validate_sample,
+    (Categorical, "__init__"): distributions.categorical,
+    (MixtureSameFamily, "__init__"): distributions.mixture,
+    (TransformedDistribution, "__init__"): distributions.transformed,
+    (Gamma, "log_prob"): distributions.log_prob_of_gamma,
+    (Distribution, "_extended_shape"): refused.sample,
+    (LowRankMultivariateNormal, "__init__"): refused.matrix_distribution,
+    (MultivariateNormal, "__init__"): refused.matrix_distribution,
+    (Wishart, "__init__"): refused.matrix_distribution,
     **{(kind, "forward"): refused.dropout(kind.forward) for kind in _DROPOUTS},
     (nn.RReLU, "forward"): refused.rrelu,
     (BackwardHook, "setup_input_hook"): refused.backward_hook,
