@@ -42,14 +42,21 @@ def length(z: Tensor) -> Tensor:
 
 
 def tensor(z: Tensor) -> Tensor:
-    if not isinstance(z, Tensor):
-        raise TypeError(f"expected a tensor, got {type(z)}")
-    if not torch.is_tensor(z) or z.dim() != 2:
-        raise TypeError("expected a matrix")
-    return z.sum()
+    rows = z.sum(-1)
+    if not isinstance(rows, Tensor):
+        raise TypeError(f"expected a tensor, got {type(rows)}")
+    if not torch.is_tensor(rows) or rows.dim() != 1:
+        raise TypeError("expected a vector")
+    return rows.sum()
 
 
-CHECKS = [rank, not_all_positive, either, both, raise_behind, length, tensor]
+def argument(z: Tensor) -> Tensor:
+    if isinstance(z, list):
+        z = torch.stack(z)
+    return z.sum() if isinstance(z, Tensor) and torch.is_tensor(z) and rank(z) is not None else z
+
+
+CHECKS = [rank, not_all_positive, either, both, raise_behind, length, tensor, argument]
 
 
 def another_value(z: Tensor) -> Tensor:
@@ -83,13 +90,14 @@ def listed(z: Tensor) -> Tensor:
 
 
 def no_list(z: Tensor) -> Tensor:
-    if isinstance(z, list):
+    if isinstance(z.shape, list):
         raise TypeError("expected no list")
     return z.sum()
 
 
 def other_way(z: Tensor) -> Tensor:
-    return z.sum() if isinstance(z, Tensor) else z
+    rows = z.sum(1)
+    return rows.sum() if isinstance(rows, Tensor) else rows
 
 
 NO_CHECKS = [another_value, both_raise, any_of, only_if_both, listed, no_list, other_way]

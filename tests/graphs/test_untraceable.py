@@ -163,11 +163,11 @@ def in_a_helper(z: Tensor) -> Tensor:
 
 
 def type_test(z: Tensor) -> Tensor:
-    return z.sum() if isinstance(z, torch.Tensor) else z  # here
+    return z.sum() if isinstance(z.sum(), torch.Tensor) else z  # here
 
 
 def type_test_of_torch(z: Tensor) -> Tensor:
-    return z.sum() if torch.is_tensor(z) else z  # here
+    return z.sum() if torch.is_tensor(z.sum()) else z  # here
 
 
 def type_match(z: Tensor) -> Tensor:
@@ -365,7 +365,7 @@ def test_arguments_that_do_not_fit_are_named(arguments: dict[str, Any]) -> None:
 
 class CallableLoss:
     def __call__(self, z: Tensor) -> Tensor:
-        return z.sum() if isinstance(z, torch.Tensor) else z
+        return z.sum() if isinstance(z.sum(), torch.Tensor) else z
 
     def method(self, z: Tensor) -> Tensor:
         return self(z) * uniform(0, 1)
@@ -380,7 +380,9 @@ def in_another_module(source: str) -> Callable[..., Any]:
 
 
 def test_a_type_test_is_refused_wherever_it_stands() -> None:
-    helper = in_another_module("def helper(z): return z if isinstance(z, torch.Tensor) else 0 * z")
+    helper = in_another_module(
+        "def helper(z): return z if isinstance(z + 0, torch.Tensor) else 0 * z"
+    )
     for function in (CallableLoss(), CallableLoss().method, lambda z: helper(z).sum()):
         with pytest.raises(UntraceableLoss, match="isinstance"):
             trace(function, positional=1)

@@ -21,7 +21,8 @@ def type_test(known: Callable[..., bool]) -> Callable[..., bool]:
     """Stand for `isinstance`, which would say False of a symbol whatever it stands for.
 
     And for `callable`, which would say True. Torch's own code asks it of symbols as well, and is
-    answered. So is a check that raises unless the value is a tensor, as all arguments are.
+    answered. An argument is a tensor. So, for all that can be known, is what a check takes for one
+    that raises otherwise.
     """
 
     def test(value: Any, *kinds: Any) -> bool:
@@ -32,6 +33,8 @@ def type_test(known: Callable[..., bool]) -> Callable[..., bool]:
         for_tensor = _asks_for_tensor(known, *kinds)
         if not is_user_code(filename):
             return (for_tensor and filename.startswith(_DISTRIBUTIONS)) or known(value, *kinds)
+        if known.__name__ != "callable" and _is_argument(value):
+            return for_tensor
         if for_tensor and truth_that_goes_on(asked_by, called=True):
             return True
         raise untraceable(
@@ -40,6 +43,10 @@ def type_test(known: Callable[..., bool]) -> Callable[..., bool]:
         )
 
     return test
+
+
+def _is_argument(symbol: Any) -> bool:
+    return symbol.node.op == "placeholder" and not symbol.tracer.structured
 
 
 def _asks_for_tensor(known: Callable[..., bool], *kinds: Any) -> bool:
