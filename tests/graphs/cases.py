@@ -181,6 +181,21 @@ def classified(z: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.linear_cross_entropy(z, weight[:3], labels, label_smoothing=0.1)
 
 
+def pieces(z: Tensor) -> Tensor:
+    left, *others = z.chunk(2)
+    spread = sum(part.var() * (i + 1) for i, part in enumerate(torch.tensor_split(z, 3, dim=1)))
+    first, second = torch.split(left, split_size_or_sections=[1, 4], dim=1)
+    return F.mse_loss(*z.chunk(chunks=2)) + others[0].mean() * spread + first.sum() * second.mean()
+
+
+def types_of_python(z: Tensor) -> Tensor:
+    with torch.autocast(device_type=z.device.type, enabled=False):
+        others = ~torch.eye(z.shape[0], dtype=bool, device=z.device)
+        counts = torch.arange(z.shape[0], dtype=int).to(float)
+        assert not z.is_sparse
+        return (z @ z.T)[others].logsumexp(0) + (z.sum(1) * counts).mean()
+
+
 def learned_closure_constant() -> Callable[..., Any]:
     weights = torch.linspace(0.1, 1.0, D, dtype=torch.float64)
     return lambda z: (z * weights).square().sum() / len(weights)
@@ -221,6 +236,8 @@ CASES = [
     Case("spectrograms", lambda: spectrograms, shape=(64,)),
     Case("differences", lambda: differences),
     Case("triplets", lambda: triplets),
+    Case("pieces", lambda: pieces),
+    Case("types of Python", lambda: types_of_python),
     Case("closure constant", learned_closure_constant),
     Case("partial", partial_function, {"labels": classes}),
     Case("a torch function", lambda: torch.sum),

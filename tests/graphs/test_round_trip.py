@@ -188,9 +188,17 @@ def test_unpacking_takes_all_entries_or_fails(shape: tuple[int, ...]) -> None:
         with pytest.raises(ValueError, match="values to unpack"):
             function(torch.ones(shape))
         again, _ = rebuilt(trace(function, positional=1))
-        with pytest.raises(AssertionError, match="names were expected"):
+        with pytest.raises(AssertionError, match="entries were expected"):
             again(torch.ones(shape))
         assert again(torch.ones(3, 2)) == function(torch.ones(3, 2))
+
+
+def test_fewer_pieces_than_were_asked_for_end_the_call() -> None:
+    traced = trace(lambda z: torch.stack([part.sum() for part in z.chunk(4)]).var(), positional=1)
+    loss = build(traced.graph, {}, device="cpu")
+    assert loss(torch.arange(8.0)) == torch.tensor([1.0, 5, 9, 13]).var()
+    with pytest.raises(AssertionError, match="4 entries were expected"):
+        loss(torch.arange(5.0))  # in three pieces, the last of one entry
 
 
 def test_a_mapping_is_not_unpacked() -> None:

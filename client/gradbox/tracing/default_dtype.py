@@ -1,6 +1,7 @@
-"""Operations whose result has torch's default dtype, which the author may have changed.
+"""Dtypes that torch takes from elsewhere: its default dtype, and Python's own types.
 
-The box has float32. Not seen, because a symbol has no dtype: integers that an operation turns into
+An operation may have torch's default dtype, which the author may have changed; the box has float32.
+Not seen, because a symbol has no dtype: integers that an operation turns into
 floats (`n / 2` of an integer tensor, its `sqrt()`).
 """
 
@@ -13,6 +14,13 @@ import torch
 
 from gradbox.tracing.source_location import untraceable
 
+# What torch makes of Python's types where it takes a dtype.
+TYPES_OF_PYTHON: Final[dict[type, torch.dtype]] = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
 _ALWAYS: Final = frozenset(
     """
     bartlett_window blackman_window eye fft_fftfreq fft_rfftfreq full hamming_window hann_window

@@ -16,7 +16,7 @@ from gradbox.errors import UntraceableLoss
 from gradbox.graphs import allow_list, targets
 from gradbox.graphs.argument_rules import argument
 from gradbox.graphs.check import MAX_NODES, is_zero
-from gradbox.tracing.default_dtype import check_default_dtype
+from gradbox.tracing.default_dtype import TYPES_OF_PYTHON, check_default_dtype
 from gradbox.tracing.dropouts import drops_nothing
 from gradbox.tracing.plain_method import is_method, plain_method
 from gradbox.tracing.refusals import HOOKED, ON_YOUR_SIDE, instead_of
@@ -105,6 +105,8 @@ class Recording(GraphAppendingTracer):
             return self.create_arg(_number(a))
         if isinstance(a, range):
             return list(a)
+        if isinstance(a, type) and a in TYPES_OF_PYTHON:
+            return TYPES_OF_PYTHON[a]
         return super().create_arg(a)
 
     def refusal(self, what: str, instead: str) -> UntraceableLoss:

@@ -48,6 +48,20 @@ _PUBLIC: Final = allow_list.ATTRIBUTES.union(
 # Attributes that are views: whether gradients flow through one is settled where it is read.
 VIEWS: Final = frozenset("H T imag mH mT real".split())
 
+# How torch names the number of pieces, or their sizes, that it is to cut a tensor into.
+_PIECES: Final = frozenset(
+    "chunks indices sections split_size split_size_or_sections split_sizes".split()
+)
+# What is so of every tensor of a graph.
+_DENSE: Final = {
+    "is_mkldnn": False,
+    "is_nested": False,
+    "is_quantized": False,
+    "is_sparse": False,
+    "is_sparse_csr": False,
+    "layout": torch.strided,
+}
+
 
 class Symbol(Proxy):
     """A tensor, size or number that has no value yet."""
@@ -60,6 +74,8 @@ class Symbol(Proxy):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not (self.tracer.structured or name in _PUBLIC):
             raise AttributeError(f"a tensor has no attribute {name!r}")
+        if name in _DENSE and not self.tracer.structured:
+            return _DENSE[name]
         return SymbolAttribute(self, name)
 
     @property  # type: ignore[misc]
@@ -97,12 +113,12 @@ class Symbol(Proxy):
         raise self.tracer.refusal("Python control flow depends on a value", _CONTROL_FLOW)
 
     def __iter__(self) -> Iterator[Proxy]:
-        num_targets = unpacked(sys._getframe(1))
+        num_targets = unpacked(sys._getframe(1)) or _num_pieces(self.node)
         if num_targets is None:
             raise self.tracer.refusal(
                 "a loop runs over a tensor",
-                "write it with batched operations, or unpack into as many names as there are "
-                f"entries; {ON_YOUR_SIDE}",
+                "write it with batched operations, unpack into as many names as there are entries, "
+                f"or take pieces by chunk(n); {ON_YOUR_SIDE}",
             )
         self._check_length(num_targets, sys._getframe(1).f_lineno)
         return iter([operator.getitem(self, index) for index in range(num_targets)])
@@ -110,11 +126,14 @@ class Symbol(Proxy):
     def _check_length(self, length: int, line: int) -> None:
         """Record that the value has that many entries, as Python makes sure of when it unpacks."""
         found = self.tracer.create_proxy("call_function", _LENGTH, (self,), {})
-        message = f"{length} names were expected to take all entries of a value (line {line})"
+        message = f"{length} entries were expected of a value (line {line})"
         equal = self.tracer.create_proxy("call_function", operator.eq, (found, length), {})
         self.tracer.create_proxy("call_function", torch._assert, (equal, message), {})
 
     def __len__(self) -> int:
+        num_pieces = _num_pieces(self.node)
+        if num_pieces is not None:
+            return num_pieces
         raise self.tracer.refusal("len() of a tensor is not known yet", "use z.shape[0]")
 
     def __contains__(self, item: Any) -> bool:
@@ -155,6 +174,18 @@ class Symbol(Proxy):
             "a tensor becomes a NumPy array, for NumPy, SciPy or scikit-learn",
             f"use the torch function instead; {ON_YOUR_SIDE}",
         )
+
+
+def _num_pieces(node: Node) -> int | None:
+    """Return how many pieces a node cuts a tensor into; None if it is known on the box alone."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    named = (value for key, value in node.kwargs.items() if key in _PIECES)
+    asked = node.args[1] if len(node.args) > 1 else next(named, None)
+    if isinstance(asked, int):
+        return asked if name in ("chunk", "tensor_split") else None
+    if name in ("split", "split_with_sizes", "tensor_split") and isinstance(asked, list | tuple):
+        return len(asked) + (name == "tensor_split")
+    return None
 
 
 class SymbolAttribute(Symbol):

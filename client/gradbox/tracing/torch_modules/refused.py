@@ -71,3 +71,15 @@ def matrix_distribution(distribution: Distribution, *args: Any, **kwargs: Any) -
         f"{type(distribution).__name__} asks for ranks that are not known yet",
         f"write its density with torch.linalg.cholesky and solve_triangular, {ON_YOUR_SIDE}",
     )
+
+
+def autocast(own: Callable[..., None]) -> Callable[..., None]:
+    """Return what makes an autocast for a device that is not known yet.
+
+    Switched off it changes nothing on any device; switched on it is refused by `Recording`.
+    """
+
+    def initialise(context: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
+        own(context, device_type if isinstance(device_type, str) else "cpu", *args, **kwargs)
+
+    return initialise

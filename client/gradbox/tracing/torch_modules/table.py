@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributions import (
@@ -119,6 +120,7 @@ _INSTEAD: Final[dict[tuple[type, str], Callable[..., Any]]] = {
     (nn.MaxUnpool3d, "forward"): pooling.max_unpool,
     (_ConvTransposeNd, "_output_padding"): convolution.output_padding,
     (nn.TripletMarginWithDistanceLoss, "forward"): losses.triplet_with_distance,
+    (torch.autocast, "__init__"): refused.autocast(torch.autocast.__init__),
     (Distribution, "_validate_sample"): distributions.validate_sample,
     (Categorical, "__init__"): distributions.categorical,
     (MixtureSameFamily, "__init__"): distributions.mixture,
