@@ -185,7 +185,12 @@ def pieces(z: Tensor) -> Tensor:
     left, *others = z.chunk(2)
     spread = sum(part.var() * (i + 1) for i, part in enumerate(torch.tensor_split(z, 3, dim=1)))
     first, second = torch.split(left, split_size_or_sections=[1, 4], dim=1)
-    return F.mse_loss(*z.chunk(chunks=2)) + others[0].mean() * spread + first.sum() * second.mean()
+    ends = sum(row.norm() for row in z[:2]) - sum(row.norm() for row in z[-3:-1])
+    return (
+        ends * F.mse_loss(*z.chunk(chunks=2))
+        + others[0].mean() * spread
+        + first.sum() * second.mean()
+    )
 
 
 def types_of_python(z: Tensor) -> Tensor:

@@ -201,6 +201,18 @@ def test_fewer_pieces_than_were_asked_for_end_the_call() -> None:
         loss(torch.arange(5.0))  # in three pieces, the last of one entry
 
 
+def test_a_readout_adds_the_last_layers_up() -> None:
+    def readout(output: Any, inputs: dict[str, Tensor]) -> Any:
+        return sum(output.hidden_states[-2:])
+
+    traced = trace(readout, positional=2, structured=True)
+    again = build(traced.graph, {}, device="cpu")
+    layers = torch.arange(12.0).view(3, 4)
+    assert torch.equal(again({"hidden_states": tuple(layers)}, {}), layers[1] + layers[2])
+    with pytest.raises(AssertionError, match="2 entries were expected"):
+        again({"hidden_states": tuple(layers[:1])}, {})
+
+
 def test_a_mapping_is_not_unpacked() -> None:
     def readout(output: Any) -> Tensor:
         first, second = output

@@ -113,7 +113,7 @@ class Symbol(Proxy):
         raise self.tracer.refusal("Python control flow depends on a value", _CONTROL_FLOW)
 
     def __iter__(self) -> Iterator[Proxy]:
-        num_targets = unpacked(sys._getframe(1)) or _num_pieces(self.node)
+        num_targets = unpacked(sys._getframe(1)) or _num_entries(self.node)
         if num_targets is None:
             raise self.tracer.refusal(
                 "a loop runs over a tensor",
@@ -131,7 +131,7 @@ class Symbol(Proxy):
         self.tracer.create_proxy("call_function", torch._assert, (equal, message), {})
 
     def __len__(self) -> int:
-        num_pieces = _num_pieces(self.node)
+        num_pieces = _num_entries(self.node)
         if num_pieces is not None:
             return num_pieces
         raise self.tracer.refusal("len() of a tensor is not known yet", "use z.shape[0]")
@@ -176,16 +176,28 @@ class Symbol(Proxy):
         )
 
 
-def _num_pieces(node: Node) -> int | None:
-    """Return how many pieces a node cuts a tensor into; None if it is known on the box alone."""
+def _num_entries(node: Node) -> int | None:
+    """Return how many entries a node asks for, as pieces or by a slice; None if it does not say."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     named = (value for key, value in node.kwargs.items() if key in _PIECES)
     asked = node.args[1] if len(node.args) > 1 else next(named, None)
+    if name == "getitem" and isinstance(asked, slice):
+        return _num_sliced(asked)
     if isinstance(asked, int):
         return asked if name in ("chunk", "tensor_split") else None
     if name in ("split", "split_with_sizes", "tensor_split") and isinstance(asked, list | tuple):
         return len(asked) + (name == "tensor_split")
     return None
+
+
+def _num_sliced(asked: slice) -> int | None:
+    """Return how many entries `value[-4:]` or `value[1:5]` has where the value has enough."""
+    start, stop = asked.start or 0, asked.stop
+    if asked.step is not None or not isinstance(start, int):
+        return None
+    if stop is None:
+        return -start if start < 0 else None
+    return max(stop - start, 0) if isinstance(stop, int) and (start < 0) == (stop < 0) else None
 
 
 class SymbolAttribute(Symbol):
