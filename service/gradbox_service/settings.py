@@ -7,10 +7,12 @@ the environment.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +21,8 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gradbox.errors import GradboxError
+
+log = logging.getLogger(__name__)
 
 GIB = 2**30
 MIB = 2**20
@@ -131,6 +135,7 @@ class Settings(BaseSettings):
                 f"{name}: expected {cls.model_fields[name].description}, got {item['input']!r} "
                 f"({item['msg']}); give {_flag(name)} or GRADBOX_{name.upper()}"
             ) from None
+        _warn_of_near_misses(cls.model_fields)
         return found.model_copy(update={"data": found.data.expanduser()})
 
     def make_data_folder(self) -> None:
@@ -149,6 +154,15 @@ class Settings(BaseSettings):
                 f"expected a data folder that can be written, got {self.data}: {why}; give another "
                 f"one with --data or GRADBOX_DATA"
             )
+
+
+def _warn_of_near_misses(names: Iterable[str]) -> None:
+    """Warn of variables of the environment whose name is nearly that of a setting."""
+    known = [f"GRADBOX_{name.upper()}" for name in names]
+    for variable in sorted(set(os.environ).difference(known)):
+        near = difflib.get_close_matches(variable, known, n=1, cutoff=0.9)
+        if near and variable.startswith("GRADBOX_"):
+            log.warning("nothing reads %s, which is set; did you mean %s?", variable, near[0])
 
 
 def takes_settings(

@@ -60,6 +60,18 @@ def test_a_limit_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         Settings.read()
 
 
+def test_a_variable_with_nearly_the_name_of_a_setting_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for variable in ("GRADBOX_RESULT_AGES_S", "GRADBOX_TOKEN", "GRADBOX_PORT", "RADBOX_PORT"):
+        monkeypatch.setenv(variable, "1")
+    Settings.read()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "nothing reads GRADBOX_RESULT_AGES_S, which is set; did you mean GRADBOX_RESULT_AGE_S?"
+    )
+
+
 def test_arguments_of_settings_read_back_as_the_same() -> None:
     settings = parsed("--max-spec-bytes", "5", "--drain-s", "2.5", "--data", "/x")
     assert parsed(*arguments_of(settings)) == settings
