@@ -100,4 +100,22 @@ def other_way(z: Tensor) -> Tensor:
     return rows.sum() if isinstance(rows, Tensor) else rows
 
 
-NO_CHECKS = [another_value, both_raise, any_of, only_if_both, listed, no_list, other_way]
+def by_dtype(z: Tensor) -> Tensor:
+    return z.sum() if isinstance(z, torch.DoubleTensor) else z.mean()
+
+
+def by_class(z: Tensor) -> Tensor:
+    return z.sum() if isinstance(z, torch.nn.Parameter | None) else z.mean()
+
+
+NO_CHECKS = [
+    by_dtype,
+    by_class,
+    another_value,
+    both_raise,
+    any_of,
+    only_if_both,
+    listed,
+    no_list,
+    other_way,
+]

@@ -371,6 +371,16 @@ class CallableLoss:
         return self(z) * uniform(0, 1)
 
 
+def test_a_readout_does_not_leave_the_models_autocast() -> None:
+    def readout(output: Any, inputs: Any) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            pooled: Tensor = output.float().mean(1)
+        return pooled
+
+    with pytest.raises(UntraceableLoss, match=r"a readout switches autocast.*precision="):
+        trace(readout, positional=2, structured=True)
+
+
 def in_another_module(source: str) -> Callable[..., Any]:
     """Return `helper` of a module that is not the loss's own."""
     module: dict[str, Any] = {"torch": torch, "__file__": "library.py"}

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Proxy
 
 from gradbox.graphs import allow_list
+from gradbox.tracing.current import TRACED
 from gradbox.tracing.recording import Recording
 from gradbox.tracing.refusals import COMPILED, instead_of
 from gradbox.tracing.source_location import untraceable
@@ -31,23 +32,6 @@ _ABSENT: Final = object()
 OF_TORCH: Final = ("finfo", "iinfo", "is_tensor", "ones", "zeros")
 
 
-class _Traced(threading.local):
-    """What this thread records now; None in one that does not trace."""
-
-    recording: Recording | None = None
-
-    @contextmanager
-    def by(self, recording: Recording) -> Iterator[None]:
-        before, self.recording = self.recording, recording
-        try:
-            yield
-        finally:
-            self.recording = before
-
-
-_TRACED: Final = _Traced()
-
-
 @contextmanager
 def intercepting(function: Callable[..., Any], recording: Recording) -> Iterator[None]:
     """Let Python's own calls on symbols be recorded, and leave the function's module as it was.
@@ -59,7 +43,7 @@ def intercepting(function: Callable[..., Any], recording: Recording) -> Iterator
     with _LOCK, ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_TRACED.by(recording))
+        stack.enter_context(TRACED.by(recording))
         for module in submodules(function):
             stack.enter_context(_restored(module))
         stack.enter_context(_intercepted(function))
@@ -222,7 +206,7 @@ def _no_own_generators() -> Iterator[None]:
 
 def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
     def record_or_call(*args: Any, **kwargs: Any) -> Any:
-        recording = _TRACED.recording
+        recording = TRACED.recording
         if recording and any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
             return recording.create_proxy("call_function", original, args, kwargs)
         return original(*args, **kwargs)
@@ -234,8 +218,8 @@ def _recorded_length(original: Callable[..., int]) -> Callable[..., Any]:
     """Do what `_recorded` does, at less cost: torch asks for thousands of lengths in a trace."""
 
     def length(value: Any, /) -> Any:
-        if issubclass(type(value), Proxy) and _TRACED.recording:
-            return _TRACED.recording.create_proxy("call_function", original, (value,), {})
+        if issubclass(type(value), Proxy) and TRACED.recording:
+            return TRACED.recording.create_proxy("call_function", original, (value,), {})
         return original(value)
 
     return length
@@ -256,7 +240,7 @@ def _refuse_drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse a random number to a thread that traces, which would freeze it into the graph."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _TRACED.recording and not _importing(sys._getframe(1)):
+        if TRACED.recording and not _importing(sys._getframe(1)):
             # The first thing that a compiled function does is to save Python's random state.
             if sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo"):
                 raise untraceable(*COMPILED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import torch
 from torch.fx import Proxy
@@ -30,12 +30,12 @@ def type_test(known: Callable[..., bool]) -> Callable[..., bool]:
             return known(value, *kinds)
         asked_by = sys._getframe(1)
         filename = asked_by.f_code.co_filename
-        for_tensor = _asks_for_tensor(known, *kinds)
+        of_tensor = _of_a_tensor(known, *kinds)
         if not is_user_code(filename):
-            return (for_tensor and filename.startswith(_DISTRIBUTIONS)) or known(value, *kinds)
-        if known.__name__ != "callable" and _is_argument(value):
-            return for_tensor
-        if for_tensor and truth_that_goes_on(asked_by, called=True):
+            return (of_tensor and filename.startswith(_DISTRIBUTIONS)) or known(value, *kinds)
+        if of_tensor is not None and _is_argument(value):
+            return of_tensor
+        if of_tensor and truth_that_goes_on(asked_by, called=True):
             return True
         raise untraceable(
             f"{known.__name__}() asks for the type of a value that is not known yet",
@@ -49,7 +49,14 @@ def _is_argument(symbol: Any) -> bool:
     return symbol.node.op == "placeholder" and not symbol.tracer.structured
 
 
-def _asks_for_tensor(known: Callable[..., bool], *kinds: Any) -> bool:
-    if known.__name__ == "isinstance":
-        return issubclass(torch.Tensor, kinds[0])
-    return known.__name__ == "is_tensor"
+def _of_a_tensor(known: Callable[..., bool], kinds: Any = None) -> bool | None:
+    """Return the answer for a tensor; None if it depends on its dtype or class."""
+    if known.__name__ == "is_tensor":
+        return True
+    if known.__name__ != "isinstance":
+        return None
+    if issubclass(torch.Tensor, kinds):
+        return True
+    narrower = (type(torch.LongTensor), type(torch.nn.Parameter))
+    listed = kinds if isinstance(kinds, tuple) else get_args(kinds) or (kinds,)
+    return None if any(isinstance(kind, narrower) for kind in listed) else False

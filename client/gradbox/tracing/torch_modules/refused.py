@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributions import Distribution
 from torch.utils.hooks import BackwardHook
 
+from gradbox.tracing.current import TRACED
 from gradbox.tracing.refusals import HOOKED, ON_YOUR_SIDE, instead_of
 from gradbox.tracing.source_location import untraceable
 
@@ -74,12 +75,17 @@ def matrix_distribution(distribution: Distribution, *args: Any, **kwargs: Any) -
 
 
 def autocast(own: Callable[..., None]) -> Callable[..., None]:
-    """Return what makes an autocast for a device that is not known yet.
+    """Return what makes an autocast, for a device that may not be known yet.
 
-    Switched off it changes nothing on any device; switched on it is refused by `Recording`.
+    Switched off it changes nothing in a loss, which runs without; switched on it is refused by
+    `Recording`. A readout runs in the model's own.
     """
 
     def initialise(context: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
+        if TRACED.recording and TRACED.recording.structured:
+            raise untraceable(
+                "a readout switches autocast", "leave it out; precision= says how both are computed"
+            )
         own(context, device_type if isinstance(device_type, str) else "cpu", *args, **kwargs)
 
     return initialise
