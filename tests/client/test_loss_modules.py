@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Independent, Normal, kl_divergence
+from torch.nn import functional
 
-from gradbox import Gradient, UntraceableLoss
+from gradbox import Gradient, ModelCallFailed, UntraceableLoss
 from tests import case_models
 from tests.boxes import TestBox
 from tests.cases import CASES
@@ -132,3 +135,38 @@ def test_spectral_norm_advances_with_every_call_of_the_layer(twin: TestBox) -> N
     loss.load_state_dict({**result.loss_buffers}, strict=False)
     for name, buffer in local.named_buffers():
         torch.testing.assert_close(loss.get_buffer(name), buffer, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+class Likelihood(nn.Module):
+    """A Gaussian with a learned scale, of torch's own distributions; it checks its arguments."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.raw = nn.Parameter(torch.zeros(width, dtype=torch.float64))
+
+    def forward(self, z: Tensor, target: Tensor) -> Tensor:
+        if z.shape != target.shape:
+            raise ValueError(f"expected a target for each output, got {target.shape}")
+        scale = functional.softplus(self.raw)
+        outputs = Independent(Normal(z, scale), 1)
+        prior = Independent(Normal(torch.zeros_like(z), torch.ones_like(z)), 1)
+        return kl_divergence(outputs, prior).mean() - outputs.log_prob(target).mean()
+
+
+def test_a_loss_of_distributions_is_exact_and_its_checks_are_made_on_the_box(box: TestBox) -> None:
+    shards = CASES["mlp"]().groups["z"]
+    model = case_models.mlp()
+    z = torch.cat([model(shard["0"]) for shard in shards])
+    target, loss = torch.ones_like(z).detach(), Likelihood(z.shape[1])
+    local = copy.deepcopy(loss)
+    local(z, target).backward()
+    asked = Gradient(model="mlp", inputs=shards, loss=loss, loss_inputs={"target": target})
+    with box.client() as client:
+        result = client.submit(asked).result(WAIT_S)
+        wrong = replace(asked, loss_inputs={"target": target[:, :1]})
+        with pytest.raises(
+            ModelCallFailed, match=r"a check of the loss does not hold \(line \d+\)"
+        ):
+            client.submit(wrong).result(WAIT_S)
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert difference(result.grads, expected | {"loss.raw": local.raw.grad}) <= TOLERANCE
