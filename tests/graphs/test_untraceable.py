@@ -51,6 +51,16 @@ def loop_over_a_length(z: Tensor) -> Tensor:
     return sum(z[i].sum() for i in range(len(z)))  # here
 
 
+def mapped(z: Tensor) -> Tensor:
+    norms: Tensor = torch.vmap(lambda row: row.norm())(z)  # here
+    return norms.sum()
+
+
+def transformed(z: Tensor) -> Tensor:
+    slopes: Tensor = torch.func.grad(lambda y: y.square().sum())(z)  # here
+    return slopes.sum()
+
+
 def item(z: Tensor) -> Tensor:
     scale = z.max().item()  # here
     return z.sum() / scale
@@ -241,6 +251,8 @@ FUNCTIONS = [
     (loop_over_a_size, "torch.arange"),
     (loop_over_a_length, "torch.arange"),
     (item, "keep it a tensor"),
+    (mapped, "batched operations"),
+    (transformed, "batched operations"),
     (to_float, "math.sqrt"),
     (to_numpy, "keep it a tensor"),
     (numpy_array, "torch.from_numpy"),

@@ -21,6 +21,10 @@ HOOKED: Final = "the box would not call it: write what it does to the gradient w
 _ORIGINAL = "use the function or module that it was made from"
 COMPILED: Final = ("what torch.compile made cannot be traced", _ORIGINAL)
 SCRIPTED: Final = ("what torch.jit made cannot be traced", _ORIGINAL)
+TRANSFORMED: Final = (
+    "torch.func and torch.vmap transform a function of tensors with values",
+    f"write it with batched operations; {ON_YOUR_SIDE}",
+)
 _DETACH = "use .detach()"
 _DTYPE = "use .to(torch.float32) or another dtype"
 _FILLED = "memory without values has somebody else's in it; use torch.zeros or new_zeros"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from traceback import extract_tb
 from typing import Any, Final
 
 import torch
@@ -32,7 +33,7 @@ from gradbox.tracing.interception import (
     trainable_parameters,
 )
 from gradbox.tracing.recording import Recorder, Recording
-from gradbox.tracing.refusals import SCRIPTED
+from gradbox.tracing.refusals import SCRIPTED, TRANSFORMED
 from gradbox.tracing.source_location import raised_line
 from gradbox.tracing.symbols import NO_NUMBER
 from gradbox.tracing.writes import check_shared_memory
@@ -140,6 +141,8 @@ def _explain(error: Exception) -> str:
     said = f"{type(error).__name__}: {error}"
     if "Declaration: " in said:  # TorchScript's way to refuse an argument
         return "; ".join(SCRIPTED)
+    if any("/_functorch/" in frame.filename for frame in extract_tb(error.__traceback__)):
+        return "; ".join(TRANSFORMED)
     if "Symbol" in str(error):
         return f"a Python number or a tensor with values is needed here ({said}); {NO_NUMBER}"
     return f"the function raised {said}; correct it, or write this step with torch functions"
