@@ -46,6 +46,13 @@ def raised_line(traceback: TracebackType | None) -> str:
     return found
 
 
+def brief_location(frame: FrameType) -> str:
+    """Return file and line of a frame, and what stands there; at most 200 characters."""
+    filename, line = frame.f_code.co_filename, frame.f_lineno
+    source = linecache.getline(filename, line).strip()[:120]
+    return f"{Path(filename).name[-60:]}:{line}{f': {source}' if source else ''}"
+
+
 def is_user_code(filename: str) -> bool:
     """Tell whether a file is neither torch's nor the client's own."""
     return not filename.startswith((_OURS, _TORCH, "<frozen"))

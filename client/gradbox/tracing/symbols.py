@@ -19,7 +19,7 @@ from torch.fx import Node, Proxy
 from gradbox.graphs import allow_list, targets
 from gradbox.tracing.bytecode import truth_that_goes_on, unpacked
 from gradbox.tracing.refusals import ON_YOUR_SIDE
-from gradbox.tracing.source_location import is_user_code, untraceable
+from gradbox.tracing.source_location import brief_location, is_user_code, untraceable
 
 NO_NUMBER: Final = (
     "sizes and tensors have no value while the function is traced, so int(), float(), range(), "
@@ -107,7 +107,7 @@ class Symbol(Proxy):
         goes_on = truth_that_goes_on(caller)
         if goes_on is not None:
             holds = self if goes_on else operator.eq(self, False)
-            message = f"a check of the loss does not hold (line {caller.f_lineno})"
+            message = f"a check of the loss does not hold ({brief_location(caller)})"
             self.tracer.create_proxy("call_function", torch._assert, (holds, message), {})
             return goes_on
         raise self.tracer.refusal("Python control flow depends on a value", _CONTROL_FLOW)
@@ -120,13 +120,13 @@ class Symbol(Proxy):
                 "write it with batched operations, unpack into as many names as there are entries, "
                 f"or take pieces by chunk(n); {ON_YOUR_SIDE}",
             )
-        self._check_length(num_targets, sys._getframe(1).f_lineno)
+        self._check_length(num_targets, brief_location(sys._getframe(1)))
         return iter([operator.getitem(self, index) for index in range(num_targets)])
 
-    def _check_length(self, length: int, line: int) -> None:
+    def _check_length(self, length: int, where: str) -> None:
         """Record that the value has that many entries, as Python makes sure of when it unpacks."""
         found = self.tracer.create_proxy("call_function", _LENGTH, (self,), {})
-        message = f"{length} entries were expected of a value (line {line})"
+        message = f"{length} entries were expected of a value ({where})"
         equal = self.tracer.create_proxy("call_function", operator.eq, (found, length), {})
         self.tracer.create_proxy("call_function", torch._assert, (equal, message), {})
 
