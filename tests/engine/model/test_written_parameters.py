@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import Group, ModelCallFailed, Objective, mixed_gradient, set_gradient
+from gradbox_engine.model.written_parameters import written_parameter
 from gradbox_engine.per_sample import per_sample_gradient
 from tests.device import DEVICE, moved
 
@@ -100,6 +101,62 @@ def test_weights_may_change_between_jobs() -> None:
         JOBS["set"](model)
         with torch.no_grad():
             model.weight.mul_(2)
+
+
+class _Clipped(nn.Module):
+    """Clips its weights in every pass, which changes something only where one exceeds the limit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, 2.0, -1.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bound = x.detach().abs().max()
+        with torch.no_grad():
+            self.weight.clamp_(-bound, bound)
+        return x * self.weight
+
+
+def _clipped(largest: float) -> Any:
+    group = Group("z", [moved({"0": torch.full((4, 3), largest)})])
+    return [group], Objective(lambda z: z.pow(2).sum())
+
+
+def test_a_later_job_that_is_the_first_to_write_is_refused() -> None:
+    model = _Clipped().to(DEVICE)
+    for _ in range(3):  # its version counter moves in each of them, its numbers do not
+        set_gradient(model, *_clipped(4.0))
+    with pytest.raises(ModelCallFailed, match="'weight'"):
+        set_gradient(model, *_clipped(1.0))
+    with pytest.raises(ModelCallFailed, match="'weight'"):
+        set_gradient(model, *_clipped(4.0))
+
+
+def test_a_later_job_that_fails_after_it_wrote_leaves_a_refusal_behind() -> None:
+    model = _Clipped().to(DEVICE)
+    set_gradient(model, *_clipped(4.0))
+    groups, _ = _clipped(1.0)
+    with pytest.raises(ModelCallFailed, match="ZeroDivisionError"):
+        set_gradient(model, groups, Objective(lambda z: z.sum() / (1 // 0)))
+    assert written_parameter(model) == "weight"
+
+
+def test_what_the_caller_wrote_between_jobs_is_not_the_jobs() -> None:
+    model = _Clipped().to(DEVICE)
+    set_gradient(model, *_clipped(4.0))
+    with torch.no_grad():
+        model.weight.mul_(1.5)
+    for _ in range(2):
+        set_gradient(model, *_clipped(4.0))
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_writes_to_no_parameter_by_itself(job: str) -> None:
+    model = nn.Linear(4, 3).to(DEVICE)
+    JOBS[job](model)
+    versions = [parameter._version for parameter in model.parameters()]
+    JOBS[job](model)
+    assert [parameter._version for parameter in model.parameters()] == versions
 
 
 class _AddsOne(nn.Module):

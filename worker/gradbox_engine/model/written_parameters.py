@@ -2,19 +2,23 @@
 
 Layers that take their first numbers from their first batch do so, and models that clip their
 weights. To undo it would take a copy of the weights, so it is refused, in this job and in all later
-ones of the same model; who holds the model can ask, and load it again. Writes through `.data` leave
-no trace in a version counter; so in a model's first job of each mode, the sum of every parameter's
-bits is compared before and after.
+ones of the same model; who holds the model can ask, and load it again.
 
-Cost: two passes over the weights in that job, at the speed of the memory. Not noticed: what keeps
-that sum, as a permutation does, and what begins in a later job.
+Writes through `.data` leave no trace in a version counter; so in a model's first job of each mode,
+the sum of every parameter's bits is compared before and after. In later jobs that is done for those
+parameters alone whose version counter has moved, with the sums of the first one.
+
+Cost: two passes over the weights in the first job of a mode, at the speed of the memory. Not
+noticed: what keeps that sum, as a permutation does; what a later job is the first to write through
+`.data`; and in a parameter that the caller wrote to since the first job, any later write.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +28,50 @@ from gradbox_engine.model.tensor_equality import strided_parts
 
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_compared: weakref.WeakKeyDictionary[nn.Module, dict[str, str | None]] = weakref.WeakKeyDictionary()
-"""By model and mode: the parameter that a job wrote to, None where it wrote to none."""
+
+@dataclass
+class _Watch:
+    """What is known of a model's parameters, by name."""
+
+    modes: set[str] = field(default_factory=set)  # in which a job has left all of them as they were
+    sums: dict[str, list[int]] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+    written: str | None = None
+
+    def begin(self, parameters: Mapping[str, Tensor], mode: str) -> None:
+        """Note what they hold in a mode's first job, and later which of them the caller changed."""
+        if mode not in self.modes:
+            self.sums = {name: _sums_of_bits(p) for name, p in parameters.items()}
+        else:
+            for name in self._moved(parameters):
+                self.sums.pop(name, None)
+        self.versions = _versions(parameters)
+
+    def end(self, parameters: Mapping[str, Tensor], mode: str) -> None:
+        """Note one that holds something else than before."""
+        suspected = self._moved(parameters) if mode in self.modes else parameters
+        for name in suspected:
+            if name in self.sums and _sums_of_bits(parameters[name]) != self.sums[name]:
+                self.written = name
+                return
+        self.versions = _versions(parameters)
+
+    def refuse(self) -> None:
+        if self.written is not None:
+            raise ModelCallFailed(
+                f"parameter {self.written!r}: expected the forward pass to leave it as it was "
+                f"registered, got other numbers after it, so this model is not the registered one "
+                f"any more and has to be loaded again, as a box does; let its builder call it "
+                f"once, if it takes its first numbers from a batch, and keep what changes later in "
+                f"buffers"
+            )
+
+    def _moved(self, parameters: Mapping[str, Tensor]) -> list[str]:
+        versions = _versions(parameters)
+        return [name for name in versions if versions[name] != self.versions.get(name)]
+
+
+_watches: weakref.WeakKeyDictionary[nn.Module, _Watch] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -35,48 +81,45 @@ def unwritten_parameters(model: nn.Module, mode: str) -> Iterator[None]:
     Raises:
         ModelCallFailed: it has not, or an earlier job of the model has not.
     """
-    found = _compared.setdefault(model, {})
-    _refuse(model)
-    if mode in found:
-        yield
-        return
-    before = _sums(model)
+    watch = _watches.setdefault(model, _Watch())
+    watch.refuse()
+    parameters = _parameters(model)
+    watch.begin(parameters, mode)
     try:
         yield
     except torch.AcceleratorError:  # the device tells nothing any more
         raise
     except BaseException:
         with suppress(torch.AcceleratorError):
-            written = _changed(before, _sums(model))
-            if written is not None:
-                found[mode] = written
+            watch.end(parameters, mode)
         raise
-    found[mode] = _changed(before, _sums(model))
-    _refuse(model)
+    watch.end(parameters, mode)
+    watch.refuse()
+    watch.modes.add(mode)
 
 
 def written_parameter(model: nn.Module) -> str | None:
     """Return the name of a parameter that a job has written to, None where none has."""
-    return next((name for name in _compared.get(model, {}).values() if name is not None), None)
+    watch = _watches.get(model)
+    return None if watch is None else watch.written
 
 
-def _refuse(model: nn.Module) -> None:
-    name = written_parameter(model)
-    if name is not None:
-        raise ModelCallFailed(
-            f"parameter {name!r}: expected the forward pass to leave it as it was registered, got "
-            f"other numbers after it, so this model is not the registered one any more and has to "
-            f"be loaded again, as a box does; let its builder call it once, if it takes its first "
-            f"numbers from a batch, and keep what changes later in buffers"
-        )
-
-
-def _sums(model: nn.Module) -> dict[str, Sequence[Tensor]]:
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
     return {
-        name: [_sum_of_bits(part) for part in strided_parts(parameter.detach()) if part.numel()]
+        name: parameter
         for name, parameter in model.named_parameters()
         if not (parameter.is_meta or parameter.is_quantized)
     }
+
+
+def _versions(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return how often each was written to, but those made under inference mode do not count."""
+    return {name: 0 if p.is_inference() else p._version for name, p in parameters.items()}
+
+
+def _sums_of_bits(parameter: Tensor) -> list[int]:
+    parts = strided_parts(parameter.detach())
+    return [int(_sum_of_bits(part)) for part in parts if part.numel()]
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
@@ -92,12 +135,3 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     ):
         return tensor.view(-1).view(torch.int64).sum()
     return tensor.view(_WHOLE[size]).sum()
-
-
-def _changed(
-    before: Mapping[str, Sequence[Tensor]], after: Mapping[str, Sequence[Tensor]]
-) -> str | None:
-    for name, sums in before.items():
-        if name in after and not all(map(torch.equal, sums, after[name])):
-            return name
-    return None
