@@ -41,6 +41,19 @@ def test_an_upload_above_the_quota_is_refused_with_the_numbers(
     assert quota_box.client_of("bob").put(f"/v1/blobs/{digest}", content=data).status_code == 201
 
 
+@pytest.mark.parametrize("announced", [True, False])
+def test_what_exceeds_the_quota_by_itself_is_not_worth_a_wait(
+    quota_box: Box, announced: bool
+) -> None:
+    digest, data = blob_of({"x": ones(3000)})
+    content = data if announced else iter([data])
+    answer = quota_box.client.put(f"/v1/blobs/{digest}", content=content)
+    assert (answer.status_code, answer.json()["category"]) == (413, "user")
+    assert "at most the 9.8 KiB" in answer.json()["detail"]
+    assert "Retry-After" not in answer.headers
+    assert quota_box.backing.blobs.size_bytes(digest) is None
+
+
 def test_results_count_and_a_deleted_one_makes_room(quota_box: Box) -> None:
     job_id = submit(quota_box.client)
     run_job(quota_box.backing, job_id, data=bytes(QUOTA_BYTES))

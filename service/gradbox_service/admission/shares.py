@@ -1,6 +1,7 @@
 """What is refused before it is taken: more bytes than an owner may have, more jobs than fit Redis.
 
 quota      an owner's blobs and results reach `owner_quota_bytes`           StorageFull
+           what was sent exceeds it by itself, so waiting does not help     BlobTooLarge
 memory     Redis takes four fifths of what it may; the rest is for jobs     ServiceUnavailable
            that were accepted: their progress, their leases, their end
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from gradbox.errors import ServiceUnavailable, StorageFull
+from gradbox.errors import BlobTooLarge, ServiceUnavailable, StorageFull
 from gradbox_service.jobs import Records
 from gradbox_service.jobs.records import Memory
 from gradbox_service.ownership import BlobOwners
@@ -31,9 +32,16 @@ def check_quota(
 
     Raises:
         StorageFull: that would reach the quota.
+        BlobTooLarge: it would with nothing else there.
     """
     if quota_bytes is None:
         return
+    if more_bytes > quota_bytes:
+        raise BlobTooLarge(
+            f"expected at most the {in_units(quota_bytes)} that one owner may have on this box, "
+            f"got {in_units(more_bytes)}; send fewer or smaller inputs, or have the box's owner "
+            f"raise --owner-quota-bytes"
+        )
     blob_bytes, result_bytes = owners.bytes_of(owner), records.result_bytes().get(owner, 0)
     if blob_bytes + result_bytes + max(1, more_bytes) <= quota_bytes:
         return
