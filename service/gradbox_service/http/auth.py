@@ -62,8 +62,9 @@ def caller_of(request: Request, box: Box, credentials: Credentials) -> TokenInfo
     caller = box.tokens.find(credentials.credentials)
     if caller is None:
         raise Unauthorized(
-            "this box does not know the token that came: check GRADBOX_TOKEN and GRADBOX_URL, or "
-            "ask the box's owner for a new token"
+            "this box does not know the token that came: it is wrong, revoked or another box's; "
+            "`gradbox doctor` says where it was found (GRADBOX_TOKEN, or a file); with a new one "
+            "from the box's owner, run `gradbox login`"
         )
     return caller
 
