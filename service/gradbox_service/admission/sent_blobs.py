@@ -19,7 +19,7 @@ def take_blobs(blobs: Mapping[str, bytes], *, owner: str, box: Backing, settings
 
     Raises:
         BlobRejected: the bytes have another digest, or are no whole safetensors file.
-        BlobTooLarge: one is larger than a blob may be, or all are than the owner's quota.
+        BlobTooLarge: one is larger than a blob may be, or all exceed the quota by themselves.
         StorageFull: they exceed the owner's quota, or the disk does not hold them.
     """
     for digest, content in blobs.items():

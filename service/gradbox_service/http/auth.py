@@ -63,8 +63,8 @@ def caller_of(request: Request, box: Box, credentials: Credentials) -> TokenInfo
     if caller is None:
         raise Unauthorized(
             "this box does not know the token that came: it is wrong, revoked or another box's; "
-            "`gradbox doctor` says where it was found (GRADBOX_TOKEN, or a file); with a new one "
-            "from the box's owner, run `gradbox login`"
+            "ask the box's owner for a new one, and put it into GRADBOX_TOKEN where that is set, "
+            "else run `gradbox login`"
         )
     return caller
 

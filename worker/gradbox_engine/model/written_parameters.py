@@ -40,21 +40,23 @@ class _Watch:
 
     def begin(self, parameters: Mapping[str, Tensor], mode: str) -> None:
         """Note what they hold in a mode's first job, and later which of them the caller changed."""
+        versions = _versions(parameters)
         if mode not in self.modes:
             self.sums = {name: _sums_of_bits(p) for name, p in parameters.items()}
         else:
-            for name in self._moved(parameters):
+            for name in self._moved(versions):
                 self.sums.pop(name, None)
-        self.versions = _versions(parameters)
+        self.versions = versions
 
     def end(self, parameters: Mapping[str, Tensor], mode: str) -> None:
         """Note one that holds something else than before."""
-        suspected = self._moved(parameters) if mode in self.modes else parameters
+        versions = _versions(parameters)
+        suspected = self._moved(versions) if mode in self.modes else list(parameters)
+        self.versions = versions
         for name in suspected:
             if name in self.sums and _sums_of_bits(parameters[name]) != self.sums[name]:
                 self.written = name
                 return
-        self.versions = _versions(parameters)
 
     def refuse(self) -> None:
         if self.written is not None:
@@ -66,8 +68,7 @@ class _Watch:
                 f"buffers"
             )
 
-    def _moved(self, parameters: Mapping[str, Tensor]) -> list[str]:
-        versions = _versions(parameters)
+    def _moved(self, versions: Mapping[str, int]) -> list[str]:
         return [name for name in versions if versions[name] != self.versions.get(name)]
 
 
