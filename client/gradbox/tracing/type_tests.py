@@ -30,9 +30,10 @@ def type_test(known: Callable[..., bool]) -> Callable[..., bool]:
             return known(value, *kinds)
         asked_by = sys._getframe(1)
         filename = asked_by.f_code.co_filename
-        of_tensor = _of_a_tensor(known, *kinds)
         if not is_user_code(filename):
-            return (of_tensor and filename.startswith(_DISTRIBUTIONS)) or known(value, *kinds)
+            answered = filename.startswith(_DISTRIBUTIONS) and _of_a_tensor(known, *kinds)
+            return answered or known(value, *kinds)
+        of_tensor = _of_a_tensor(known, *kinds)
         if of_tensor is not None and _is_argument(value):
             return of_tensor
         if of_tensor and truth_that_goes_on(asked_by, called=True):
