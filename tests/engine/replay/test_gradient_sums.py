@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gradbox_engine import Group, Objective, set_gradient
+from gradbox_engine.replay import gradient_sums
 from tests.oracle import TOLERANCE, difference
 
 PLENTY = 10**9
@@ -56,6 +60,47 @@ class _Weight(nn.Module):
         return _Giving.apply(self.weight)
 
 
+class _Reusing(torch.autograd.Function):
+    """A product with a weight, whose gradient lies in an array that the next call writes to."""
+
+    array = numpy.zeros((2, 3))
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[None, Tensor]:
+        x, _ = ctx.saved_tensors
+        _Reusing.array[:] = (gradient.T @ x).numpy()
+        return None, torch.from_numpy(_Reusing.array)
+
+
+class _OnNumPy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0, dtype=torch.float64).view(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Reusing.apply(x, self.weight)
+
+
+class _Product(nn.Module):
+    """Notes in `given` where the gradients lie that its backward passes give to the weight."""
+
+    given: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0, dtype=torch.float64).view(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.expand(2, 3)
+        weight.register_hook(lambda gradient: self.given.append(gradient.data_ptr()))
+        return x @ weight.T
+
+
 class _Forgetful(nn.Module):
     """Clears its own gradients whenever it is called."""
 
@@ -97,3 +142,39 @@ def test_a_sum_has_memory_of_its_own(kind, retain):
     _loss(z).backward()
     torch.testing.assert_close(result.cotangents["z"], z.grad)
     assert next(job.parameters()).grad is given
+
+
+@pytest.mark.parametrize("retain", [0, PLENTY])
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_gradient_in_memory_of_another_library_is_copied(monkeypatch, counted, retain):
+    if not counted:
+        monkeypatch.setattr(gradient_sums, "_num_holders", None)
+    shards = [{"0": x} for x in _shards()]
+    result = set_gradient(_OnNumPy(), [Group("z", shards)], Objective(_loss), retain=retain)
+    weight = _OnNumPy().weight.detach().requires_grad_()
+    _loss(torch.cat([x @ weight.T for x in _shards()])).backward()
+    assert difference(result.grads, {"weight": weight.grad}) <= TOLERANCE
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_gradient_that_nobody_else_holds_becomes_the_sum(monkeypatch, counted):
+    if not counted:
+        monkeypatch.setattr(gradient_sums, "_num_holders", None)
+    _Product.given.clear()
+    (shard, *_) = _shards()
+    result = set_gradient(_Product(), [Group("z", [{"0": shard}])], Objective(_loss))
+    weight = _Product().weight.detach().requires_grad_()
+    _loss(shard @ weight.T).backward()
+    assert difference(result.grads, {"weight": weight.grad}) <= TOLERANCE
+    assert (_Product.given == [result.grads["weight"].data_ptr()]) is counted
+
+
+def test_a_gradient_that_a_hook_of_the_model_holds_is_copied():
+    held = []
+    model = nn.Linear(3, 2).double()
+    model.weight.register_post_accumulate_grad_hook(lambda p: held.append(p.grad))
+    shards = [{"0": x} for x in _shards()]
+    result = set_gradient(model, [Group("z", shards)], Objective(_loss), retain=PLENTY)
+    total = sum(gradient for gradient in held if gradient is not None)
+    assert len(held) == len(shards)
+    assert difference({"weight": result.grads["weight"]}, {"weight": total}) <= TOLERANCE

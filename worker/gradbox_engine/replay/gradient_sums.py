@@ -4,7 +4,8 @@ During a backward pass a sum is its parameter's `.grad`, to which autograd adds 
 is not possible (there is no sum yet, it is wider than the parameter, gradients are scaled, or the
 model has such hooks of its own), a hook takes the gradient as soon as it is complete and adds it.
 Either way one parameter's gradient is alive beside the sums, not all of them. Sums are float32 or
-wider.
+wider. A parameter's first gradient becomes its sum, or is copied where anything else may hold its
+memory: a backward pass may hand one tensor to two parameters, or hand out one that it saved.
 
 A backward pass that ended early leaves sums that are of no use: `clear` them.
 """
@@ -120,5 +121,21 @@ class GradientSums:
             return
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        wide = gradient.to(accumulation_dtype(gradient.dtype), copy=True)
+        shared = len(parameter._post_accumulate_grad_hooks or ()) > 1 or not _alone(gradient)
+        wide = gradient.to(accumulation_dtype(gradient.dtype), copy=shared)
         self._sums[name] = wide if self.scale == 1.0 else wide.mul_(1 / self.scale)
+
+
+# Private to torch, which says nowhere else who holds a storage; without it all are copied.
+_num_holders = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def _alone(gradient: Tensor) -> bool:
+    """Tell whether a gradient is the only holder of its memory, and all that is in it."""
+    storage = gradient.untyped_storage()
+    return (
+        _num_holders is not None
+        and _num_holders(storage._cdata) == 2  # the gradient, and `storage` here
+        and storage.resizable()  # memory of NumPy's or another library's is not
+        and storage.nbytes() == gradient.nbytes
+    )
