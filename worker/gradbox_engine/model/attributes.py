@@ -83,14 +83,14 @@ class _Registered:
         self.lost = False
         self._live = vars(module)
         self._first = self._live.copy()
-        own = [name for name in self._live if name not in OF_TORCH]
+        own = self._live.keys() - OF_TORCH
         # One call of C for every shard and submodule; of two names or more it returns a tuple.
         self._read = itemgetter(*own, *own) if own else lambda _: ()
         self._values = self._read(self._live)
         self._containers = [
             (value, entries_of(value))
-            for name, value in self._live.items()
-            if name not in OF_TORCH and isinstance(value, CONTAINERS)
+            for value in map(self._live.get, own)
+            if isinstance(value, CONTAINERS)
         ]
 
     def changed(self) -> bool:

@@ -24,6 +24,8 @@ TABLES = (
     "_backward_pre_hooks",
 )
 
+NONE: dict[int, Any] = {}  # of most submodules
+
 HookState = list[dict[int, Any]] | None
 """The entries of every table; None where they are those that the model was registered with."""
 
@@ -32,10 +34,10 @@ class Hooks:
     """The live hooks of a model's submodules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = (vars(module).get(name) for module in modules for name in TABLES)
+        found = [attributes.get(n) for attributes in map(vars, modules) for n in TABLES]
         self._tables: list[dict[int, Any]] = [t for t in found if isinstance(t, dict)]
         self._keys = self._live_keys()
-        self._first = [dict(table) for table in self._tables]
+        self._first = [dict(table) if table else NONE for table in self._tables]
 
     def state(self) -> HookState:
         """Return the hooks that there are now."""

@@ -139,7 +139,9 @@ def model_devices(model: nn.Module) -> tuple[torch.device, ...]:
 
     A model that lies on several devices moves what its modules hand on by itself.
     """
-    tensors = chain(model.parameters(), model.buffers())
+    modules = list(model.modules())
+    tables = chain((m._parameters for m in modules), (m._buffers for m in modules))
+    tensors = (tensor for table in tables for tensor in table.values() if tensor is not None)
     return tuple(dict.fromkeys(tensor.device for tensor in tensors)) or (torch.device("cpu"),)
 
 
