@@ -13,16 +13,15 @@ import httpx
 
 from gradbox.batch import Batch
 from gradbox.computations import Computation
-from gradbox.computations.computation import Submission, prepared
+from gradbox.computations.computation import Submission
 from gradbox.errors import UnusableModel
 from gradbox.http.connection import Connection, Retry, parsed
-from gradbox.http.posting import Poster
+from gradbox.http.posting import Answered
 from gradbox.job import QUICK_S, Job
-from gradbox.progress import ProgressBar
 from gradbox.protocol import JobList, JobState, JobView, ModelList, ModelView
 from gradbox.results.result import GradResult
 from gradbox.settings import ClientSettings, find_settings
-from gradbox.spans import CLIENT, trace_headers
+from gradbox.submitting import Submitter
 from gradbox.tensors.tensor_bytes import Tensor
 from gradbox.waits import JobWaits
 
@@ -65,7 +64,7 @@ class GradClient:
             timeout_s=timeout_s,
             retry=retry,
         )
-        self._poster = Poster(self._connection)
+        self._submitter = Submitter(self._connection)
         self._waits = JobWaits(self._connection)
         self._results = settings.results
 
@@ -100,7 +99,7 @@ class GradClient:
             Unauthorized: the box does not know the token.
             ServiceUnavailable: the box cannot be reached.
         """
-        return self._send(prepared(computation), progress=progress)
+        return self._handle(self._submitter.submit(computation, progress=progress))
 
     def run(self, computation: Computation, *, progress: bool | None = None) -> GradResult:
         """Submit a job, wait for it and return its result.
@@ -111,8 +110,8 @@ class GradClient:
             InvalidJob, Unauthorized, ServiceUnavailable: as for `submit`.
             JobFailed, JobCancelled, ResultGone: as for `Job.result`.
         """
-        job = self._send(prepared(computation), progress=progress, wait_s=QUICK_S)
-        return job.result(progress=progress)
+        answered = self._submitter.submit(computation, progress=progress, wait_s=QUICK_S)
+        return self._handle(answered).result(progress=progress)
 
     def batch(self) -> Batch:
         """Return a context in which many jobs are submitted at a time; see `Batch`."""
@@ -125,7 +124,7 @@ class GradClient:
             JobNotFound: there is none of that id.
         """
         answer = self._connection.request("GET", f"/v1/jobs/{quote(job_id, safe='')}")
-        return self._handle(parsed(JobView, answer))
+        return self._handle(Answered(parsed(JobView, answer)))
 
     def jobs(
         self,
@@ -158,7 +157,7 @@ class GradClient:
         def jobs(page: JobList) -> Iterator[Job]:
             left = limit
             while True:
-                yield from (self._handle(view) for view in page.jobs)
+                yield from (self._handle(Answered(view)) for view in page.jobs)
                 left = None if left is None else left - len(page.jobs)
                 if page.next is None or (left is not None and left <= 0):
                     return
@@ -275,26 +274,12 @@ class GradClient:
         stop: threading.Event | None = None,
         wait_s: int = 0,
     ) -> Job:
-        """Upload what the box lacks of a job, and post it; it may wait `wait_s` for the job's end.
+        """Send what was prepared elsewhere; see `Submitter.send`."""
+        return self._handle(
+            self._submitter.send(submission, progress=progress, stop=stop, wait_s=wait_s)
+        )
 
-        Raises:
-            concurrent.futures.CancelledError: `stop` was set: no more is uploaded or posted.
-        """
-        spec = submission.spec
-        title = spec.name or "inputs"
-        with ProgressBar(title, shown=progress) as bar, CLIENT.span("submit") as span:
-            answered = self._poster.send(
-                spec.model_dump_json().encode(),
-                submission.blobs,
-                headers=trace_headers(span.traceparent),
-                on_bytes=bar.show_upload,
-                stop=stop,
-                wait_s=wait_s,
-            )
-            view = answered.view
-            span.note(job=view.id, computation=view.computation, model=view.model)
-        return self._handle(view, answered.result)
-
-    def _handle(self, view: JobView, result: memoryview | None = None) -> Job:
+    def _handle(self, answered: Answered) -> Job:
         results, waits = self._results, self._waits
+        view, result = answered.view, answered.result
         return Job(self._connection, view, waits=waits, result=result, results=results)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidInputs, InvalidJob
+from gradbox.inputs.known_tensors import KnownTensors, SentTensor
 from gradbox.inputs.shards import ShardGroup, read_groups
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import CotangentGradientSpec, JobSpec, TracedFunction
@@ -25,10 +26,21 @@ Spec = TypeVar("Spec", bound=BaseModel)
 
 @dataclass(frozen=True, eq=False)
 class Submission:
-    """A job ready to be posted: its spec, and the blobs that the spec names."""
+    """A job ready to be posted.
+
+    Attributes:
+        blobs: those that the spec names, but for what the client knows to be on the box.
+        large: the large tensors that it names.
+    """
 
     spec: JobSpec | CotangentGradientSpec
     blobs: tuple[Blob, ...]
+    large: tuple[SentTensor, ...]
+
+    @classmethod
+    def of(cls, spec: JobSpec | CotangentGradientSpec, uploads: Uploads) -> Submission:
+        """Return the submission of a spec and what was collected for it."""
+        return cls(spec, uploads.blobs, tuple(uploads.large))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,8 +103,11 @@ class Computation(ABC):
         return read_groups(self.inputs, method=self.method, order=self.order)
 
     @abstractmethod
-    def prepare(self) -> Submission:
+    def prepare(self, known: KnownTensors | None = None) -> Submission:
         """Trace the functions, and name every tensor by the blob that holds it.
+
+        Args:
+            known: what the client has sent before.
 
         Raises:
             UntraceableLoss: a function is not made of allowed operations.
@@ -155,8 +170,11 @@ class Differentiated(Computation):
         }
 
 
-def prepared(computation: Computation) -> Submission:
+def prepared(computation: Computation, known: KnownTensors | None = None) -> Submission:
     """Return the submission of what a client was handed.
+
+    Args:
+        known: what the client has sent before.
 
     Raises:
         InvalidJob: it is no computation, or one that cannot be run as it is.
@@ -168,7 +186,7 @@ def prepared(computation: Computation) -> Submission:
             f"expected one computation, such as Gradient(model=..., inputs=..., loss=...), got "
             f"{got}"
         )
-    return given.prepare()
+    return given.prepare(known)
 
 
 def listed(names: str | Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradbox.computations.computation import Differentiated, Submission, checked, listed
+from gradbox.inputs.known_tensors import KnownTensors
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import ForwardSpec
 from gradbox.protocol.spec import ForwardReturned
@@ -34,8 +35,8 @@ class Forward(Differentiated):
         shards = " + ".join(f"{len(group.shards)} {group.name}" for group in self.groups)
         return f"Forward(model={self.model!r}, shards={shards})"
 
-    def prepare(self) -> Submission:
-        uploads = Uploads()
+    def prepare(self, known: KnownTensors | None = None) -> Submission:
+        uploads = Uploads(known)
         fields = self.shared_fields(uploads)
         spec = checked(ForwardSpec, computation="forward", returns=listed(self.returns), **fields)
-        return Submission(spec=spec, blobs=uploads.blobs)
+        return Submission.of(spec, uploads)

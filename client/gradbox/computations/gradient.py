@@ -16,6 +16,7 @@ from gradbox.computations.loss_kinds import Builtin, Cotangents
 from gradbox.computations.penalty import Penalty
 from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidInputs, InvalidJob
+from gradbox.inputs.known_tensors import KnownTensors
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import (
     BuiltinLoss,
@@ -89,8 +90,8 @@ class Gradient(Differentiated):
         shards = " + ".join(f"{len(group.shards)} {group.name}" for group in self.groups)
         return f"Gradient(model={self.model!r}, shards={shards}, loss={self.loss!r})"
 
-    def prepare(self) -> Submission:
-        uploads = Uploads()
+    def prepare(self, known: KnownTensors | None = None) -> Submission:
+        uploads = Uploads(known)
         if isinstance(self.loss, Cotangents):
             return self._at_cotangents(self.loss, uploads)
         tensors, scalars = split_tensors_and_scalars(self.loss_inputs, what="loss_inputs")
@@ -108,7 +109,7 @@ class Gradient(Differentiated):
             "penalties": [penalty.spec(uploads) for penalty in _penalties(self.penalties)],
             "returns": listed(self.returns),
         }
-        return Submission(spec=checked(GradientSpec, **given), blobs=uploads.blobs)
+        return Submission.of(checked(GradientSpec, **given), uploads)
 
     def _at_cotangents(self, loss: Cotangents, uploads: Uploads) -> Submission:
         spec = checked(
@@ -123,7 +124,7 @@ class Gradient(Differentiated):
             devices=self.devices,
             name=self.name,
         )
-        return Submission(spec=spec, blobs=uploads.blobs)
+        return Submission.of(spec, uploads)
 
     def _builtin_loss(
         self, loss: Builtin, tensors: list[str], scalars: dict[str, Scalar]

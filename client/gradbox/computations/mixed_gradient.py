@@ -11,6 +11,7 @@ from gradbox.computations.computation import Computation, Submission, checked, l
 from gradbox.computations.function_inputs import split_tensors_and_scalars
 from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidInputs
+from gradbox.inputs.known_tensors import KnownTensors
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import MixedGradientSpec, TensorRef, TracedFunction
 from gradbox.protocol.spec import MixedReturned
@@ -56,8 +57,8 @@ class MixedGradient(Computation):
         shards = " + ".join(str(len(group.shards)) for group in self.groups)
         return f"MixedGradient(model={self.model!r}, shards={shards}, inner={self.inner!r})"
 
-    def prepare(self) -> Submission:
-        uploads = Uploads()
+    def prepare(self, known: KnownTensors | None = None) -> Submission:
+        uploads = Uploads(known)
         y, y_options = split_tensors_and_scalars(self.y, what="y")
         x, x_options = split_tensors_and_scalars(self.x, what="x")
         both = sorted(self.y.keys() & self.x.keys())
@@ -72,7 +73,7 @@ class MixedGradient(Computation):
             "z": self.z or self._first_floating(),
             "returns": listed(self.returns),
         }
-        return Submission(spec=checked(MixedGradientSpec, **fields), blobs=uploads.blobs)
+        return Submission.of(checked(MixedGradientSpec, **fields), uploads)
 
     def _first_floating(self) -> str | None:
         """Return the first floating-point argument as it was given: a blob keeps no order."""

@@ -14,6 +14,7 @@ from gradbox.computations.function_inputs import (
 from gradbox.computations.loss_kinds import Builtin, job_id_of
 from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidInputs, InvalidJob
+from gradbox.inputs.known_tensors import KnownTensors
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import GraphLoss, JacobianSpec, PerSampleGradientSpec, TensorRef
 from gradbox.protocol.per_sample import (
@@ -131,13 +132,13 @@ class PerSampleGradient(PerSample):
         shards = f"{len(self.groups[0].shards)} shards"
         return f"PerSampleGradient(model={self.model!r}, {shards}, reduce={self.reduce!r})"
 
-    def prepare(self) -> Submission:
+    def prepare(self, known: KnownTensors | None = None) -> Submission:
         if isinstance(self.loss, Builtin):
             raise InvalidJob(
                 f"loss: expected a function that returns one number a sample, got {self.loss!r}, "
                 f"which returns one for all; write the function without its mean or sum"
             )
-        uploads = Uploads()
+        uploads = Uploads(known)
         own, others = self._loss_inputs_apart()
         tensors, scalars = split_tensors_and_scalars(own, what="loss_inputs")
         function = traced(
@@ -164,7 +165,7 @@ class PerSampleGradient(PerSample):
             "form": _form_on_the_wire(self.form, reduce=self.reduce, transfer=self.transfer),
             "clip": self.clip,
         }
-        return Submission(spec=checked(PerSampleGradientSpec, **fields), blobs=uploads.blobs)
+        return Submission.of(checked(PerSampleGradientSpec, **fields), uploads)
 
     def _loss_inputs_apart(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what the loss reads for the rows' group, and what in its place for the other."""
@@ -209,15 +210,15 @@ class Jacobian(PerSample):
         shards = f"{len(self.groups[0].shards)} shards"
         return f"Jacobian(model={self.model!r}, {shards}, reduce={self.reduce!r})"
 
-    def prepare(self) -> Submission:
-        uploads = Uploads()
+    def prepare(self, known: KnownTensors | None = None) -> Submission:
+        uploads = Uploads(known)
         fields = self.shared_fields(uploads) | {
             "computation": "jacobian",
             "reduce": self.reduce,
             "form": _form_on_the_wire(self.form, reduce=self.reduce, transfer=self.transfer),
             "vectors": self._uploaded_vectors(uploads),
         }
-        return Submission(spec=checked(JacobianSpec, **fields), blobs=uploads.blobs)
+        return Submission.of(checked(JacobianSpec, **fields), uploads)
 
     def _uploaded_vectors(self, uploads: Uploads) -> TensorRef | dict[str, TensorRef] | None:
         if self.vectors is None:

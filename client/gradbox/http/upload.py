@@ -128,7 +128,7 @@ class Uploader:
         if stopped():
             raise CancelledError
         path = f"/v1/blobs/{blob.digest}"
-        unasked = blob.size_bytes <= UNASKED_BYTES
+        unasked = blob.is_new or blob.size_bytes <= UNASKED_BYTES
         if unasked or self._connection.request("HEAD", path, accept=(404,)).status_code == 404:
             headers = {
                 "Content-Length": str(blob.size_bytes),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from gradbox.errors import InvalidInputs
+from gradbox.inputs.known_tensors import KnownTensors, SentTensor
 from gradbox.inputs.shards import Shard, ShardGroup
 from gradbox.protocol import InputGroup, ShardRef, TensorRef
 from gradbox.tensors.blob import Blob
@@ -13,8 +14,8 @@ from gradbox.tensors.tensor_bytes import TensorBytes
 
 # Shards are pooled up to this size: a thousand small shards are a few requests.
 PACK_BYTES: Final = 64 * 2**20
-# A single tensor from this size on is a blob of its own, named by its value alone: it is not sent
-# again while it does not change, whatever its neighbours do.
+# A single tensor from this size on is not sent again while it does not change, whatever its
+# neighbours do: it is a blob of its own, named by its value alone, or see `KnownTensors`.
 LONE_BYTES: Final = 64 * 2**10
 LONE_NAME: Final = "tensor"
 MAX_NAME_CHARACTERS: Final = 500
@@ -23,8 +24,15 @@ MAX_NAME_CHARACTERS: Final = 500
 class Uploads:
     """Collects the blobs of one job, each once."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: KnownTensors | None = None) -> None:
+        """Hold none.
+
+        Args:
+            known: what the client has sent before.
+        """
+        self._known = known or KnownTensors()
         self._blobs: dict[str, Blob] = {}
+        self.large: list[SentTensor] = []
 
     @property
     def blobs(self) -> tuple[Blob, ...]:
@@ -45,24 +53,41 @@ class Uploads:
         return [self._group(group, refs[group.name]) for group in groups]
 
     def tensors(self, tensors: Mapping[str, TensorBytes]) -> dict[str, TensorRef]:
-        """Pool small tensors and keep large ones apart; gives a reference for each name.
+        """Pool small tensors, and large ones that have changed; gives a reference for each name.
 
         Raises:
             InvalidInputs: a name is one that no file can hold.
         """
         _check_names(tensors)
         refs: dict[str, TensorRef] = {}
-        small: dict[str, TensorBytes] = {}
-        for name, tensor in tensors.items():
-            if tensor.size_bytes >= LONE_BYTES:
-                digest = self._add(Blob({LONE_NAME: tensor}))
-                refs[name] = TensorRef(blob=digest, tensor=LONE_NAME)
-            else:
-                small[name] = tensor
+        small = {n: t for n, t in tensors.items() if t.size_bytes < LONE_BYTES}
+        refs |= self._large({n: t for n, t in tensors.items() if n not in small})
         for pack in _packs({name: {name: tensor} for name, tensor in sorted(small.items())}):
             digest = self._add(Blob({name: small[name] for name in pack}))
             refs |= {name: TensorRef(blob=digest, tensor=name) for name in pack}
         return {name: refs[name] for name in tensors}
+
+    def _large(self, tensors: Mapping[str, TensorBytes]) -> dict[str, TensorRef]:
+        lone = {name: Blob({LONE_NAME: tensor}) for name, tensor in tensors.items()}
+        places: dict[str, TensorRef] = {}  # by value
+        changed: dict[str, TensorBytes] = {}
+        for name, blob in lone.items():
+            value = blob.digest
+            place = self._known.place(value)
+            if place is not None:
+                places[value] = place
+            elif self._known.changes(name):
+                changed[value] = tensors[name]
+        for pack in _packs({value: {value: changed[value]} for value in sorted(changed)}):
+            if len(pack) > 1:
+                digest = self._add(Blob({value: changed[value] for value in pack}, is_new=True))
+                places |= {value: TensorRef(blob=digest, tensor=value) for value in pack}
+        for blob in lone.values():
+            if blob.digest not in places:
+                places[blob.digest] = TensorRef(blob=self._add(blob), tensor=LONE_NAME)
+        refs = {name: places[blob.digest] for name, blob in lone.items()}
+        self.large += [SentTensor(name, lone[name].digest, ref) for name, ref in refs.items()]
+        return refs
 
     def _group(self, group: ShardGroup, shards: list[ShardRef]) -> InputGroup:
         order = {} if group.order is None else {"order": group.order}

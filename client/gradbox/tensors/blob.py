@@ -24,9 +24,13 @@ GATHER_BYTES: Final = 64 * 2**10
 
 
 class Blob:
-    """One safetensors file, to be uploaded under its digest."""
+    """One safetensors file, to be uploaded under its digest.
 
-    def __init__(self, tensors: Mapping[str, TensorBytes]) -> None:
+    `is_new` tells that the box will hardly have it, so that nobody need ask.
+    """
+
+    def __init__(self, tensors: Mapping[str, TensorBytes], *, is_new: bool = False) -> None:
+        self.is_new = is_new
         ordered = sorted(tensors.items(), key=lambda item: (-item[1].item_bytes, item[0]))
         self._tensors = [tensor for _, tensor in ordered]
         entries: dict[str, Any] = {}
