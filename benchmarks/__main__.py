@@ -122,6 +122,12 @@ def _large_results(_: argparse.Namespace) -> str:
     return large_results_section(measure_large_results())
 
 
+def _training_steps(args: argparse.Namespace) -> str:
+    from benchmarks.box.training_step import measure_training_steps, training_steps_section
+
+    return training_steps_section(measure_training_steps())
+
+
 def _queue(args: argparse.Namespace) -> str:
     from benchmarks.box.queue import measure_queue, queue_section
 
@@ -196,6 +202,7 @@ ALL: Final[Mapping[str, Callable[[argparse.Namespace], str]]] = {
     "overhead": _overhead,
     "service": _service,
     "small-jobs": _small_jobs,
+    "training-steps": _training_steps,
     "large-results": _large_results,
     "queue": _queue,
     "day": _day,
