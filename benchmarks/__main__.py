@@ -122,6 +122,12 @@ def _large_results(_: argparse.Namespace) -> str:
     return large_results_section(measure_large_results())
 
 
+def _small_calls(args: argparse.Namespace) -> str:
+    from benchmarks.replay.small_calls import measure_small_calls, small_calls_section
+
+    return small_calls_section(measure_small_calls(against=args.against))
+
+
 def _training_steps(args: argparse.Namespace) -> str:
     from benchmarks.box.training_step import measure_training_steps, training_steps_section
 
@@ -200,6 +206,7 @@ ALL: Final[Mapping[str, Callable[[argparse.Namespace], str]]] = {
     "penalties": _penalties,
     "packing": _packing,
     "overhead": _overhead,
+    "small-calls": _small_calls,
     "service": _service,
     "small-jobs": _small_jobs,
     "training-steps": _training_steps,
