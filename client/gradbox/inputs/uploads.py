@@ -59,15 +59,15 @@ class Uploads:
             InvalidInputs: a name is one that no file can hold.
         """
         _check_names(tensors)
-        refs: dict[str, TensorRef] = {}
         small = {n: t for n, t in tensors.items() if t.size_bytes < LONE_BYTES}
-        refs |= self._large({n: t for n, t in tensors.items() if n not in small})
+        refs = self._large({n: t for n, t in tensors.items() if n not in small})
         for pack in _packs({name: {name: tensor} for name, tensor in sorted(small.items())}):
             digest = self._add(Blob({name: small[name] for name in pack}))
             refs |= {name: TensorRef(blob=digest, tensor=name) for name in pack}
         return {name: refs[name] for name in tensors}
 
     def _large(self, tensors: Mapping[str, TensorBytes]) -> dict[str, TensorRef]:
+        """Refer to what the box has, pool what has changed, and keep all else apart."""
         lone = {name: Blob({LONE_NAME: tensor}) for name, tensor in tensors.items()}
         places: dict[str, TensorRef] = {}  # by value
         changed: dict[str, TensorBytes] = {}
