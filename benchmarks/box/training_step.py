@@ -3,7 +3,8 @@
 all-MiniLM-L6-v2 in train mode on eight sentences: the forward pass on the box, a loss and an
 optimizer here, the backward pass on the box; the last block is trained, and then all of it. Every
 step changes every weight that is trained. One worker with one thread on the CPU, over loopback;
-remote and local steps take turns in blocks, wall time, medians.
+remote and local steps take turns in blocks, wall time, medians; requests and processor time are of
+one block, after the first.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ class GradientSums:
         self._sums[name] = wide if self.scale == 1.0 else wide.mul_(1 / self.scale)
 
 
-# Private to torch, which says nowhere else who holds a storage; without it all are copied.
+# Private to torch, which says nowhere else who holds a storage; without it all are copied. It goes
+# once there is a public way to ask.
 _num_holders = getattr(torch._C, "_storage_Use_Count", None)
 
 
