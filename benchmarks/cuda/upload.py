@@ -17,7 +17,7 @@ from benchmarks.cuda.sizes import Sizes
 from benchmarks.page import table, verdict
 from gradbox.protocol import ShardRef
 from gradbox_engine import Group
-from gradbox_engine.model.shard_feed import Position, ShardFeed
+from gradbox_engine.model.calling.shard_feed import Position, ShardFeed
 from gradbox_service.store import blob_store
 from gradbox_worker.files.blob_tensors import BlobTensors
 

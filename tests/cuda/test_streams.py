@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import Group, Objective, Penalty, set_gradient
-from gradbox_engine.model.shard_feed import Position, ShardFeed
+from gradbox_engine.model.calling.shard_feed import Position, ShardFeed
 from tests.device import DEVICE, on_cuda_alone, same_bits
 
 pytestmark = on_cuda_alone

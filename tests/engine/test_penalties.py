@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import BadPenalty, Group, LossNotFinite, Objective, Penalty, set_gradient
-from gradbox_engine.model.shard_rng import shard_stream
+from gradbox_engine.model.calling.shard_rng import shard_stream
 from tests.cases import CASES, Case
 from tests.device import DEVICE, moved, same_bits
 from tests.engine.memory import peak_bytes

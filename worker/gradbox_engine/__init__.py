@@ -19,8 +19,8 @@ from gradbox_engine.errors import (
     UnknownParameter,
 )
 from gradbox_engine.mixed import mixed_gradient
-from gradbox_engine.model.blame import is_out_of_memory
-from gradbox_engine.model.shard_rng import shard_stream
+from gradbox_engine.model.calling.blame import is_out_of_memory
+from gradbox_engine.model.calling.shard_rng import shard_stream
 from gradbox_engine.replay.gradient_at_cotangents import (
     CotangentGradient,
     FirstOutputs,

@@ -93,15 +93,15 @@ class CallOptions:
     """How a job calls the model.
 
     Args:
-        seed: of all random streams, see `model.shard_rng`.
+        seed: of all random streams, see `calling.shard_rng`.
         mode: what `model.train()` is told.
         precision: see `model.precision`.
-        output: which part of the model's output is z, see `model.outputs`.
+        output: which part of the model's output is z, see `calling.outputs`.
         readout: (output, inputs) → z, run on every shard after `output`; a tensor, or a dict of
             tensors.
         weights: part of a state dict, laid over the registered one for this job alone.
-        penalties: terms on intermediate activations, see `model.penalties`.
-        streams: whether random numbers belong to shards or to samples, see `model.sample_rng`.
+        penalties: terms on intermediate activations, see `calling.penalties`.
+        streams: whether random numbers belong to shards or to samples, see `calling.sample_rng`.
     """
 
     seed: int = 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import Group, ModelCallFailed, Objective, mixed_gradient, set_gradient
-from gradbox_engine.model.written_parameters import written_parameter
+from gradbox_engine.model.state.written_parameters import written_parameter
 from gradbox_engine.per_sample import per_sample_gradient
 from tests.device import DEVICE, moved
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gradbox_engine import DeviceLost, Group, SetGradient
-from gradbox_engine.model.shard_feed import all_positions
+from gradbox_engine.model.calling.shard_feed import all_positions
 from gradbox_engine.ranges import (
     EarlierOutputs,
     HeldJob,

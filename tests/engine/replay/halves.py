@@ -16,7 +16,7 @@ from gradbox_engine import (
     gradient_at_cotangents,
     set_outputs,
 )
-from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.calling.outputs import Outputs
 from tests.cases import Case
 from tests.device import DEVICE, moved
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import Group, Objective, ReplayMismatch, set_gradient, set_outputs
-from gradbox_engine.model.stated_attributes import can_be_stated, from_stated, stated
+from gradbox_engine.model.state.stated_attributes import can_be_stated, from_stated, stated
 from tests.device import DEVICE, same_bits
 from tests.engine.drawn_modules import Reversed
 from tests.engine.interrupted import Kept, Killed, KilledAt

@@ -17,8 +17,8 @@ from gradbox_engine import (
     set_gradient,
     shard_stream,
 )
-from gradbox_engine.model.buffers import Buffers
-from gradbox_engine.model.snapshots import packed, unpacked
+from gradbox_engine.model.state.buffers import Buffers
+from gradbox_engine.model.state.snapshots import packed, unpacked
 from tests.device import DEVICE, moved
 from tests.oracle import TOLERANCE, difference
 

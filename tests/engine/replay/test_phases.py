@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.prepared import prepared
-from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.wrt import select
 from gradbox_engine.replay.cotangents import differentiate
 from gradbox_engine.replay.first_pass import first_pass

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import Group, Objective, SetGradient, set_gradient
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.prepared import prepared
-from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.wrt import select
 from gradbox_engine.replay.first_pass import first_pass
 from gradbox_engine.replay.retention import GraphBudget

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine import Group, Objective, set_gradient, shard_stream
-from gradbox_engine.model.buffers import Buffers
-from gradbox_engine.model.snapshots import Snapshot, packed, unpacked
+from gradbox_engine.model.state.buffers import Buffers
+from gradbox_engine.model.state.snapshots import Snapshot, packed, unpacked
 from tests.oracle import TOLERANCE, difference
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.replay.z import ShardRows, concatenated, ordered, unordered
 from gradbox_engine.requests import Group
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradbox_engine.model.blame import blaming
-from gradbox_engine.model.outputs import Outputs, as_z, wide_leaves
-from gradbox_engine.model.shard_feed import Position
-from gradbox_engine.model.shard_rng import shard_stream
+from gradbox_engine.model.calling.blame import blaming
+from gradbox_engine.model.calling.outputs import Outputs, as_z, wide_leaves
+from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.model.calling.shard_rng import shard_stream
 from gradbox_engine.replay.cotangents import moved, real_number
 from gradbox_engine.requests import Objective
 

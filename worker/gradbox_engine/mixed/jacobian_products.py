@@ -25,10 +25,11 @@ from torch.autograd import forward_ad
 
 from gradbox_engine.errors import BadInputs, BadOutput, ModelCallFailed, NoTangent
 from gradbox_engine.mixed.forward_rules import LeanRules, Roundings, dual, parts
-from gradbox_engine.model.blame import blaming
-from gradbox_engine.model.calls import ShardGraph
+from gradbox_engine.model.calling.blame import blaming
+from gradbox_engine.model.calling.calls import ShardGraph
+from gradbox_engine.model.calling.outputs import Outputs
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.kernels import checkpoints_inlined, forward_mode_checkpoints
-from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.precision import (
     REPLAY_TOLERANCE,
     accumulation_dtype,
@@ -36,7 +37,6 @@ from gradbox_engine.model.precision import (
     replay_tolerance,
 )
 from gradbox_engine.model.prepared import Prepared
-from gradbox_engine.model.shard_feed import Position
 
 WITHOUT_RULE = re.compile(r"Trying to use forward AD with (\S+) that does not support it")
 WITHOUT_JVP = "You must implement the jvp function for custom autograd.Function"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.mixed.equipment import Equipment
-from gradbox_engine.model.outputs import BARE, Outputs
-from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.calling.outputs import BARE, Outputs
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.replay.cotangents import differentiate, nonzero
 from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.replay.z import ShardRows, concatenated

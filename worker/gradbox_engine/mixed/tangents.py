@@ -17,8 +17,8 @@ from gradbox_engine.mixed.inner import Contraction, norm
 from gradbox_engine.mixed.jacobian_products import Linearised, missing_rule
 from gradbox_engine.mixed.phases import DFDZ, sketch
 from gradbox_engine.mixed.sums import LeafSums
-from gradbox_engine.model.outputs import Outputs
-from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.calling.outputs import Outputs
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.shard_record import ShardRecord
 

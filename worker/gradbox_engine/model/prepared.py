@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine.errors import ModelCallFailed
-from gradbox_engine.model.buffers import Buffers
-from gradbox_engine.model.calls import ModelCalls
+from gradbox_engine.model.calling.calls import ModelCalls
+from gradbox_engine.model.calling.shard_feed import ShardFeed
+from gradbox_engine.model.calling.shard_rng import generators_restored
 from gradbox_engine.model.kernels import avoid_cudnn_recurrence, checkpoints_reached
 from gradbox_engine.model.precision import arithmetic
-from gradbox_engine.model.restore import restored
-from gradbox_engine.model.shard_feed import ShardFeed
-from gradbox_engine.model.shard_rng import generators_restored
+from gradbox_engine.model.state.buffers import Buffers
+from gradbox_engine.model.state.restore import restored
+from gradbox_engine.model.state.written_parameters import unwritten_parameters
 from gradbox_engine.model.tensor_equality import storages_of
 from gradbox_engine.model.weights import lay_over, widen
-from gradbox_engine.model.written_parameters import unwritten_parameters
 from gradbox_engine.model.wrt import Selection, matched_inputs
 from gradbox_engine.requests import CallOptions, Group
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine.errors import NoBatchAxis
-from gradbox_engine.model.blame import blaming
+from gradbox_engine.model.calling.blame import blaming
 from gradbox_engine.model.kernels import checkpoints_inlined
 from gradbox_engine.per_sample.backward import RecordedGraph
 from gradbox_engine.per_sample.planning.model import CALL_ERRORS, CallableModel, copied

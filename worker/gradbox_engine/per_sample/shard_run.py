@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradbox_engine.model.blame import blaming
+from gradbox_engine.model.calling.blame import blaming
 from gradbox_engine.per_sample.backward import RecordedGraph, Terms
 from gradbox_engine.per_sample.gradients import leaf_gradients
 from gradbox_engine.per_sample.planned_model import Head, PlannedModel

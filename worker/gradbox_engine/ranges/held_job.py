@@ -26,8 +26,8 @@ from typing import TypeVar, Unpack
 from torch import nn
 
 from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
+from gradbox_engine.model.calling.shard_feed import all_positions
 from gradbox_engine.model.prepared import Prepared, prepared
-from gradbox_engine.model.shard_feed import all_positions
 from gradbox_engine.model.wrt import Selection, select
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.graphs_between_jobs import NONE_BETWEEN_JOBS, GraphsBetweenJobs

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.errors import CoupledShards
-from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.precision import replay_tolerance
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.ranges.norm_statistics import (

@@ -7,8 +7,8 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradbox_engine.model.outputs import Outputs
-from gradbox_engine.model.shard_feed import Position, all_positions
+from gradbox_engine.model.calling.outputs import Outputs
+from gradbox_engine.model.calling.shard_feed import Position, all_positions
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.protocol import NormUpdate, Range, RangeCotangents, RangeOutputs
 from gradbox_engine.replay.z import NumRows, check_alike

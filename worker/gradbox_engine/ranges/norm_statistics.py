@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradbox_engine.errors import CoupledShards
-from gradbox_engine.model.attributes import restorable
-from gradbox_engine.model.snapshots import Live, Slot, Snapshot
+from gradbox_engine.model.state.attributes import restorable
+from gradbox_engine.model.state.snapshots import Live, Slot, Snapshot
 from gradbox_engine.model.tensor_equality import form, same_values
 from gradbox_engine.ranges.protocol import NormStatistics, NormUpdate, RangeOutputs
 from gradbox_engine.replay.shard_record import ShardRecord

@@ -21,8 +21,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradbox_engine.model.outputs import Outputs
-from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.calling.outputs import Outputs
+from gradbox_engine.model.calling.shard_feed import Position
 
 HOST = torch.device("cpu")
 

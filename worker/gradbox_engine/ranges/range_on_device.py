@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint
-from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.calling.outputs import Outputs
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.model.prepared import Prepared
-from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.wrt import Selection
 from gradbox_engine.ranges.protocol import GradientForm, RangeCotangents, RangeGradient
 from gradbox_engine.replay.checkpoint import JobCheckpoint

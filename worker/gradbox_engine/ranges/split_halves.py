@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gradbox_engine.model.outputs import Outputs, as_z
-from gradbox_engine.model.shard_feed import all_positions
+from gradbox_engine.model.calling.outputs import Outputs, as_z
+from gradbox_engine.model.calling.shard_feed import all_positions
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.joining import (
     by_range,

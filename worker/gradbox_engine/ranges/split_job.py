@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gradbox_engine.errors import DeviceLost
-from gradbox_engine.model.outputs import Outputs
-from gradbox_engine.model.shard_feed import Position, all_positions
+from gradbox_engine.model.calling.outputs import Outputs
+from gradbox_engine.model.calling.shard_feed import Position, all_positions
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.calls import Losses
 from gradbox_engine.ranges.courses import Course, run_together

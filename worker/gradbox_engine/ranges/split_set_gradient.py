@@ -22,8 +22,8 @@ from typing import Unpack
 
 import torch
 
+from gradbox_engine.model.calling.shard_rng import generators_restored
 from gradbox_engine.model.precision import arithmetic
-from gradbox_engine.model.shard_rng import generators_restored
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.joining import joined, joined_rows, range_cotangents
 from gradbox_engine.ranges.protocol import HOST, Devices, Range, RangeOutputs

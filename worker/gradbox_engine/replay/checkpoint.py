@@ -20,11 +20,11 @@ from typing import Protocol
 from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
-from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.calling.outputs import Outputs
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.prepared import Prepared
-from gradbox_engine.model.shard_feed import Position
-from gradbox_engine.model.snapshots import Snapshot, packed, unpacked
-from gradbox_engine.model.stated_attributes import can_be_stated
+from gradbox_engine.model.state.snapshots import Snapshot, packed, unpacked
+from gradbox_engine.model.state.stated_attributes import can_be_stated
 from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.shard_record import ShardRecord
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.errors import ReplayMismatch
+from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.host_copy import HostCopy
-from gradbox_engine.model.outputs import Outputs
 from gradbox_engine.model.precision import replay_tolerance
 from gradbox_engine.model.tensor_equality import same_values
 from gradbox_engine.requests import Precision

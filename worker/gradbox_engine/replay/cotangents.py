@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.errors import LossNotFinite, LossNotScalar
-from gradbox_engine.model.blame import blaming
-from gradbox_engine.model.outputs import Outputs, as_z, describe, wide_leaves
+from gradbox_engine.model.calling.blame import blaming
+from gradbox_engine.model.calling.outputs import Outputs, as_z, describe, wide_leaves
+from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.model.calling.shard_rng import begin_stream
 from gradbox_engine.model.precision import accumulation_dtype
-from gradbox_engine.model.shard_feed import Position
-from gradbox_engine.model.shard_rng import begin_stream
 from gradbox_engine.model.weights import wide_dtype
 from gradbox_engine.replay.z import ordered
 from gradbox_engine.requests import Group, Objective, Z

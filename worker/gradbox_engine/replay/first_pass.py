@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from gradbox_engine.model.calls import ShardGraph
+from gradbox_engine.model.calling.calls import ShardGraph
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.prepared import Prepared
-from gradbox_engine.model.shard_feed import Position
-from gradbox_engine.model.snapshots import Snapshot
+from gradbox_engine.model.state.snapshots import Snapshot
 from gradbox_engine.replay.output_blocks import OutputBlocks
 from gradbox_engine.replay.retention import GraphBudget
 from gradbox_engine.replay.saved_tensors import GraphSizes

@@ -19,10 +19,10 @@ from functools import partial
 from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint
-from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.calling.outputs import Outputs
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.precision import fp16_scale, passes_float16
 from gradbox_engine.model.prepared import Prepared
-from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.replay import AfterShard, ReplayProgress, replay
 from gradbox_engine.replay.shard_record import ShardRecord

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.wrt import INPUTS
 from gradbox_engine.requests import SOLE_GROUP, Group
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.tensor_equality import storages_of
 from gradbox_engine.replay.retention import HELD_FACTOR
 from gradbox_engine.replay.shard_record import ShardRecord

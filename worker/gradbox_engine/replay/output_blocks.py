@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.calling.outputs import Outputs
 
 # glibc maps what is larger than 32 MiB by itself, and unmaps it when it is freed.
 BLOCK_BYTES: Final = 64 * 2**20

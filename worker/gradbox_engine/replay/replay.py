@@ -31,11 +31,11 @@ from torch.autograd.graph import GradientEdge
 
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.errors import ReplayMismatch
-from gradbox_engine.model.blame import blaming
-from gradbox_engine.model.calls import ShardGraph
-from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.calling.blame import blaming
+from gradbox_engine.model.calling.calls import ShardGraph
+from gradbox_engine.model.calling.outputs import Outputs
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.prepared import Prepared
-from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.shard_record import ShardRecord, retried_without_kept_graphs

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.errors import ModelCallFailed
-from gradbox_engine.model.calls import ShardGraph
+from gradbox_engine.model.calling.calls import ShardGraph
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.prepared import Prepared
-from gradbox_engine.model.shard_feed import Position
 from gradbox_engine.model.tensor_equality import is_plain, storages_of
 
 Saved = tuple[Tensor, int]

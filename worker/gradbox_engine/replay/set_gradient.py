@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from gradbox_engine.checkpoint import Checkpoints
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.model.outputs import Outputs
+from gradbox_engine.model.calling.outputs import Outputs
+from gradbox_engine.model.calling.shard_feed import Position, all_positions
 from gradbox_engine.model.prepared import Prepared, prepared
-from gradbox_engine.model.shard_feed import Position, all_positions
 from gradbox_engine.model.wrt import Selection, select
 from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.cotangents import LossDerivatives, differentiate, nonzero

@@ -18,9 +18,9 @@ from typing import Unpack
 from torch import Tensor, nn
 
 from gradbox_engine.checkpoint import Checkpoints
-from gradbox_engine.model.outputs import as_z
+from gradbox_engine.model.calling.outputs import as_z
+from gradbox_engine.model.calling.shard_feed import all_positions
 from gradbox_engine.model.prepared import Prepared, prepared
-from gradbox_engine.model.shard_feed import all_positions
 from gradbox_engine.model.wrt import select
 from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.first_pass import FirstPass, first_pass

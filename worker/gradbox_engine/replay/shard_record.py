@@ -9,11 +9,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradbox_engine.model.blame import is_out_of_memory
-from gradbox_engine.model.calls import ShardGraph
-from gradbox_engine.model.outputs import Outputs
-from gradbox_engine.model.shard_feed import Position
-from gradbox_engine.model.snapshots import Snapshot
+from gradbox_engine.model.calling.blame import is_out_of_memory
+from gradbox_engine.model.calling.calls import ShardGraph
+from gradbox_engine.model.calling.outputs import Outputs
+from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.model.state.snapshots import Snapshot
 
 T = TypeVar("T")
 

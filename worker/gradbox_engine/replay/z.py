@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from gradbox_engine.errors import BadOutput
-from gradbox_engine.model.outputs import Outputs
-from gradbox_engine.model.shard_feed import Position, all_positions, permutation
+from gradbox_engine.model.calling.outputs import Outputs
+from gradbox_engine.model.calling.shard_feed import Position, all_positions, permutation
 from gradbox_engine.requests import Group
 
 NumRows = Mapping[str, Sequence[int | None]]

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import CotangentsLoss, GradientSpec, Receipt
 from gradbox_engine import CotangentGradient, FirstOutputs, gradient_at_cotangents
-from gradbox_engine.model.outputs import BARE, Outputs
+from gradbox_engine.model.calling.outputs import BARE, Outputs
 from gradbox_worker.computations.engine_inputs import TensorSource, differentiated
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import input_gradients, section

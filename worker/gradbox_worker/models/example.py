@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox.protocol import ExampleInput, ExampleView
-from gradbox_engine.model.restore import restored
+from gradbox_engine.model.state.restore import restored
 from gradbox_worker.exceptions_to_problems import Caught, caught
 
 SAMPLES: Final = 2

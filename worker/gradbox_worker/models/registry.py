@@ -23,7 +23,7 @@ from torch import nn
 from gradbox.errors import UnknownModel, UnusableModel
 from gradbox.protocol import ModelView
 from gradbox_engine.model.prepared import model_devices
-from gradbox_engine.model.written_parameters import written_parameter
+from gradbox_engine.model.state.written_parameters import written_parameter
 from gradbox_worker.errors import ModelsFileError, WeightsDoNotFit
 from gradbox_worker.models.builders import build_with_code
 from gradbox_worker.models.describe import describe_model, size_bytes, unusable

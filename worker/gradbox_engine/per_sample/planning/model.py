@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from gradbox_engine.errors import BadInputs, NoBatchAxis
-from gradbox_engine.model.buffers import Buffers
-from gradbox_engine.model.calls import entry_point
+from gradbox_engine.model.calling.calls import entry_point
+from gradbox_engine.model.calling.outputs import BARE, as_outputs, choose
+from gradbox_engine.model.calling.shard_feed import call_arguments
+from gradbox_engine.model.calling.shard_rng import begin_stream
 from gradbox_engine.model.kernels import compiled_code_run_eagerly
-from gradbox_engine.model.outputs import BARE, as_outputs, choose
 from gradbox_engine.model.precision import AUTOCAST, accumulation_dtype, autocast, passes_float16
 from gradbox_engine.model.prepared import configured, model_device
-from gradbox_engine.model.shard_feed import call_arguments
-from gradbox_engine.model.shard_rng import begin_stream
+from gradbox_engine.model.state.buffers import Buffers
 from gradbox_engine.model.tensor_equality import strided_parts
 from gradbox_engine.model.weights import wide_dtype
 from gradbox_engine.model.wrt import INPUTS, select

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.errors import NoBatchAxis
+from gradbox_engine.model.calling.shard_rng import generator_fingerprint
 from gradbox_engine.model.kernels import checkpoints_inlined
 from gradbox_engine.model.precision import autocast
-from gradbox_engine.model.shard_rng import generator_fingerprint
 from gradbox_engine.per_sample.planning.coupling import (
     mixing_layers,
     others_differ,

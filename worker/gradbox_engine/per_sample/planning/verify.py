@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradbox_engine.errors import CoupledSamples
-from gradbox_engine.model.shard_rng import stream_seed
+from gradbox_engine.model.calling.shard_rng import stream_seed
 from gradbox_engine.per_sample.gradients import gradients, leaf_gradients
 from gradbox_engine.per_sample.recording.batch_axis import BatchAxis, samples_that_differ
 from gradbox_factors import Term, squared_norms

@@ -22,8 +22,8 @@ from gradbox_engine.mixed.equipment import Equipment, equipped
 from gradbox_engine.mixed.phases import DFDZ, first_pass, sketch
 from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.mixed.tangents import TangentPass, tangent_pass
-from gradbox_engine.model.outputs import BARE
-from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.calling.outputs import BARE
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.independence import check_independence
 from gradbox_engine.ranges.protocol import (

@@ -23,10 +23,10 @@ import torch
 
 from gradbox_engine.mixed.phases import OuterDifferentiated, outer_at
 from gradbox_engine.mixed.tangents import largest_product
+from gradbox_engine.model.calling.outputs import BARE
+from gradbox_engine.model.calling.shard_rng import generators_restored
 from gradbox_engine.model.kernels import differentiable_kernels
-from gradbox_engine.model.outputs import BARE
 from gradbox_engine.model.precision import arithmetic
-from gradbox_engine.model.shard_rng import generators_restored
 from gradbox_engine.ranges.joining import joined, joined_rows, range_cotangents
 from gradbox_engine.ranges.mixed.held_mixed import DirectionsOfRange, RangeTangents
 from gradbox_engine.ranges.protocol import HOST, Devices, Range, RangeOutputs

@@ -22,7 +22,7 @@ from ray.exceptions import (
 )
 
 from gradbox_engine.errors import DeviceLost
-from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.ranges import Range
 from gradbox_engine.requests import Group
 from gradbox_worker.cluster.coordinator.joined import JoinedCluster

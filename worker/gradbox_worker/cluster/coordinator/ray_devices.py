@@ -22,7 +22,7 @@ from typing import Any
 import ray
 import torch
 
-from gradbox_engine.model.shard_feed import all_positions
+from gradbox_engine.model.calling.shard_feed import all_positions
 from gradbox_engine.ranges import (
     EarlierOutputs,
     NamedSums,

@@ -23,7 +23,7 @@ from typing import Any, Final
 import ray
 from torch import Tensor
 
-from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.ranges import Range
 from gradbox_engine.ranges.samples import RangeSamples, Rows, SampleTask
 from gradbox_engine.ranges.samples.joining import SUMMED

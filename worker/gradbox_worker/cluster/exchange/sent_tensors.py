@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradbox.protocol import ShardRef, TensorRef
-from gradbox_engine.model.shard_feed import Position
+from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.requests import Shard
 from gradbox_worker.cluster.exchange.array_buffers import TensorBuffer, as_tensors
 from gradbox_worker.files.blob_tensors import TensorForm

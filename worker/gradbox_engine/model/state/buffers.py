@@ -34,9 +34,9 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine.errors import GraphInBuffer
-from gradbox_engine.model.attributes import Attributes
-from gradbox_engine.model.hooks import Hooks
-from gradbox_engine.model.snapshots import Live, PackedValues, Slot, Snapshot
+from gradbox_engine.model.state.attributes import Attributes
+from gradbox_engine.model.state.hooks import Hooks
+from gradbox_engine.model.state.snapshots import Live, PackedValues, Slot, Snapshot
 from gradbox_engine.model.tensor_equality import form, same_values, storages_of, writable
 
 

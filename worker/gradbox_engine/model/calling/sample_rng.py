@@ -30,8 +30,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradbox_engine.errors import BadInputs, SampleStreamRefused
-from gradbox_engine.model.shard_feed import Position, permutation
-from gradbox_engine.model.shard_rng import generator_fingerprint
+from gradbox_engine.model.calling.shard_feed import Position, permutation
+from gradbox_engine.model.calling.shard_rng import generator_fingerprint
 from gradbox_engine.requests import Group, Shard
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradbox_engine.model.attributes import ModuleAttributes, State
+from gradbox_engine.model.state.attributes import ModuleAttributes, State
 
 AS_THEY_ARE = frozenset({type(None), bool, int, str})
 IN_WORDS = frozenset({float, complex, torch.dtype, torch.device})

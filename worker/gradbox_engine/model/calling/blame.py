@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradbox_engine.errors import EngineError, ModelCallFailed
-from gradbox_engine.model.failed_call import describe
+from gradbox_engine.model.calling.failed_call import describe
 
 OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.model.blame import blaming
-from gradbox_engine.model.outputs import Outputs, as_outputs, choose
-from gradbox_engine.model.penalties import Tap, Taps
+from gradbox_engine.model.calling.blame import blaming
+from gradbox_engine.model.calling.outputs import Outputs, as_outputs, choose
+from gradbox_engine.model.calling.penalties import Tap, Taps
+from gradbox_engine.model.calling.sample_rng import SampleStreams
+from gradbox_engine.model.calling.shard_feed import Position, call_arguments
+from gradbox_engine.model.calling.shard_rng import begin_stream
 from gradbox_engine.model.precision import autocast
-from gradbox_engine.model.sample_rng import SampleStreams
-from gradbox_engine.model.shard_feed import Position, call_arguments
-from gradbox_engine.model.shard_rng import begin_stream
 from gradbox_engine.requests import CallOptions, Group
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from gradbox_engine.checkpoint import Checkpoint
-from gradbox_engine.model.attributes import State, restorable
-from gradbox_engine.model.hooks import HookState
 from gradbox_engine.model.host_copy import HostCopy
-from gradbox_engine.model.stated_attributes import from_stated, stated
+from gradbox_engine.model.state.attributes import State, restorable
+from gradbox_engine.model.state.hooks import HookState
+from gradbox_engine.model.state.stated_attributes import from_stated, stated
 from gradbox_engine.model.tensor_equality import same_values
 
 Slot = tuple[str, str]

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine.model.containers import CONTAINERS, entries_of, refill
-from gradbox_engine.model.scripted import bind, scripted_attributes
+from gradbox_engine.model.state.containers import CONTAINERS, entries_of, refill
+from gradbox_engine.model.state.scripted import bind, scripted_attributes
 from gradbox_engine.model.tensor_equality import same_values
 
 NONE: list[Any] = []  # the entries of what is empty

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradbox_engine.model.containers import CONTAINERS, entries_of, refill, same_entries
-from gradbox_engine.model.scripted import bind, scripted_attributes
+from gradbox_engine.model.state.containers import CONTAINERS, entries_of, refill, same_entries
+from gradbox_engine.model.state.scripted import bind, scripted_attributes
 
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)

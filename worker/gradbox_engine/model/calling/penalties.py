@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from gradbox_engine.errors import BadOutput, BadPenalty
-from gradbox_engine.model.blame import blaming
-from gradbox_engine.model.outputs import Outputs, as_z, choose, describe
+from gradbox_engine.model.calling.blame import blaming
+from gradbox_engine.model.calling.outputs import Outputs, as_z, choose, describe
 from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.requests import Penalty
 
