@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from gradbox.errors import InvalidInputs, MissingBlobs
+from gradbox.errors import BlobRejected, InvalidInputs, MissingBlobs
 from gradbox.protocol import ShardRef, TensorRef
 from gradbox.tensors.safetensors_header import read_header
 from gradbox_service.store import BlobStore, Room, blob_store
 from gradbox_worker.files.blob_tensors import MAX_OPEN_FILES, BlobTensors
 from gradbox_worker.files.result_file import write_result
+from gradbox_worker.files.safetensors_types import SAFETENSORS_NAMES
 
 CPU = torch.device("cpu")
 
@@ -55,6 +57,46 @@ def test_every_dtype_is_read_as_it_was_written(tmp_path: Path) -> None:
     with BlobTensors(blobs, device=CPU) as tensors:
         for name, expected in EVERY_DTYPE.items():
             assert same(tensors.tensor(TensorRef(blob=digest, tensor=name)), expected)
+
+
+def test_mapped_tensors_of_every_dtype_are_those_of_the_file(tmp_path: Path) -> None:
+    # Three bytes first: nothing behind them lies at a multiple of its item size.
+    mixed = {"odd": torch.ones(3, dtype=torch.uint8), **EVERY_DTYPE, "empty": torch.empty(0, 3)}
+    entries, content = {}, b""
+    for name, tensor in mixed.items():
+        begin = len(content)
+        content += bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+        entries[name] = {
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, len(content)],
+        }
+    header = json.dumps(entries).encode()
+    path = tmp_path / "blob"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content)
+    source = SimpleNamespace(path=lambda _: path, header=lambda _: read_header(path))
+    with BlobTensors(source, device=CPU) as tensors:
+        found = {name: tensors.shared(TensorRef(blob="0" * 64, tensor=name)) for name in mixed}
+    assert all(same(found[name], expected) for name, expected in mixed.items())
+
+
+def test_what_is_written_to_a_mapped_tensor_stays_out_of_the_file(tmp_path: Path) -> None:
+    blobs = blob_store(tmp_path)
+    ref = TensorRef(blob=put(blobs, {"x": torch.ones(5000)}), tensor="x")
+    with BlobTensors(blobs, device=CPU) as tensors:
+        tensors.shared(ref).zero_()
+    with BlobTensors(blobs, device=CPU) as tensors:
+        assert torch.equal(tensors.shared(ref), torch.ones(5000))
+
+
+def test_a_blob_that_was_cut_short_is_said_to_be(tmp_path: Path) -> None:
+    blobs = blob_store(tmp_path)
+    ref = TensorRef(blob=put(blobs, {"x": torch.ones(5000)}), tensor="x")
+    os.truncate(blobs.path(ref.blob), 8000)
+    with BlobTensors(blobs, device=CPU) as tensors:
+        for read in (tensors.tensor, tensors.shared):
+            with pytest.raises(BlobRejected, match="ends early; upload it again"):
+                read(ref)
 
 
 def test_scalars_and_empty_tensors_are_read(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def _run(
         readout = None
         if spec.readout is not None:
             readout = build_function(spec.readout, tensors, device=registry.device).function
-        weights = {name: tensors.tensor(ref) for name, ref in spec.weights.items()}
+        weights = {name: tensors.shared(ref) for name, ref in spec.weights.items()}
         widened = widened_weights(weights, loaded.module, transfer=spec.transfer)
         job = LoadedJob(
             work=work,

@@ -3,11 +3,13 @@
 Tensors are read at their offset into memory of their own. `safetensors.safe_open` maps the file
 instead, and its tensors alias the mapping: a model that changes its input in place would change
 what the replay reads, and every shard ever read would count towards the process's resident set.
+Weights are mapped: the engine copies them into the model once, and nothing else looks at them.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -24,6 +26,7 @@ from gradbox.tensors.safetensors_header import SafetensorsHeader, TensorEntry
 from gradbox_worker.files.safetensors_types import TORCH_DTYPES
 
 MAX_OPEN_FILES: Final = 64
+ENDS_EARLY: Final = "expected a whole blob, got one that ends early; upload it again"
 
 
 class Blobs(Protocol):
@@ -55,13 +58,7 @@ class _OpenBlob:
     def read(self, name: str, *, pinned: bool = False) -> Tensor:
         """Read a tensor to the host, into page-locked memory if it is to be copied from there."""
         entry = self.entries[name]
-        dtype = TORCH_DTYPES.get(entry.dtype)
-        if dtype is None:
-            raise BlobRejected(
-                f"expected tensors of {', '.join(TORCH_DTYPES)}, got {name!r} of {entry.dtype}; "
-                f"convert it"
-            )
-        tensor = torch.empty(entry.shape, dtype=dtype, pin_memory=pinned)
+        tensor = torch.empty(entry.shape, dtype=self._dtype(name), pin_memory=pinned)
         if entry.begin == entry.end:
             return tensor
         memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -69,11 +66,34 @@ class _OpenBlob:
         while done < len(memory):
             got = os.preadv(self._fd, [memory[done:]], self._data_start + entry.begin + done)
             if got == 0:
-                raise BlobRejected(
-                    "expected a whole blob, got one that ends early; upload it again"
-                )
+                raise BlobRejected(ENDS_EARLY)
             done += got
         return tensor
+
+    def mapped(self, name: str) -> Tensor:
+        """Return a tensor in the file's own pages; what is written to it, the file does not get."""
+        entry, dtype = self.entries[name], self._dtype(name)
+        if entry.begin == entry.end:
+            return torch.empty(entry.shape, dtype=dtype)
+        begin, size_bytes = self._data_start + entry.begin, entry.end - entry.begin
+        skipped = begin % mmap.ALLOCATIONGRANULARITY
+        try:
+            pages = mmap.mmap(
+                self._fd, skipped + size_bytes, offset=begin - skipped, access=mmap.ACCESS_COPY
+            )
+        except ValueError:
+            raise BlobRejected(ENDS_EARLY) from None
+        flat = torch.frombuffer(pages, dtype=torch.uint8, count=size_bytes, offset=skipped)
+        return flat.view(dtype).reshape(entry.shape)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        dtype = TORCH_DTYPES.get(self.entries[name].dtype)
+        if dtype is None:
+            raise BlobRejected(
+                f"expected tensors of {', '.join(TORCH_DTYPES)}, got {name!r} of "
+                f"{self.entries[name].dtype}; convert it"
+            )
+        return dtype
 
     def close(self) -> None:
         os.close(self._fd)
@@ -102,13 +122,14 @@ class BlobTensors:
             BlobRejected: it ends early, or has a dtype that torch lacks.
             InvalidInputs: it has no tensor of that name.
         """
-        blob = self._blob(ref.blob)
-        if ref.tensor not in blob.entries:
-            raise InvalidInputs(
-                f"expected a tensor {ref.tensor!r} in blob {ref.blob[:12]}…, which has "
-                f"{_listed(blob.entries)}; check the names in the job"
-            )
-        return blob.read(ref.tensor).to(self._device)
+        return self._having(ref).read(ref.tensor).to(self._device)
+
+    def shared(self, ref: TensorRef) -> Tensor:
+        """Return one tensor on the host, in memory that is not its own: to be copied at once.
+
+        Raises: as `tensor`.
+        """
+        return self._having(ref).mapped(ref.tensor)
 
     def shard(self, ref: ShardRef) -> dict[str, Tensor]:
         """Read one shard to the host: argument name → tensor.
@@ -148,6 +169,16 @@ class BlobTensors:
     def shards(self, refs: Sequence[ShardRef]) -> LazyShards:
         """Return the shards as a sequence that reads each one when it is asked for."""
         return LazyShards(self, refs)
+
+    def _having(self, ref: TensorRef) -> _OpenBlob:
+        """Return the blob that has a tensor."""
+        blob = self._blob(ref.blob)
+        if ref.tensor not in blob.entries:
+            raise InvalidInputs(
+                f"expected a tensor {ref.tensor!r} in blob {ref.blob[:12]}…, which has "
+                f"{_listed(blob.entries)}; check the names in the job"
+            )
+        return blob
 
     def _blob(self, digest: str) -> _OpenBlob:
         blob = self._open.get(digest)

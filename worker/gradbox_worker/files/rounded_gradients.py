@@ -165,7 +165,7 @@ def widened_weights(
     registered: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     registered.update(model.named_buffers(remove_duplicate=False))
     return {
-        name: tensor.to(registered[name].dtype)
+        name: tensor.to(registered[name].device).to(registered[name].dtype)
         for name, tensor in given.items()
         if tensor.dtype == form and name in registered and _is_wider(registered[name].dtype)
     }

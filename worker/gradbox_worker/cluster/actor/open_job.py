@@ -85,7 +85,7 @@ class ReceivedJob:
         device.kept.begin(half, loaded=device.registry.holds(job.model))
         loaded = device.registry.get(job.model, job.model_version)
         tensors = SentTensors(job, device=on_device)
-        weights = {name: tensors.tensor(ref) for name, ref in spec.weights.items()}
+        weights = {name: tensors.shared(ref) for name, ref in spec.weights.items()}
         widened = widened_weights(weights, loaded.module, transfer=spec.transfer)
         readout = None
         if spec.readout is not None:

@@ -173,7 +173,7 @@ class WideJob:
             result_path=self._work.result_path,
             earlier_result=self._work.earlier_result,
             loss_parameters=wide.loss_parameters,
-            tensors={(ref.blob, ref.tensor): TensorBuffer.of(tensors.tensor(ref)) for ref in refs},
+            tensors={(ref.blob, ref.tensor): TensorBuffer.of(tensors.shared(ref)) for ref in refs},
             forms=forms,
             checkpoints=self._work.checkpoints,
             rows=rows,

@@ -76,6 +76,10 @@ class SentTensors:
         """Return one tensor on the device, for itself."""
         return self._tensors[ref.blob, ref.tensor].tensor(copy=True).to(self._device)
 
+    def shared(self, ref: TensorRef) -> Tensor:
+        """Return one tensor on the host, in memory that is not its own: to be copied at once."""
+        return self._tensors[ref.blob, ref.tensor].tensor(copy=False)
+
     def shards(self, refs: Sequence[ShardRef]) -> SentShards:
         """Return a group's shards; asked for once a group, in order."""
         group = self._num_groups
