@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
+from gradbox_service.cleaning.crowding import crowding
 from gradbox_service.cleaning.expiry import SPARED_S, Limits, Stored, expired
-from gradbox_service.jobs import JobRecord
+from gradbox_service.jobs import JobRecord, Records
+from gradbox_service.jobs.records import Memory
 from gradbox_service.settings import DAY_S, Settings
 from tests.service.boxes import SHARDS, a_record, a_spec, begin, blob_of, finish, ones
 
@@ -74,6 +78,33 @@ def test_of_too_many_blobs_the_least_recently_used_go() -> None:
     few = Limits(7 * DAY_S, 30 * DAY_S, quota_bytes=None, total_bytes=1e18, num_blobs=2)
     assert names(files, few) == ["b5", "b4", "b3"]
     assert names([stored("fresh", days=0.0, kind="blob"), *files[:2]], few) == ["b2"]
+
+
+QUARTER = 1 / 96  # of an hour, in days
+
+
+def settled(name: str, *, quarters: float, owner: str = "ann") -> Stored:
+    return replace(stored(name, days=quarters * QUARTER, owner=owner), settled=True)
+
+
+def test_where_the_rest_is_not_enough_settled_files_of_whoever_takes_most_go() -> None:
+    files = [settled(f"ann{n}", quarters=n) for n in (0.5, 1.5, 2.5)]
+    files += [settled("bob", quarters=3.5, owner="bob"), stored("idle", days=1, owner="bob")]
+    files += [stored("unread", days=3.5 * QUARTER)]
+    for bound_bytes, gone in (
+        (50, ["idle"]),
+        (40, ["idle", "ann2.5"]),
+        (30, ["idle", "ann2.5", "ann1.5"]),
+        (0, ["idle", "bob", "ann2.5", "ann1.5"]),
+    ):
+        assert names(files, replace(ROOMY, total_bytes=bound_bytes)) == gone
+
+
+def test_the_quota_takes_settled_files_of_its_owner() -> None:
+    files = [settled(f"ann{n}", quarters=n) for n in (0.5, 1.5)]
+    files += [settled("bob", quarters=3.5, owner="bob"), stored("unread", days=3.5 * QUARTER)]
+    assert names(files, replace(ROOMY, quota_bytes=20)) == ["ann1.5"]
+    assert names(files, replace(ROOMY, quota_bytes=0)) == ["bob", "ann1.5"]
 
 
 def cleaner_of(box: Backing, data: Path, **settings: Any) -> Cleaner:
@@ -168,6 +199,79 @@ def test_the_bound_is_a_share_of_the_room_there_is(backing: Backing, tmp_path: P
     assert cleaner_of(backing, tmp_path / "data").clean() == []
     cleaner = cleaner_of(backing, tmp_path / "data", storage_share=1e-12)
     assert len(cleaner.clean()) == 3
+
+
+def ended(
+    box: Backing, job_id: str, *, quarters: float, read: bool = True, owner: str = "ann"
+) -> None:
+    """Have a job that ended so many quarters of an hour ago, and was read shortly after."""
+    put_result(box, job_id, owner=owner, days=(quarters + (-0.01 if read else 0.01)) * QUARTER)
+    finished_s = time.time() - quarters * QUARTER * DAY_S
+    box.records.update(job_id, lambda record: replace(record, finished_s=finished_s))
+
+
+def test_a_full_disk_takes_what_was_read_and_blobs_before_the_hour(
+    backing: Backing, tmp_path: Path
+) -> None:
+    ended(backing, "read", quarters=1.5)
+    ended(backing, "unread", quarters=1.5, read=False)
+    ended(backing, "new", quarters=0.5)
+    blob = put_blob(backing, days=1.5 * QUARTER)
+    for settings in ({"storage_share": 1e-12}, {"owner_quota_bytes": 1}):
+        cleaner = cleaner_of(backing, tmp_path / "data", **settings)
+        assert {file.name for file in cleaner.clean()} <= {"read", blob}
+    assert {file.name for file in cleaner.stored()} == {"unread", "new"}
+
+
+def test_a_full_redis_forgets_old_jobs_of_whoever_has_most(
+    redis_settings: Settings, connection: redis.Redis
+) -> None:
+    box = Backing.on_redis(redis_settings)
+    for n in range(6):
+        ended(box, f"ann{n}", quarters=1.5)
+    ended(box, "ann-new", quarters=0.5)
+    ended(box, "ann-unread", quarters=3.5, read=False)
+    ended(box, "ann-old", quarters=4.5, read=False)
+    box.records.create(a_record("ann-waits"), spec=a_spec())
+    ended(box, "bob", quarters=99, owner="bob")
+    cleaner = cleaner_of(box, redis_settings.data)
+    cleaner.clean()
+    assert len(box.records.owned("ann")) == 10
+    used = connection.info("memory")["used_memory"]
+    connection.config_set("maxmemory", int(1.3 * used))
+    try:
+        for _ in range(20):
+            cleaner.clean()
+    finally:
+        connection.config_set("maxmemory", 0)
+    left = {record.id for record in box.records.owned("ann")}
+    assert left == {"ann-new", "ann-unread", "ann-waits"}
+    assert [record.id for record in box.records.owned("bob")] == ["bob"]
+    assert not box.results.path("ann0", attempt=1).exists()
+
+
+def test_as_many_jobs_are_forgotten_as_make_the_room(backing: Backing) -> None:
+    for n in range(20):
+        owner = "ann" if n < 15 else "bob"
+        backing.records.create(a_record(f"{n:02}", owner=owner, created_s=float(n)), spec=a_spec())
+    used = Memory(used_bytes=1000, bound_bytes=1250)  # 50 a job; the share is 750
+    chosen = crowding(KnownMemory(backing.records, used), may_go=lambda record: True)
+    assert chosen == ["00", "01", "02", "03", "04"]
+    odd = crowding(KnownMemory(backing.records, used), may_go=lambda r: int(r.id) % 2 == 1)
+    assert odd == ["01", "03", "05", "07", "09"]
+    for enough in (Memory(700, 1250), Memory(10**12, None)):
+        assert not crowding(KnownMemory(backing.records, enough), may_go=lambda record: True)
+
+
+class KnownMemory:
+    """Records of a store that takes so much memory."""
+
+    def __init__(self, records: Records, memory: Memory) -> None:
+        self._records = records
+        self.memory = lambda: memory
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._records, name)
 
 
 def test_records_end_after_their_time_with_all_that_is_stored(

@@ -29,6 +29,21 @@ def test_owned_jobs_come_newest_first_and_by_state(records: Records) -> None:
     assert [r.id for r in records.owned("ann", state=JobState.RUNNING)] == ["job1"]
 
 
+def test_an_owners_jobs_are_counted_and_come_oldest_first(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradbox_service.jobs.redis_records.CHANGES_READ", 2)
+    for number in (2, 0, 1):
+        records.create(a_record(f"job{number}", created_s=float(number)), spec=a_spec())
+    records.create(a_record("other", owner="bob"), spec=a_spec())
+    records.create(a_record("gone", owner="eve"), spec=a_spec())
+    records.update("gone", partial(JobRecord.request_cancel, now_s=9.0))
+    records.forget("gone")
+    assert [record.id for record in records.oldest("ann")] == ["job0", "job1", "job2"]
+    assert list(records.oldest("nobody")) == []
+    assert dict(records.num_by_owner()) == {"ann": 3, "bob": 1}
+
+
 def test_jobs_come_in_pages_whatever_goes_meanwhile(records: Records) -> None:
     for number in range(5):  # two of one time
         record = a_record(f"job{number}", created_s=float(number // 2))

@@ -49,7 +49,8 @@ def check_quota(
     raise StorageFull(
         f"{wanted}: of the {in_units(quota_bytes)} that one owner may have on this box, your blobs "
         f"take {in_units(blob_bytes)} and your results {in_units(result_bytes)}; delete results "
-        f"(`job.delete()`), or wait: what was not used for an hour makes room, oldest first"
+        f"(`job.delete()`), or wait: what was not used for a quarter of an hour makes room, and "
+        f"results that nobody has read after an hour"
     )
 
 
@@ -64,5 +65,6 @@ def check_memory(memory: Memory) -> None:
     raise ServiceUnavailable(
         f"the box's Redis takes {in_units(memory.used_bytes)} of the "
         f"{in_units(memory.bound_bytes)} that it may, and new jobs {NEW_JOBS_SHARE:.0%} of that; "
-        f"wait until jobs have ended, or have the box's owner raise --redis-memory-bytes"
+        f"wait: jobs that ended make room within an hour, oldest first of whoever has most; or "
+        f"have the box's owner raise --redis-memory-bytes"
     )

@@ -11,10 +11,19 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
+from typing import TypeVar
 
 import redis
 
-from gradbox_service.cleaning.expiry import SPARED_S, Limits, Stored, expired
+from gradbox_service.cleaning.crowding import crowding
+from gradbox_service.cleaning.expiry import (
+    SETTLED_SPARED_S,
+    SPARED_S,
+    Limits,
+    Stored,
+    expired,
+)
 from gradbox_service.cleaning.needed import Needed
 from gradbox_service.jobs import JobRecord, Records
 from gradbox_service.jobs.refusals import store_refuses
@@ -23,8 +32,10 @@ from gradbox_service.queue.leadership import Leadership
 from gradbox_service.repeating_thread import RepeatingThread
 from gradbox_service.settings import Settings
 from gradbox_service.store import BlobStore, ResultStore
-from gradbox_service.store.files import use_of
+from gradbox_service.store.files import FileUse, use_of
 from gradbox_service.tokens import Tokens
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +43,10 @@ LEADER_TTL_S = 5.0
 # Of the memory that Redis may take, what it notes of blobs may fill, and what it notes of one.
 BLOBS_SHARE = 0.3
 BLOB_NOTE_BYTES = 512
-# Records that end in one look; the rest waits for the next one.
+# Records that end by age in one look; the rest waits for the next one.
 MAX_RECORDS = 1000
+# Files whose owners are looked up at once.
+PAGE = 1000
 
 
 class Cleaner(RepeatingThread):
@@ -64,12 +77,22 @@ class Cleaner(RepeatingThread):
         """Remove what has expired; return the files that went."""
         self._tokens.reconcile()
         now_s = time.time()
-        self._end_records(before_s=now_s - self._settings.record_age_s)
+        self._end_records(
+            [
+                *self._records.ended(
+                    before_s=now_s - self._settings.record_age_s, limit=MAX_RECORDS
+                ),
+                *crowding(self._records, may_go=partial(self._may_end, now_s=now_s)),
+            ]
+        )
         self._blobs.sweep()
         self._results.sweep(is_written=self._is_written, unused_since_s=now_s - SPARED_S)
         self._sweep_checkpoints(unused_since_s=now_s - SPARED_S)
         files = list(self.stored(owned=self._settings.owner_quota_bytes is not None))
-        choose = partial(expired, files, self._limits(files), now_s=now_s)
+        limits = self._limits(files)
+        if sum(file.size_bytes for file in files) > limits.total_bytes:
+            files = list(self.stored())
+        choose = partial(expired, files, limits, now_s=now_s)
         if not choose(needed=frozenset()):
             return []  # specs are read only where something could go
         return self.remove(choose(needed=self._needed.names()))
@@ -80,13 +103,19 @@ class Cleaner(RepeatingThread):
         Args:
             owned: whether to look up whose each is.
         """
-        for name, file in self._results.files():
-            record = self._records.get(name) if owned else None
-            owner = record.owner if record else ""
-            yield Stored("result", name, owner, file.size_bytes, file.used_s)
-        for name, file in self._blobs.files():
-            owners = self._owners.owners_of(name) if owned else ()
-            yield Stored("blob", name, owners[0] if owners else "", file.size_bytes, file.used_s)
+        for some in _pages(self._results.files()):
+            records = self._records.many([name for name, _ in some]) if owned else ()
+            of = {record.id: record for record in records}
+            for name, file in some:
+                record = of.get(name)
+                owner = record.owner if record else ""
+                settled = record is not None and _was_read(file, record)
+                yield Stored("result", name, owner, file.size_bytes, file.used_s, settled)
+        for some in _pages(self._blobs.files()):
+            firsts = self._owners.firsts([name for name, _ in some]) if owned else {}
+            for name, file in some:
+                owner = firsts.get(name, "")
+                yield Stored("blob", name, owner, file.size_bytes, file.used_s, owned)
 
     def needed(self) -> frozenset[str]:
         """Return the names of files that jobs still read."""
@@ -123,12 +152,20 @@ class Cleaner(RepeatingThread):
             num_blobs=BLOBS_SHARE * memory_bytes / BLOB_NOTE_BYTES,
         )
 
-    def _end_records(self, *, before_s: float) -> None:
-        for job_id in self._records.ended(before_s=before_s, limit=MAX_RECORDS):
+    def _end_records(self, job_ids: Iterable[str]) -> None:
+        for job_id in job_ids:
             record = self._records.get(job_id)
             if record is not None:
                 self._results.discard(job_id, attempt=record.attempt)
             self._records.forget(job_id)
+
+    def _may_end(self, record: JobRecord, *, now_s: float) -> bool:
+        """Tell whether a job has ended long enough ago to make room in Redis."""
+        if record.finished_s is None:
+            return False
+        found = use_of(self._results.path(record.id, attempt=record.attempt))
+        waits = found is not None and not _was_read(found, record)
+        return now_s - record.finished_s > (SPARED_S if waits else SETTLED_SPARED_S)
 
     def _sweep_checkpoints(self, *, unused_since_s: float) -> None:
         """Remove what jobs left that ended while no worker could."""
@@ -149,3 +186,14 @@ class Cleaner(RepeatingThread):
             return self._blobs.remove(file.name, unused_since_s=file.used_s)
         self._records.update(file.name, partial(JobRecord.drop_result, now_s=time.time()))
         return self._results.remove(file.name)
+
+
+def _was_read(file: FileUse, record: JobRecord) -> bool:
+    """Tell whether a result was used after the end of its job, which wrote it before."""
+    return record.finished_s is not None and file.used_s > record.finished_s
+
+
+def _pages(files: Iterable[T]) -> Iterator[list[T]]:
+    files = iter(files)
+    while page := list(islice(files, PAGE)):
+        yield page

@@ -2,18 +2,23 @@
 
 A file's modification time is its last use: its bytes never change, and whoever uses it sets the
 time. Nothing here touches a disk.
+
+What was used within the last hour makes no room, for its job may be about to be posted, or its
+result about to be read. A loop that trains a model writes more than that in an hour, and would fill
+the disk for everybody. So where the rest is not enough, blobs and results that were read go after a
+quarter of an hour: an owner's own for the quota, and for the disk those of whoever takes most.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-# What was used within the last hour goes only by age: its job may be about to be posted, or its
-# result about to be read.
 SPARED_S: Final = 3600.0
+SETTLED_SPARED_S: Final = 900.0
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Stored:
         name: a result's job id, or a blob's digest.
         owner: against whom it counts; "" where that does not matter or nobody is known.
         used_s: when it was last used, in seconds since 1970.
+        settled: whether it can be sent or computed again and nobody waits to read it: a blob, or a
+            result that was read.
     """
 
     kind: Literal["result", "blob"]
@@ -31,6 +38,7 @@ class Stored:
     owner: str
     size_bytes: int
     used_s: float
+    settled: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,11 +71,18 @@ def expired(
     free = [file for file in oldest_first if file.name not in needed]
     gone = {file for file in free if now_s - file.used_s > ages[file.kind]}
     idle = [file for file in free if now_s - file.used_s > SPARED_S]
+    settled = [
+        file for file in free if file.settled and SETTLED_SPARED_S < now_s - file.used_s <= SPARED_S
+    ]
     if limits.quota_bytes is not None:
         for owner in sorted({file.owner for file in oldest_first if file.owner}):
             own = [file for file in oldest_first if file.owner == owner]
-            gone |= _until_within(own, limits.quota_bytes, idle=idle, gone=gone)
-    gone |= _until_within(oldest_first, limits.total_bytes, idle=idle, gone=gone)
+            gone |= _until_within(own, limits.quota_bytes, among=[*idle, *settled], gone=gone)
+    taken_bytes = Counter[str]()
+    for file in oldest_first:
+        taken_bytes[file.owner] += file.size_bytes
+    settled.sort(key=lambda file: taken_bytes[file.owner], reverse=True)
+    gone |= _until_within(oldest_first, limits.total_bytes, among=[*idle, *settled], gone=gone)
     idle_blobs = [file for file in idle if file.kind == "blob" and file not in gone]
     num_blobs = sum(file.kind == "blob" and file not in gone for file in oldest_first)
     gone |= set(idle_blobs[: int(max(0.0, num_blobs - limits.num_blobs))])
@@ -75,13 +90,13 @@ def expired(
 
 
 def _until_within(
-    files: Sequence[Stored], bound_bytes: float, *, idle: Sequence[Stored], gone: set[Stored]
+    files: Sequence[Stored], bound_bytes: float, *, among: Sequence[Stored], gone: set[Stored]
 ) -> set[Stored]:
-    """Return the first idle ones of `files` without which the rest is within the bound."""
+    """Return the first ones `among` the files without which the rest is within the bound."""
     taken_bytes = sum(file.size_bytes for file in files if file not in gone)
     chosen: set[Stored] = set()
     candidates = set(files) - gone
-    for file in idle:
+    for file in among:
         if taken_bytes <= bound_bytes:
             break
         if file in candidates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from gradbox.protocol import JobSpec, JobState
@@ -102,6 +102,15 @@ class MemoryRecords:
         if after is not None:
             found = [record for record in found if (record.created_s, record.id) < after]
         return found[:limit]
+
+    def oldest(self, owner: str) -> Iterator[JobRecord]:
+        with self._changed:
+            found = [record for record in self._records.values() if record.owner == owner]
+        yield from sorted(found, key=lambda record: (record.created_s, record.id))
+
+    def num_by_owner(self) -> Mapping[str, int]:
+        with self._changed:
+            return Counter(record.owner for record in self._records.values())
 
     def owners(self) -> Sequence[str]:
         with self._changed:

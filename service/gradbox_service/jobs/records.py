@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -118,6 +118,12 @@ class Records(Protocol):
         after: Mark | None = None,
     ) -> Sequence[JobRecord]:
         """Return an owner's jobs, newest first; only those behind `after` if it is given."""
+
+    def oldest(self, owner: str) -> Iterator[JobRecord]:
+        """Give an owner's jobs, oldest first."""
+
+    def num_by_owner(self) -> Mapping[str, int]:
+        """Return how many jobs everybody has who has any."""
 
     def owners(self) -> Sequence[str]:
         """Return everybody who ever had a job here, by name."""

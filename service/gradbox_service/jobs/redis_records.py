@@ -27,8 +27,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Any, cast
 
 import redis
@@ -142,6 +143,22 @@ class RedisRecords(RedisPlaces):
             last_s = page[-1][1] if page else newest
             newest, start = (last_s, 0) if last_s < newest else (newest, start + PAGE)
         return list(found.values())[:limit]
+
+    def oldest(self, owner: str) -> Iterator[JobRecord]:
+        for start in count(step=CHANGES_READ):
+            last = start + CHANGES_READ - 1
+            ids = cast("list[bytes]", self._redis.zrange(owner_key(owner), start, last))
+            if not ids:
+                return
+            yield from self._many(ids)
+
+    def num_by_owner(self) -> Mapping[str, int]:
+        owners = self.owners()
+        with self._redis.pipeline(transaction=False) as pipe:
+            for owner in owners:
+                pipe.zcard(owner_key(owner))
+            found = dict(zip(owners, pipe.execute(), strict=True))
+        return {owner: num_jobs for owner, num_jobs in found.items() if num_jobs}
 
     def owners(self) -> Sequence[str]:
         names = cast("set[bytes]", self._redis.smembers(changes.OWNERS))

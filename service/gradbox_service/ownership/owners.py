@@ -53,6 +53,9 @@ class BlobOwners(Protocol):
     def owners_of(self, digest: str) -> Sequence[str]:
         """Return the blob's owners, the one it counts against first; empty for an unknown blob."""
 
+    def firsts(self, digests: Sequence[str]) -> Mapping[str, str]:
+        """Return the owners that blobs count against; without those of unknown blobs."""
+
     def bytes_of(self, owner: str) -> int:
         """Return the bytes of the blobs that `owner` sent before anybody else did."""
 
@@ -98,6 +101,13 @@ class RedisBlobOwners:
         names = [name[len(OWNER) :].decode() for name in fields if name.startswith(OWNER)]
         first = fields.get(FIRST, b"").decode()
         return sorted(names, key=lambda name: (name != first, name))
+
+    def firsts(self, digests: Sequence[str]) -> Mapping[str, str]:
+        with self._redis.pipeline(transaction=False) as pipe:
+            for digest in digests:
+                pipe.hget(_key(digest), FIRST.decode())
+            found = zip(digests, pipe.execute(), strict=True)
+            return {digest: first.decode() for digest, first in found if first is not None}
 
     def bytes_of(self, owner: str) -> int:
         return int(cast("bytes | None", self._redis.hget(BYTES, owner)) or 0)
@@ -150,6 +160,10 @@ class MemoryBlobOwners:
         with self._lock:
             owners = self._blobs.get(digest, (0, []))[1]
             return [*owners[:1], *sorted(owners[1:])]
+
+    def firsts(self, digests: Sequence[str]) -> Mapping[str, str]:
+        with self._lock:
+            return {d: self._blobs[d][1][0] for d in digests if d in self._blobs}
 
     def bytes_of(self, owner: str) -> int:
         with self._lock:
