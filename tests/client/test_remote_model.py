@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,22 @@ def test_calls_send_nothing_and_use_sends_them_together(
     assert posted == ["forward"]
     loss.backward()
     assert posted == ["forward", "gradient"]
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_outputs_that_nobody_holds_are_freed(client: GradClient, *, backward: bool) -> None:
+    f = client.model("mlp")
+    x = shards_of(2)[0].requires_grad_()
+    z = f(x)
+    loss = z.square().sum()
+    if backward:
+        loss.backward()
+    with torch._C.DisableTorchFunctionSubclass():
+        batch = weakref.ref(z._batch)
+    assert batch() is not None
+    del z, loss
+    gc.collect()
+    assert batch() is None
 
 
 def test_both_jobs_go_by_the_name_and_priority_that_were_given(client: GradClient) -> None:
