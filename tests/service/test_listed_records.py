@@ -10,7 +10,7 @@ import redis
 from gradbox.protocol import JobState
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord, Mark, Records, RedisRecords
-from gradbox_service.jobs.redis_records import PAGE
+from gradbox_service.jobs.redis_lists import PAGE
 from tests.service.boxes import a_record, a_spec, begin
 
 
@@ -32,7 +32,7 @@ def test_owned_jobs_come_newest_first_and_by_state(records: Records) -> None:
 def test_an_owners_jobs_are_counted_and_come_oldest_first(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradbox_service.jobs.redis_records.CHANGES_READ", 2)
+    monkeypatch.setattr("gradbox_service.jobs.redis_lists.PAGE", 2)
     for number in (2, 0, 1):
         records.create(a_record(f"job{number}", created_s=float(number)), spec=a_spec())
     records.create(a_record("other", owner="bob"), spec=a_spec())

@@ -5,7 +5,7 @@ Each has a protocol, an implementation on Redis and a twin in memory. To read in
     record, place                   one job, how it may change, and where it stands while it waits
     records, events                 the protocol of the store; what a change says to watchers
     redis_records, redis_changes    the store on Redis; how one change is written
-    redis_places                    its part about where queued jobs stand
+    redis_lists, redis_places       its parts about an owner's jobs, and where queued ones stand
     redis_script                    commands that run together, if nothing changed meanwhile
     damaged                         what becomes of a record that cannot be read
     memory_records                  the twin

@@ -25,17 +25,15 @@ indices, its event and its lease change together or not at all.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import count
 from typing import Any, cast
 
 import redis
 from redis.client import Pipeline
 
-from gradbox.protocol import JobSpec, JobState, parse_spec
+from gradbox.protocol import JobSpec, parse_spec
 from gradbox_service.jobs import redis_changes as changes
 from gradbox_service.jobs.damaged import SET_ASIDE, failed_record, read_record
 from gradbox_service.jobs.events import parse_id
@@ -44,21 +42,19 @@ from gradbox_service.jobs.records import (
     KEY_LIFETIME_S,
     Change,
     Event,
-    Mark,
     Memory,
     StoredJob,
     check_same_spec,
 )
 from gradbox_service.jobs.redis_changes import job_key, memory_in, owner_key, posted_key, spec_key
+from gradbox_service.jobs.redis_lists import RedisLists
 from gradbox_service.jobs.redis_places import RedisPlaces
 from gradbox_service.jobs.redis_script import ConditionalCommands
 
-PAGE = 200
-NEWEST_FIRST: Any = {"end": "-inf", "desc": True, "byscore": True, "withscores": True, "num": PAGE}
 CHANGES_READ = 1000
 
 
-class RedisRecords(RedisPlaces):
+class RedisRecords(RedisLists, RedisPlaces):
     """Implements `Records` on a Redis of version 7.0 or newer, or a Valkey."""
 
     def __init__(self, connection: redis.Redis) -> None:
@@ -120,52 +116,6 @@ class RedisRecords(RedisPlaces):
 
     def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         return self._many([job_id.encode() for job_id in job_ids])
-
-    def owned(
-        self,
-        owner: str,
-        *,
-        state: JobState | None = None,
-        limit: int = 100,
-        after: Mark | None = None,
-    ) -> Sequence[JobRecord]:
-        key = owner_key(owner) if state is None else changes.index_key(owner, state)
-        found: dict[str, JobRecord] = {}
-        newest, start, ids = math.inf if after is None else after.created_s, 0, [b""] * PAGE
-        while len(found) < limit and len(ids) == PAGE:
-            page: Any = self._redis.zrange(key, cast(Any, newest), offset=start, **NEWEST_FIRST)
-            ids = [job_id for job_id, _ in page]
-            for record in self._many(ids):
-                behind = after is None or (record.created_s, record.id) < after
-                if behind and state in (None, record.state):
-                    found.setdefault(record.id, record)
-            # By time and not by number: jobs that come or go meanwhile move all behind them.
-            last_s = page[-1][1] if page else newest
-            newest, start = (last_s, 0) if last_s < newest else (newest, start + PAGE)
-        return list(found.values())[:limit]
-
-    def oldest(self, owner: str) -> Iterator[JobRecord]:
-        for start in count(step=CHANGES_READ):
-            last = start + CHANGES_READ - 1
-            ids = cast("list[bytes]", self._redis.zrange(owner_key(owner), start, last))
-            if not ids:
-                return
-            yield from self._many(ids)
-
-    def num_by_owner(self) -> Mapping[str, int]:
-        owners = self.owners()
-        with self._redis.pipeline(transaction=False) as pipe:
-            for owner in owners:
-                pipe.zcard(owner_key(owner))
-            found = dict(zip(owners, pipe.execute(), strict=True))
-        return {owner: num_jobs for owner, num_jobs in found.items() if num_jobs}
-
-    def owners(self) -> Sequence[str]:
-        names = cast("set[bytes]", self._redis.smembers(changes.OWNERS))
-        return sorted(name.decode() for name in names)
-
-    def num_active(self, owner: str) -> int:
-        return self._redis.zcard(changes.index_key(owner, JobState.QUEUED))
 
     def active(self) -> Sequence[JobRecord]:
         ids = cast("list[bytes]", self._redis.zrange(changes.ACTIVE, 0, -1))
@@ -277,7 +227,7 @@ class RedisRecords(RedisPlaces):
                 return earlier
         return self.get(record.id)
 
-    def _many(self, ids: list[bytes]) -> list[JobRecord]:
+    def _many(self, ids: Sequence[bytes]) -> list[JobRecord]:
         if not ids:
             return []
         texts = cast(Any, self._redis.mget([job_key(i.decode()) for i in ids]))
