@@ -17,7 +17,19 @@ from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import Settings
 from gradbox_service.testing.inprocess import InProcessTransport
 from tests.service.boxes import SHARDS, announce, begin, run_job, spec_for, submit, upload
-from tests.service.conftest import Box, client_with
+from tests.service.conftest import Box, client_with, serve
+
+
+def test_the_default_of_timeout_s_is_cut_to_the_limit_of_the_box(tmp_path: Path) -> None:
+    settings = Settings(data=tmp_path / "data", max_timeout_s=100.0)
+    for box in serve(Backing.in_memory(tmp_path / "data"), settings):
+        record = box.backing.records.get(submit(box.client))
+        assert record is not None
+        assert record.timeout_s == 100.0
+        blob = upload(box.client, SHARDS)
+        answer = box.client.post("/v1/jobs", json=spec_for(blob, timeout_s=101.0))
+        assert answer.status_code == 422
+        assert "expected at most 100, which is this box's limit" in answer.json()["detail"]
 
 
 def test_a_posted_job_is_queued_and_fed(box: Box) -> None:

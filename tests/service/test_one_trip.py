@@ -169,6 +169,29 @@ def test_a_wait_that_is_over_gives_the_job_as_it_is(box: Box) -> None:
     assert time.monotonic() - began >= 1.0
 
 
+def test_the_job_in_a_form_has_the_limit_of_one_alone(memory_box: Box) -> None:
+    name, job = job_part()
+    answer = post(memory_box.client, form([(name, job + b" " * 50_000), (DIGEST, DATA)]))
+    assert (answer.status_code, answer.json()["type"]) == (413, "urn:gradbox:problem:blob-too-large")
+    assert post(memory_box.client, form([(name, job), (DIGEST, DATA)])).status_code == 202
+
+
+def test_a_wait_tells_nothing_once_its_token_is_revoked(box: Box) -> None:
+    job_id = post(box.client, form([job_part(), (DIGEST, DATA)])).json()["id"]
+
+    def revoke_and_run() -> None:
+        time.sleep(1.5)
+        box.backing.tokens.revoke("ann")
+        run_job(box.backing, job_id, data=DATA)
+
+    thread = threading.Thread(target=revoke_and_run)
+    thread.start()
+    answer = box.client.get(f"/v1/jobs/{job_id}", headers={"Prefer": "wait=30"})
+    thread.join()
+    assert answer.status_code == 401
+    assert "ended during the wait" in answer.json()["detail"]
+
+
 def test_a_blob_that_is_there_is_not_taken_again(box: Box) -> None:
     headers = {"If-None-Match": "*"}
     statuses = [

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -130,6 +133,61 @@ def test_an_unusable_redis_is_named_at_once(url: str | None, tmp_path: Path) -> 
 def test_the_schema_is_made_once(tmp_path: Path) -> None:
     app = create_app(Settings(data=tmp_path), backing=Backing.in_memory(tmp_path))
     assert app.openapi() is app.openapi()
+
+
+def test_the_schema_states_what_a_job_may_say(memory_box: Box) -> None:
+    schemas = memory_box.client.get("/openapi.json").json()["components"]["schemas"]
+    seed = schemas["GradientSpec"]["properties"]["seed"]
+    assert (seed["minimum"], seed["exclusiveMaximum"]) == (0, 2**63)
+    priority = schemas["GradientSpec"]["properties"]["priority"]
+    assert (priority["minimum"], priority["maximum"]) == (-10, 10)
+    assert not {"ge", "gt", "le", "lt"} & set(_keys(schemas))
+    for loss in ("GraphLoss", "BuiltinLoss", "CotangentsLoss"):
+        assert "kind" in schemas[loss]["required"]
+
+
+def _keys(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _keys(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _keys(inner)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/v1/session"), ("PUT", "/v1/operation"), ("GET", "/v1/jobs"), ("POST", "/nowhere")],
+)
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_large_body_is_refused_where_none_is_read(
+    memory_box: Box, method: str, path: str, *, chunked: bool
+) -> None:
+    sent = 0
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal sent
+        for _ in range(1000):
+            sent += 1024
+            yield b" " * 1024
+
+    with httpx.Client(transport=memory_box.transport, base_url="http://box") as stranger:
+        body = chunks() if chunked else b" " * 10**6
+        answer = stranger.request(method, path, content=body)
+    assert (answer.status_code, answer.json()["type"]) == (413, "urn:gradbox:problem:blob-too-large")
+    assert answer.headers["x-request-id"] == answer.json()["request_id"]
+    assert sent <= 8 * 1024
+
+
+def test_a_small_body_comes_whole(memory_box: Box) -> None:
+    token = {"token": "x" * 199}
+    headers = {"X-Gradbox-Dashboard": "1"}
+    for body in (json.dumps(token).encode(), iter([b'{"token": "', b"x" * 199, b'"}'])):
+        answer = memory_box.client.post(
+            "/v1/session", content=body, headers=headers | {"Content-Type": "application/json"}
+        )
+        assert answer.status_code == 401, answer.text
 
 
 def test_the_schema_names_what_is_posted(memory_box: Box) -> None:

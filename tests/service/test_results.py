@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from functools import partial
+from typing import Any
 
 import pytest
 
+from gradbox_service.http.routes.results import ResultResponse
 from gradbox_service.jobs import JobRecord
 from tests.service.boxes import begin, finish, run_job, submit
 from tests.service.conftest import Box
@@ -113,6 +115,20 @@ def test_a_result_that_was_removed_is_said(memory_box: Box, url: str) -> None:
     assert answer.status_code == 410
     assert answer.json()["type"].endswith(":result-gone")
     assert "submit the job again" in answer.json()["detail"]
+
+
+def test_a_result_removed_between_head_and_body_is_sent_whole(
+    memory_box: Box, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = ResultResponse.__call__
+
+    async def removed_first(self: ResultResponse, *given: Any) -> None:
+        memory_box.backing.results.remove(url.split("/")[3])
+        await send(self, *given)
+
+    monkeypatch.setattr(ResultResponse, "__call__", removed_first)
+    assert memory_box.client.get(url).content == DATA
+    assert memory_box.client.get(url).status_code == 410
 
 
 def test_a_result_can_be_deleted_by_its_owner(memory_box: Box, url: str) -> None:

@@ -165,7 +165,7 @@ class PerSampleGradientSpec(SampleSpec):
     against_loss_inputs: Entries[Identifier, TensorRef] = {}
     reduce: GradientReduction = "none"
     form: Form = "dense"
-    clip: Annotated[float | None, NUMBER, Field(validate_default=True)] = None
+    clip: Annotated[float | None, Field(validate_default=True), NUMBER] = None
     dim: Annotated[int | None, Field(validate_default=True, le=MAX_DIM, strict=True)] = None
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ from gradbox.errors import InvalidJob
 from gradbox.graphs.wire_form import Entries, Items
 from gradbox.protocol.per_sample import JacobianSpec, PerSampleGradientSpec
 from gradbox.protocol.spec_fields import (
+    DEFAULT_TIMEOUT_S,
     NUMBER,
     PROTOCOL,
     CotangentsLoss,
@@ -60,7 +61,7 @@ class ForwardSpec(DifferentiatedSpec):
     """
 
     computation: Literal["forward"]
-    retain: Literal["auto"] | Annotated[int, NUMBER, Field(ge=0)] = 0
+    retain: Literal["auto"] | Annotated[int, Field(ge=0), NUMBER] = 0
     returns: Annotated[Items[ForwardReturned], Field(min_length=1)] = ["outputs"]
 
     @model_validator(mode="after")
@@ -106,7 +107,7 @@ class CotangentGradientSpec(Wire):
     returns: Annotated[Items[CotangentReturned], Field(min_length=1)] = ["grads"]
     transfer: Transfer = "exact"
     priority: Priority = 0
-    timeout_s: Timeout = 3600.0
+    timeout_s: Timeout = DEFAULT_TIMEOUT_S
     devices: Devices = 1
     name: Name = ""
 

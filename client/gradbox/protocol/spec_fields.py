@@ -27,18 +27,19 @@ def _no_other_than_a_number(value: Any) -> Any:
     return value
 
 
-# Before the type of every numeric field of a spec.
+# Behind the type and bounds of every numeric field of a spec: before them, JSON Schema loses those.
 NUMBER: Final = BeforeValidator(_no_other_than_a_number)
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
 JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", max_length=100)]
-StreamNumber = Annotated[int, NUMBER, Field(ge=0, lt=2**63)]
+StreamNumber = Annotated[int, Field(ge=0, lt=2**63), NUMBER]
 TensorName = Annotated[str, StringConstraints(min_length=1, max_length=500)]
-Priority = Annotated[int, NUMBER, Field(ge=-10, le=10)]
-Timeout = Annotated[float, NUMBER, Field(gt=0, le=7 * 24 * 3600)]
+Priority = Annotated[int, Field(ge=-10, le=10), NUMBER]
+Timeout = Annotated[float, Field(gt=0, le=7 * 24 * 3600), NUMBER]
+DEFAULT_TIMEOUT_S: Final = 3600.0
 Name = Annotated[str, StringConstraints(max_length=200)]
-Devices = Literal["auto"] | Annotated[int, NUMBER, Field(ge=1, le=MAX_DEVICES)]
+Devices = Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_DEVICES), NUMBER]
 Scalar = bool | int | float | str | None
 Transfer = Literal["exact", "bf16", "fp16"]
 
@@ -100,14 +101,23 @@ class TracedFunction(Wire):
     tensors: Entries[str, FunctionTensor] = {}
 
 
-class GraphLoss(Wire):
+def _requires_kind(schema: dict[str, Any]) -> None:
+    """Say so in the schema: the kind tells losses apart, so whoever writes one needs it."""
+    schema["required"] = ["kind", *schema["required"]]
+
+
+class LossKind(Wire):
+    model_config = ConfigDict(json_schema_extra=_requires_kind)
+
+
+class GraphLoss(LossKind):
     """A loss that the client traced."""
 
     kind: Literal["graph"] = "graph"
     function: TracedFunction
 
 
-class BuiltinLoss(Wire):
+class BuiltinLoss(LossKind):
     """A loss that is part of gradbox, by name: see `gradbox.losses`."""
 
     kind: Literal["builtin"] = "builtin"
@@ -115,7 +125,7 @@ class BuiltinLoss(Wire):
     options: Entries[Identifier, Scalar] = {}
 
 
-class CotangentsLoss(Wire):
+class CotangentsLoss(LossKind):
     """A loss that ran elsewhere: ∂L/∂Z at the outputs of the job `forward`.
 
     `tensors` go by GROUP, or by GROUP/NAME where the readout gave several, as that job's outputs
@@ -157,13 +167,13 @@ class SharedSpec(Wire):
     output: str | Annotated[int, NUMBER] | None = None
     readout: TracedFunction | None = None
     mode: Literal["eval", "train"] = "eval"
-    seed: Annotated[int, NUMBER, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63), NUMBER] = 0
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
     streams: Literal["shard", "sample"] = "shard"
     weights: Entries[str, TensorRef] = {}
     transfer: Transfer = "exact"
     priority: Priority = 0
-    timeout_s: Timeout = 3600.0
+    timeout_s: Timeout = DEFAULT_TIMEOUT_S
     devices: Devices = 1
     name: Name = ""
 
@@ -172,4 +182,4 @@ class DifferentiatedSpec(SharedSpec):
     """What every computation is told that gives gradients of the model's own parameters."""
 
     wrt: Annotated[Items[str], Field(min_length=1)] | None = None
-    retain: Literal["auto"] | Annotated[int, NUMBER, Field(ge=0)] = "auto"
+    retain: Literal["auto"] | Annotated[int, Field(ge=0), NUMBER] = "auto"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradbox.errors import InvalidJob, OwnerOnly, QueueFull
 from gradbox.protocol import CotangentGradientSpec, JobSpec
+from gradbox.protocol.spec_fields import DEFAULT_TIMEOUT_S
 from gradbox_service.settings import Settings
 from gradbox_service.tokens import TokenInfo
 
@@ -30,14 +31,14 @@ def check_limits(
 
     Raises:
         OwnerOnly: it wants to go before others' jobs.
-        InvalidJob: it wants more time than this box gives a job.
+        InvalidJob: it wants more time than this box gives a job; the default is cut to that.
     """
     if posted.priority > 0 and not caller.admin:
         raise OwnerOnly(
             f"priority: expected -10 to 0, got {posted.priority}; only the box's owner may let a "
             "job go before those of others: leave it out, or use the owner's token"
         )
-    if posted.timeout_s > settings.max_timeout_s:
+    if DEFAULT_TIMEOUT_S != posted.timeout_s > settings.max_timeout_s:
         raise InvalidJob(
             f"timeout_s: expected at most {settings.max_timeout_s:g}, which is this box's limit, "
             f"got {posted.timeout_s:g}; cut the job into several, or ask the box's owner"

@@ -85,7 +85,7 @@ def post(
         created_s=time.time(),
         name=spec.name,
         priority=spec.priority,
-        timeout_s=spec.timeout_s,
+        timeout_s=min(spec.timeout_s, settings.max_timeout_s),
         max_attempts=settings.max_attempts,
         traceparent=traceparent,
     )

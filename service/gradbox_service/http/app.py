@@ -34,6 +34,7 @@ from gradbox_service.http.routes import (
     results,
     session,
 )
+from gradbox_service.http.small_bodies import SmallBodies
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.queue.passed_changes import PassedChanges
 from gradbox_service.settings import Settings
@@ -97,6 +98,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         leadership=stands_on.leadership,
     )
     app.state.bodies = Bodies(folder=settings.data, limit_bytes=settings.max_spec_bytes)
+    app.add_middleware(SmallBodies)
     app.add_middleware(
         RateLimit,
         allowance=Allowance(settings.requests_per_s),

@@ -33,6 +33,15 @@ class Bodies:
         self._limit_bytes = limit_bytes
         self._one_at_a_time = CapacityLimiter(1)
 
+    def check_job(self, job: bytes) -> None:
+        """Check a job that came with blobs in one body.
+
+        Raises:
+            BlobTooLarge: it has more bytes than a job alone may.
+        """
+        if len(job) > self._limit_bytes:
+            raise _too_large(self._limit_bytes)
+
     async def handle(
         self,
         request: Request,

@@ -13,12 +13,19 @@ from typing import Annotated
 import anyio.to_thread
 from fastapi import APIRouter, Query, Request, Response
 
-from gradbox.errors import InvalidRequest, OwnerOnly
+from gradbox.errors import InvalidRequest, OwnerOnly, Unauthorized
 from gradbox.protocol import JobList, JobState, JobView, OperationMode
 from gradbox.spans import Spans, read_traceparent
 from gradbox_service.admission import post
 from gradbox_service.backing import Backing
-from gradbox_service.http.auth import Box, Caller, Credentials, VisibleJob, caller_of
+from gradbox_service.http.auth import (
+    Box,
+    Caller,
+    Credentials,
+    Listener,
+    VisibleJob,
+    caller_of,
+)
 from gradbox_service.http.bodies import Bodies, announced_bytes
 from gradbox_service.http.multipart import MAX_BODY_BYTES, Parts, is_form, read_parts
 from gradbox_service.http.openapi import JOB_REQUEST, MAX_KEY_LENGTH
@@ -63,6 +70,7 @@ async def post_job(request: Request, credentials: Credentials) -> Response:
             caller = known or caller_of(request, box, credentials)
             idempotency_key = _idempotency_key(request)
             parts = read_parts(body, content_type=content_type) if form else Parts(body, {})
+            bodies.check_job(parts.job)
             record = post(
                 parts.job,
                 blobs=parts.blobs,
@@ -84,7 +92,8 @@ async def post_job(request: Request, credentials: Credentials) -> Response:
             computation=record.computation,
             model=record.model,
         )
-    return await _answer(record, request, box=box, caller=caller, posted=True)
+    listener = Listener(request, box=box, credentials=credentials)
+    return await _answer(record, request, box=box, caller=caller, listener=listener, posted=True)
 
 
 @router.get("")
@@ -122,9 +131,12 @@ def list_jobs(
 
 
 @router.get("/{job_id}", response_model=JobView)
-async def one_job(request: Request, record: VisibleJob, box: Box, caller: Caller) -> Response:
+async def one_job(
+    request: Request, record: VisibleJob, box: Box, caller: Caller, credentials: Credentials
+) -> Response:
     """One job; `Prefer: wait=N` waits for its end."""
-    return await _answer(record, request, box=box, caller=caller)
+    listener = Listener(request, box=box, credentials=credentials)
+    return await _answer(record, request, box=box, caller=caller, listener=listener)
 
 
 @router.delete("/{job_id}", status_code=202)
@@ -135,9 +147,17 @@ def cancel_job(record: VisibleJob, box: Box) -> JobView:
 
 
 async def _answer(
-    record: JobRecord, request: Request, *, box: Backing, caller: TokenInfo, posted: bool = False
+    record: JobRecord,
+    request: Request,
+    *,
+    box: Backing,
+    caller: TokenInfo,
+    listener: Listener,
+    posted: bool = False,
 ) -> Response:
     waited = await waited_for(record, request, listener=caller.name)
+    if not await listener.is_known():
+        raise Unauthorized("the token or session that came ended during the wait: log in again")
 
     def answer() -> Response:
         return answer_with(waited, _view(waited.record, box), request, box=box, posted=posted)

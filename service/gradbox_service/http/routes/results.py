@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from functools import partial
+from typing import Any, BinaryIO
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse
+from starlette.types import Receive, Scope, Send
 
 from gradbox.errors import ResultGone, ResultNotReady
 from gradbox.protocol import JobState, Receipt, ResultView
@@ -23,7 +26,17 @@ _RANGE = re.compile(r"\s*(?:(\d{1,18})\s*-\s*(\d{0,18})|-\s*(\d{1,18}))\s*")
 
 
 class ResultResponse(FileResponse):
+    """Sends a file that is open: it may be removed before its last byte is sent, or its first."""
+
     chunk_size = MIB
+
+    def __init__(self, file: BinaryIO, **given: Any) -> None:
+        super().__init__(f"/dev/fd/{file.fileno()}", **given)
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
 
 
 @router.head("/{job_id}/result", response_class=FileResponse, include_in_schema=False)
@@ -38,16 +51,17 @@ def job_result(request: Request, record: VisibleJob, box: Box) -> Response:
     path = box.results.path(record.id, attempt=record.attempt)
     box.results.touch(record.id, attempt=record.attempt)
     try:
-        found = path.stat()
+        file = path.open("rb")
     except FileNotFoundError:
         raise ResultGone(_gone(record)) from None
+    found = os.fstat(file.fileno())
     if found.st_size != result.size_bytes:
         raise ResultGone(
             f"the result of job {record.id} has {found.st_size} of its {result.size_bytes} bytes "
             f"left, as after a power cut; submit the job again"
         )
     response = ResultResponse(
-        path,
+        file,
         headers=headers,
         media_type="application/octet-stream",
         filename=f"{record.id}.safetensors",
