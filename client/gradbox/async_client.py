@@ -26,7 +26,8 @@ import httpx
 from gradbox.client import GradClient
 from gradbox.computations import Computation
 from gradbox.computations.computation import prepared
-from gradbox.http.connection import Retry
+from gradbox.errors import ServiceUnavailable
+from gradbox.http.connection import CLOSED, Retry
 from gradbox.http.events import JobEvent
 from gradbox.job import QUICK_S, Job
 from gradbox.protocol import JobState, JobView, ModelView
@@ -44,9 +45,16 @@ class Calls:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="gradbox-async")
+        self._closed = False
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what a call returns."""
+        """Return what a call returns.
+
+        Raises:
+            ServiceUnavailable: the client was closed.
+        """
+        if self._closed:
+            raise ServiceUnavailable(CLOSED)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, partial(function, *args, **kwargs))
 
@@ -59,6 +67,7 @@ class Calls:
             stop.set()
 
     def close(self) -> None:
+        self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -104,7 +113,7 @@ class AsyncGradClient:
 
     async def aclose(self) -> None:
         """Close the connections; jobs continue on the box, and tasks that await one raise."""
-        await self._calls.run(self._client.close)
+        await asyncio.to_thread(self._client.close)  # its own threads may be closed already
         self._calls.close()
 
     async def submit(self, computation: Computation, *, progress: bool | None = None) -> AsyncJob:

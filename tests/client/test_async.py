@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradbox import (
     AsyncGradClient,
+    GradClient,
     Gradient,
     GradResult,
     InvalidInputs,
@@ -191,6 +192,23 @@ def test_closing_the_client_ends_every_wait() -> None:
             await waiting
 
     ran(main)
+
+
+def test_a_closed_client_says_so_and_may_be_closed_again() -> None:
+    transport = httpx.MockTransport(ManyJobs(1, listed=1))
+
+    async def main() -> None:
+        client = AsyncGradClient("http://box", "token", transport=transport, retry=QUICK)
+        for _ in range(2):
+            await client.aclose()
+            with pytest.raises(ServiceUnavailable, match="was closed; make another"):
+                await client.job("j0")
+
+    ran(main)
+    client = GradClient("http://box", "token", transport=transport, retry=QUICK)
+    client.close()
+    with pytest.raises(ServiceUnavailable, match="was closed; make another"):
+        client.job("j0")
 
 
 def test_a_box_that_is_gone_ends_every_wait() -> None:

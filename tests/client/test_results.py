@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -183,6 +184,20 @@ def test_a_fetched_file_is_removed_with_its_result(make: Make, tmp_path: Path) -
     gc.collect()
     assert not folder.exists()
     assert torch.equal(gradient, torch.arange(3.0))
+
+
+def test_a_forked_process_leaves_the_fetched_file_to_its_parent(make: Make, tmp_path: Path) -> None:
+    make({"a": torch.arange(3.0)})
+    folder = tmp_path / "fetched"
+    folder.mkdir()
+    (tmp_path / "result.safetensors").rename(folder / "result.safetensors")
+    result = GradResult.owning(folder / "result.safetensors")
+    child = os.fork()
+    if not child:
+        del result
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    result.save(tmp_path / "kept.safetensors")
 
 
 def test_what_is_no_result_is_refused(tmp_path: Path) -> None:

@@ -206,3 +206,43 @@ def test_a_builtin_that_cannot_be_called_is_refused(
 ) -> None:
     with pytest.raises((InvalidJob, InvalidInputs), match=says):
         check_builtin(name, options, groups=groups, inputs=inputs)
+
+
+COLUMN = LABELS[:, None]
+
+
+@pytest.mark.parametrize(
+    ("loss", "given"),
+    [
+        ("supervised_contrastive", (Z, COLUMN)),
+        ("triplet_all", (Z, COLUMN)),
+        ("cox_partial_likelihood", (Z[:, 0], TIMES[:, None], EVENTS)),
+        ("cox_partial_likelihood", (Z[:, 0], TIMES, EVENTS[:, None])),
+        ("cox_partial_likelihood", (Z, TIMES, EVENTS)),
+        ("wasserstein_1d", (Z[:, :1], Y[:, 0])),
+        ("wasserstein_1d", (Z, Y[:1])),
+        ("barlow_twins", (Z, Y[:, :1])),
+        ("vicreg", (Z, Y[:, :1])),
+        ("clip_symmetric", (Z, Y, torch.ones(N))),
+    ],
+)
+def test_tensors_of_another_shape_are_refused(loss: str, given: tuple[Tensor, ...]) -> None:
+    with pytest.raises(ValueError, match=r"expected .*, got (shape )?\("):
+        getattr(losses, loss)(*given)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32])
+def test_times_of_any_type_give_the_same_likelihood(dtype: torch.dtype) -> None:
+    times = TIMES - 1  # with a zero, whose negative an unsigned number has not
+    expected = losses.cox_partial_likelihood(Z[:, 0], times, EVENTS)
+    assert torch.equal(losses.cox_partial_likelihood(Z[:, 0], times.to(dtype), EVENTS), expected)
+
+
+@pytest.mark.parametrize("loss", ["triplet_all", "mmd"])
+def test_distances_hold_far_from_zero(loss: str) -> None:
+    other = LABELS if loss == "triplet_all" else Y.float()
+    near, far = (Z.float().requires_grad_() for _ in range(2))
+    moved = other if loss == "triplet_all" else other + 1024
+    (found,) = torch.autograd.grad(getattr(losses, loss)(far + 1024, moved), far)
+    (expected,) = torch.autograd.grad(getattr(losses, loss)(near, other), near)
+    assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()

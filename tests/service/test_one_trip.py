@@ -172,7 +172,10 @@ def test_a_wait_that_is_over_gives_the_job_as_it_is(box: Box) -> None:
 def test_the_job_in_a_form_has_the_limit_of_one_alone(memory_box: Box) -> None:
     name, job = job_part()
     answer = post(memory_box.client, form([(name, job + b" " * 50_000), (DIGEST, DATA)]))
-    assert (answer.status_code, answer.json()["type"]) == (413, "urn:gradbox:problem:blob-too-large")
+    assert (answer.status_code, answer.json()["type"]) == (
+        413,
+        "urn:gradbox:problem:blob-too-large",
+    )
     assert post(memory_box.client, form([(name, job), (DIGEST, DATA)])).status_code == 202
 
 

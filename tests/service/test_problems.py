@@ -175,7 +175,10 @@ def test_a_large_body_is_refused_where_none_is_read(
     with httpx.Client(transport=memory_box.transport, base_url="http://box") as stranger:
         body = chunks() if chunked else b" " * 10**6
         answer = stranger.request(method, path, content=body)
-    assert (answer.status_code, answer.json()["type"]) == (413, "urn:gradbox:problem:blob-too-large")
+    assert (answer.status_code, answer.json()["type"]) == (
+        413,
+        "urn:gradbox:problem:blob-too-large",
+    )
     assert answer.headers["x-request-id"] == answer.json()["request_id"]
     assert sent <= 8 * 1024
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine.model.state.written_parameters import written_parameter
 from gradbox_worker.models.builders import build_model
 from gradbox_worker.models.example import find_example
 from tests.worker.test_builders import entry, minilm_folder
@@ -105,3 +106,15 @@ def test_the_callers_random_numbers_are_as_they_were() -> None:
 
 def test_a_model_that_takes_nothing_of_it_has_no_example() -> None:
     assert find_example(Picky(3, 2), "forward") is None
+
+
+class Decaying(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        self.weight.data.mul_(0.5)
+        return super().forward(input)
+
+
+def test_a_model_that_writes_to_itself_for_an_example_is_known_to() -> None:
+    model = Decaying(3, 2)
+    assert find_example(model, "forward") is None
+    assert written_parameter(model) == "weight"

@@ -35,6 +35,7 @@ PROBLEM: Final = "application/problem+json"
 CONNECT_TIMEOUT_S: Final = 10.0
 # A call that waits as long says why, by a warning that Python shows unless told otherwise.
 SILENT_S: Final = 1.0
+CLOSED: Final = "expected an open client, got one that was closed; make another"
 LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
@@ -205,6 +206,8 @@ class Connection:
         # Whoever waits for an answer no longer than this waits no longer for a connection.
         connect_s = min(CONNECT_TIMEOUT_S, self._timeout_s)
         timeout = httpx.Timeout(timeout_s or self._timeout_s, connect=connect_s)
+        if self._http.is_closed:
+            raise ServiceUnavailable(CLOSED)
         try:
             # httpx sends any buffer; its annotations say bytes.
             content = cast("Iterable[bytes] | None", body and body())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,7 +122,7 @@ class GradResult(RowReductions):
     def owning(cls, path: Path) -> GradResult:
         """Open a result whose folder is removed when the result is no longer used."""
         result = cls.load(path)
-        weakref.finalize(result, shutil.rmtree, path.parent, ignore_errors=True)
+        weakref.finalize(result, _remove, path.parent, maker=os.getpid())
         return result
 
     def __repr__(self) -> str:
@@ -237,3 +238,9 @@ def _names(stored: Sequence[str], section: str, order: tuple[str, ...]) -> tuple
     found = [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
     place = {name: index for index, name in enumerate(order)}
     return tuple(sorted(found, key=lambda name: (place.get(name, len(place)), name)))
+
+
+def _remove(folder: Path, *, maker: int) -> None:
+    """Remove a result's folder; a process that was forked off its maker leaves it there."""
+    if os.getpid() == maker:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -95,6 +95,24 @@ def test_numbers_that_a_job_brings_may_be_written_to() -> None:
     assert model.scale.eq(1).all()
 
 
+class _Decaying(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        self.weight.data.mul_(0.5)
+        return super().forward(input)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_a_first_job_with_numbers_of_its_own_leaves_the_check_to_the_next(precision: Any) -> None:
+    model = _Decaying(4, 3).to(DEVICE)
+    registered = model.weight.detach().clone()
+    group, loss = Group("z", _shards()), Objective(lambda z: z.pow(2).sum())
+    own = None if precision == "fp64" else {"weight": torch.ones(3, 4)}
+    set_gradient(model, [group], loss, weights=own, precision=precision)
+    assert torch.equal(model.weight, registered)
+    with pytest.raises(ModelCallFailed, match="'weight'"):
+        set_gradient(model, [group], loss)
+
+
 def test_weights_may_change_between_jobs() -> None:
     model = nn.Linear(4, 3).to(DEVICE)
     for _ in range(2):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,7 +65,7 @@ def configured(
     differentiated = {id(parameter) for parameter in parameters.values()}
     with (
         torch.inference_mode(False),
-        unwritten_parameters(model, options.mode),
+        unwritten_parameters(model, options.mode, is_laid_over=_laid_over(model, options)),
         restored(model) as registered,
         generators_restored(),
         arithmetic(options.precision),
@@ -84,6 +84,17 @@ def configured(
         if parameters:
             _refuse_new_parameters(model, registered)
             _refuse_new_hooks(model, registered, num_hooks)
+
+
+def _laid_over(model: nn.Module, options: CallOptions) -> Callable[[Tensor], bool]:
+    """Return what tells of a parameter whether the job has numbers of its own in it."""
+    if options.widened:
+        return lambda _: True
+    if not options.weights:
+        return lambda _: False
+    registered = dict(model.named_parameters(remove_duplicate=False))
+    given = {id(registered[name]) for name in options.weights if name in registered}
+    return lambda parameter: id(parameter) in given
 
 
 def _refuse_new_parameters(model: nn.Module, registered: Sequence[Tensor]) -> None:

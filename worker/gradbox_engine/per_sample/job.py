@@ -277,7 +277,7 @@ class PerSampleJob:
         """Cut the outputs so that half the budget holds their gradients."""
         outputs, each_bytes = run.graph.outputs, max(1, run.graph.gradient_bytes())
         whole = collector.whole(outputs * each_bytes)
-        step = outputs if whole else max(1, self._budget_bytes // 2 // each_bytes)
+        step = max(1, outputs if whole else self._budget_bytes // 2 // each_bytes)
         for first in range(0, outputs, step):
             yield range(first, min(first + step, outputs))
 

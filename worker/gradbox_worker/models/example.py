@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from gradbox.protocol import ExampleInput, ExampleView
 from gradbox_engine.model.state.restore import restored
+from gradbox_engine.model.state.written_parameters import unwritten_parameters
 from gradbox_worker.exceptions_to_problems import Caught, caught
 
 SAMPLES: Final = 2
@@ -55,7 +56,13 @@ def find_example(model: nn.Module, method: str) -> ExampleView | None:
 
 
 def _try(model: nn.Module, method: str, inputs: Mapping[str, Spec]) -> ExampleView | None:
-    with restored(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
+    # Where the call writes to a parameter, the registry builds the model anew before its first job.
+    with (
+        unwritten_parameters(model, "eval"),
+        restored(model),
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+    ):
         torch.manual_seed(0)
         tensors = {name: _draw(spec) for name, spec in inputs.items()}
         found = _floating(getattr(model.eval(), method)(**tensors))

@@ -4,9 +4,10 @@ Layers that take their first numbers from their first batch do so, and models th
 weights. To undo it would take a copy of the weights, so it is refused, in this job and in all later
 ones of the same model; who holds the model can ask, and load it again.
 
-Writes through `.data` leave no trace in a version counter; so in a model's first job of each mode,
-the sum of every parameter's bits is compared before and after. In later jobs that is done for those
-parameters alone whose version counter has moved, with the sums of the first one.
+Writes through `.data` leave no trace in a version counter; so in the first job of each mode, the
+sum of a parameter's bits is compared before and after. In later jobs that is done for those
+parameters alone whose version counter has moved, with the sums of the first one. A job that lays
+other numbers over a parameter may have them written to, and is not its first one.
 
 Cost: two passes over the weights in the first job of a mode, at the speed of the memory. Not
 noticed: what keeps that sum, as a permutation does; what a later job is the first to write through
@@ -16,7 +17,8 @@ noticed: what keeps that sum, as a permutation does; what a later job is the fir
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -33,25 +35,24 @@ _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class _Watch:
     """What is known of a model's parameters, by name."""
 
-    modes: set[str] = field(default_factory=set)  # in which a job has left all of them as they were
+    # By mode: what a job has left as it was.
+    checked: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     sums: dict[str, list[int]] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
     written: str | None = None
 
-    def begin(self, parameters: Mapping[str, Tensor], mode: str) -> None:
-        """Note what they hold in a mode's first job, and later which of them the caller changed."""
+    def begin(self, parameters: Mapping[str, Tensor], first: Collection[str]) -> None:
+        """Note what they hold whose first job this is, and which others the caller changed."""
         versions = _versions(parameters)
-        if mode not in self.modes:
-            self.sums = {name: _sums_of_bits(p) for name, p in parameters.items()}
-        else:
-            for name in self._moved(versions):
-                self.sums.pop(name, None)
+        for name in self._moved(versions):
+            self.sums.pop(name, None)
+        self.sums |= {name: _sums_of_bits(parameters[name]) for name in first}
         self.versions = versions
 
-    def end(self, parameters: Mapping[str, Tensor], mode: str) -> None:
+    def end(self, parameters: Mapping[str, Tensor], first: Collection[str]) -> None:
         """Note one that holds something else than before."""
         versions = _versions(parameters)
-        suspected = self._moved(versions) if mode in self.modes else list(parameters)
+        suspected = [*first, *self._moved(versions)]
         self.versions = versions
         for name in suspected:
             if name in self.sums and _sums_of_bits(parameters[name]) != self.sums[name]:
@@ -76,8 +77,13 @@ _watches: weakref.WeakKeyDictionary[nn.Module, _Watch] = weakref.WeakKeyDictiona
 
 
 @contextmanager
-def unwritten_parameters(model: nn.Module, mode: str) -> Iterator[None]:
+def unwritten_parameters(
+    model: nn.Module, mode: str, *, is_laid_over: Callable[[Tensor], bool] = lambda _: False
+) -> Iterator[None]:
     """See that what runs in here leaves the numbers of all parameters as they are.
+
+    Args:
+        is_laid_over: tells of a parameter whether it holds numbers of the job's in here.
 
     Raises:
         ModelCallFailed: it has not, or an earlier job of the model has not.
@@ -85,18 +91,20 @@ def unwritten_parameters(model: nn.Module, mode: str) -> Iterator[None]:
     watch = _watches.setdefault(model, _Watch())
     watch.refuse()
     parameters = _parameters(model)
-    watch.begin(parameters, mode)
+    checked = watch.checked[mode]
+    first = [n for n, p in parameters.items() if n not in checked and not is_laid_over(p)]
+    watch.begin(parameters, first)
     try:
         yield
     except torch.AcceleratorError:  # the device tells nothing any more
         raise
     except BaseException:
         with suppress(torch.AcceleratorError):
-            watch.end(parameters, mode)
+            watch.end(parameters, first)
         raise
-    watch.end(parameters, mode)
+    watch.end(parameters, first)
     watch.refuse()
-    watch.modes.add(mode)
+    checked.update(first)
 
 
 def written_parameter(model: nn.Module) -> str | None:
