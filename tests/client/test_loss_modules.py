@@ -170,3 +170,39 @@ def test_a_loss_of_distributions_is_exact_and_its_checks_are_made_on_the_box(box
             client.submit(wrong).result(WAIT_S)
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert difference(result.grads, expected | {"loss.raw": local.raw.grad}) <= TOLERANCE
+
+
+def test_fp64_widens_what_functions_hold(twin: TestBox) -> None:
+    torch.manual_seed(0)
+    shards = CASES["mlp"]().groups["z"]
+    projector = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    projector[0].requires_grad_(False)
+    shift, scale = torch.randn(3), torch.randn(2)
+
+    def loss(module: nn.Module, z: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        return (module(z + shift) * scale).square().sum()
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.projector = copy.deepcopy(projector)
+
+        def forward(self, z: Tensor) -> Tensor:
+            return loss(self.projector, z, shift, scale)
+
+    with twin.client() as client:
+        result = client.submit(
+            Gradient(model="mlp", inputs=shards, loss=Loss(), precision="fp64")
+        ).result(WAIT_S)
+    model, local = case_models.mlp(), copy.deepcopy(projector).double()
+    z = torch.cat([model(shard["0"]) for shard in shards])
+    loss(local, z, shift.double(), scale.double()).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert difference({n: result.grads[n] for n in expected}, expected) <= TOLERANCE
+    assert (
+        difference(
+            {"weight": result.grads["loss.projector.2.weight"].double()},
+            {"weight": local[2].weight.grad},
+        )
+        <= 1e-6
+    )

@@ -177,6 +177,11 @@ class SharedSpec(Wire):
     devices: Devices = 1
     name: Name = ""
 
+    @property
+    def widened(self) -> bool:
+        """Whether what is floating-point becomes float64: weights, inputs, tensors of functions."""
+        return self.precision == "fp64"
+
 
 class DifferentiatedSpec(SharedSpec):
     """What every computation is told that gives gradients of the model's own parameters."""

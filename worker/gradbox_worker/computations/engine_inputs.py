@@ -26,6 +26,7 @@ from gradbox.protocol import (
     TracedFunction,
 )
 from gradbox_engine import Group, Objective, Penalty
+from gradbox_engine.model.weights import wide_dtype
 from gradbox_worker.computations.placement import memory_bytes
 
 # What one call of a traced function may allocate, as a share of the device's memory.
@@ -100,7 +101,7 @@ def model_penalties(
     """
 
     def built(traced: TracedFunction) -> Callable[..., Any]:
-        return build_function(traced, tensors, device=device).function
+        return build_function(traced, tensors, device=device, widened=spec.widened).function
 
     return [
         Penalty(
@@ -145,7 +146,7 @@ def gradient_loss(spec: GradientSpec, tensors: TensorSource, *, device: torch.de
         return Loss(Objective(function=function, inputs=inputs, parameters=parameters))
     if isinstance(spec.loss, CotangentsLoss):
         raise InvalidInputs("expected a loss to evaluate, got cotangents")
-    built = build_function(spec.loss.function, tensors, device=device)
+    built = build_function(spec.loss.function, tensors, device=device, widened=spec.widened)
     parameters |= {f"loss.{name}": leaf for name, leaf in built.leaves.items()}
     return Loss(
         Objective(function=built.function, inputs=inputs, parameters=parameters),
@@ -165,7 +166,7 @@ def mixed_objectives(
     """
     y, x = _read(spec.y, tensors), _read(spec.x, tensors)
     leaves = {f"y.{name}": y[name] for name, ref in spec.y.items() if ref.requires_grad}
-    outer = build_function(spec.outer, tensors, device=device)
+    outer = build_function(spec.outer, tensors, device=device, widened=spec.widened)
     read = set(arguments_of(spec.outer.graph)[1:])
     return (
         _inner(spec, y, tensors, device=device),
@@ -200,7 +201,7 @@ def _inner(
     *,
     device: torch.device,
 ) -> Objective:
-    built = build_function(spec.inner, tensors, device=device)
+    built = build_function(spec.inner, tensors, device=device, widened=spec.widened)
     (v_name,) = (name for name in arguments_of(spec.inner.graph) if name not in y)
     leaves = {f"y.{name}": y[name] for name, ref in spec.y.items() if ref.requires_grad}
     return Objective(
@@ -217,7 +218,7 @@ class _Function:
     The engine keeps plans of per-sample jobs by their readout, so that a later job finds them.
     """
 
-    built_from: str
+    built_from: tuple[str, bool]  # the graph with its tensors, and whether these were widened
     call: Callable[..., Any] = field(compare=False)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -225,19 +226,28 @@ class _Function:
 
 
 def build_function(
-    traced: TracedFunction, tensors: TensorSource, *, device: torch.device
+    traced: TracedFunction, tensors: TensorSource, *, device: torch.device, widened: bool
 ) -> BuiltFunction:
     """Build a traced function with the tensors it reads.
+
+    Args:
+        widened: whether floating-point ones become float64, but those that are trained: the engine
+            does that, which gives their gradients in the dtype that they had.
 
     Raises:
         GraphRefused: its graph is not allowed.
     """
     read = _read(traced.tensors, tensors)
     leaves = {name: read[name] for name, ref in traced.tensors.items() if ref.requires_grad}
+    if widened:
+        constants = {name: tensor for name, tensor in read.items() if name not in leaves}
+        read |= {name: tensor.to(wide_dtype(tensor.dtype)) for name, tensor in constants.items()}
     buffers = [name for name, ref in traced.tensors.items() if ref.buffer]
     graph_function = build(traced.graph, read, device=device, buffers=buffers)
     return BuiltFunction(
-        function=_Function(traced.model_dump_json(), _within_budget(graph_function, device)),
+        function=_Function(
+            (traced.model_dump_json(), widened), _within_budget(graph_function, device)
+        ),
         leaves=leaves,
         has_buffers=bool(buffers),
         buffers=lambda: graph_function.buffers,

@@ -197,7 +197,9 @@ def _run(
         peak = PeakMemory(*loaded.devices)
         readout = None
         if spec.readout is not None:
-            readout = build_function(spec.readout, tensors, device=registry.device).function
+            readout = build_function(
+                spec.readout, tensors, device=registry.device, widened=spec.widened
+            ).function
         weights = {name: tensors.shared(ref) for name, ref in spec.weights.items()}
         widened = widened_weights(weights, loaded.module, transfer=spec.transfer)
         job = LoadedJob(

@@ -39,7 +39,9 @@ def compute_gradient(job: LoadedJob, spec: PerSampleGradientSpec) -> Computed:
     answer = per_sample_gradient(
         job.loaded.module,
         rows.shards,
-        build_function(spec.loss.function, job.tensors, device=job.device).function,
+        build_function(
+            spec.loss.function, job.tensors, device=job.device, widened=spec.widened
+        ).function,
         loss_inputs=loss_inputs(spec, job.tensors),
         reduce=spec.reduce,
         clip=spec.clip,

@@ -89,7 +89,9 @@ class ReceivedJob:
         widened = widened_weights(weights, loaded.module, transfer=spec.transfer)
         readout = None
         if spec.readout is not None:
-            readout = build_function(spec.readout, tensors, device=on_device).function
+            readout = build_function(
+                spec.readout, tensors, device=on_device, widened=spec.widened
+            ).function
         return cls(spec, half, loaded, tensors, on_device, readout, weights | widened, len(widened))
 
 

@@ -71,7 +71,10 @@ class OpenSamples:
         loss = None
         if isinstance(spec, PerSampleGradientSpec):
             loss = build_function(
-                spec.loss.function, received.tensors, device=received.device
+                spec.loss.function,
+                received.tensors,
+                device=received.device,
+                widened=spec.widened,
             ).function
         progress = Progress(observer)
         self._rounding = RoundedGradients(spec.transfer)
