@@ -155,10 +155,12 @@ class SlowClock(BaseHTTPRequestHandler):
     """Answers everything, and tells a time of two hours ago."""
 
     models: tuple[dict[str, Any], ...] = ()
+    refuses = ""
 
     def do_GET(self) -> None:
         listed: Any = self.models if self.path == "/v1/models" else []
-        said = {"workers": 1, "models": listed, "info": {"version": "0.1.0"}}
+        info = {"version": "0.1.0"}
+        said = {"workers": 1, "models": listed, "info": info, "refuses": self.refuses}
         body = json.dumps(said).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -193,6 +195,15 @@ def test_models_that_cannot_be_used_are_named(examine: Any) -> None:
     assert "models" in problems(found)
     assert found["models"]["says"] == "old: no such folder"
     assert "gradbox models reload" in found["models"]["fix"]
+
+
+def test_a_box_without_room_for_new_jobs_is_found(examine: Any) -> None:
+    class Full(SlowClock):
+        refuses = "the box's Redis takes 900 B of the 1000 B that it may"
+
+    found = examined(examine, Full)
+    assert problems(found) == ["clock", "room"]
+    assert found["room"]["says"] == f"new jobs are refused: {Full.refuses}"
 
 
 def test_a_clock_that_is_wrong_is_found(examine: Any) -> None:

@@ -8,14 +8,23 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import redis
 
 from gradbox_service.jobs import connect
+from gradbox_service.settings import MIB
 from gradbox_service.up import embedded_redis
-from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis, server_binary, url_in
+from gradbox_service.up.embedded_redis import (
+    EmbeddedRedis,
+    NoRedis,
+    _answers,
+    server_binary,
+    url_in,
+)
+from tests.disks import small_disk
 
 
 def answers(folder: Path) -> bool:
@@ -230,3 +239,25 @@ def test_zero_bytes_inside_a_value_are_left_alone(tmp_path: Path) -> None:
     finally:
         server.stop()
     assert not (tmp_path / "before-cut").exists()
+
+
+def test_a_server_whose_disk_is_full_answers(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=4 * MIB) as disk:
+        server = EmbeddedRedis.start(disk / "redis")
+        connection = connect(server.url, retries=0)
+        filler = (disk / "filler").open("wb", buffering=0)
+        with suppress(OSError):
+            while True:
+                filler.write(bytes(4096))
+        with suppress(redis.RedisError):
+            for number in range(100):
+                connection.set(f"key{number}", bytes(10_000))
+        with pytest.raises(redis.ResponseError, match="No space left on device"):
+            connection.ping()
+        assert _answers(connection)
+        server.kill()
+        server.stop()
+        assert not _answers(connection)
+        again = EmbeddedRedis.start(disk / "redis")
+        assert _answers(connection)
+        again.stop()

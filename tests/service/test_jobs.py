@@ -184,8 +184,14 @@ def test_models_are_listed_and_looked_up(box: Box) -> None:
 
 
 def test_a_box_is_ready_once_a_worker_has_described_its_models(box: Box) -> None:
-    ready = {"ready": True, "workers": 1, "models": ["tiny"], "mode": "running", "reason": ""}
-    assert box.client.get("/readyz").json() == ready
+    assert box.client.get("/readyz").json() == {
+        "ready": True,
+        "workers": 1,
+        "models": ["tiny"],
+        "mode": "running",
+        "reason": "",
+        "refuses": "",
+    }
     assert box.client.get("/livez").json() == {"live": True}
     box.backing.fleet.retire("worker-1")
     assert box.client.get("/readyz").status_code == 503

@@ -82,6 +82,9 @@ def test_new_jobs_are_refused_before_the_memory_is_full(tmp_path: Path) -> None:
         assert "900 B of the 1000 B" in answer.json()["detail"]
         assert int(answer.headers["retry-after"]) > 0
         assert box.client.get("/v1/jobs").status_code == 200
+        ready = box.client.get("/readyz")
+        assert ready.status_code == 200
+        assert "900 B of the 1000 B" in ready.json()["refuses"]
 
 
 def test_jobs_fill_the_memory_up_to_a_clear_refusal_and_no_further(

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradbox.builtin_losses.shapes import check_alike, check_one_each, check_scalar, pairs
+
 
 def info_nce(
     queries: Tensor, passages: Tensor | None = None, *, temperature: float = 0.05
@@ -32,7 +34,7 @@ def info_nce(
 
     Source: van den Oord et al. 2018, eq. 4; Henderson et al. 2017, section 4.
     """
-    left, right = _pairs(queries, passages)
+    left, right = pairs(queries, passages)
     cosines_NM = F.normalize(left, dim=1) @ F.normalize(right, dim=1).T
     matches_N = torch.arange(left.shape[0], device=left.device)
     return F.cross_entropy(cosines_NM / temperature, matches_N)
@@ -59,9 +61,9 @@ def clip_symmetric(
 
     Source: Radford et al. 2021, figure 3.
     """
-    left, right = _pairs(images, texts)
+    left, right = pairs(images, texts)
     if log_scale is not None:
-        _check_scalar("log_scale", log_scale)
+        check_scalar("log_scale", log_scale)
     scale = 1.0 / temperature if log_scale is None else log_scale.exp()
     logits_NN = scale * (F.normalize(left, dim=1) @ F.normalize(right, dim=1).T)
     matches_N = torch.arange(left.shape[0], device=left.device)
@@ -81,7 +83,7 @@ def supervised_contrastive(z: Tensor, labels: Tensor, *, temperature: float = 0.
 
     Source: Khosla et al. 2020, eq. 2. Samples alone in their class are left out of the mean.
     """
-    _check_one_each("labels", labels, z)
+    check_one_each("labels", labels, z)
     z = F.normalize(z, dim=1)
     itself_NN = torch.eye(z.shape[0], dtype=torch.bool, device=z.device)
     logits_NN = (z @ z.T / temperature).masked_fill(itself_NN, -math.inf)
@@ -116,8 +118,8 @@ def vicreg(
     Source: Bardes et al. 2022, with the means of the authors' code: the paper's eq. 5 and 6 divide
     the invariance by N alone and do not halve the variance.
     """
-    left, right = _pairs(left, right)
-    _check_alike("right", right, left)
+    left, right = pairs(left, right)
+    check_alike("right", right, left)
     spread = (_low_spread(left, epsilon) + _low_spread(right, epsilon)) / 2
     correlation = _correlation(left) + _correlation(right)
     return invariance * F.mse_loss(left, right) + variance * spread + covariance * correlation
@@ -143,8 +145,8 @@ def barlow_twins(
 
     Source: Zbontar et al. 2021, eq. 1 and 2.
     """
-    left, right = _pairs(left, right)
-    _check_alike("right", right, left)
+    left, right = pairs(left, right)
+    check_alike("right", right, left)
     correlation_DD = (_standard(left, epsilon).T @ _standard(right, epsilon)) / left.shape[0]
     on_D = correlation_DD.diagonal()
     off = correlation_DD.square().sum() - on_D.square().sum()
@@ -180,7 +182,7 @@ def wasserstein_1d(z: Tensor, reference: Tensor, *, power: float = 2.0) -> Tenso
 
     Source: Peyré and Cuturi 2019, remark 2.28. Where samples tie, the gradient is one of several.
     """
-    _check_alike("reference", reference, z)
+    check_alike("reference", reference, z)
     gap = z.sort(dim=0).values - reference.sort(dim=0).values
     return gap.abs().pow(power).mean()
 
@@ -199,7 +201,7 @@ def triplet_all(z: Tensor, labels: Tensor, *, margin: float = 0.2) -> Tensor:
 
     Source: Schroff et al. 2015, eq. 3; all triplets as in Hermans et al. 2017, section 2. N³ terms.
     """
-    _check_one_each("labels", labels, z)
+    check_one_each("labels", labels, z)
     distance_NN = _squared_distances(z, z)
     same_NN = labels[:, None] == labels[None, :]
     itself_NN = torch.eye(z.shape[0], dtype=torch.bool, device=z.device)
@@ -220,10 +222,10 @@ def cox_partial_likelihood(z: Tensor, times: Tensor, events: Tensor) -> Tensor:
 
     Source: Cox 1972, eq. 12; tied times as Breslow 1974 has them. O(N log N).
     """
-    _check_one_each("times", times, z)
-    _check_one_each("events", events, z)
+    check_one_each("times", times, z)
+    check_one_each("events", events, z)
     risk_N = z.reshape(-1)
-    _check_one_each("times", times, risk_N)
+    check_one_each("times", times, risk_N)
     order_N = times.argsort(descending=True)
     risk_N, times_N = risk_N[order_N], times[order_N]
     num_earlier_N = torch.searchsorted(times_N.flip(0), times_N)
@@ -265,32 +267,6 @@ BUILTIN: Final[Mapping[str, Callable[..., Tensor]]] = {
         cross_entropy,
     )
 }
-
-
-def _pairs(left: Tensor, right: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return both members of each pair; one tensor holds them in two halves."""
-    if right is not None:
-        return left, right
-    halves = left.reshape(2, -1, left.shape[1])
-    return halves[0], halves[1]
-
-
-def _check_one_each(name: str, given: Tensor, z: Tensor) -> None:
-    if given.shape != z.shape[:1]:
-        raise ValueError(
-            f"{name}: expected shape {tuple(z.shape[:1])}, one entry for each of the outputs of "
-            f"shape {tuple(z.shape)}, got {tuple(given.shape)}"
-        )
-
-
-def _check_alike(name: str, given: Tensor, z: Tensor) -> None:
-    if given.shape != z.shape:
-        raise ValueError(f"{name}: expected shape {tuple(z.shape)}, got {tuple(given.shape)}")
-
-
-def _check_scalar(name: str, given: Tensor) -> None:
-    if given.numel() != 1:
-        raise ValueError(f"{name}: expected one number, got shape {tuple(given.shape)}")
 
 
 def _low_spread(x_ND: Tensor, epsilon: float) -> Tensor:

@@ -55,7 +55,7 @@ def check_quota(
 
 
 def check_memory(memory: Memory) -> None:
-    """Check that Redis has memory for another job.
+    """Check that Redis has memory for another job, or a blob.
 
     Raises:
         ServiceUnavailable: it has not.

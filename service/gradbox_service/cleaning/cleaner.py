@@ -184,6 +184,9 @@ class Cleaner(RepeatingThread):
         if file.kind == "blob":
             self._owners.forget(file.name)
             return self._blobs.remove(file.name, unused_since_s=file.used_s)
+        record = self._records.get(file.name)
+        if record is not None and not record.state.final:
+            return False  # its attempt has written it, and its end is not noted yet
         self._records.update(file.name, partial(JobRecord.drop_result, now_s=time.time()))
         return self._results.remove(file.name)
 

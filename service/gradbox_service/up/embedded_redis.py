@@ -25,6 +25,7 @@ import redis
 
 from gradbox.errors import GradboxError
 from gradbox_service.jobs.connection import connect
+from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.up.append_only_file import cut_zeros
 from gradbox_service.up.lifeline import die_with_parent
 
@@ -137,8 +138,7 @@ class EmbeddedRedis:
                         f"the embedded Redis ended with code {self._process.returncode} while it "
                         f"started; the end of {log_file}: {_tail(log_file)}"
                     )
-                with suppress(redis.ConnectionError, redis.TimeoutError):
-                    connection.ping()
+                if _answers(connection):
                     return
                 time.sleep(0.01)
         finally:
@@ -208,6 +208,7 @@ def _options(
         "unixsocketperm": "700",
         "dir": str(folder),
         "appendonly": "yes",
+        "save": "",  # no snapshots: one that failed would stop all writes
         "appendfsync": appendfsync,
         "maxmemory": str(memory_bytes),
         "maxmemory-policy": "noeviction",
@@ -258,13 +259,24 @@ def _stop_orphan(url: str) -> None:
     """End a server that outlived its supervisor: we hold the folder's lock, so it is ours."""
     connection = connect(url, retries=0)
     try:
-        connection.ping()
-    except (redis.ConnectionError, redis.TimeoutError):
-        return
+        if not _answers(connection):
+            return
     finally:
         connection.close()
     log.warning("a Redis of an earlier run still answers at %s: stopping it", url)
     _shut_down(url)
+
+
+def _answers(connection: redis.Redis) -> bool:
+    """Tell whether a server answers, be it that its disk or its memory is full."""
+    try:
+        connection.ping()
+    except (redis.ConnectionError, redis.TimeoutError):
+        return False
+    except redis.ResponseError as error:
+        if not store_refuses(error):
+            raise
+    return True
 
 
 def _shut_down(url: str) -> None:

@@ -50,7 +50,7 @@ def _check_answers(settings: ClientSettings, connection: Connection) -> Iterator
         return
     yield fine("service", "answers")
     yield _clock(alive)
-    yield _readiness(connection)
+    yield from _readiness(connection)
     yield _token(settings, connection)
     yield _models(connection)
     yield _version(connection)
@@ -89,19 +89,30 @@ def _clock(answer: httpx.Response) -> Finding:
     )
 
 
-def _readiness(connection: Connection) -> Finding:
+def _readiness(connection: Connection) -> Iterator[Finding]:
     answer = connection.request("GET", "/readyz", accept=(500, 503))
     said = answer.json()
     if answer.is_success:
         mode = said.get("mode", "running")
         held = "" if mode == "running" else f"; {mode}: {said.get('reason') or 'no reason given'}"
         models = ", ".join(said["models"]) or "none"
-        return fine("workers", f"{said['workers']} ready, with the models {models}{held}")
+        yield fine("workers", f"{said['workers']} ready, with the models {models}{held}")
+        if said.get("refuses"):
+            yield problem(
+                "room",
+                f"new jobs are refused: {said['refuses']}",
+                fix="gradbox storage clean, or more of it (--redis-memory-bytes, a larger disk)",
+            )
+        return
     detail = str(said.get("detail", answer.text))
+    if str(said.get("type")).endswith(":draining"):
+        yield problem("workers", detail, fix="gradbox resume, or wait until the box is back")
+        return
     if "Redis" in detail:
         fix = "start the Redis that the service was given (GRADBOX_REDIS_URL); `up` does so itself"
-        return problem("redis", detail, fix=fix)
-    return problem("workers", detail, fix="start a worker, or look at its log in DATA/logs")
+        yield problem("redis", detail, fix=fix)
+        return
+    yield problem("workers", detail, fix="start a worker, or look at its log in DATA/logs")
 
 
 def _token(settings: ClientSettings, connection: Connection) -> Finding:

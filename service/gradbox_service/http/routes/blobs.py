@@ -12,7 +12,7 @@ from fastapi import APIRouter, HTTPException, Path, Request, Response
 from pydantic import BaseModel
 
 from gradbox.errors import BlobTooLarge
-from gradbox_service.admission.shares import check_quota
+from gradbox_service.admission.shares import check_memory, check_quota
 from gradbox_service.backing import Backing
 from gradbox_service.http.auth import Box, Caller
 from gradbox_service.http.bodies import announced_bytes
@@ -73,6 +73,7 @@ async def put_blob(
         not_again = request.headers.get("if-none-match", "").strip() == "*"
         response.status_code = 412 if not_again else 200
         return BlobView(digest=digest, size_bytes=size_bytes)
+    await anyio.to_thread.run_sync(lambda: check_memory(box.records.memory()))
     within_quota = partial(
         check_quota,
         caller.name,

@@ -5,11 +5,14 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
-from gradbox.errors import BoxDraining, GradboxError, ServiceUnavailable
+from gradbox.errors import BoxDraining, GradboxError, ServiceUnavailable, StorageFull
 from gradbox.protocol import OperationMode
+from gradbox_service.admission.shares import check_memory
 from gradbox_service.http.auth import Box
 from gradbox_service.jobs.fleet import offered_versions
+from gradbox_service.jobs.records import Memory
 from gradbox_service.repeating_thread import RepeatingThread
+from gradbox_service.store.room import Room
 
 router = APIRouter(tags=["probes"])
 
@@ -19,13 +22,17 @@ class Live(BaseModel):
 
 
 class Ready(BaseModel):
-    """How many workers live, the models that they offer, and whether they are handed jobs."""
+    """How many workers live, the models that they offer, and whether they are handed jobs.
+
+    `refuses` says why the box takes no new ones for now, though it answers everything else.
+    """
 
     ready: bool = True
     workers: int
     models: list[str]
     mode: OperationMode = OperationMode.RUNNING
     reason: str = ""
+    refuses: str = ""
 
 
 @router.get("/livez")
@@ -43,14 +50,14 @@ async def livez(request: Request) -> Live:
 def readyz(request: Request, box: Box) -> Ready:
     """Jobs can run: all threads live, Redis answers, and a live worker has described its models.
 
-    A paused box is ready and says so; one that drains is not.
+    A paused box is ready and says so, and so is one without room; one that drains is not.
     """
     ended = _ended_threads(request)
     if ended:
         raise ServiceUnavailable(
             f"a thread of the service has ended ({', '.join(ended)}); `gradbox up` restarts it"
         )
-    box.records.ping()
+    memory = box.records.memory()
     workers = [worker for worker in box.fleet.workers() if worker.state != "starting"]
     if not workers:
         raise ServiceUnavailable(
@@ -65,7 +72,17 @@ def readyz(request: Request, box: Box) -> Ready:
         models=list(offered_versions(workers)),
         mode=operation.mode,
         reason=operation.reason,
+        refuses=_refuses(memory, box.blobs.room),
     )
+
+
+def _refuses(memory: Memory, room: Room) -> str:
+    try:
+        check_memory(memory)
+        room.check(1, what="a new job")
+    except (ServiceUnavailable, StorageFull) as full:
+        return str(full)
+    return ""
 
 
 def _ended_threads(request: Request) -> list[str]:
