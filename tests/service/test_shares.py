@@ -70,17 +70,20 @@ class FullMemory(MemoryRecords):
         return Memory(used_bytes=900, bound_bytes=1000)
 
 
-def test_new_jobs_are_refused_before_the_memory_is_full(tmp_path: Path) -> None:
+def test_new_jobs_and_blobs_are_refused_before_the_memory_is_full(tmp_path: Path) -> None:
     settings = Settings(data=tmp_path)
     records, backing = FullMemory(), Backing.in_memory(tmp_path)
     standings = ComposedStandings(records, fleet=backing.fleet, operation=backing.operation)
     backing = replace(backing, records=records, standings=standings)
     for box in serve(backing, settings):
-        blob = upload(box.client, SHARDS)
-        answer = box.client.post("/v1/jobs", json=spec_for(blob))
-        assert (answer.status_code, answer.json()["category"]) == (503, "transient")
-        assert "900 B of the 1000 B" in answer.json()["detail"]
-        assert int(answer.headers["retry-after"]) > 0
+        digest, data = blob_of(SHARDS)
+        for answer in (
+            box.client.post("/v1/jobs", json=spec_for(digest)),
+            box.client.put(f"/v1/blobs/{digest}", content=data),
+        ):
+            assert (answer.status_code, answer.json()["category"]) == (503, "transient")
+            assert "900 B of the 1000 B" in answer.json()["detail"]
+            assert int(answer.headers["retry-after"]) > 0
         assert box.client.get("/v1/jobs").status_code == 200
         ready = box.client.get("/readyz")
         assert ready.status_code == 200
