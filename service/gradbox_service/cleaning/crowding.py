@@ -30,8 +30,10 @@ def crowding(records: Records, *, may_go: Callable[[JobRecord], bool]) -> list[s
     if memory.bound_bytes is None:
         return []
     excess_bytes = memory.used_bytes - RECORDS_SHARE * memory.bound_bytes
+    if excess_bytes <= 0:
+        return []
     num_jobs = records.num_by_owner()
-    if excess_bytes <= 0 or not num_jobs:
+    if not num_jobs:
         return []
     bytes_a_job = memory.used_bytes / sum(num_jobs.values())
     most = max(num_jobs, key=lambda owner: (num_jobs[owner], owner))

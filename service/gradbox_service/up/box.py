@@ -18,7 +18,7 @@ from gradbox.protocol import OperationMode
 from gradbox_service.http.listening import bind, check_exposure, url_of
 from gradbox_service.settings import EMBEDDED, Settings, arguments_of
 from gradbox_service.up.cluster import Cluster, address_file, num_devices
-from gradbox_service.up.credentials import Credentials
+from gradbox_service.up.credentials import Credentials, takes_changes
 from gradbox_service.up.data_folder import lock_folder
 from gradbox_service.up.drain import Drain
 from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis
@@ -107,7 +107,8 @@ class Box:
             credentials.withdraw()  # what a killed `up` left
             drain = Drain(self._redis.url)
             stack.callback(drain.close)
-            operation = drain.forget()
+            with takes_changes(self._data):
+                operation = drain.forget()
             if operation.mode is OperationMode.PAUSED:
                 _say(f"the box is {operation}; `gradbox resume` lets jobs run")
             heads = self._heads(stack)

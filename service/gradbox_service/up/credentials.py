@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import getpass
 import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -36,23 +38,13 @@ class Credentials:
             NoRedis: Redis takes no new token.
         """
         earlier = self._earlier_token()
-        connection = connect(redis_url)
-        try:
+        with closing(connect(redis_url)) as connection, takes_changes(self._data):
             tokens = RedisTokens(connection, revocations=Revocations(self._data))
             known = None if earlier is None else tokens.find(earlier)
             if earlier is not None and known is not None and known.admin:
                 token = earlier
             else:
                 token = tokens.create(getpass.getuser().replace(" ", "-"), admin=True)
-        except redis.RedisError as error:
-            if not store_refuses(error):
-                raise
-            raise NoRedis(
-                f"the embedded Redis takes nothing for now ({error}): make room on the disk of "
-                f"{self._data}, or give it more memory with --redis-memory-bytes"
-            ) from error
-        finally:
-            connection.close()
         self._keep(token)
         return token
 
@@ -78,3 +70,21 @@ class Credentials:
         with os.fdopen(descriptor, "w") as file:
             file.write(f"{token}\n")
         os.replace(beside, self._data / TOKEN_FILE)
+
+
+@contextmanager
+def takes_changes(data: Path) -> Iterator[None]:
+    """Turn the server's refusal of a change into a word to who starts the box on `data`.
+
+    Raises:
+        NoRedis: it refuses one in here for now.
+    """
+    try:
+        yield
+    except redis.RedisError as error:
+        if not store_refuses(error):
+            raise
+        raise NoRedis(
+            f"the embedded Redis takes nothing for now ({error}): make room on the disk of "
+            f"{data}, or give it more memory with --redis-memory-bytes"
+        ) from error

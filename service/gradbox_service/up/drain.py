@@ -11,8 +11,6 @@ from gradbox.protocol import JobState, OperationMode, OperationView
 from gradbox_service.jobs import RedisRecords
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.operation import RedisOperation
-from gradbox_service.jobs.refusals import store_refuses
-from gradbox_service.up.embedded_redis import NoRedis
 
 LOOK_S: Final = 0.5
 ANSWER_S: Final = 5.0
@@ -30,23 +28,11 @@ class Drain:
         self._connection.close()
 
     def forget(self) -> OperationView:
-        """Let a box that drained before it was started again run; return its mode then.
-
-        Raises:
-            NoRedis: Redis takes no change.
-        """
+        """Let a box that drained before it was started again run; return its mode then."""
         found = self._operation.read()
         if found.mode is not OperationMode.DRAINING:
             return found
-        try:
-            self._operation.set(OperationView())
-        except redis.RedisError as error:
-            if not store_refuses(error):
-                raise
-            raise NoRedis(
-                f"the embedded Redis takes nothing for now ({error}): make room on its disk, or "
-                f"give it more memory with --redis-memory-bytes"
-            ) from error
+        self._operation.set(OperationView())
         return OperationView()
 
     def is_over(self) -> bool:
