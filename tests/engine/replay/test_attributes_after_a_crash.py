@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter, deque
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,17 +135,16 @@ def test_a_killed_job_goes_on_with_the_numbers_that_it_had(kind, retain, place):
     assert all(same_bits(found.grads[name], grad) for name, grad in expected.grads.items())
 
 
-class _CountingInObject(nn.Linear):
+class _CountingByIterator(nn.Linear):
     """Scales its output by a count that no snapshot has."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         super().__init__(5, 3, dtype=torch.float64, device=DEVICE)
-        self.kept = SimpleNamespace(calls=0)
+        self.calls = itertools.count(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.kept.calls += 1
-        return super().forward(x) * self.kept.calls
+        return super().forward(x) * next(self.calls)
 
 
 class _OverwritingTensor(nn.Linear):
@@ -162,7 +161,7 @@ class _OverwritingTensor(nn.Linear):
         return z
 
 
-@pytest.mark.parametrize("kind", [_CountingInObject, _OverwritingTensor])
+@pytest.mark.parametrize("kind", [_CountingByIterator, _OverwritingTensor])
 def test_outputs_that_read_what_no_checkpoint_has_are_not_gone_on_with(kind):
     kept = Kept()
     with pytest.raises(Killed):

@@ -229,7 +229,7 @@ class HeldJob:
             # A replay compares the shard as well, but under the state of its own range.
             first = held.records[0]
             in_replay = first.graph is None and first.position in cotangents.needed
-            in_replay = in_replay and not first.after.attributes and not first.after.hooks
+            in_replay = in_replay and not first.after.differs_beyond_buffers
             checked = held.kept is not None  # by the job that kept it
             if not checked and (cotangents.norms or not in_replay):
                 self._check_independence(part, held, cotangents.norms)

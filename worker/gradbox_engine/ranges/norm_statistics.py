@@ -83,12 +83,14 @@ def updates(model: nn.Module, records: Sequence[ShardRecord]) -> dict[str, NormU
 
 def _refuse_attributes(records: Sequence[ShardRecord]) -> None:
     for record in records:
-        for module, attributes in restorable(record.after.attributes or {}).items():
-            for name in attributes:
-                raise CoupledShards(
-                    f"attribute {_join(module, name)!r}: expected none to change from shard to "
-                    f"shard, since each device begins with the registered ones; {ONE_DEVICE}"
-                )
+        kept = restorable(record.after.attributes or {})
+        names = [_join(module, name) for module, found in kept.items() for name in found]
+        inside = (record.after.objects or {}).values()
+        for name in [*names, *(held.path for held in inside if held is not None)]:
+            raise CoupledShards(
+                f"attribute {name!r}: expected none to change from shard to shard, since each "
+                f"device begins with the registered ones; {ONE_DEVICE}"
+            )
 
 
 def statistics_of(values: Live, module: str) -> NormStatistics:

@@ -4,8 +4,8 @@ Shard i of group k draws from generators seeded from (seed, k, i) alone, so its 
 depend on what ran before it, in which process, or whether it is a replay. Covered: torch's default
 generators (CPU, every CUDA device, MPS), Python's `random` and NumPy's legacy global generator.
 
-Not covered: a `torch.Generator`, `random.Random` or `numpy.random.Generator` that a model keeps as
-its own attribute. The comparison after each replay catches those.
+Not seeded: a `torch.Generator`, `random.Random` or `numpy.random.Generator` that a model keeps as
+its own. It goes on from shard to shard, as the rest of the model's state: see `objects`.
 
 NumPy's functions draw from another bit generator meanwhile, so the user's is not touched, whatever
 its kind. To write its 624 words back takes 0.1 ms, a third of a small model's training step.

@@ -15,8 +15,8 @@ state in one, and sets it anew at the beginning of each call. The graph is cut, 
 requires grad is subtracted in its place: a gradient that reaches the zero would have passed from
 one shard to the one before, and is refused.
 
-A submodule's plain attributes, as a counter of its calls, belong to S₀ … Sₙ too, and its hooks: see
-`attributes` and `hooks`.
+A submodule's plain attributes, as a counter of its calls, belong to S₀ … Sₙ too, what lies inside
+them, and its hooks: see `attributes`, `objects` and `hooks`.
 
 Change is told by value: writes through `.data`, and batch norm's own, leave no trace in a version
 counter.
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from gradbox_engine.errors import GraphInBuffer
 from gradbox_engine.model.state.attributes import Attributes
 from gradbox_engine.model.state.hooks import Hooks
+from gradbox_engine.model.state.objects import Objects
 from gradbox_engine.model.state.snapshots import Live, PackedValues, Slot, Snapshot
 from gradbox_engine.model.tensor_equality import form, same_values, storages_of, writable
 
@@ -47,6 +48,7 @@ class Buffers:
         self._modules = dict(model.named_modules())
         self._tables = [(prefix, module._buffers) for prefix, module in self._modules.items()]
         self._attributes = Attributes(self._modules)
+        self._objects = Objects(self._modules.items())
         self._hooks = Hooks(self._modules.values())
         self._changing: set[Slot] = set()
         self._rebound: set[Slot] = set()
@@ -59,8 +61,8 @@ class Buffers:
 
     @property
     def attributes_lost(self) -> bool:
-        """Whether some S after `first` lacks a plain attribute that a shard changed."""
-        return self._attributes.lost
+        """Whether some S after `first` lacks a number or a word that a shard changed."""
+        return self._attributes.lost or self._objects.lost
 
     def advance(self, previous: Snapshot) -> Snapshot:
         """Return the buffers after a shard, and make them ready for the next one.
@@ -120,6 +122,7 @@ class Buffers:
         """Give every buffer the value it had when `snapshot` was taken, and no graph."""
         if snapshot.attributes is not None:
             self._attributes.restore(snapshot.attributes)
+            self._objects.restore(snapshot.objects)
             self._hooks.restore(snapshot.hooks)
         values, live = snapshot.values, self._live()
         if values or live:
@@ -231,6 +234,7 @@ class Buffers:
             packed,
             versions=self._versions(live),
             attributes=self._attributes.state(),
+            objects=self._objects.state(),
             hooks=self._hooks.state(),
             carrying=carrying,
         )

@@ -4,11 +4,10 @@ A job sets flags, registers hooks, swaps data, and the model itself may rebind a
 that is put back, also after an error: every attribute of every submodule, the entries of its dicts
 (parameters, buffers, hooks), and of every tensor its data, `requires_grad`, `.grad` and hooks; of
 buffers, of tensors that are plain attributes and of embeddings with a `max_norm`, which a forward
-pass may overwrite, also the values.
+pass may overwrite, also the values. What lies inside the attributes is put back by `objects`,
+tensors there too, up to 16 MiB each.
 
-Not covered: the inside of plain objects that a submodule holds (a list in a list, another
-library's cache). A forward pass that writes to its other parameters is refused, by
-`written_parameters`.
+A forward pass that writes to its other parameters is refused, by `written_parameters`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine.model.state.containers import CONTAINERS, entries_of, refill
+from gradbox_engine.model.state.mutables import MOST_BYTES
+from gradbox_engine.model.state.objects import Objects
 from gradbox_engine.model.state.scripted import bind, scripted_attributes
 from gradbox_engine.model.tensor_equality import same_values
 
@@ -34,12 +35,16 @@ def restored(model: nn.Module) -> Iterator[list[Tensor]]:
     A device that refuses all work takes the model with it; then the error that says why goes on.
     """
     modules = [_ModuleState(module) for module in model.modules()]
+    objects = Objects(model.named_modules())
     parameters = _registered(modules, "_parameters")
     buffers = _registered(modules, "_buffers")
-    plain = (tensor for state in modules for tensor in state.plain_tensors)
+    plain = [tensor for state in modules for tensor in state.plain_tensors]
+    known = set(map(id, (*parameters, *buffers, *plain)))
+    inside = [t for t in objects.tensors if id(t) not in known and _is_own(t)]
     renormed = _renormed(modules)
     states = [_TensorState(p, with_value=id(p) in renormed) for p in parameters]
     states += [_TensorState(tensor, with_value=True) for tensor in (*buffers, *plain)]
+    states += [_TensorState(tensor, with_value=_is_small_value(tensor)) for tensor in inside]
     failed = True
     try:
         yield parameters
@@ -54,12 +59,23 @@ def restored(model: nn.Module) -> Iterator[list[Tensor]]:
                 raise
         for module_state in modules:
             module_state.restore()
+        objects.restore(None)
 
 
 def _registered(modules: list[_ModuleState], table: str) -> list[Tensor]:
     """Return the tensors that modules register in a table, each once."""
     found = (tensor for state in modules for tensor in getattr(state.module, table).values())
     return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
+
+
+def _is_own(tensor: Tensor) -> bool:
+    """Tell whether a tensor is no result of others, and can be written to."""
+    return tensor.is_leaf and not tensor.is_inference()
+
+
+def _is_small_value(tensor: Tensor) -> bool:
+    """Tell whether a tensor inside an object is copied for the job: a cache may be large."""
+    return not isinstance(tensor, nn.Parameter) and tensor.numel() * tensor.itemsize <= MOST_BYTES
 
 
 def _renormed(modules: list[_ModuleState]) -> set[int]:
@@ -97,7 +113,7 @@ class _ModuleState:
         for value in (*self._attributes.values(), *self._scripted.values()):
             if isinstance(value, CONTAINERS):
                 self._entries.append((value, entries_of(value) if value else NONE))
-            elif isinstance(value, Tensor) and value.is_leaf and not value.is_inference():
+            elif isinstance(value, Tensor) and _is_own(value):
                 self.plain_tensors.append(value)
 
     def restore(self) -> None:

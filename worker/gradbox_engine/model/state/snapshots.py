@@ -21,6 +21,7 @@ from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.model.host_copy import HostCopy
 from gradbox_engine.model.state.attributes import State, restorable
 from gradbox_engine.model.state.hooks import HookState
+from gradbox_engine.model.state.objects import ObjectState
 from gradbox_engine.model.state.stated_attributes import from_stated, stated
 from gradbox_engine.model.tensor_equality import same_values
 
@@ -57,8 +58,8 @@ class Snapshot:
     """The values of all buffers at one moment. Nothing writes to these tensors.
 
     `versions` are the registered tensors' version counters, where those were bound; `attributes`
-    the submodules' plain attributes, None where these and `hooks` are to stay as they are;
-    `carrying` the buffers that had a graph then.
+    the submodules' plain attributes, None where these, `objects` and `hooks` are to stay as they
+    are; `carrying` the buffers that had a graph then.
     """
 
     def __init__(
@@ -68,11 +69,13 @@ class Snapshot:
         *,
         versions: Mapping[Slot, int],
         attributes: State | None = None,
+        objects: ObjectState = None,
         hooks: HookState = None,
         carrying: frozenset[Slot] = frozenset(),
     ) -> None:
         self.versions = versions
         self.attributes = attributes
+        self.objects = objects
         self.hooks = hooks
         self.carrying = carrying
         self._apart = apart
@@ -86,12 +89,22 @@ class Snapshot:
         """All values by slot, those kept together as views."""
         return self._apart | dict(chain.from_iterable(p.items() for p in self._packed))
 
+    @property
+    def differs_beyond_buffers(self) -> bool:
+        """Whether attributes, what lies inside them, or hooks are not as registered."""
+        return bool(self.attributes) or self.objects is not None or self.hooks is not None
+
     def apart(self, slot: Slot) -> Tensor | None:
         """Return the value of a slot that is kept by itself; None if it is not."""
         return self._apart.get(slot)
 
     def equals(self, other: Snapshot) -> bool:
-        """Return whether values, attributes and hooks are equal, NaN not. Waits for the device."""
+        """Return whether values, attributes and hooks are equal, NaN not. Waits for the device.
+
+        What lies inside objects is not compared: where it differs from the first, it is not equal.
+        """
+        if self.objects is not None or other.objects is not None:
+            return False
         attributes = restorable(self.attributes or {})
         if attributes != restorable(other.attributes or {}) or self.hooks != other.hooks:
             return False

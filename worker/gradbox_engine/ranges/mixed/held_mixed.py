@@ -165,7 +165,7 @@ class HeldMixed:
         with clock.timed("replay"):
             first = records[0]
             in_replay = first.position in cotangents.needed
-            in_replay = in_replay and not first.after.attributes and not first.after.hooks
+            in_replay = in_replay and not first.after.differs_beyond_buffers
             if cotangents.norms or not in_replay:
                 self._check(part, cotangents.norms)
             if not went.num_done:

@@ -1,0 +1,208 @@
+"""What can change inside without being bound anew, and what was in it at one moment.
+
+Entries of a container, attributes of an object, a variable that a function closes over, a NumPy
+array, a random generator.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import random
+import sys
+from collections.abc import Callable
+from operator import is_
+from types import CellType, SimpleNamespace
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine.model.state.attributes import MOST_ENTRIES
+from gradbox_engine.model.state.containers import CONTAINERS, entries_of, refill
+
+try:
+    import numpy.random  # which NumPy imports on first use
+except ImportError:
+    numpy = None  # type: ignore[assignment]
+
+# Equal ones of these are the same.
+VALUES: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# Their objects have states of their own, and are left alone.
+LIBRARIES: Final = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
+MOST_BYTES: Final = 2**24  # of an array
+MOST_KEPT_BYTES: Final = 2**16  # of one in each of n snapshots
+
+
+class Mutable(Protocol):
+    """Something that can change inside, and what was in it when this was made."""
+
+    owner: Any  # kept alive, for its id names it
+    path: str
+
+    def changed(self) -> bool:
+        """Tell whether something else is in it now."""
+
+    def restore(self) -> None:
+        """Put back what was in it."""
+
+    def new(self, registered: Mutable | None) -> list[Any] | None:
+        """Return the parts that an earlier one of the same thing lacks; None if it is large."""
+
+
+def mutable(path: str, value: Any) -> Mutable | None:
+    """Return what is in a value now; None if nothing in it can change, or it is left alone.
+
+    Args:
+        path: how messages call it.
+    """
+    if isinstance(value, CONTAINERS):
+        return _Entries(path, value, of=value)
+    if isinstance(value, CellType):
+        return _Variable(path, value)
+    if isinstance(value, random.Random):
+        return _Generator(path, value, value.getstate, value.setstate)
+    if isinstance(value, torch.Generator):
+        return _Generator(path, value, value.get_state, value.set_state)
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        fits = value.flags.writeable and not value.dtype.hasobject and value.nbytes <= MOST_BYTES
+        return _Array(path, value) if fits else None
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        read = functools.partial(value.get_state, legacy=False)
+        return _Generator(path, value, read, value.set_state)
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+        write = functools.partial(setattr, bits, "state")
+        return _Generator(path, value, lambda: bits.state, write)
+    attributes = attributes_of(value)
+    return _Entries(path, value, of=attributes) if attributes else None
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the live attributes of an object; nothing of one that is left alone."""
+    if isinstance(value, (type, Tensor, enum.Enum)):
+        return {}
+    if is_of_library(type(value)) and not isinstance(value, (nn.Module, SimpleNamespace)):
+        return {}
+    return getattr(value, "__dict__", None) or {}
+
+
+def is_of_library(made: Any) -> bool:
+    """Tell whether a class or a function is one of Python's library, torch's or NumPy's."""
+    return str(made.__module__).partition(".")[0] in LIBRARIES
+
+
+def contents_of(cell: CellType) -> list[Any]:
+    """Return what a variable that a function closes over is bound to, if it is."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def global_generators() -> set[int]:
+    """Return the ids of the generators that no model owns: they are seeded for each shard."""
+    found = {id(torch.default_generator), id(getattr(random, "_inst", None))}
+    if numpy is not None:
+        found.add(id(getattr(numpy.random.mtrand, "_rand", None)))
+    return found | set(map(id, torch.cuda.default_generators))
+
+
+class _Entries:
+    """A container's entries, or an object's attributes."""
+
+    def __init__(self, path: str, owner: Any, *, of: Any) -> None:
+        self.path, self.owner = path, owner
+        self._container = of
+        self._entries = entries_of(of)
+
+    def changed(self) -> bool:
+        now, before = entries_of(self._container), self._entries
+        if len(now) != len(before):
+            return True
+        return not (all(map(is_, now, before)) or all(map(_same, now, before)))
+
+    def restore(self) -> None:
+        refill(self._container, self._entries)
+
+    def new(self, registered: Mutable | None) -> list[Any] | None:
+        before = registered._parts if isinstance(registered, _Entries) else []
+        known = set(map(id, before))
+        found = [part for part in self._parts if id(part) not in known]
+        return found if len(found) <= MOST_ENTRIES else None
+
+    @property
+    def _parts(self) -> list[Any]:
+        return self._entries[1::2] if isinstance(self._container, dict) else self._entries
+
+
+class _Variable:
+    """A variable that a function closes over."""
+
+    def __init__(self, path: str, cell: CellType) -> None:
+        self.path, self.owner = path, cell
+        self._contents = contents_of(cell)
+
+    def changed(self) -> bool:
+        now = contents_of(self.owner)
+        return len(now) != len(self._contents) or not all(map(_same, now, self._contents))
+
+    def restore(self) -> None:
+        if self._contents:
+            self.owner.cell_contents = self._contents[0]
+        elif contents_of(self.owner):
+            del self.owner.cell_contents
+
+    def new(self, registered: Mutable | None) -> list[Any] | None:
+        before = registered._contents if isinstance(registered, _Variable) else []
+        return [part for part in self._contents if not any(part is known for known in before)]
+
+
+class _Array:
+    def __init__(self, path: str, array: Any) -> None:
+        self.path, self.owner = path, array
+        self._values = array.copy()
+
+    def changed(self) -> bool:
+        return bool(self.owner.tobytes() != self._values.tobytes())
+
+    def restore(self) -> None:
+        self.owner[...] = self._values
+
+    def new(self, registered: Mutable | None) -> list[Any] | None:
+        return [0] if self.owner.nbytes <= MOST_KEPT_BYTES else None
+
+
+class _Generator:
+    def __init__(
+        self, path: str, owner: Any, read: Callable[[], Any], write: Callable[[Any], object]
+    ) -> None:
+        self.path, self.owner = path, owner
+        self._read, self._write = read, write
+        self._state = read()
+
+    def changed(self) -> bool:
+        return not _same_state(self._read(), self._state)
+
+    def restore(self) -> None:
+        self._write(self._state)
+
+    def new(self, registered: Mutable | None) -> list[Any] | None:
+        return [0]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    return bool(a == b) if isinstance(a, VALUES) else isinstance(a, CONTAINERS) and not (a or b)
+
+
+def _same_state(a: Any, b: Any) -> bool:
+    """Tell whether two states of a random generator are equal."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same_state(a[key], b[key]) for key in a)
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    return a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else bool(a == b)

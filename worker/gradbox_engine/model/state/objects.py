@@ -1,0 +1,149 @@
+"""State inside what submodules keep as plain attributes: objects, nested containers, generators.
+
+A schedule that counts in an object, a NumPy array that is written to, a list in a dict, a random
+generator of the model's own: all of it belongs to S₀ … Sₙ, as the attributes themselves do (see
+`attributes`), and is put back after the job.
+
+Followed from every attribute and every hook of a submodule: dicts, lists, sets, deques and tuples,
+the attributes of objects and of modules that are registered nowhere, what a bound method or a
+`functools.partial` holds, and what a function closes over. Objects of Python's library, torch and
+NumPy have states of their own and are left alone, but for NumPy's arrays and the random generators
+of all three.
+
+What shards changed is kept where it is small and holds no tensor that came since: n snapshots would
+keep n of them, each with its graph. Else it stays as it is, as with `attributes`.
+
+Cost: a walk over all of it when a job begins, a comparison by identity after each shard. Not
+covered: global variables, iterators, objects with `__slots__`, arrays beyond 16 MiB, and tensors
+that are overwritten in place, which are put back after the job alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from types import CellType, FunctionType, MethodType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine.model.state.attributes import OF_TORCH
+from gradbox_engine.model.state.containers import CONTAINERS
+from gradbox_engine.model.state.hooks import TABLES
+from gradbox_engine.model.state.mutables import (
+    VALUES,
+    Mutable,
+    attributes_of,
+    contents_of,
+    global_generators,
+    is_of_library,
+    mutable,
+)
+
+# Of most attributes: nothing is inside these.
+ATOMS: Final = frozenset({*VALUES, torch.Size, slice, type, type(len)})
+
+ObjectState = Mapping[int, Mutable | None] | None
+"""By id, what differs from when the job began, and what came since; its values are None where that
+cannot be kept and stays as it is. None where nothing differs."""
+
+
+class Objects:
+    """What is inside the attributes of a model's submodules."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self._modules = list(modules)
+        self._first, self.tensors = self._inside()
+        self.lost = False
+        """Whether a `state` left out a number or a word that a shard had changed."""
+
+    def state(self) -> ObjectState:
+        """Return what is inside now that was not when this was made."""
+        if not any(found.changed() for found in self._first.values()):
+            return None
+        inside, _ = self._inside()
+        differing: dict[int, Mutable | None] = {}
+        num_plain, all_kept = 0, True
+        for key, found in inside.items():
+            registered = self._first.get(key)
+            if registered is not None and not registered.changed():
+                continue
+            differing[key], new = found, found.new(registered)
+            num_plain += new is None or any(isinstance(part, VALUES) for part in new)
+            all_kept = all_kept and new is not None and all(_can_be_kept(p, inside) for p in new)
+        if all_kept:
+            return differing
+        self.lost = self.lost or num_plain > 0
+        return dict.fromkeys(differing)
+
+    def restore(self, state: ObjectState) -> None:
+        """Put back what was inside when a `state` was taken."""
+        kept = state or {}
+        for key, registered in self._first.items():
+            if key not in kept:
+                registered.restore()
+        for found in kept.values():
+            if found is not None:
+                found.restore()
+
+    def _inside(self) -> tuple[dict[int, Mutable], list[Tensor]]:
+        """Return all that can change, by id, and the tensors that are in it."""
+        found: dict[int, Mutable] = {}
+        tensors: list[Tensor] = []
+        seen = {id(module) for _, module in self._modules} | global_generators()
+        left = [place for path, module in self._modules for place in _places(path, module)]
+        while left:
+            path, value = left.pop()
+            if type(value) in ATOMS or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, Tensor):
+                tensors.append(value)
+            elif (inside := mutable(path, value)) is not None:
+                found[id(value)] = inside
+            left += _parts(path, value)
+        return found, tensors
+
+
+def _places(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Return what a submodule's attributes and hooks hold; these are its own state themselves."""
+    attributes = vars(module)
+    for name in attributes.keys() - OF_TORCH:
+        value = attributes[name]
+        if type(value) in ATOMS or isinstance(value, Tensor):
+            continue
+        place = f"{path}.{name}" if path else name
+        if isinstance(value, CONTAINERS):
+            yield from _parts(place, value)
+        else:
+            yield place, value
+    for table in filter(None, map(attributes.get, TABLES)):
+        yield from _parts(f"hooks of {path}", table)
+
+
+def _parts(path: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """Return what a value holds that may have something inside."""
+    if isinstance(value, dict):
+        entries = list(value.items())
+        return [(f"{path}[{key}]", part) for key, part in entries if type(part) not in ATOMS]
+    if isinstance(value, (*CONTAINERS, tuple)):
+        return [(f"{path}[…]", part) for part in list(value) if type(part) not in ATOMS]
+    if isinstance(value, functools.partial):
+        return [(path, value.func), (path, value.args), (path, value.keywords)]
+    if isinstance(value, MethodType):
+        return [(path, value.__self__), (path, value.__func__)]
+    if isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        return () if is_of_library(value) else [(f"{path}:{name}", cell) for name, cell in cells]
+    if isinstance(value, CellType):
+        return [(path, part) for part in contents_of(value)]
+    attributes = list(attributes_of(value).items())
+    return [(f"{path}.{name}", part) for name, part in attributes if type(part) not in ATOMS]
+
+
+def _can_be_kept(part: Any, inside: Mapping[int, Mutable]) -> bool:
+    """Tell whether a snapshot may hold a part; what is inside it is asked by itself."""
+    if isinstance(part, tuple):
+        return all(_can_be_kept(one, inside) for one in part)
+    return isinstance(part, VALUES) or id(part) in inside
