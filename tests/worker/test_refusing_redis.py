@@ -1,4 +1,4 @@
-"""A Redis that takes nothing for a while costs no worker and no attempt."""
+"""A Redis that takes nothing for a while costs no worker and no attempt, nor does a full one."""
 
 from __future__ import annotations
 
@@ -32,13 +32,26 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
 
 @contextmanager
 def refusing(redis_url: str) -> Iterator[None]:
-    """Let every change that takes memory be refused, as on a full disk."""
+    """Let every change be refused, as on a full disk."""
+    with set_to(redis_url, "min-replicas-to-write", 1):
+        yield
+
+
+@contextmanager
+def full(redis_url: str) -> Iterator[None]:
+    """Let Redis have more memory than it may."""
+    with set_to(redis_url, "maxmemory", 1):
+        yield
+
+
+@contextmanager
+def set_to(redis_url: str, setting: str, value: int) -> Iterator[None]:
     connection = connect(redis_url)
-    connection.config_set("maxmemory", 1)
+    connection.config_set(setting, value)
     try:
         yield
     finally:
-        connection.config_set("maxmemory", 0)
+        connection.config_set(setting, 0)
         connection.close()
 
 
@@ -90,3 +103,24 @@ def test_an_idle_worker_waits_and_takes_the_next_job(box: Box, worker: WorkerPro
     worker.wait_until_ready()
     record = box.wait(box.submit(box.spec(shards_of(1))))
     assert (record.state, record.attempt) == (JobState.DONE, 1)
+
+
+def test_a_job_ends_and_another_is_given_back_while_redis_is_full(
+    box: Box, worker: WorkerProcess
+) -> None:
+    worker.wait_until_ready()
+    box.order("dawdle")
+    ends = box.submit(box.spec(shards_of(8)))
+    box.wait(ends, running)
+    with full(box.redis_url):
+        time.sleep(2 * LEASE_S)
+        (box.folder / "order").unlink()
+        record = box.wait(ends)
+    assert (record.state, record.attempt, record.losses) == (JobState.DONE, 1, 0)
+    box.order("dawdle")
+    stays = box.submit(box.spec(shards_of(8)))
+    box.wait(stays, running)
+    with full(box.redis_url):
+        assert worker.stop() == 0
+        record = box.record(stays)
+    assert (record.state, record.losses) == (JobState.QUEUED, 0)

@@ -16,6 +16,7 @@ from redis.client import Pipeline
 
 from gradbox.protocol import DeviceMemory, ModelView
 from gradbox_service.jobs import redis_changes
+from gradbox_service.jobs.redis_script import ConditionalCommands
 
 log = logging.getLogger(__name__)
 
@@ -83,22 +84,23 @@ class RedisFleet:
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
+        self._commands = ConditionalCommands(connection, over_bound=True)
         self._names: list[str] = []  # of the workers there were at the last look
 
     def announce(self, presence: WorkerPresence, *, ttl_s: float) -> None:
-        with self._redis.pipeline() as pipe:
-            key = _presence_key(presence.name)
-            pipe.set(key, presence.model_dump_json(), px=max(1, int(ttl_s * 1000)))
-            pipe.sadd(WORKERS, presence.name)
-            redis_changes.ring(pipe, "", "worker")
-            pipe.execute()
+        pipe = self._redis.pipeline()
+        key = _presence_key(presence.name)
+        pipe.set(key, presence.model_dump_json(), px=max(1, int(ttl_s * 1000)))
+        pipe.sadd(WORKERS, presence.name)
+        redis_changes.ring(pipe, "", "worker")
+        self._commands.run(pipe, where={})
 
     def retire(self, name: str) -> None:
-        with self._redis.pipeline() as pipe:
-            pipe.delete(_presence_key(name))
-            pipe.srem(WORKERS, name)
-            redis_changes.ring(pipe, "", "worker")
-            pipe.execute()
+        pipe = self._redis.pipeline()
+        pipe.delete(_presence_key(name))
+        pipe.srem(WORKERS, name)
+        redis_changes.ring(pipe, "", "worker")
+        self._commands.run(pipe, where={})
 
     def describe(self, models: Iterable[ModelView]) -> None:
         for view in models:

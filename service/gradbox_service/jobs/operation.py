@@ -8,6 +8,7 @@ from typing import Protocol, cast
 import redis
 
 from gradbox.protocol import OperationView
+from gradbox_service.jobs.redis_script import ConditionalCommands
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +30,15 @@ class RedisOperation:
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
+        self._commands = ConditionalCommands(connection, over_bound=True)
 
     def read(self) -> OperationView:
         return read_operation(cast("bytes | None", self._redis.get(OPERATION)))
 
     def set(self, operation: OperationView) -> None:
-        self._redis.set(OPERATION, operation.model_dump_json())
+        pipe = self._redis.pipeline()
+        pipe.set(OPERATION, operation.model_dump_json())
+        self._commands.run(pipe, where={})
 
 
 class MemoryOperation:

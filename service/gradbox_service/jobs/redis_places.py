@@ -15,6 +15,7 @@ from gradbox_service.jobs.place import Place
 from gradbox_service.jobs.record import JobRecord
 from gradbox_service.jobs.records import FOLLOWED_S
 from gradbox_service.jobs.redis_changes import job_key
+from gradbox_service.jobs.refusals import store_refuses
 
 
 class RedisPlaces(ABC):
@@ -31,7 +32,13 @@ class RedisPlaces(ABC):
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.zadd(changes.FOLLOWED, dict.fromkeys(job_ids, time.time() + for_s))
             pipe.hmget(changes.PLACES, list(job_ids))
-            return _places(job_ids, pipe.execute()[1])
+            noted, found = pipe.execute(raise_on_error=False)
+        # Where Redis takes no change there is none to be told of.
+        if isinstance(noted, redis.RedisError) and not store_refuses(noted):
+            raise noted
+        if isinstance(found, redis.RedisError):
+            raise found
+        return _places(job_ids, found)
 
     def followed(self) -> Collection[str]:
         with self._redis.pipeline() as pipe:

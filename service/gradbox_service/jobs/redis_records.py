@@ -61,7 +61,8 @@ class RedisRecords(RedisLists, RedisPlaces):
         self._redis = connection
         # Keeps a connection for `changes`: to take one from the pool costs as much as the command.
         self._reader: redis.Redis | None = None
-        self._commands = ConditionalCommands(connection)
+        self._creating = ConditionalCommands(connection)
+        self._commands = ConditionalCommands(connection, over_bound=True)
 
     def create(
         self, record: JobRecord, *, spec: JobSpec, idempotency_key: str | None = None
@@ -78,7 +79,7 @@ class RedisRecords(RedisLists, RedisPlaces):
             pipe.sadd(changes.OWNERS, record.owner)
             pipe.zadd(owner_key(record.owner), {record.id: record.created_s})
             changes.write(pipe, None, record)
-            if self._commands.run(pipe, where=where):
+            if self._creating.run(pipe, where=where):
                 return record
             if posted:  # read first: its job may be forgotten meanwhile
                 where[posted] = cast("bytes | None", self._redis.get(posted)) or b""
@@ -153,10 +154,10 @@ class RedisRecords(RedisLists, RedisPlaces):
             before = None
 
     def beat(self, job_id: str, *, attempt: int, lease_s: float) -> JobRecord | None:
-        with self._redis.pipeline() as pipe:
-            changes.grant(pipe, job_id, attempt=attempt, lease_s=lease_s)
-            pipe.get(job_key(job_id))
-            return self._read(job_id, pipe.execute()[1])
+        pipe = self._redis.pipeline()
+        changes.grant(pipe, job_id, attempt=attempt, lease_s=lease_s)
+        self._commands.run(pipe, where={})
+        return self.get(job_id)
 
     def leased(self, job_id: str, *, attempt: int) -> bool:
         return bool(self._redis.exists(changes.lease_key(job_id, attempt)))
@@ -183,9 +184,9 @@ class RedisRecords(RedisLists, RedisPlaces):
         return entries[-1][0].decode(), read
 
     def wake(self) -> None:
-        with self._redis.pipeline() as pipe:
-            changes.ring(pipe, "", "wake")
-            pipe.execute()
+        pipe = self._redis.pipeline()
+        changes.ring(pipe, "", "wake")
+        self._commands.run(pipe, where={})
 
     def ended(self, *, before_s: float, limit: int) -> Sequence[str]:
         ids = self._redis.zrangebyscore(changes.ENDED, "-inf", f"({before_s}", start=0, num=limit)
@@ -193,18 +194,14 @@ class RedisRecords(RedisLists, RedisPlaces):
 
     def forget(self, job_id: str) -> None:
         while True:
-            with self._redis.pipeline() as pipe:
-                try:
-                    cast(Any, pipe).watch(job_key(job_id))  # untyped in redis-py
-                    record = self.get(job_id)
-                    pipe.multi()
-                    if record is None:
-                        pipe.zrem(changes.ENDED, job_id)
-                    elif record.state.final:
-                        changes.erase(pipe, record)
-                    pipe.execute()
-                except redis.WatchError:
-                    continue
+            text = cast("bytes | None", self._redis.get(job_key(job_id)))
+            record = self._read(job_id, text)
+            pipe = self._redis.pipeline()
+            if record is None:
+                pipe.zrem(changes.ENDED, job_id)
+            elif record.state.final:
+                changes.erase(pipe, record)
+            if self._commands.run(pipe, where={job_key(job_id): text or b""}):
                 return
 
     def result_bytes(self) -> Mapping[str, int]:
@@ -243,22 +240,15 @@ class RedisRecords(RedisLists, RedisPlaces):
     def _fail_damaged(self, job_id: str, reason: ValueError) -> JobRecord | None:
         owner = self._owner_of(job_id)
         while True:
-            with self._redis.pipeline() as pipe:
-                try:
-                    cast(Any, pipe).watch(job_key(job_id))  # untyped in redis-py
-                    text = cast("bytes | None", pipe.get(job_key(job_id)))
-                    with suppress(ValueError):
-                        return read_record(text)  # another process was faster
-                    assert text is not None
-                    record = failed_record(
-                        job_id, text, reason=reason, owner=owner, now_s=time.time()
-                    )
-                    pipe.multi()
-                    pipe.hset(SET_ASIDE, job_id, cast(Any, text))
-                    changes.write(pipe, None, record)
-                    pipe.execute()
-                except redis.WatchError:
-                    continue
+            text = cast("bytes | None", self._redis.get(job_key(job_id)))
+            with suppress(ValueError):
+                return read_record(text)  # another process was faster
+            assert text is not None
+            record = failed_record(job_id, text, reason=reason, owner=owner, now_s=time.time())
+            pipe = self._redis.pipeline()
+            pipe.hset(SET_ASIDE, job_id, cast(Any, text))
+            changes.write(pipe, None, record)
+            if self._commands.run(pipe, where={job_key(job_id): text}):
                 return record
 
     def _owner_of(self, job_id: str) -> str | None:

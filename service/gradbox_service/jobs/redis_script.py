@@ -1,6 +1,9 @@
 """Commands that Redis runs together, if some keys hold what the caller has read.
 
 It is what WATCH, MULTI and EXEC do, in one round trip: a change of a record is sent as one script.
+
+Redis refuses what takes memory once it has as much as it may (`maxmemory`). What is done of jobs
+that were accepted is to be done all the same: they beat, end and are forgotten, which makes room.
 """
 
 from __future__ import annotations
@@ -27,12 +30,20 @@ return 1
 """
 
 
+# How a script begins that Redis runs although it has as much memory as it may.
+OVER_BOUND: Final = "#!lua flags=allow-oom\n"
+
+
 class ConditionalCommands:
     """Runs what a pipeline has gathered, or nothing of it."""
 
-    def __init__(self, connection: redis.Redis) -> None:
-        """Send nothing yet."""
-        self._script = connection.register_script(SCRIPT)
+    def __init__(self, connection: redis.Redis, *, over_bound: bool = False) -> None:
+        """Send nothing yet.
+
+        Args:
+            over_bound: whether to run them also where Redis has as much memory as it may.
+        """
+        self._script = connection.register_script(OVER_BOUND + SCRIPT if over_bound else SCRIPT)
 
     def run(self, pipe: Pipeline, *, where: Mapping[str, bytes | str]) -> bool:
         """Run a pipeline's commands where keys hold these values; tell whether they do.

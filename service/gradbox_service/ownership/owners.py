@@ -13,13 +13,14 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import redis
 
+from gradbox_service.jobs.redis_script import OVER_BOUND
+
 BYTES = "gradbox:blob-bytes"
 FIRST = b"first"
-SIZE = b"size_bytes"
 OWNER = b"owner:"
 # KEYS: the sums, the blobs; ARGV: the owner, the owner's field, the blobs' sizes. May be repeated.
 CLAIM = """
@@ -31,6 +32,15 @@ for i = 2, #KEYS do
     redis.call('HSET', KEYS[i], 'size_bytes', size, ARGV[2], 1)
 end
 """
+# KEYS: the sums, the blob.
+FORGET = (
+    OVER_BOUND
+    + """
+local first, size = unpack(redis.call('HMGET', KEYS[2], 'first', 'size_bytes'))
+if first and size then redis.call('HINCRBY', KEYS[1], first, -size) end
+redis.call('DEL', KEYS[2])
+"""
+)
 # Digests asked about in one round trip.
 ASKED_AT_ONCE = 1000
 
@@ -75,6 +85,7 @@ class RedisBlobOwners:
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
         self._claim = connection.register_script(CLAIM)
+        self._forget = connection.register_script(FORGET)
 
     def claim(self, owner: str, digest: str, size_bytes: int) -> None:
         self.claim_all(owner, {digest: size_bytes})
@@ -117,20 +128,7 @@ class RedisBlobOwners:
         return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
 
     def forget(self, digest: str) -> None:
-        while True:
-            with self._redis.pipeline() as pipe:
-                try:
-                    cast(Any, pipe).watch(_key(digest))  # redis-py leaves this method untyped
-                    stored = cast(Any, pipe.hmget(_key(digest), [FIRST, SIZE]))
-                    first, size_bytes = cast("list[bytes | None]", stored)
-                    pipe.multi()
-                    pipe.delete(_key(digest))
-                    if first is not None and size_bytes is not None:
-                        pipe.hincrby(BYTES, first.decode(), -int(size_bytes))
-                    pipe.execute()
-                except redis.WatchError:
-                    continue
-                return
+        self._forget(keys=[BYTES, _key(digest)])
 
 
 class MemoryBlobOwners:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Protocol
 
 import redis
-from redis.exceptions import LockError
+
+from gradbox_service.jobs.redis_script import ConditionalCommands
 
 LEADER = "gradbox:leader"
 
@@ -21,24 +23,29 @@ class Leadership(Protocol):
 
 
 class RedisLeadership:
-    """Implements `Leadership` with redis-py's lock, whose token tells this process from others."""
+    """Implements `Leadership` with a key that holds a token, which tells one process from others.
+
+    The threads of a process share it: it is the process that leads. It can be taken also where
+    Redis has as much memory as it may, for who leads is who makes room.
+    """
 
     def __init__(self, connection: redis.Redis) -> None:
-        # Shared by the threads of this process: it is the process that leads.
-        self._lock = connection.lock(LEADER, blocking=False, thread_local=False)
+        self._redis = connection
+        self._commands = ConditionalCommands(connection, over_bound=True)
+        self._token = secrets.token_hex(16)
 
     def hold(self, *, ttl_s: float) -> bool:
-        try:
-            return bool(self._lock.extend(ttl_s, replace_ttl=True))
-        except LockError:  # never taken, or it ran out
-            self._lock.timeout = ttl_s
-            return bool(self._lock.acquire())
+        return any(self._set(ttl_s, where=held_by) for held_by in (self._token, ""))
 
     def release(self) -> None:
-        try:
-            self._lock.release()
-        except LockError:
-            return
+        pipe = self._redis.pipeline()
+        pipe.delete(LEADER)
+        self._commands.run(pipe, where={LEADER: self._token})
+
+    def _set(self, ttl_s: float, *, where: str) -> bool:
+        pipe = self._redis.pipeline()
+        pipe.set(LEADER, self._token, px=int(ttl_s * 1000))
+        return self._commands.run(pipe, where={LEADER: where})
 
 
 class SoleLeadership:

@@ -194,6 +194,9 @@ class GradboxWorker(BookkeepingWorker):
         """How long to wait for a turn before looking after the device again, in seconds."""
         return DEQUEUE_S
 
+    def set_shutdown_requested_date(self) -> None:
+        """Note nothing: RQ does so between any two steps of a job, where Redis may refuse."""
+
     def get_heartbeat_ttl(self, job: Job) -> int:
         return HEARTBEAT_TTL_S
 
@@ -210,7 +213,12 @@ class GradboxWorker(BookkeepingWorker):
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_S
-            self.maintain_heartbeats(self._turn)
+            try:
+                self.maintain_heartbeats(self._turn)
+            except redis.RedisError as error:
+                if not store_refuses(error):
+                    raise
+                log.warning("RQ's heartbeat is not noted, Redis refuses for now: %s", error)
 
     def _until_taken(self, call: Callable[[], T]) -> T:
         """Call until Redis does not refuse only for now; return what the call returns.
