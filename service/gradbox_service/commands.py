@@ -16,7 +16,7 @@ from gradbox.cli.exits import DONE, UNREACHABLE, WRONG_USAGE
 from gradbox.cli.output import AsJson, say_table
 from gradbox.cli.times import local
 from gradbox_service.jobs.connection import connect
-from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.jobs.refusals import store_refuses, why_refused
 from gradbox_service.revocations import NotRevoked, Revocations
 from gradbox_service.settings import EMBEDDED, BadSettings, Settings, takes_settings
 from gradbox_service.tokens import BadTokenName, RedisTokens
@@ -171,8 +171,8 @@ def _with_tokens(
         if not store_refuses(error):
             raise
         print(
-            f"gradbox tokens: Redis cannot be reached, or takes nothing for now: {error}; try "
-            "again once it runs and its disk and memory have room (`gradbox storage`)",
+            f"gradbox tokens: Redis {why_refused(error)} ({error}). --data names the folder of a "
+            f"running `gradbox up`",
             file=sys.stderr,
         )
         return UNREACHABLE

@@ -24,7 +24,7 @@ from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.cleaning.expiry import Stored
 from gradbox_service.commands import DataFolder, RedisUrl, at_redis
-from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.jobs.refusals import store_refuses, why_refused
 from gradbox_service.settings import DAY_S, BadSettings, Settings
 from gradbox_service.store.room import in_units
 
@@ -129,9 +129,8 @@ def _with_cleaner(
         if not store_refuses(error):
             raise
         print(
-            f"gradbox storage: Redis cannot be reached, or takes nothing for now: {error}; is "
-            f"--data the folder of a running `gradbox up`? On a full disk, move something else "
-            f"away first",
+            f"gradbox storage: Redis {why_refused(error)} ({error}). --data names the folder of a "
+            f"running `gradbox up`",
             file=sys.stderr,
         )
         return UNREACHABLE

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from gradbox_service.jobs import connect
-from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.jobs.refusals import store_refuses, why_refused
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from tests.disks import small_disk
 
@@ -55,7 +55,9 @@ def test_a_full_disk_is_a_refusal_for_now(
             connection = connect(server.url)
             with pytest.raises(redis.ResponseError, match="MISCONF"):
                 fill(connection)
-            assert store_refuses(error_of(lambda: write(connection)))
+            refused = error_of(lambda: write(connection))
+            assert store_refuses(refused)
+            assert "make room there" in why_refused(refused)
         finally:
             server.stop()
 
@@ -66,7 +68,9 @@ def test_reached_memory_is_a_refusal_for_now(
 ) -> None:
     connection.config_set("maxmemory", 1)
     try:
-        assert store_refuses(error_of(lambda: write(connection)))
+        refused = error_of(lambda: write(connection))
+        assert store_refuses(refused)
+        assert "--redis-memory-bytes" in why_refused(refused)
     finally:
         connection.config_set("maxmemory", 0)
 
@@ -77,14 +81,18 @@ def test_a_replica_refuses_for_now(
 ) -> None:
     connection.replicaof("127.0.0.1", "1")
     try:
-        assert store_refuses(error_of(lambda: write(connection)))
+        refused = error_of(lambda: write(connection))
+        assert store_refuses(refused)
+        assert "fail-over" in why_refused(refused)
     finally:
         connection.replicaof("NO", "ONE")
 
 
 def test_silence_is_a_refusal_for_now(tmp_path: Path) -> None:
     nobody = connect(f"unix://{tmp_path}/nobody.sock", retries=0)
-    assert store_refuses(error_of(nobody.ping))
+    silent = error_of(nobody.ping)
+    assert store_refuses(silent)
+    assert "cannot be reached" in why_refused(silent)
     assert store_refuses(redis.TimeoutError("no answer"))
 
 

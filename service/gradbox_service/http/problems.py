@@ -18,7 +18,7 @@ from gradbox.errors import BoxDraining, Category, GradboxError, MissingBlobs, Se
 from gradbox.protocol import Problem
 from gradbox.protocol.problem import URN
 from gradbox_service.http.request_ids import HEADER, request_id_of
-from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.jobs.refusals import store_refuses, why_refused
 
 log = logging.getLogger(__name__)
 
@@ -103,10 +103,8 @@ async def _redis_refuses(request: Request, error: Exception) -> Response:
     if not store_refuses(error):
         return await _unexpected(request, error)
     log.warning("request %s: Redis refuses for now: %s", request_id_of(request), error)
-    silent = isinstance(error, redis.ConnectionError | redis.TimeoutError)
-    why = "does not answer" if silent else "takes no changes: its disk or its memory is full"
-    problem = Problem.of(ServiceUnavailable(f"the box's Redis {why}; try again in a few seconds"))
-    return problem_response(problem, request)
+    refused = ServiceUnavailable(f"the box's Redis {why_refused(error)}")
+    return problem_response(Problem.of(refused), request)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

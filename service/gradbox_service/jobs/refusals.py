@@ -9,8 +9,8 @@
     EXECABORT because of one of these        the same, said of a whole transaction
 
 Everything else (a wrong password, a wrong type, an unknown command) is an error of the set-up or of
-ours. Whoever catches a `redis.RedisError` asks this one function, so that workers, the service and
-`gradbox tokens` wait for the same things.
+ours. Whoever catches a `redis.RedisError` asks `store_refuses`, so that workers, the service and
+`gradbox tokens` wait for the same things, and `why_refused` for what a person is to be told.
 """
 
 from __future__ import annotations
@@ -19,14 +19,23 @@ from typing import Final
 
 import redis
 
-# What redis-py has no class of its own for; the server's reply begins with the code.
-_CODES: Final = frozenset({"MISCONF", "OOM", "READONLY", "MASTERDOWN", "NOREPLICAS"})
-# What it has a class for; it takes the code off the reply.
-_OF_THEIR_OWN: Final = (
-    redis.OutOfMemoryError,
-    redis.ReadOnlyError,
-    redis.exceptions.MasterDownError,
-)
+_FAIL_OVER: Final = "is a replica, or has none: try again once its fail-over is over"
+# How a server's reply begins, and what a person is told: a clause that goes on behind "Redis".
+_SAYS: Final = {
+    "MISCONF": "cannot write to its disk, which may be full: make room there by other means first "
+    "(old logs, somebody else's files)",
+    "OOM": "has all the memory that it may: wait until jobs that ended make room, delete some "
+    "(`gradbox jobs delete`), or give it more (--redis-memory-bytes)",
+    "READONLY": _FAIL_OVER,
+    "MASTERDOWN": _FAIL_OVER,
+    "NOREPLICAS": _FAIL_OVER,
+}
+# What redis-py has a class of its own for; it takes the code off the reply.
+_OF_THEIR_OWN: Final = {
+    redis.OutOfMemoryError: "OOM",
+    redis.ReadOnlyError: "READONLY",
+    redis.exceptions.MasterDownError: "MASTERDOWN",
+}
 # redis-py puts the command before the reply of a pipeline; its arguments may say anything.
 _OF_PIPELINE: Final = "of pipeline caused error: "
 # How a server begins the reply to an EXEC that it refuses as a whole.
@@ -43,9 +52,26 @@ def store_refuses(error: BaseException) -> bool:
         return False
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):
         return True
-    if isinstance(error, _OF_THEIR_OWN):
-        return True
+    return _code(error) in _SAYS
+
+
+def why_refused(error: BaseException) -> str:
+    """Return why Redis refuses for now and what helps, a clause that goes on behind "Redis".
+
+    Args:
+        error: what `store_refuses` is true of.
+    """
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+        return "cannot be reached now; try again in a few seconds"
+    return _SAYS[_code(error)]
+
+
+def _code(error: BaseException) -> str:
+    """Return the code that the server's reply began with; "" for what is no reply."""
+    for kind, code in _OF_THEIR_OWN.items():
+        if isinstance(error, kind):
+            return code
     if not isinstance(error, redis.ResponseError):
-        return False
+        return ""
     reply = str(error).rpartition(_OF_PIPELINE)[2].removeprefix(_OF_EXEC)
-    return reply.partition(" ")[0] in _CODES
+    return reply.partition(" ")[0]

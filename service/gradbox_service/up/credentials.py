@@ -17,7 +17,7 @@ import redis
 
 from gradbox.settings import FILE, ClientSettings, read_settings, write_settings
 from gradbox_service.jobs.connection import connect
-from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.jobs.refusals import store_refuses, why_refused
 from gradbox_service.revocations import Revocations
 from gradbox_service.tokens import RedisTokens
 from gradbox_service.up.embedded_redis import NoRedis
@@ -85,6 +85,5 @@ def takes_changes(data: Path) -> Iterator[None]:
         if not store_refuses(error):
             raise
         raise NoRedis(
-            f"the embedded Redis takes nothing for now ({error}): make room on the disk of "
-            f"{data}, or give it more memory with --redis-memory-bytes"
+            f"the embedded Redis in {data} takes nothing for now: it {why_refused(error)}"
         ) from error
