@@ -10,13 +10,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+import redis
 from prometheus_client.parser import text_string_to_metric_families
 
 from gradbox.printable import JsonFormatter
 from gradbox.protocol import DeviceMemory, Problem
+from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord, WorkerPresence
+from gradbox_service.settings import Settings
 from tests.service.boxes import begin, run_job, submit
-from tests.service.conftest import Box, client_with
+from tests.service.conftest import Box, client_with, serve
 
 GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana.json"
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -106,6 +109,31 @@ def test_every_metric_of_the_grafana_dashboard_is_there(box: Box, owner: httpx.C
     }
     assert len(asked) > 15
     assert asked - {name for name, _ in found} == set()
+
+
+def test_room_and_whether_jobs_are_taken_are_told(box: Box, owner: httpx.Client) -> None:
+    found = samples(owner)
+    assert found["gradbox_disk_free_bytes", ()] > 0
+    assert found["gradbox_disk_reserve_bytes", ()] >= 2**30
+    assert found["gradbox_takes_jobs", ()] == 1
+    owner.put("/v1/operation", json={"mode": "draining"}).raise_for_status()
+    assert samples(owner)["gradbox_takes_jobs", ()] == 0
+
+
+def test_a_redis_near_its_bound_takes_no_jobs(
+    redis_settings: Settings, connection: redis.Redis
+) -> None:
+    for box in serve(Backing.on_redis(redis_settings), redis_settings):
+        owner = client_with(box.transport, box.backing.tokens.create("root", admin=True))
+        assert ("gradbox_redis_memory_bound_bytes", ()) not in samples(owner)
+        bound_bytes = int(1.1 * box.backing.records.memory().used_bytes)
+        connection.config_set("maxmemory", bound_bytes)
+        try:
+            found = samples(owner)
+        finally:
+            connection.config_set("maxmemory", 0)
+        assert found["gradbox_redis_memory_bound_bytes", ()] == bound_bytes
+        assert found["gradbox_takes_jobs", ()] == 0
 
 
 def test_metrics_are_for_the_owner_alone(box: Box) -> None:

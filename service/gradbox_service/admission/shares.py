@@ -14,7 +14,7 @@ from gradbox.errors import BlobTooLarge, ServiceUnavailable, StorageFull
 from gradbox_service.jobs import Records
 from gradbox_service.jobs.records import Memory
 from gradbox_service.ownership import BlobOwners
-from gradbox_service.store.room import in_units
+from gradbox_service.store.room import Room, in_units
 
 # Of the memory that Redis may take, what new jobs may fill.
 NEW_JOBS_SHARE: Final = 0.8
@@ -68,3 +68,13 @@ def check_memory(memory: Memory) -> None:
         f"wait: jobs that ended make room within an hour, oldest first of whoever has most; or "
         f"have the box's owner raise --redis-memory-bytes"
     )
+
+
+def why_no_room(memory: Memory, room: Room) -> str:
+    """Return why the box takes no new jobs of anybody for now; "" if it has room."""
+    try:
+        check_memory(memory)
+        room.check(1, what="a new job")
+    except (ServiceUnavailable, StorageFull) as full:
+        return str(full)
+    return ""

@@ -47,6 +47,10 @@ class Room:
         """Return what the disk has free, the reserve included."""
         return self._usage().free
 
+    def reserved_bytes(self) -> int:
+        """Return what is to stay free."""
+        return self._reserved_bytes(self._usage())
+
     def check(self, num_bytes: int, *, what: str) -> None:
         """Check that `num_bytes` more may be written.
 

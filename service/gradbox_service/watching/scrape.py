@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from gradbox.protocol import OperationMode
+from gradbox_service.admission.shares import why_no_room
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
 from gradbox_service.queue.dispatch import Dispatcher
@@ -90,8 +92,17 @@ class BoxCollector(Collector):
     def _storage(self) -> Iterator[GaugeMetricFamily]:
         results = self.box.records.result_bytes()
         yield _by_user("gradbox_stored_result_bytes", "Results on the disk", dict(results))
-        memory = self.box.records.memory()
+        memory, room = self.box.records.memory(), self.box.blobs.room
         yield _gauge("gradbox_redis_memory_bytes", "Memory that Redis takes", memory.used_bytes)
+        if memory.bound_bytes is not None:
+            yield _gauge(
+                "gradbox_redis_memory_bound_bytes", "Memory that Redis may take", memory.bound_bytes
+            )
+        yield _gauge("gradbox_disk_free_bytes", "What the data's disk has free", room.free_bytes())
+        yield _gauge("gradbox_disk_reserve_bytes", "What is to stay free", room.reserved_bytes())
+        drains = self.box.operation.read().mode is OperationMode.DRAINING
+        takes = not drains and not why_no_room(memory, room)
+        yield _gauge("gradbox_takes_jobs", "Whether new jobs are taken", takes)
 
 
 def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:

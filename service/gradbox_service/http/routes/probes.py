@@ -5,14 +5,12 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
-from gradbox.errors import BoxDraining, GradboxError, ServiceUnavailable, StorageFull
+from gradbox.errors import BoxDraining, GradboxError, ServiceUnavailable
 from gradbox.protocol import OperationMode
-from gradbox_service.admission.shares import check_memory
+from gradbox_service.admission.shares import why_no_room
 from gradbox_service.http.auth import Box
 from gradbox_service.jobs.fleet import offered_versions
-from gradbox_service.jobs.records import Memory
 from gradbox_service.repeating_thread import RepeatingThread
-from gradbox_service.store.room import Room
 
 router = APIRouter(tags=["probes"])
 
@@ -72,17 +70,8 @@ def readyz(request: Request, box: Box) -> Ready:
         models=list(offered_versions(workers)),
         mode=operation.mode,
         reason=operation.reason,
-        refuses=_refuses(memory, box.blobs.room),
+        refuses=why_no_room(memory, box.blobs.room),
     )
-
-
-def _refuses(memory: Memory, room: Room) -> str:
-    try:
-        check_memory(memory)
-        room.check(1, what="a new job")
-    except (ServiceUnavailable, StorageFull) as full:
-        return str(full)
-    return ""
 
 
 def _ended_threads(request: Request) -> list[str]:
