@@ -134,6 +134,9 @@ def test_cancelling_says_what_became_of_the_job(
     assert main(["jobs", "cancel", job_id, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["cancel_requested"] is True
     assert main(["jobs", "watch", job_id]) == 1
+    capsys.readouterr()
+    assert main(["jobs", "show", job_id]) == 0
+    assert "state        cancelled\n" in capsys.readouterr().out
 
 
 def test_the_beginning_of_an_id_means_its_job(

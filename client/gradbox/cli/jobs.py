@@ -164,11 +164,12 @@ def _state(view: JobView) -> str:
 
 def _described(view: JobView) -> dict[str, object]:
     """Return what `jobs show` prints of a job, by the name that it prints before."""
+    asked = view.cancel_requested and not view.state.final
     times = {"created": view.created_s, "started": view.started_s, "finished": view.finished_s}
     found: dict[str, object] = {
         "id": view.id,
         "name": view.name,
-        "state": view.state.value + (", to be cancelled" if view.cancel_requested else ""),
+        "state": view.state.value + (", to be cancelled" if asked else ""),
         "owner": view.owner,
         "computation": view.computation,
         "model": view.model,
