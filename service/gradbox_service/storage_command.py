@@ -25,7 +25,7 @@ from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.cleaning.expiry import Stored
 from gradbox_service.commands import DataFolder, RedisUrl, at_redis
 from gradbox_service.jobs.refusals import store_refuses, why_refused
-from gradbox_service.settings import DAY_S, BadSettings, Settings
+from gradbox_service.settings import DAY_S, BadSettings, Settings, noted
 from gradbox_service.store.room import in_units
 
 SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S}
@@ -111,6 +111,8 @@ def _with_cleaner(
     """Run one of the commands above on the box that its options name."""
     try:
         settings = Settings.read(redis_url=at_redis(redis_url, data), data=data)
+        reserve_bytes = noted(settings.data).get("disk_reserve_bytes", settings.disk_reserve_bytes)
+        settings = settings.model_copy(update={"disk_reserve_bytes": reserve_bytes})
         box = Backing.on_redis(settings)
         cleaner = Cleaner(
             settings,
@@ -148,7 +150,7 @@ def _print_owners(box: Backing, *, json: bool) -> int:
                 for o in owners
             ],
             "free_bytes": free_bytes,
-            "reserve_bytes": free_bytes - left_bytes,
+            "reserve_bytes": box.blobs.room.reserved_bytes(),
             "redis_bytes": memory.used_bytes,
             "redis_bound_bytes": memory.bound_bytes,
         }

@@ -17,6 +17,7 @@ import pytest
 
 from gradbox.cli import main
 from gradbox.settings import ClientSettings, write_settings
+from gradbox_service.settings import Settings
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from tests.boxes import TestBox
 from tests.disks import small_disk
@@ -233,6 +234,13 @@ def test_a_disk_without_room_is_found(examine: Any, tmp_path: Path) -> None:
         found = examine("--data", str(disk / "data"))
     assert "disk" in problems(found)
     assert "gradbox storage clean" in found["disk"]["fix"]
+
+
+def test_the_disk_is_judged_by_the_reserve_of_the_box(examine: Any, tmp_path: Path) -> None:
+    Settings(data=tmp_path, disk_reserve_bytes=0).note()
+    assert "disk" not in problems(examine("--data", str(tmp_path)))
+    Settings(data=tmp_path, disk_reserve_bytes=2**60).note()
+    assert "disk" in problems(examine("--data", str(tmp_path)))
 
 
 def test_a_machine_without_any_redis_is_told_what_to_install(place: Path) -> None:

@@ -13,6 +13,7 @@ from gradbox_service.settings import Settings
 from gradbox_service.storage_command import register
 from tests.service.boxes import a_record, a_spec
 from tests.service.test_cleaning import put_blob, put_result
+from tests.service.test_server import running
 
 
 @pytest.fixture
@@ -44,6 +45,14 @@ def test_it_lists_what_each_owner_takes(
     assert report["free_bytes"] > report["reserve_bytes"] > 0
     assert run(*where) == 0
     assert "bob" in capsys.readouterr().out
+
+
+def test_the_reserve_is_the_one_that_the_box_was_started_with(
+    redis_settings: Settings, where: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(redis_settings, "--disk-reserve-bytes", "12345"):
+        assert run(*where, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["reserve_bytes"] == 12345
 
 
 def test_it_cleans_by_age_owner_and_kind(

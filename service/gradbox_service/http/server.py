@@ -70,6 +70,8 @@ def serve(
     _allow_connections()
     app = create_app(settings)
     settings.make_data_folder()
+    with suppress(OSError):  # `gradbox storage` then tells by its own settings
+        settings.note()
     try:
         Revocations(settings.data).prepare()
     except OSError as error:
