@@ -193,6 +193,32 @@ def test_a_blob_used_since_it_was_chosen_stays(backing: Backing, tmp_path: Path)
     assert cleaner.clean() == []
 
 
+def test_what_somebody_removed_by_hand_counts_no_more(backing: Backing, tmp_path: Path) -> None:
+    gone, kept = put_blob(backing, size=1), put_blob(backing, size=2)
+    result, other = put_result(backing, "gone"), put_result(backing, "kept")
+    other.with_name("nobodys.1.safetensors").write_bytes(b"x")
+    cleaner = cleaner_of(backing, tmp_path / "data")
+    backing.blobs.path(gone).unlink()
+    result.unlink()
+    assert cleaner.clean() == []
+    record = backing.records.get("gone")
+    assert record is not None
+    assert record.result_gone_s is not None
+    assert dict(backing.records.result_bytes()) == {"ann": 6}
+    assert list(backing.owners.known()) == [kept]
+    assert dict(backing.owners.totals()) == {"ann": backing.blobs.size_bytes(kept)}
+
+
+def test_a_folder_that_is_not_there_has_lost_nothing(backing: Backing, tmp_path: Path) -> None:
+    put_blob(backing)
+    result = put_result(backing, "away")
+    for folder in (result.parent, backing.blobs.room.folder):
+        folder.rename(folder.with_name(f"{folder.name}-away"))
+    cleaner_of(backing, tmp_path / "data").clean()
+    assert dict(backing.records.result_bytes()) == {"ann": 6}
+    assert len(backing.owners.totals()) == 1
+
+
 def test_the_bound_is_a_share_of_the_room_there_is(backing: Backing, tmp_path: Path) -> None:
     for size in (1, 2, 3):
         put_blob(backing, days=size, size=size)

@@ -25,6 +25,7 @@ from gradbox_service.cleaning.expiry import (
     expired,
 )
 from gradbox_service.cleaning.needed import Needed
+from gradbox_service.cleaning.removed import RemovedByHand
 from gradbox_service.jobs import JobRecord, Records
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.ownership import BlobOwners
@@ -72,6 +73,7 @@ class Cleaner(RepeatingThread):
         self._tokens = tokens
         self._leadership = leadership
         self._needed = Needed(records)
+        self._removed = RemovedByHand(records, owners, results=results, blobs=blobs)
 
     def clean(self) -> list[Stored]:
         """Remove what has expired; return the files that went."""
@@ -88,9 +90,12 @@ class Cleaner(RepeatingThread):
         self._blobs.sweep()
         self._results.sweep(is_written=self._is_written, unused_since_s=now_s - SPARED_S)
         self._sweep_checkpoints(unused_since_s=now_s - SPARED_S)
+        counted_bytes = self._removed.counted_bytes()
         files = list(self.stored(owned=self._settings.owner_quota_bytes is not None))
+        there_bytes = sum(file.size_bytes for file in files)
+        self._removed.note(counted_bytes=counted_bytes, there_bytes=there_bytes)
         limits = self._limits(files)
-        if sum(file.size_bytes for file in files) > limits.total_bytes:
+        if there_bytes > limits.total_bytes:
             files = list(self.stored())
         choose = partial(expired, files, limits, now_s=now_s)
         if not choose(needed=frozenset()):

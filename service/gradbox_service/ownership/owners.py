@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol, cast
 
 import redis
@@ -72,6 +72,9 @@ class BlobOwners(Protocol):
     def totals(self) -> Mapping[str, int]:
         """Return `bytes_of` for every owner who has any."""
 
+    def known(self) -> Iterator[str]:
+        """Give the digest of every blob that belongs to somebody."""
+
     def forget(self, digest: str) -> None:
         """Note that the blob is no longer stored: it belongs to nobody and counts against nobody.
 
@@ -127,6 +130,10 @@ class RedisBlobOwners:
         found = cast("dict[bytes, bytes]", self._redis.hgetall(BYTES))
         return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
 
+    def known(self) -> Iterator[str]:
+        for key in self._redis.scan_iter(match=_key("*"), count=ASKED_AT_ONCE):
+            yield cast(bytes, key).decode().removeprefix(_key(""))
+
     def forget(self, digest: str) -> None:
         self._forget(keys=[BYTES, _key(digest)])
 
@@ -173,6 +180,10 @@ class MemoryBlobOwners:
             for size_bytes, owners in self._blobs.values():
                 found[owners[0]] += size_bytes
         return dict(found)
+
+    def known(self) -> Iterator[str]:
+        with self._lock:
+            return iter(list(self._blobs))
 
     def forget(self, digest: str) -> None:
         with self._lock:

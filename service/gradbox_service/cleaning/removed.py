@@ -1,0 +1,66 @@
+"""Results and blobs whose files somebody removed by hand: their owners are to have the room again.
+
+To find them takes a look at every record, so it is taken only where more is counted than there is
+on the disk, and where their folder is there: a disk that is not mounted has lost nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+
+from gradbox_service.jobs import JobRecord, Records
+from gradbox_service.ownership import BlobOwners
+from gradbox_service.store import BlobStore, ResultStore
+from gradbox_service.store.files import use_of
+
+log = logging.getLogger(__name__)
+
+
+class RemovedByHand:
+    """Notes that they are gone."""
+
+    def __init__(
+        self, records: Records, owners: BlobOwners, *, results: ResultStore, blobs: BlobStore
+    ) -> None:
+        self._records = records
+        self._owners = owners
+        self._results = results
+        self._blobs = blobs
+        self._unexplained_bytes = 0  # by which more was counted after the last look
+
+    def counted_bytes(self) -> int:
+        """Return what is counted for all owners; ask before the files are listed."""
+        return sum(self._records.result_bytes().values()) + sum(self._owners.totals().values())
+
+    def note(self, *, counted_bytes: int, there_bytes: int) -> None:
+        """Note what is gone, where more is counted than is there."""
+        if counted_bytes - there_bytes <= self._unexplained_bytes:
+            return
+        gone = self._note_results() + self._note_blobs()
+        self._unexplained_bytes = max(0, self.counted_bytes() - there_bytes)
+        if gone:
+            log.warning("%d results and blobs are gone that the box did not remove", gone)
+
+    def _note_results(self) -> int:
+        if not self._results.room.folder.is_dir():
+            return 0
+        gone = [
+            record.id
+            for owner in self._records.result_bytes()
+            for record in self._records.oldest(owner)
+            if record.result_bytes
+            and use_of(self._results.path(record.id, attempt=record.attempt)) is None
+        ]
+        for job_id in gone:
+            self._records.update(job_id, partial(JobRecord.drop_result, now_s=time.time()))
+        return len(gone)
+
+    def _note_blobs(self) -> int:
+        if not self._blobs.room.folder.is_dir():
+            return 0
+        gone = [name for name in self._owners.known() if use_of(self._blobs.path(name)) is None]
+        for name in gone:
+            self._owners.forget(name)
+        return len(gone)
