@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -20,6 +21,7 @@ import torch
 from gradbox import GradClient, Gradient
 from gradbox.cli import main
 from gradbox.cli.down import holder_of
+from gradbox_service.up.part import LONGEST_LOG_BYTES
 from tests.boxes import Up
 
 ZOO = Path(__file__).with_name("zoo.py")
@@ -169,6 +171,41 @@ def test_a_box_in_the_background_runs_until_it_is_drained_or_taken_down(
     assert not credentials.exists()
     assert not parts_of(data)
     assert main(["down"]) == 3
+
+
+def test_a_box_that_does_not_get_ready_says_what_it_waits_for_and_how_it_ended(
+    start: Callable[..., Up], models: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "lasts.py").write_text("import time\ntime.sleep(300)\n")
+    models.write_text('[models.m]\nbuilder = "python"\nsource = "lasts.py:make"\n')
+    up = start("--wait")
+    while "not ready yet: no worker is ready" not in "".join(up.said):
+        up.said.append(next(up._output))
+    box = holder_of(tmp_path / "data")
+    assert box is not None
+    os.kill(box, signal.SIGKILL)
+    code, said = up.finish()
+    assert code == 1
+    assert "the box was ended by SIGKILL before it was ready" in said
+    assert "data/logs/up.log" in said
+
+
+def test_the_logs_of_the_box_and_of_its_redis_stay_short_and_say_when(
+    start: Callable[..., Up], tmp_path: Path
+) -> None:
+    logs = [tmp_path / "data" / "logs" / "up.log", tmp_path / "data" / "redis" / "redis.log"]
+    for log in logs:
+        log.parent.mkdir(parents=True)
+        log.write_bytes(b"x" * (LONGEST_LOG_BYTES + 1))
+    code, said = start("--wait").finish()
+    assert code == 0, said
+    assert eventually(lambda: all(log.stat().st_size < 10**6 for log in logs))
+    assert all(log.with_suffix(".log.1").stat().st_size == LONGEST_LOG_BYTES for log in logs)
+    lines = logs[0].read_text().splitlines()
+    told = [line for line in lines if "gradbox up: " in line]
+    assert told
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d gradbox up: ", line) for line in told)
+    assert main(["down", "--data", str(tmp_path / "data")]) == 0
 
 
 def test_without_the_workers_packages_it_says_what_to_install(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ To read in this order:
     command             what is given on the command line
     background          `--wait`: the same in another process
     box                 the whole: Redis, service, workers; what restarts them
+    saying              what it says of itself
     credentials         the owner's token, and client.toml while the box is ready
     reached             how others reach it
     script              `--exec`: what runs while the box is up

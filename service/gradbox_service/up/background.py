@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Final
 
 from gradbox_service.settings import Settings
-from gradbox_service.up.box import READY
+from gradbox_service.up.box import LOG, READY
+from gradbox_service.up.part import ended, rotate
+from gradbox_service.up.saying import say
 
-LOG: Final = "up.log"
 LOOK_S: Final = 0.05
 
 
@@ -33,6 +34,7 @@ def start(arguments: Sequence[str], *, settings: Settings) -> int:
     folder = data / "logs"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     data.chmod(0o700)
+    rotate(folder / LOG)  # now, for what follows is read from where it begins
     descriptor = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         begin = os.lseek(descriptor, 0, os.SEEK_END)
@@ -57,13 +59,16 @@ def _until_ready(box: subprocess.Popen[bytes], log: Path, *, begin: int, data: P
     with log.open() as file:
         file.seek(begin)
         while True:
-            ended = box.poll() is not None
+            code = box.poll()
             for line in file:
                 ready = line.startswith(READY)
                 print(line, end="", file=sys.stdout if ready else sys.stderr, flush=True)
                 if ready:
                     print(f"gradbox up: to stop it: gradbox down --data {data}", file=sys.stderr)
                     return 0
-            if ended:
-                return box.returncode
+            if code is not None and code < 0:
+                say(f"the box {ended(code)} before it was ready; its log is {log}")
+                return 1
+            if code is not None:
+                return code
             time.sleep(LOOK_S)

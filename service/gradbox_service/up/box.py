@@ -21,13 +21,17 @@ from gradbox_service.up.cluster import Cluster, address_file, num_devices
 from gradbox_service.up.credentials import Credentials, takes_changes
 from gradbox_service.up.data_folder import lock_folder
 from gradbox_service.up.drain import Drain
+from gradbox_service.up.embedded_redis import LOG as REDIS_LOG
 from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis
-from gradbox_service.up.part import Part, PartFailed, ended
+from gradbox_service.up.part import Part, PartFailed, ended, rotate
 from gradbox_service.up.reached import how_to_reach, left_out
+from gradbox_service.up.saying import NotReady, say
 from gradbox_service.up.script import Script
-from gradbox_service.up.watchdog import REDIS, Watchdog, answers
+from gradbox_service.up.watchdog import REDIS, Watchdog, why_not_ready
 
 READY: Final = "gradbox ready at"
+# Of a box in the background, among the logs of the parts.
+LOG: Final = "up.log"
 LOOK_S: Final = 0.1
 # A worker stops within a shard; what takes longer is killed, and its job is queued again.
 WORKER_STOP_S: Final = 45.0
@@ -87,7 +91,7 @@ class Box:
         """
         warning = check_exposure(self._settings)
         if warning is not None:
-            _say(warning)
+            say(warning)
         self._settings.make_data_folder()
         with ExitStack() as stack:
             stack.callback(os.close, lock_folder(self._data))
@@ -110,11 +114,11 @@ class Box:
             with takes_changes(self._data):
                 operation = drain.forget()
             if operation.mode is OperationMode.PAUSED:
-                _say(f"the box is {operation}; `gradbox resume` lets jobs run")
+                say(f"the box is {operation}; `gradbox resume` lets jobs run")
             heads = self._heads(stack)
             service = self._service(bound, self._redis.url)
             workers = self._workers(self._redis.url)
-            _say(f"starting a service and {len(workers)} worker(s); logs in {service.log.parent}")
+            say(f"starting a service and {len(workers)} worker(s); logs in {service.log.parent}")
             stack.callback(self._rotate_logs([*heads, service, *workers]))
             stack.callback(self._stop_parts, [service], within_s=SERVICE_STOP_S)
             stack.callback(self._stop_parts, workers, within_s=WORKER_STOP_S)
@@ -132,7 +136,7 @@ class Box:
                 watchdog.start()
                 stack.callback(watchdog.close)
                 self._supervise([*heads, service, *workers], watchdog, drain)
-            _say("stopping")
+            say("stopping")
             return 0 if self._script is None else self._script.stop()
 
     def _heads(self, stack: ExitStack) -> list[Part]:
@@ -141,10 +145,10 @@ class Box:
             return []
         head = self._cluster.part(data=self._data, models_file=self._models_file)
         stack.callback(self._stop_parts, [head], within_s=CLUSTER_STOP_S)
-        _say(f"starting a cluster; its log is {head.log}")
+        say(f"starting a cluster; its log is {head.log}")
         head.start()
         found = num_devices(head, data=self._data, stop=self._stop)
-        _say(f"the cluster has {found} device(s)")
+        say(f"the cluster has {found} device(s)")
         self._devices = self._devices or [CLUSTER] * found
         return [head]
 
@@ -178,13 +182,16 @@ class Box:
 
     def _until_ready(self, url: str, parts: Sequence[Part]) -> bool:
         """Wait until jobs can run; False if told to stop before."""
+        not_ready = NotReady()
         while not self._stop.wait(LOOK_S):
             for part in parts:
                 code = part.exit_code()
                 if code is not None:
                     raise PartFailed.of(part, f"{ended(code)} before the box was ready", code=code)
-            if answers(f"{url}/readyz"):
+            why = why_not_ready(url)
+            if why is None:
                 return True
+            not_ready.because(why)
         return False
 
     def _rotate_logs(self, parts: Sequence[Part]) -> Callable[[], None]:
@@ -194,13 +201,16 @@ class Box:
             What ends it.
         """
         ending = threading.Event()
+        others = [self._data / "logs" / LOG, self._data / "redis" / REDIS_LOG]
 
-        def rotate() -> None:
+        def rotate_all() -> None:
             while not ending.wait(LOOK_S):
                 for part in parts:
                     part.rotate_log()
+                for log in others:
+                    rotate(log)
 
-        thread = threading.Thread(target=rotate, name="gradbox-logs", daemon=True)
+        thread = threading.Thread(target=rotate_all, name="gradbox-logs", daemon=True)
         thread.start()
 
         def end() -> None:
@@ -212,30 +222,30 @@ class Box:
     def _say_ready(self, url: str, redis_url: str) -> None:
         # Before `READY`, with which `--wait` ends.
         for line in left_out(redis_url):
-            _say(line)
+            say(line)
         # The script has stdout for itself.
         out = sys.stdout if self._script is None else sys.stderr
         print(f"{READY} {url}\n", end="", file=out, flush=True)
         host, public = self._settings.host, self._public_url
-        _say(how_to_reach(url, host=host, public_url=public, data=self._data))
+        say(how_to_reach(url, host=host, public_url=public, data=self._data))
 
     def _supervise(self, parts: Sequence[Part], watchdog: Watchdog, drain: Drain) -> None:
         while not self._stop.wait(LOOK_S):
             if self._script is not None and self._script.exit_code() is not None:
                 return
             if drain.is_over():
-                _say("drained: nothing runs any more")
+                say("drained: nothing runs any more")
                 return
             self._keep_redis(watchdog)
             for part in parts:
                 if watchdog.heard_s(part.name) > part.started_s:
                     part.settle()
                 if part.running and watchdog.hangs(part.name, started_s=part.started_s):
-                    _say(f"{part.name} does not answer any more: killing it")
+                    say(f"{part.name} does not answer any more: killing it")
                     part.signal(signal.SIGKILL)
                 said = part.keep_running()
                 if said:
-                    _say(said)
+                    say(said)
 
     def _start_redis(self) -> EmbeddedRedis:
         return EmbeddedRedis.start(
@@ -247,17 +257,17 @@ class Box:
     def _keep_redis(self, watchdog: Watchdog) -> None:
         assert self._redis is not None  # since `run` started it
         if self._redis.alive() and watchdog.hangs(REDIS, started_s=self._redis.started_s):
-            _say("Redis does not answer any more: killing it")
+            say("Redis does not answer any more: killing it")
             self._redis.kill()
             self._redis.stop()
         if self._redis.alive() or time.monotonic() < self._redis_pause_until_s:
             return
-        _say("Redis ended; starting it again on the same data")
+        say("Redis ended; starting it again on the same data")
         self._redis.stop()
         try:
             self._redis = self._start_redis()
         except NoRedis as error:  # for one because the disk is full: that passes
-            _say(f"{error}; trying again in {REDIS_PAUSE_S:.0f} s")
+            say(f"{error}; trying again in {REDIS_PAUSE_S:.0f} s")
             self._redis_pause_until_s = time.monotonic() + REDIS_PAUSE_S
 
     def _stop_redis(self) -> None:
@@ -278,9 +288,3 @@ class Box:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._num_signals += 1
         self._stop.set()
-
-
-def _say(text: str) -> None:
-    # Each line with its end in one write: `demo` and others print to the same terminal.
-    for line in text.split("\n"):
-        print(f"gradbox up: {line}\n", end="", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from gradbox_service.up.part import Part, PartFailed, ended
+from gradbox_service.up.saying import NotReady
 
 MODULE: Final = "gradbox_worker.cluster"
 NAME: Final = "cluster"
@@ -49,10 +50,12 @@ def num_devices(head: Part, *, data: Path, stop: threading.Event) -> int:
     Raises:
         PartFailed: it ended before.
     """
+    not_ready = NotReady()
     while not stop.wait(LOOK_S):
         code = head.exit_code()
         if code is not None:
             raise PartFailed.of(head, f"{ended(code)} before it had devices", code=code)
         if os.path.exists(address_file(data)):
             return int(json.loads(address_file(data).read_text())["num_devices"])
+        not_ready.because("the cluster has not said which devices it has")
     return 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -116,6 +115,7 @@ def run(
     from gradbox_service.up.devices import spread
     from gradbox_service.up.embedded_redis import NoRedis
     from gradbox_service.up.part import PartFailed
+    from gradbox_service.up.saying import say
     from gradbox_service.up.script import Script
 
     try:
@@ -126,7 +126,7 @@ def run(
         settings = Settings.read(**given)
         # Read for the service alone: a Redis of somebody else's would not be ours to stop.
         if os.environ.get("GRADBOX_REDIS_URL"):
-            print("gradbox up: GRADBOX_REDIS_URL is not used, up runs its own", file=sys.stderr)
+            say("GRADBOX_REDIS_URL is not used, up runs its own")
         found = models_file(models, data=settings.data)
         if wait:
             again = ["--models", str(found), "--device", device]
@@ -149,13 +149,13 @@ def run(
         )
         return box.run()
     except (BadSettings, CannotListen, DataInUse, ServiceUnavailable) as error:
-        print(f"gradbox up: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     except NoRedis as error:
-        print(f"gradbox up: {error}", file=sys.stderr)
+        say(str(error))
         return 1
     except PartFailed as error:
-        print(f"gradbox up: {error}", file=sys.stderr)
+        say(str(error))
         return error.exit_code
 
 

@@ -33,6 +33,7 @@ AppendFsync = Literal["everysec", "always", "no"]
 
 log = logging.getLogger(__name__)
 
+LOG = "redis.log"
 # The kernel's limit on a socket's path, with its ending zero byte, is 108 (104 on macOS).
 MAX_SOCKET_PATH = 100
 # A large append-only file takes a while to load.
@@ -99,7 +100,7 @@ class EmbeddedRedis:
             raise
         server = cls(process, socket=socket, lock=lock)
         try:
-            server._wait_until_ready(folder / "redis.log")
+            server._wait_until_ready(folder / LOG)
         except BaseException:
             process.kill()
             server.stop()
@@ -213,7 +214,7 @@ def _options(
         "maxmemory": str(memory_bytes),
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
-        "logfile": str(folder / "redis.log"),
+        "logfile": str(folder / LOG),
     }
 
 

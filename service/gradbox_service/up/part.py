@@ -133,24 +133,9 @@ class Part:
         self._num_failures = 0
 
     def rotate_log(self) -> None:
-        """Put a long log aside, also while the process writes to it.
-
-        The process keeps its descriptor, so the log is read and emptied; what is written between
-        the two is lost. It is emptied before its end is kept, since it may have filled the disk.
-        """
-        try:
-            size_bytes = self.log.stat().st_size
-        except FileNotFoundError:
-            return
-        if size_bytes <= LONGEST_LOG_BYTES:
-            return
-        with self.log.open("rb") as file:
-            file.seek(size_bytes - LONGEST_LOG_BYTES)
-            end = file.read(LONGEST_LOG_BYTES)
-        os.truncate(self.log, 0)
-        self._log_start = 0
-        with suppress(OSError):  # on a full disk the box matters more than its log
-            self.log.with_suffix(".log.1").write_bytes(end)
+        """Put a long log aside, also while the process writes to it."""
+        if rotate(self.log):
+            self._log_start = 0
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, if the process runs."""
@@ -170,3 +155,24 @@ def ended(code: int) -> str:
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
+
+
+def rotate(log: Path) -> bool:
+    """Put a log aside that is long; tell whether it was.
+
+    Who writes to it keeps its descriptor, so the log is read and emptied; what is written between
+    the two is lost. It is emptied before its end is kept, since it may have filled the disk.
+    """
+    try:
+        size_bytes = log.stat().st_size
+    except FileNotFoundError:
+        return False
+    if size_bytes <= LONGEST_LOG_BYTES:
+        return False
+    with log.open("rb") as file:
+        file.seek(size_bytes - LONGEST_LOG_BYTES)
+        end = file.read(LONGEST_LOG_BYTES)
+    os.truncate(log, 0)
+    with suppress(OSError):  # on a full disk the box matters more than its log
+        log.with_suffix(".log.1").write_bytes(end)
+    return True

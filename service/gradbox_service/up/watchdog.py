@@ -11,6 +11,7 @@ the whole machine, none has answered for long, and all do so with the next quest
 
 from __future__ import annotations
 
+import json
 import ssl
 import time
 import urllib.error
@@ -100,6 +101,24 @@ class Watchdog(RepeatingThread):
 
 def answers(url: str) -> bool:
     """Tell whether a service of this machine answers with 200."""
+    return _asked(url)[0] == 200
+
+
+def why_not_ready(url: str) -> str | None:
+    """Return what a service of this machine says that jobs wait for; None if they can run."""
+    status, body = _asked(f"{url}/readyz")
+    if status == 200:
+        return None
+    if status == 0:
+        return "the service does not answer yet"
+    try:
+        return str(json.loads(body)["detail"])
+    except (ValueError, KeyError, TypeError):
+        return f"the service answers with {status}"
+
+
+def _asked(url: str) -> tuple[int, bytes]:
+    """Return the status and the body of an answer; the status is 0 where none comes."""
     # Not by a proxy that the environment names: this is the same machine, and so its certificate
     # need not name the address that is asked.
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -109,6 +128,9 @@ def answers(url: str) -> bool:
     )
     try:
         with opener.open(url, timeout=ANSWER_S) as answer:
-            return int(answer.status) == 200
-    except (urllib.error.URLError, OSError):
-        return False
+            return int(answer.status), answer.read()
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return refused.code, refused.read()
+    except OSError:  # a URLError is one, too
+        return 0, b""
