@@ -1,0 +1,84 @@
+"""`gradbox backup`: a copy of what a box cannot make anew, also while it runs.
+
+Its records and tokens are in append-only files of Redis, of which a manifest names those that
+belong together. Redis writes them anew now and then, and removes those that it no longer names: so
+where one has gone meanwhile, all are copied again. A file that grows while it is copied is at worst
+cut short in its last change, which Redis ignores.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from gradbox.cli.down import DataFolder, data_folder
+from gradbox.cli.output import say
+
+RECORDS: Final = Path("redis", "appendonlydir")
+MANIFEST: Final = "appendonly.aof.manifest"
+MODELS_FILE: Final = "models.toml"
+TOKENS: Final = ("revoked-tokens", "owner-token")
+# What a line of the manifest ends with whose file Redis is about to remove.
+HISTORY: Final = "h"
+
+Destination = Annotated[
+    Path, typer.Argument(metavar="DEST", help="the copy; an earlier one there is replaced")
+]
+ModelsFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="its models file [DATA/models.toml]")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Join the `gradbox` command."""
+    text = "copy a box's records, tokens and models file, also while it runs"
+    app.command("backup", help=text)(run)
+
+
+def run(dest: Destination, *, data: DataFolder = None, models: ModelsFile = None) -> int:
+    """Copy beside the earlier copy, and put it in its place once it is whole."""
+    folder, dest = data_folder(data), dest.absolute()
+    if not (folder / RECORDS / MANIFEST).is_file():
+        raise typer.BadParameter(f"expected the data folder of a box with --data, got {folder}")
+    if dest.exists() and not (dest / RECORDS / MANIFEST).is_file():
+        raise typer.BadParameter(f"expected an earlier backup or nothing at {dest}, got files")
+    new = dest.with_name(f".{dest.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(mode=0o700, parents=True)
+    models = models or folder / MODELS_FILE
+    for path in (*(folder / name for name in TOKENS), models):
+        if path.is_file():
+            shutil.copy2(path, new / (MODELS_FILE if path == models else path.name))
+    _copy_records(folder / RECORDS, new / RECORDS)
+    if os.geteuid() == 0:  # the copy is to belong to whom the data belongs
+        owner = folder.stat()
+        for path in (new, *new.rglob("*")):
+            os.chown(path, owner.st_uid, owner.st_gid)
+    if dest.exists():
+        shutil.rmtree(dest)
+    new.rename(dest)
+    say(f"copied {folder} to {dest}")
+    return 0
+
+
+def _copy_records(records: Path, to: Path) -> None:
+    to.mkdir(mode=0o700, parents=True)
+    while True:
+        manifest = (records / MANIFEST).read_bytes()
+        (to / MANIFEST).write_bytes(manifest)
+        try:
+            for line in manifest.decode().splitlines():
+                _, name, *_, kind = line.split()
+                if kind != HISTORY:
+                    shutil.copy2(records / name, to)
+        except FileNotFoundError as error:
+            if (records / MANIFEST).read_bytes() == manifest:  # nothing was written anew
+                raise typer.BadParameter(
+                    f"{records} is not whole: its manifest names {error.filename}, which is gone"
+                ) from None
+            continue
+        return
