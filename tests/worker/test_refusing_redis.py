@@ -10,6 +10,8 @@ import pytest
 
 from gradbox.protocol import JobState
 from gradbox_service.jobs import connect
+from gradbox_worker.turns.presence import PRESENCE_TTL_S
+from gradbox_worker.turns.rq_worker import HEARTBEAT_S
 from tests.worker.box import (
     Box,
     WorkerProcess,
@@ -110,12 +112,16 @@ def test_a_job_ends_and_another_is_given_back_while_redis_is_full(
 ) -> None:
     worker.wait_until_ready()
     box.order("dawdle")
-    ends = box.submit(box.spec(shards_of(8)))
+    ends = box.submit(box.spec(shards_of(40)))
     box.wait(ends, running)
     with full(box.redis_url):
-        time.sleep(2 * LEASE_S)
+        time.sleep(HEARTBEAT_S + 2 * LEASE_S)  # the worker's own heartbeat is refused meanwhile
+        assert box.record(ends).state is JobState.RUNNING
+        assert [w.state for w in box.backing.fleet.workers()] == ["busy"]
         (box.folder / "order").unlink()
         record = box.wait(ends)
+        time.sleep(PRESENCE_TTL_S + 1)
+        assert [w.state for w in box.backing.fleet.workers()] == ["idle"]
     assert (record.state, record.attempt, record.losses) == (JobState.DONE, 1, 0)
     box.order("dawdle")
     stays = box.submit(box.spec(shards_of(8)))

@@ -108,7 +108,7 @@ class BookkeepingWorker(SimpleWorker):
     def maintain_heartbeats(self, job: Job) -> None:
         """Say so within a turn that takes a while, and that the worker is busy."""
         self.set_state(WorkerStatus.BUSY)
-        self.heartbeat()
+        BookkeepingWorker.heartbeat(self)  # a subclass's may wait, and here a job is watched
 
     def check_for_suspension(self, burst: bool) -> None:
         """Wait while workers are suspended, as looked up within the second."""

@@ -243,6 +243,8 @@ class GradboxWorker(BookkeepingWorker):
         if self.leaving:
             raise StopRequested from error
         log.warning("Redis refuses for now, waiting: %s", error)
+        if self.get_state() == WorkerStatus.IDLE:  # a full one hears it all the same
+            self._announcer.announce("idle", memory=self._device.memory)
         time.sleep(REFUSED_PAUSE_S)
 
     def _have_device(self) -> None:
