@@ -170,9 +170,12 @@ def _with_tokens(
     except redis.RedisError as error:
         if not store_refuses(error):
             raise
-        print(
-            f"gradbox tokens: Redis {why_refused(error)} ({error}). --data names the folder of a "
-            f"running `gradbox up`",
-            file=sys.stderr,
-        )
+        print(f"gradbox tokens: {said_of_refusal(error)}", file=sys.stderr)
         return UNREACHABLE
+
+
+def said_of_refusal(error: redis.RedisError) -> str:
+    """Return what is said to who asks beside a box whose Redis refuses for now."""
+    if isinstance(error, redis.ConnectionError):
+        return f"Redis cannot be reached: {error}; is --data the folder of a running `gradbox up`?"
+    return f"Redis {why_refused(error)}"

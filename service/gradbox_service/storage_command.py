@@ -23,8 +23,8 @@ from gradbox.printable import printable
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.cleaning.expiry import Stored
-from gradbox_service.commands import DataFolder, RedisUrl, at_redis
-from gradbox_service.jobs.refusals import store_refuses, why_refused
+from gradbox_service.commands import DataFolder, RedisUrl, at_redis, said_of_refusal
+from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.settings import DAY_S, BadSettings, Settings, noted
 from gradbox_service.store.room import in_units
 
@@ -130,11 +130,7 @@ def _with_cleaner(
     except redis.RedisError as error:
         if not store_refuses(error):
             raise
-        print(
-            f"gradbox storage: Redis {why_refused(error)} ({error}). --data names the folder of a "
-            f"running `gradbox up`",
-            file=sys.stderr,
-        )
+        print(f"gradbox storage: {said_of_refusal(error)}", file=sys.stderr)
         return UNREACHABLE
 
 

@@ -24,8 +24,8 @@ _FAIL_OVER: Final = "is a replica, or has none: try again once its fail-over is 
 _SAYS: Final = {
     "MISCONF": "cannot write to its disk, which may be full: make room there by other means first "
     "(old logs, somebody else's files)",
-    "OOM": "has all the memory that it may: wait until jobs that ended make room, delete some "
-    "(`gradbox jobs delete`), or give it more (--redis-memory-bytes)",
+    "OOM": "has all the memory that it may: wait until jobs that ended make room, which takes a "
+    "quarter of an hour, or have the box's owner give it more (--redis-memory-bytes)",
     "READONLY": _FAIL_OVER,
     "MASTERDOWN": _FAIL_OVER,
     "NOREPLICAS": _FAIL_OVER,
