@@ -62,7 +62,11 @@ def test_what_is_no_box_and_what_is_no_backup_are_left_alone(
     (data / RECORDS / "appendonly.aof.manifest").touch()
     assert main(["backup", str(dest), "--data", str(data)]) == 2
     assert "got files" in capsys.readouterr().err
+    assert main(["backup", str(dest), "--data", str(data), "--models", "none.toml"]) == 2
+    assert "models file at none.toml" in capsys.readouterr().err
     assert os.listdir(dest) == ["thesis"]
+    assert main(["backup", str(tmp_path / "copy"), "--data", str(data)]) == 0
+    assert f"none is at {data / 'models.toml'}: name it by --models" in capsys.readouterr().out
 
 
 def test_records_that_are_not_whole_are_no_backup(

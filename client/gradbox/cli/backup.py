@@ -44,6 +44,8 @@ def run(dest: Destination, *, data: DataFolder = None, models: ModelsFile = None
     folder, dest = data_folder(data), dest.absolute()
     if not (folder / RECORDS / MANIFEST).is_file():
         raise typer.BadParameter(f"expected the data folder of a box with --data, got {folder}")
+    if models is not None and not models.is_file():
+        raise typer.BadParameter(f"expected a models file at {models}, found none")
     if dest.exists() and not (dest / RECORDS / MANIFEST).is_file():
         raise typer.BadParameter(f"expected an earlier backup or nothing at {dest}, got files")
     new = dest.with_name(f".{dest.name}.new")
@@ -62,6 +64,8 @@ def run(dest: Destination, *, data: DataFolder = None, models: ModelsFile = None
         shutil.rmtree(dest)
     new.rename(dest)
     say(f"copied {folder} to {dest}")
+    if not models.is_file():
+        say(f"no models file is in it, for none is at {models}: name it by --models")
     return 0
 
 
