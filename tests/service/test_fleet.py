@@ -6,10 +6,12 @@ import time
 from typing import Any
 
 import pytest
+import redis
 
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import WorkerPresence
 from gradbox_service.jobs.fleet import may_be_run, offered_versions
+from gradbox_service.settings import Settings
 from tests.service.boxes import MODEL, announce
 
 
@@ -28,6 +30,20 @@ def test_a_silent_worker_is_forgotten(backing: Backing) -> None:
     backing.fleet.announce(presence, ttl_s=0.05)
     time.sleep(0.1)
     assert backing.fleet.workers() == []
+
+
+def test_the_living_are_told_while_redis_takes_no_change(
+    redis_settings: Settings, connection: redis.Redis
+) -> None:
+    fleet = Backing.on_redis(redis_settings).fleet
+    for name, ttl_s in (("lives", 60.0), ("gone", 0.001)):
+        fleet.announce(WorkerPresence(name=name, device="cpu", state="idle"), ttl_s=ttl_s)
+    time.sleep(0.01)
+    connection.config_set("min-replicas-to-write", 1)
+    try:
+        assert [worker.name for worker in fleet.workers()] == ["lives"]
+    finally:
+        connection.config_set("min-replicas-to-write", 0)
 
 
 def test_a_described_model_is_found_by_name_and_version(backing: Backing) -> None:

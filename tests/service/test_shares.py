@@ -88,6 +88,8 @@ def test_new_jobs_and_blobs_are_refused_before_the_memory_is_full(tmp_path: Path
         ready = box.client.get("/readyz")
         assert ready.status_code == 200
         assert "900 B of the 1000 B" in ready.json()["refuses"]
+        backing.fleet.retire("worker-1")
+        assert "900 B of the 1000 B" in box.client.get("/readyz").json()["detail"]
 
 
 def test_jobs_fill_the_memory_up_to_a_clear_refusal_and_no_further(

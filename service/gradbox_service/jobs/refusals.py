@@ -62,7 +62,7 @@ def why_refused(error: BaseException) -> str:
         error: what `store_refuses` is true of.
     """
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):
-        return "cannot be reached now; try again in a few seconds"
+        return "does not answer; try again in a few seconds"
     return _SAYS[_code(error)]
 
 

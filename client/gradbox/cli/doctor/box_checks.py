@@ -108,11 +108,12 @@ def _readiness(connection: Connection) -> Iterator[Finding]:
     if str(said.get("type")).endswith(":draining"):
         yield problem("workers", detail, fix="gradbox resume, or wait until the box is back")
         return
-    if "Redis" in detail:
+    if "Redis does not answer" in detail:
         fix = "start the Redis that the service was given (GRADBOX_REDIS_URL); `up` does so itself"
         yield problem("redis", detail, fix=fix)
         return
-    yield problem("workers", detail, fix="start a worker, or look at its log in DATA/logs")
+    fix = "make room where there is none, start a worker, or look at its log in DATA/logs"
+    yield problem("workers", detail, fix=fix)
 
 
 def _token(settings: ClientSettings, connection: Connection) -> Finding:

@@ -55,12 +55,12 @@ def readyz(request: Request, box: Box) -> Ready:
         raise ServiceUnavailable(
             f"a thread of the service has ended ({', '.join(ended)}); `gradbox up` restarts it"
         )
-    memory = box.records.memory()
+    refuses = why_no_room(box.records.memory(), box.blobs.room)
     workers = [worker for worker in box.fleet.workers() if worker.state != "starting"]
     if not workers:
         raise ServiceUnavailable(
             "no worker is ready: the first start loads torch and the models; if it lasts, look at "
-            "the worker's log"
+            f"the worker's log{refuses and f'; {refuses}'}"
         )
     operation = box.operation.read()
     if operation.mode is OperationMode.DRAINING:
@@ -70,7 +70,7 @@ def readyz(request: Request, box: Box) -> Ready:
         models=list(offered_versions(workers)),
         mode=operation.mode,
         reason=operation.reason,
-        refuses=why_no_room(memory, box.blobs.room),
+        refuses=refuses,
     )
 
 
