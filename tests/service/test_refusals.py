@@ -57,7 +57,7 @@ def test_a_full_disk_is_a_refusal_for_now(
                 fill(connection)
             refused = error_of(lambda: write(connection))
             assert store_refuses(refused)
-            assert "make room there" in why_refused(refused)
+            assert "make room there by hand" in why_refused(refused)
         finally:
             server.stop()
 

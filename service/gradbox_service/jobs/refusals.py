@@ -22,8 +22,8 @@ import redis
 _FAIL_OVER: Final = "is a replica, or has none: try again once its fail-over is over"
 # How a server's reply begins, and what a person is told: a clause that goes on behind "Redis".
 _SAYS: Final = {
-    "MISCONF": "cannot write to its disk, which may be full: make room there by other means first "
-    "(old logs, somebody else's files)",
+    "MISCONF": "cannot write to its disk, which may be full: the box's owner is to make room there "
+    "by hand (old logs, files in DATA/results)",
     "OOM": "has all the memory that it may: wait until jobs that ended make room, which takes a "
     "quarter of an hour, or have the box's owner give it more (--redis-memory-bytes)",
     "READONLY": _FAIL_OVER,
