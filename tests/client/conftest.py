@@ -44,6 +44,7 @@ def write_models(path: Path, *, minilm: bool = False) -> Path:
         "convolutions",
         "wide",
         "empty",
+        "remembering",
     ):
         source = json.dumps(f"{HERE / 'zoo.py'}:{name}")
         entries.append(f'[models.{name}]\nbuilder = "python"\nsource = {source}\n')

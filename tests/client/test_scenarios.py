@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from gradbox import (
     LossNotFinite,
     LossNotScalar,
     ModelCallFailed,
+    ReplayMismatch,
     Unauthorized,
     UnknownModel,
 )
@@ -273,6 +275,18 @@ def test_others_see_neither_the_job_nor_its_result(box: TestBox) -> None:
         assert job.id in [other.id for other in mine.jobs()]
         assert job.id not in [other.id for other in theirs.jobs()]
         job.wait(WAIT_S)
+
+
+def test_what_a_job_with_a_mismatch_left_in_a_model_is_not_there_in_the_next(box: TestBox) -> None:
+    shards = [torch.ones(2, 3), torch.ones(2, 3)]
+    job = Gradient(model="remembering", inputs=shards, loss=lambda z: z.square().sum())
+    with box.client() as ada, pytest.raises(ReplayMismatch):
+        ada.run(replace(job, mode="train", retain=0))
+    model = zoo.remembering()
+    model.eval()(torch.cat(shards)).square().sum().backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    with box.client(box.other_token) as grace:
+        assert difference(grace.run(job).grads, expected) <= 1e-6
 
 
 def test_an_unknown_token_is_refused(box: TestBox) -> None:

@@ -120,3 +120,22 @@ def wide() -> nn.Module:
     """A Jacobian of this takes far more memory than its model."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 8))
+
+
+class Remembering(nn.Module):
+    """Keeps a count of its calls in train mode inside of an object, where no job restores it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.memory = [[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.memory[0][0] += 1
+        return self.layer(x) * (1 + self.memory[0][0])
+
+
+def remembering() -> nn.Module:
+    torch.manual_seed(0)
+    return Remembering()

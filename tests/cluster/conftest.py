@@ -36,7 +36,7 @@ def write_cluster_models(path: Path) -> Path:
     here = Path(__file__).parent / "models.py"
     entries = [
         f'[models.{name}]\nbuilder = "python"\nsource = "{here}:{name}"\n'
-        for name in ("unhurried", "unhurried_mean", "running_mean", "masked_mean")
+        for name in ("unhurried", "unhurried_mean", "running_mean", "masked_mean", "hooking")
     ]
     path.write_text(path.read_text() + "\n" + "\n".join(entries))
     return path

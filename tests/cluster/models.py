@@ -85,3 +85,16 @@ def unhurried_mean() -> nn.Module:
 def weighted() -> nn.Module:
     """Wants weights of a file: its own are not the same in any two calls."""
     return nn.Linear(5, 3, dtype=torch.float64)
+
+
+class Hooking(nn.Linear):
+    """Registers a hook on its weight in each call, so that a gradient depends on those before."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.weight.register_hook(lambda gradient: 2 * gradient)
+        return super().forward(input)
+
+
+@seeded
+def hooking() -> nn.Module:
+    return Hooking(5, 3)

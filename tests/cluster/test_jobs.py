@@ -122,6 +122,15 @@ def test_packed_shards_are_split_too(client: GradClient, mode: str) -> None:
         assert difference(found.grads, client.submit(unpacked).result(WAIT_S).grads) <= TOLERANCE
 
 
+def test_a_model_that_its_shards_change_is_refused_and_the_devices_are_lent_again(
+    client: GradClient,
+) -> None:
+    job = Gradient(model="hooking", inputs=shards(4), loss=sum_of_squares, devices=2)
+    with pytest.raises(ModelCallFailed, match="its hooks"):
+        client.submit(job).result(WAIT_S)
+    wait_until(lambda: num_ranges(client) == 2, what="both devices")
+
+
 def test_a_job_that_asks_for_one_device_runs_on_one(client: GradClient) -> None:
     receipt = client.submit(unhurried()).result(WAIT_S).manifest
     assert receipt.ranges is None

@@ -86,9 +86,9 @@ class CoupledShards(EngineError):
     The job runs on one device.
     """
 
-    def __init__(self, message: str, *, buffer: str = "") -> None:
+    def __init__(self, message: str, *, name: str = "") -> None:
         super().__init__(message)
-        self.buffer = buffer  # its full name
+        self.name = name  # the buffer's or attribute's full name; empty where it is neither
 
 
 class DeviceLost(EngineError):

@@ -61,4 +61,4 @@ def test_devices_give_the_bits_of_the_same_ranges_on_one(name):
 def test_a_buffer_on_which_outputs_depend_refuses_the_split(name):
     with pytest.raises(CoupledShards, match="on one device") as caught:
         in_ranges(CASES[name](), 2)
-    assert caught.value.buffer == COUPLED[name]
+    assert caught.value.name == COUPLED[name]

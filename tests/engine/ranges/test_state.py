@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradbox_engine import CoupledShards
-from gradbox_engine.ranges import NormStatistics, NormUpdate
+from gradbox_engine import CoupledShards, Group, ModelCallFailed, Objective
+from gradbox_engine.ranges import NormStatistics, NormUpdate, held_job, split_set_gradient
+from gradbox_engine.ranges.in_process import OneDevice
 from gradbox_engine.ranges.norm_statistics import after
 from tests.case_models import seeded
 from tests.cases import CASES, Case, whitening
-from tests.engine.ranges.running import EXACT, in_ranges, on_devices
+from tests.device import DEVICE, moved
+from tests.engine.ranges.running import EXACT, even, in_ranges, on_devices
 from tests.engine.replay.running import answer
 from tests.oracle import difference, naive
 
@@ -182,7 +185,7 @@ class LastShardAlone(nn.Module):
 REFUSED = {
     "reads its statistics": (ReadsStatistics, "norm.running_mean"),
     "another rule": (_with(lambda: OtherRule(4)), "1.running_mean"),
-    "counts calls": (CountsCalls, ""),
+    "counts calls": (CountsCalls, "calls"),
     "changes a buffer once": (LastShardAlone, "last"),
     "instance norm": (_with(lambda: _Unpooled(nn.InstanceNorm1d(2, track_running_stats=True))),
                       "1.norm.running_mean"),
@@ -203,8 +206,43 @@ def test_shards_that_depend_on_others_are_not_split(name):
     model, buffer = REFUSED[name]
     with pytest.raises(CoupledShards) as caught:
         on_devices(_case(model), 3, retain=10**9)
-    assert caught.value.buffer == buffer
+    assert caught.value.name == buffer
     assert in_ranges(_case(model), 1, retain=10**9).loss == pytest.approx(naive(_case(model)).loss)
+
+
+class _ScaledByFirst(nn.Linear):
+    """Takes the scale of its weight from the first batch."""
+
+    begun = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.begun:
+            self.weight.data.div_(x.detach().abs().max())
+            type(self).begun = True
+        return super().forward(x)
+
+
+class _Hooking(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.register_hook(lambda gradient: 2 * gradient)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [(_ScaledByFirst, "as it was registered"), (_Hooking, "its hooks")]
+)
+@pytest.mark.parametrize("retain", [0, 10**9])
+def test_shards_that_change_the_model_are_refused_while_it_is_held(kind, told, retain):
+    model = kind(4, 3).to(DEVICE)
+    kind.begun = False
+    groups = [Group("z", [moved({"0": torch.randn(5, 4)}) for _ in range(4)])]
+    parts, loss = even(groups, 2), Objective(torch.sum)
+    with (
+        suppress(ModelCallFailed),  # on the way out once more
+        held_job(model, groups, retain=retain) as job,
+        pytest.raises(ModelCallFailed, match=f"'weight'.*{told}"),
+    ):
+        split_set_gradient(OneDevice(job), parts, groups, loss, device=DEVICE)
 
 
 def test_frozen_statistics_do_not_matter():

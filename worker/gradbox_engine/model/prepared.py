@@ -11,13 +11,13 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine.errors import ModelCallFailed
 from gradbox_engine.model.calling.calls import ModelCalls
 from gradbox_engine.model.calling.shard_feed import ShardFeed
 from gradbox_engine.model.calling.shard_rng import generators_restored
 from gradbox_engine.model.kernels import avoid_cudnn_recurrence, checkpoints_reached
 from gradbox_engine.model.precision import arithmetic
 from gradbox_engine.model.state.buffers import Buffers
+from gradbox_engine.model.state.changes import Changes
 from gradbox_engine.model.state.restore import restored
 from gradbox_engine.model.state.written_parameters import unwritten_parameters
 from gradbox_engine.model.tensor_equality import storages_of
@@ -37,6 +37,7 @@ class Prepared:
     inputs: Mapping[str, Sequence[str]]  # by group, the arguments whose gradients are wanted
     devices: tuple[torch.device, ...]  # on which the model lies; inputs and Z on the first one
     model: nn.Module
+    changes: Changes  # that the model's forward passes have made and nothing puts back
 
     @property
     def device(self) -> torch.device:
@@ -52,8 +53,10 @@ class Prepared:
 @contextmanager
 def configured(
     model: nn.Module, parameters: Mapping[str, Tensor], options: CallOptions
-) -> Iterator[None]:
+) -> Iterator[Changes]:
     """Set the model's mode, numbers and `requires_grad`, and put all of it back on the way out.
+
+    Gives what its forward passes change for good.
 
     Args:
         parameters: those that are differentiated; no other requires grad.
@@ -65,7 +68,7 @@ def configured(
     differentiated = {id(parameter) for parameter in parameters.values()}
     with (
         torch.inference_mode(False),
-        unwritten_parameters(model, options.mode, is_laid_over=_laid_over(model, options)),
+        unwritten_parameters(model, options.mode, is_laid_over=_laid_over(model, options)) as watch,
         restored(model) as registered,
         generators_restored(),
         arithmetic(options.precision),
@@ -79,11 +82,9 @@ def configured(
         for parameter in registered:
             parameter.requires_grad_(id(parameter) in differentiated)
             parameter.grad = None
-        num_hooks = [len(parameter._backward_hooks or ()) for parameter in registered]
-        yield
-        if parameters:
-            _refuse_new_parameters(model, registered)
-            _refuse_new_hooks(model, registered, num_hooks)
+        changes = Changes(model, registered, watch, differentiated=bool(parameters))
+        yield changes
+        changes.refuse_new()
 
 
 def _laid_over(model: nn.Module, options: CallOptions) -> Callable[[Tensor], bool]:
@@ -97,34 +98,6 @@ def _laid_over(model: nn.Module, options: CallOptions) -> Callable[[Tensor], boo
     return lambda parameter: id(parameter) in given
 
 
-def _refuse_new_parameters(model: nn.Module, registered: Sequence[Tensor]) -> None:
-    known = {id(None), *map(id, registered)}
-    if all(id(p) in known for m in model.modules() for p in m._parameters.values()):
-        return
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in known:
-            raise ModelCallFailed(
-                f"parameter {name!r}: expected the model to have it when it was registered, got it "
-                f"in the forward pass, so it has no gradient; call the model once where it is "
-                f"built, or make it there"
-            )
-
-
-def _refuse_new_hooks(
-    model: nn.Module, registered: Sequence[Tensor], num_hooks: Sequence[int]
-) -> None:
-    if [len(parameter._backward_hooks or ()) for parameter in registered] == num_hooks:
-        return
-    before = dict(zip(map(id, registered), num_hooks, strict=True))
-    for name, parameter in model.named_parameters():
-        if len(parameter._backward_hooks or ()) != before.get(id(parameter)):
-            raise ModelCallFailed(
-                f"parameter {name!r}: expected its hooks to stay as they were registered, got "
-                f"others after the forward pass, which every pass would add to; register them "
-                f"where the model is built"
-            )
-
-
 @contextmanager
 def prepared(
     model: nn.Module, groups: Sequence[Group], selection: Selection, options: CallOptions
@@ -133,7 +106,7 @@ def prepared(
     devices = model_devices(model)
     feed = ShardFeed(groups, devices[0], widened=options.widened)
     inputs = matched_inputs(groups, selection.input_patterns)
-    with configured(model, selection.parameters, options):
+    with configured(model, selection.parameters, options) as changes:
         yield Prepared(
             calls=ModelCalls(model, groups, options, device=devices[0], differentiated=inputs),
             feed=feed,
@@ -142,6 +115,7 @@ def prepared(
             inputs=inputs,
             devices=devices,
             model=model,
+            changes=changes,
         )
 
 

@@ -215,7 +215,7 @@ class HeldJob:
         Raises:
             CoupledShards: the range's shards depend on the shards before them.
             ReplayMismatch: a shard differs from its first pass by more than its dtype's tolerance.
-            EngineError: a call failed.
+            EngineError: a call failed, or one has changed the model for good.
             torch.OutOfMemoryError: one shard's graph does not fit.
         """
         clock, held = PhaseTimer(*self._ready.devices), self._held[part.index]
@@ -224,7 +224,7 @@ class HeldJob:
             held.sums.clear()
             held.second = None
 
-        with clock.timed("replay"):
+        with clock.timed("replay"), self._ready.changes.refused():
             held.free_unusable(cotangents, self._ready, self._selection)
             # A replay compares the shard as well, but under the state of its own range.
             first = held.records[0]
@@ -272,9 +272,10 @@ class HeldJob:
 
         Raises:
             CoupledShards: the range's shards depend on the shards before them.
-            EngineError: a call failed.
+            EngineError: a call failed, or one has changed the model for good.
         """
-        self._check_independence(part, self._held[part.index], norms)
+        with self._ready.changes.refused():
+            self._check_independence(part, self._held[part.index], norms)
         held = self._held.pop(part.index)
         if not self._outlives_the_job:
             return 0
@@ -296,5 +297,4 @@ class HeldJob:
     ) -> T:
         """Run a step; where memory runs out, repeat it without any kept graph of any range."""
         records = [record for held in self._held.values() for record in held.records]
-        records += self._graphs.records()
-        return retried_without_kept_graphs(step, records, undo=undo)
+        return retried_without_kept_graphs(step, [*records, *self._graphs.records()], undo=undo)

@@ -69,7 +69,7 @@ def check_independence(
                 f"{where}: expected its output not to depend on the shards before it, but it is "
                 f"another one under the state that they leave"
                 f"{f' (in buffer {suspected!r}, among others)' if norms else ''}; {ONE_DEVICE}",
-                buffer=suspected,
+                name=suspected,
             )
     made = ready.buffers.advance(start).values
     for name in updates.keys() & norms.keys():
@@ -81,7 +81,7 @@ def check_independence(
             raise CoupledShards(
                 f"{where}: expected buffer {buffer!r} to follow batch norm's update rule, "
                 f"s ← (1 − momentum) s + momentum x, but it does not; {ONE_DEVICE}",
-                buffer=buffer,
+                name=buffer,
             )
 
 

@@ -66,7 +66,7 @@ def updates(model: nn.Module, records: Sequence[ShardRecord]) -> dict[str, NormU
                 f"buffer {_join(module, buffer)!r}: expected none but running statistics of batch "
                 f"norm to change from shard to shard, since each device begins with the registered "
                 f"buffers; {ONE_DEVICE}",
-                buffer=_join(module, buffer),
+                name=_join(module, buffer),
             )
     first, last = records[0].before.values, records[-1].after.values
     return {
@@ -89,7 +89,8 @@ def _refuse_attributes(records: Sequence[ShardRecord]) -> None:
         for name in [*names, *(held.path for held in inside if held is not None)]:
             raise CoupledShards(
                 f"attribute {name!r}: expected none to change from shard to shard, since each "
-                f"device begins with the registered ones; {ONE_DEVICE}"
+                f"device begins with the registered ones; {ONE_DEVICE}",
+                name=name,
             )
 
 
@@ -104,7 +105,7 @@ def statistics_of(values: Live, module: str) -> NormStatistics:
         raise CoupledShards(
             f"buffer {_join(module, MEAN)!r}: expected a batch norm with {VAR} and {COUNT} too, "
             f"without which its updates do not compose; {ONE_DEVICE}",
-            buffer=_join(module, MEAN),
+            name=_join(module, MEAN),
         )
     return NormStatistics(mean.detach().cpu(), var.detach().cpu(), int(count))
 
@@ -119,7 +120,7 @@ def after(start: NormStatistics, update: NormUpdate, *, module: str) -> NormStat
         raise CoupledShards(
             f"buffer {_join(module, MEAN)!r}: expected every shard that the batch norm counts to "
             f"change its statistics, which one without samples does not; {ONE_DEVICE}",
-            buffer=_join(module, MEAN),
+            name=_join(module, MEAN),
         )
     num_more = update.after.num_batches - update.before.num_batches
     return NormStatistics(

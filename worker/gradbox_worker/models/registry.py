@@ -23,7 +23,7 @@ from torch import nn
 from gradbox.errors import UnknownModel, UnusableModel
 from gradbox.protocol import ModelView
 from gradbox_engine.model.prepared import model_devices
-from gradbox_engine.model.state.written_parameters import written_parameter
+from gradbox_engine.model.state.written_parameters import why_load_again
 from gradbox_worker.errors import ModelsFileError, WeightsDoNotFit
 from gradbox_worker.models.builders import build_with_code
 from gradbox_worker.models.describe import describe_model, size_bytes, unusable
@@ -138,14 +138,19 @@ class Registry:
         for name in [name for name in self._loaded if name != but]:
             if dropped and dropped_bytes >= wanted_bytes:
                 break
-            dropped_bytes += self._loaded.pop(name).size_bytes
+            dropped_bytes += self._loaded[name].size_bytes
             dropped.append(name)
-        if dropped:
+        self._drop(dropped)
+        return dropped
+
+    def _drop(self, names: Sequence[str]) -> None:
+        for name in names:
+            del self._loaded[name]
+        if names:
             gc.unfreeze()  # a model may be part of a cycle that `import_for_jobs` left out
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        return dropped
 
     def get(self, name: str, version: str | None = None) -> Loaded:
         """Return a model, ready on the device.
@@ -174,11 +179,11 @@ class Registry:
 
     def _get(self, name: str) -> Loaded:
         loaded = self._loaded.get(name)
-        written = None if loaded is None else written_parameter(loaded.module)
-        if written is not None:
-            log.warning("the model %r wrote to its parameter %r: loading it again", name, written)
+        why = None if loaded is None else why_load_again(loaded.module)
+        if why is not None:
+            log.warning("loading the model %r again: %s", name, why)
             loaded = None
-            del self._loaded[name]
+            self._drop([name])
         if loaded is None:
             loaded = self._loaded[name] = self._load(self._entries[name])
         self._loaded.move_to_end(name)

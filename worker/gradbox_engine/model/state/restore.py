@@ -12,7 +12,7 @@ A forward pass that writes to its other parameters is refused, by `written_param
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,8 +41,8 @@ def restored(model: nn.Module) -> Iterator[list[Tensor]]:
     plain = [tensor for state in modules for tensor in state.plain_tensors]
     known = set(map(id, (*parameters, *buffers, *plain)))
     inside = [t for t in objects.tensors if id(t) not in known and _is_own(t)]
-    renormed = _renormed(modules)
-    states = [_TensorState(p, with_value=id(p) in renormed) for p in parameters]
+    tables = renormed(state.module for state in modules)
+    states = [_TensorState(p, with_value=id(p) in tables) for p in parameters]
     states += [_TensorState(tensor, with_value=True) for tensor in (*buffers, *plain)]
     states += [_TensorState(tensor, with_value=_is_small_value(tensor)) for tensor in inside]
     failed = True
@@ -78,11 +78,11 @@ def _is_small_value(tensor: Tensor) -> bool:
     return not isinstance(tensor, nn.Parameter) and tensor.numel() * tensor.itemsize <= MOST_BYTES
 
 
-def _renormed(modules: list[_ModuleState]) -> set[int]:
+def renormed(modules: Iterable[nn.Module]) -> set[int]:
     """Return the ids of tables whose rows a look-up shortens in place, by `max_norm`."""
-    tables = (nn.Embedding, nn.EmbeddingBag)
-    found = (state.module for state in modules if isinstance(state.module, tables))
-    return {id(table.weight) for table in found if table.max_norm is not None}
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    tables = (module for module in modules if isinstance(module, kinds))
+    return {id(table.weight) for table in tables if table.max_norm is not None}
 
 
 class _ModuleState:

@@ -18,48 +18,91 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine.errors import ModelCallFailed
+from gradbox_engine.errors import (
+    CoupledSamples,
+    CoupledShards,
+    ModelCallFailed,
+    ReplayMismatch,
+    SelfCheckFailed,
+)
+from gradbox_engine.model.state.restore import renormed
 from gradbox_engine.model.tensor_equality import strided_parts
+
+# Errors of two calls of a model that were compared.
+COMPARISONS = (ReplayMismatch, CoupledShards, CoupledSamples, SelfCheckFailed)
 
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
-class _Watch:
-    """What is known of a model's parameters, by name."""
+class ParameterWatch:
+    """What is known of a model's parameters, by name.
+
+    `registered` are aliases of the data that a job found, and `first` those of them whose first job
+    it is. `written` is one that was written to; `keeps_state` tells of state kept elsewhere.
+    """
 
     # By mode: what a job has left as it was.
     checked: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     sums: dict[str, list[int]] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
+    registered: dict[str, Tensor] = field(default_factory=dict)
+    renormed: set[str] = field(default_factory=set)
+    first: Sequence[str] = ()
     written: str | None = None
+    keeps_state: bool = False
 
-    def begin(self, parameters: Mapping[str, Tensor], first: Collection[str]) -> None:
+    def begin(self, model: nn.Module, parameters: Mapping[str, Tensor], first: list[str]) -> None:
         """Note what they hold whose first job this is, and which others the caller changed."""
-        versions = _versions(parameters)
+        tables = renormed(model.modules())
+        self.registered = {name: p.detach() for name, p in parameters.items()}
+        self.renormed = {name for name, p in parameters.items() if id(p) in tables}
+        self.first = first
+        versions = _versions(self.registered)
         for name in self._moved(versions):
             self.sums.pop(name, None)
-        self.sums |= {name: _sums_of_bits(parameters[name]) for name in first}
+        self.sums |= {name: _sums_of_bits(self.registered[name]) for name in first}
         self.versions = versions
 
-    def end(self, parameters: Mapping[str, Tensor], first: Collection[str]) -> None:
-        """Note one that holds something else than before."""
-        versions = _versions(parameters)
-        suspected = [*first, *self._moved(versions)]
-        self.versions = versions
-        for name in suspected:
-            if name in self.sums and _sums_of_bits(parameters[name]) != self.sums[name]:
+    def look(self) -> None:
+        """Note one that was written to so far, in the middle of a job."""
+        self._look(_versions(self.registered), but=self.renormed)
+
+    def end(self) -> None:
+        """Note one that was written to."""
+        versions = _versions(self.registered)
+        self._look(versions)
+        self.versions, self.registered = versions, {}
+
+    def _look(self, versions: Mapping[str, int], *, but: Container[str] = ()) -> None:
+        for name in (*self.first, *self._moved(versions)):
+            if name in but or name not in self.sums:
+                continue
+            if _sums_of_bits(self.registered[name]) != self.sums[name]:
                 self.written = name
                 return
 
+    def explain(self, error: BaseException) -> None:
+        """Raise what is known to be the reason of an error, if anything is.
+
+        Raises:
+            ModelCallFailed: two calls gave different outputs, and a parameter was written to.
+        """
+        if isinstance(error, COMPARISONS):
+            self.refuse()
+        self.keeps_state |= isinstance(error, ReplayMismatch) or (
+            isinstance(error, CoupledShards) and not error.name
+        )
+
     def refuse(self) -> None:
+        """Raise where a parameter was written to."""
         if self.written is not None:
             raise ModelCallFailed(
                 f"parameter {self.written!r}: expected the forward pass to leave it as it was "
@@ -73,14 +116,16 @@ class _Watch:
         return [name for name in versions if versions[name] != self.versions.get(name)]
 
 
-_watches: weakref.WeakKeyDictionary[nn.Module, _Watch] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[nn.Module, ParameterWatch] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def unwritten_parameters(
     model: nn.Module, mode: str, *, is_laid_over: Callable[[Tensor], bool] = lambda _: False
-) -> Iterator[None]:
+) -> Iterator[ParameterWatch]:
     """See that what runs in here leaves the numbers of all parameters as they are.
+
+    Gives what may be asked before the end.
 
     Args:
         is_laid_over: tells of a parameter whether it holds numbers of the job's in here.
@@ -88,29 +133,34 @@ def unwritten_parameters(
     Raises:
         ModelCallFailed: it has not, or an earlier job of the model has not.
     """
-    watch = _watches.setdefault(model, _Watch())
+    watch = _watches.setdefault(model, ParameterWatch())
     watch.refuse()
     parameters = _parameters(model)
     checked = watch.checked[mode]
     first = [n for n, p in parameters.items() if n not in checked and not is_laid_over(p)]
-    watch.begin(parameters, first)
+    watch.begin(model, parameters, first)
     try:
-        yield
+        yield watch
     except torch.AcceleratorError:  # the device tells nothing any more
         raise
-    except BaseException:
+    except BaseException as error:
         with suppress(torch.AcceleratorError):
-            watch.end(parameters, first)
+            watch.end()
+        watch.explain(error)
         raise
-    watch.end(parameters, first)
+    watch.end()
     watch.refuse()
     checked.update(first)
 
 
-def written_parameter(model: nn.Module) -> str | None:
-    """Return the name of a parameter that a job has written to, None where none has."""
+def why_load_again(model: nn.Module) -> str | None:
+    """Return why a model is not the registered one any more, None where nothing says so."""
     watch = _watches.get(model)
-    return None if watch is None else watch.written
+    if watch is not None and watch.written is not None:
+        return f"it wrote to its parameter {watch.written!r}"
+    if watch is not None and watch.keeps_state:
+        return "it keeps state that no job puts back"
+    return None
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -162,7 +162,7 @@ class HeldMixed:
         assert isinstance(cotangents, DirectionsOfRange)
         held, clock = self._held[part.index], PhaseTimer(*self._ready.devices)
         records, sums, went = held.records, held.sums, held.went
-        with clock.timed("replay"):
+        with clock.timed("replay"), self._ready.changes.refused():
             first = records[0]
             in_replay = first.position in cotangents.needed
             in_replay = in_replay and not first.after.differs_beyond_buffers
@@ -211,7 +211,8 @@ class HeldMixed:
         Raises:
             CoupledShards: the range's shards depend on the shards before them.
         """
-        self._check(part, norms)
+        with self._ready.changes.refused():
+            self._check(part, norms)
         del self._held[part.index]
         return 0
 

@@ -6,7 +6,7 @@ It is of a computation in two phases; `open_samples` has the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradbox.protocol import ForwardSpec, GradientSpec, JobSpec, MixedGradientSpec
 from gradbox.protocol.spec import JOB_SPEC
-from gradbox_engine import Checkpoints, Observer
+from gradbox_engine import Checkpoints, EngineError, Observer
 from gradbox_engine.ranges import (
     EarlierOutputs,
     GraphsBetweenJobs,
@@ -132,7 +132,9 @@ class OpenJob:
 
     def close(self) -> None:
         """Put the model back, in the thread that opened it."""
-        self._open.close()
+        # What the engine refuses on the way out a range has refused before, or the job has failed.
+        with suppress(EngineError):
+            self._open.close()
         self._kept.rest()
 
     def resumed(self, part: Range) -> int:

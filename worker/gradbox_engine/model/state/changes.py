@@ -1,0 +1,91 @@
+"""What a forward pass may not do to the registered model, for nothing puts it back.
+
+It may write to no parameter, see `written_parameters`; register none, for that has no gradient; and
+register no hook on one, which would run once more for each pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from gradbox_engine.errors import EngineError, ModelCallFailed
+from gradbox_engine.model.state.written_parameters import ParameterWatch
+
+
+class Changes:
+    """The changes that a job's forward passes have made."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        registered: Sequence[Tensor],
+        watch: ParameterWatch,
+        *,
+        differentiated: bool,
+    ) -> None:
+        """Note what the model has before the first pass.
+
+        Args:
+            registered: its parameters.
+            differentiated: whether any of them is.
+        """
+        self._model = model
+        self._registered = registered
+        self._watch = watch
+        self._differentiated = differentiated
+        self._num_hooks = [len(p._backward_hooks or ()) for p in registered]
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Refuse them at the end of what is in here, after which the model stays prepared.
+
+        Raises:
+            ModelCallFailed: the model has made one.
+        """
+        try:
+            yield
+        except EngineError as error:
+            self._watch.look()
+            self._watch.explain(error)
+            raise
+        self.refuse_new()
+        self._watch.look()
+        self._watch.refuse()
+
+    def refuse_new(self) -> None:
+        """Refuse new parameters, and hooks.
+
+        Raises:
+            ModelCallFailed: there are some.
+        """
+        if self._differentiated:
+            self._refuse_new_parameters()
+            self._refuse_new_hooks()
+
+    def _refuse_new_parameters(self) -> None:
+        known = {id(None), *map(id, self._registered)}
+        modules = self._model.modules()
+        if all(id(p) in known for m in modules for p in m._parameters.values()):
+            return
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ModelCallFailed(
+                    f"parameter {name!r}: expected the model to have it when it was registered, "
+                    f"got it in the forward pass, so it has no gradient; call the model once where "
+                    f"it is built, or make it there"
+                )
+
+    def _refuse_new_hooks(self) -> None:
+        if [len(p._backward_hooks or ()) for p in self._registered] == self._num_hooks:
+            return
+        before = dict(zip(map(id, self._registered), self._num_hooks, strict=True))
+        for name, parameter in self._model.named_parameters():
+            if len(parameter._backward_hooks or ()) != before.get(id(parameter)):
+                raise ModelCallFailed(
+                    f"parameter {name!r}: expected its hooks to stay as they were registered, got "
+                    f"others after the forward pass, which every pass would add to; register them "
+                    f"where the model is built"
+                )
