@@ -45,6 +45,7 @@ def write_models(path: Path, *, minilm: bool = False) -> Path:
         "wide",
         "empty",
         "remembering",
+        "counting",
     ):
         source = json.dumps(f"{HERE / 'zoo.py'}:{name}")
         entries.append(f'[models.{name}]\nbuilder = "python"\nsource = {source}\n')

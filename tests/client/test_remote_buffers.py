@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -91,3 +93,14 @@ def test_buffers_of_calls_in_float64_are_not_rounded_where_a_job_ends(twin: Test
         f.eval(), naive.module.eval()
         torch.testing.assert_close(step(f, 3, 3), step(naive, 3, 3), **NEAR)
     assert difference(f.grads, naive.grads) <= TOLERANCE
+
+
+def test_an_attribute_that_calls_change_is_warned_of_once_before_it_matters(twin: TestBox) -> None:
+    naive = NaiveModel(zoo.counting())
+    with twin.client() as client, warnings.catch_warnings(action="error"):
+        f = client.model("counting")
+        zs = [f(shard(seed)) for seed in range(2)]
+        torch.testing.assert_close(torch.cat(zs), torch.cat([naive(shard(s)) for s in range(2)]))
+        with pytest.warns(UserWarning, match=r"'counting'.*the attributes calls\. .* one job"):
+            step(f, 2)
+        step(f, 3)

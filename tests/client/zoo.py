@@ -139,3 +139,23 @@ class Remembering(nn.Module):
 def remembering() -> nn.Module:
     torch.manual_seed(0)
     return Remembering()
+
+
+class Counting(nn.Module):
+    """Counts its calls in a plain attribute, and divides by the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2, dtype=torch.float64)
+        self.calls = 0
+        self.width = 5
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.width = x.shape[1]
+        return self.layer(x) / self.calls
+
+
+def counting() -> nn.Module:
+    torch.manual_seed(0)
+    return Counting()

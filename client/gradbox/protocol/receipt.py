@@ -49,7 +49,9 @@ class Receipt(BaseModel):
     gradients in `named_parameters` order, then those of the loss: a safetensors file keeps no order
     of its own. `unreached` names parameters that the loss does not depend on; their gradients are
     zeros. `rows` are, by group, the rows of each shard in Z before `order`; null for a z without
-    dimensions. `stateful` says whether a forward pass changed the model's buffers.
+    dimensions. `stateful` says whether a forward pass changed the model's buffers;
+    `changed_attributes` names numbers and words that it changed as plain attributes, ten at most,
+    with which no later job begins.
     `replay_difference` is the largest |z' − z| over a shard, relative to that shard's
     largest |z|. Of per-sample jobs, `samples` and `outputs` count B and Y, `roads` are the rules
     that each parameter took, and `loops` why some took one backward pass a sample; `against` is the
@@ -85,6 +87,7 @@ class Receipt(BaseModel):
     shards: dict[str, int]
     rows: dict[str, list[int | None]] | None = None
     stateful: bool | None = None
+    changed_attributes: list[str] = []
     shards_retained: int | None = None
     shards_replayed: int | None = None
     replay_difference: float | None = None

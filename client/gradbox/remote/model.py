@@ -243,7 +243,7 @@ class RemoteModel:
         sent = rounded_weights(given, parameters, transfer=self._options.transfer)
         result = batch.run(self._buffers.under(sent, given=given), returns=returns)
         if result is not None:
-            self._buffers.advance(result.buffers, given=given)
+            self._buffers.advance(result, given=given)
 
     def _called(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._call(method, args, kwargs)

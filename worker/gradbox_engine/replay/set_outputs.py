@@ -47,7 +47,8 @@ class SetOutputs:
 
     `rows` has each shard's number of rows in Z, before that order; None where z has no dimension.
     `buffers` are the model's buffers advanced once per shard, and `stateful` says whether any of
-    them changed. `kept` is there if graphs are kept, of `retained` shards.
+    them changed. `kept` is there if graphs are kept, of `retained` shards. `changed_attributes` are
+    the names of plain attributes that changed, with which no later job begins.
     """
 
     outputs: dict[str, Z]
@@ -57,6 +58,7 @@ class SetOutputs:
     seconds: dict[Phase, float]
     kept: KeptPass | None = None
     retained: int = 0
+    changed_attributes: tuple[str, ...] = ()
 
 
 def set_outputs(
@@ -135,4 +137,5 @@ def _answer(
         seconds=clock.seconds,
         kept=kept if kept.num_kept else None,
         retained=kept.num_kept,
+        changed_attributes=ready.buffers.changed_attributes(first.after),
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from gradbox.protocol import ForwardSpec
 from gradbox_engine import KeptPass, SetOutputs, set_outputs
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import by_group, section
+
+MOST_NAMES: Final = 10
 
 
 def compute(job: LoadedJob, spec: ForwardSpec) -> Computed:
@@ -41,6 +45,7 @@ def computed(answer: SetOutputs, spec: ForwardSpec, *, kept: KeptPass | None = N
         facts={
             "rows": answer.rows,
             "stateful": answer.stateful,
+            "changed_attributes": list(answer.changed_attributes[:MOST_NAMES]),
             "shards_retained": answer.retained,
         },
         seconds=answer.seconds,

@@ -57,6 +57,20 @@ class Attributes:
             name: module.attributes() for name, module in self._modules.items() if module.changed()
         }
 
+    def changed(self, state: State) -> tuple[str, ...]:
+        """Return the full names of plain attributes that have another value than registered.
+
+        Of a submodule where some of them are lost it is the submodule's own.
+        """
+        names: list[str] = []
+        for module, attributes in state.items():
+            if attributes is None:
+                names += [module or "the model"] if self._modules[module].lost else []
+                continue
+            differing = self._modules[module].differing(attributes)
+            names += [f"{module}.{name}" if module else name for name in differing]
+        return tuple(names)
+
     def restore(self, state: State) -> None:
         """Give every submodule the attributes of a `state`, where it has them."""
         for name, module in self._modules.items():
@@ -126,6 +140,21 @@ class _Registered:
         self.lost = self.lost or gone or bool(found)
         return None
 
+    def differing(self, attributes: ModuleAttributes) -> list[str]:
+        """Return the names of those whose value is not the registered one."""
+        entries = {id(container): kept for container, kept in self._containers}
+        differing = []
+        for name, value in attributes.items():
+            first = self._first.get(name, entries)
+            kept = entries.get(id(first))
+            if kept is None or type(value) is not type(first):
+                same = _equal(value, first)
+            else:
+                same = entries_of(value) == kept
+            if not same:
+                differing.append(name)
+        return differing
+
     def restore(self) -> None:
         for container, entries in self._containers:
             refill(container, entries)
@@ -161,6 +190,9 @@ class _Scripted:
             return found
         self.lost = True
         return None
+
+    def differing(self, attributes: ModuleAttributes) -> list[str]:
+        return list(attributes)
 
     def restore(self) -> None:
         bind(self._module, self._first)

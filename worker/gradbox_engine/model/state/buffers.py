@@ -183,6 +183,10 @@ class Buffers:
             if (value := values.get(slot)) is not None
         }
 
+    def changed_attributes(self, snapshot: Snapshot) -> tuple[str, ...]:
+        """Return the names of plain attributes that are not as registered; see `Attributes`."""
+        return self._attributes.changed(snapshot.attributes or {})
+
     def _live(self) -> Live:
         return {
             (prefix, name): buffer
