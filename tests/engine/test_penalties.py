@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -265,3 +266,47 @@ def test_a_penaltys_gradient_passes_through_hooks_on_the_activation():
     loss, grads = _naive(case, penalties)
     assert found.loss == pytest.approx(loss)
     assert difference(found.grads, grads) <= TOLERANCE
+
+
+class _InATuple(nn.Module):
+    """One layer under two names, and a pair in a list as output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = self.first
+        self.pairs = _Pairs()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pairs(self.second(self.first(x)))[1][0]
+
+
+class _Pairs(nn.Module):
+    def forward(self, x: Tensor) -> list[Any]:
+        return [x, (2 * x, x.tanh())]
+
+
+@pytest.mark.parametrize(
+    ("at", "taps"),
+    [
+        ("first", lambda h, k: (h, k)),
+        ("second", lambda h, k: (h, k)),
+        ("pairs[1][0]", lambda h, k: (2 * k,)),
+        ("pairs[1.1]", lambda h, k: (k.tanh(),)),
+        ("pairs[-1][-1]", lambda h, k: (k.tanh(),)),
+    ],
+)
+def test_any_name_of_a_submodule_and_any_element_of_its_output_is_a_place(
+    at: str, taps: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+) -> None:
+    torch.manual_seed(0)
+    model, x = _InATuple().to(DEVICE), torch.randn(5, 4, device=DEVICE)
+    found = set_gradient(
+        model, [Group("z", [{"0": x}])], Objective(_square), penalties=[Penalty(at, _square, 0.5)]
+    )
+    h = model.first(x)
+    k = model.first(h)
+    loss = _square(2 * k) + sum(0.5 * _square(tap) for tap in taps(h, k))
+    loss.backward()
+    assert found.loss == pytest.approx(loss.item())
+    assert difference(found.grads, {n: p.grad for n, p in model.named_parameters()}) <= 1e-5

@@ -22,8 +22,9 @@ class Penalty:
     Its graph is gone before the next layer runs, so many penalties take no more memory than one.
 
     Args:
-        at: a submodule by its name, whose output is the tap, or an element of that output:
-            "encoder.layer.3", "encoder.layer.3[0]", "encoder[last_hidden_state]".
+        at: a submodule by one of its names, whose output is the tap, or an element of that output:
+            "encoder.layer.3", "encoder.layer.3[0]", "encoder[last_hidden_state]", "lstm[1][0]". One
+            that a shard goes through several times is tapped each time.
         loss: tap → scalar, traced as every loss is. Parameters of its own are held constant.
         weight: the factor before it.
         per_sample_scale: a function of the shard's final outputs z that gives one number a sample,

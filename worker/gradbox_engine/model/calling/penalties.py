@@ -38,7 +38,7 @@ from gradbox_engine.model.calling.outputs import Outputs, as_z, choose, describe
 from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.requests import Penalty
 
-AT = re.compile(r"(?P<module>[^\[\]]*)(\[(?P<element>[^\[\]]+)\])?")
+AT = re.compile(r"(?P<module>[^\[\]]*)(?P<elements>(\[[^\[\]]+\])*)")
 
 
 class Tap:
@@ -225,12 +225,11 @@ def _leaf(value: Tensor) -> Tensor:
 def _site(model: nn.Module, penalty: Penalty) -> tuple[nn.Module, str | int | None]:
     parsed = AT.fullmatch(penalty.at)
     name = penalty.at if parsed is None else parsed["module"]
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     if parsed is None or name not in modules:
         raise BadPenalty(
             f"penalty at {penalty.at!r}: expected the name of a submodule, or NAME[ELEMENT], got "
             f"{name!r}; there are {', '.join(map(repr, list(modules)[1:5]))}, …"
         )
-    element = parsed["element"]
-    is_index = element is not None and element.lstrip("-").isdigit()
-    return modules[name], int(element) if is_index else element
+    element = parsed["elements"][1:-1].replace("][", ".")
+    return modules[name], int(element) if element.lstrip("-").isdigit() else element or None
