@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox import Gradient, InvalidInputs, Jacobian, PerSampleGradient
+from gradbox import Gradient, InvalidInputs, Jacobian, LossNotFinite, PerSampleGradient
 from tests import case_models
 from tests.boxes import TestBox
 from tests.oracle import TOLERANCE, difference
@@ -83,6 +83,15 @@ def test_the_state_of_a_remote_model_may_have_both_names(
         )
         mean_square(f(TOKENS)).backward()
     assert difference(f.grads, {n: p.grad for n, p in model.named_parameters()}) <= near
+
+
+def test_two_names_with_the_same_nan_are_one_tensor(twin: TestBox) -> None:
+    weights = {name: tensor.clone() for name, tensor in trained().state_dict().items()}
+    for name in (FIRST, SECOND):
+        weights[name][-1] = torch.nan
+    job = Gradient(**GIVEN, output="logits", loss=mean_square, weights=weights)
+    with twin.client() as client, pytest.raises(LossNotFinite):
+        client.submit(job).result(WAIT_S)
 
 
 def test_two_names_with_different_numbers_are_refused(twin: TestBox) -> None:

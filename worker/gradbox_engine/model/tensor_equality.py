@@ -34,6 +34,13 @@ def same_values(a: Tensor, b: Tensor) -> bool:
     )
 
 
+def equal_numbers(a: Tensor, b: Tensor) -> bool:
+    """Return whether two dense tensors of one form hold the same numbers, NaN being one of them."""
+    if torch.equal(a, b):
+        return True
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
 def strided_parts(tensor: Tensor) -> list[Tensor]:
     """Return the strided tensors that a tensor consists of, a quantised one of torchao's, say."""
     if is_traceable_wrapper_subclass(tensor):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradbox_engine.errors import BadWeights
 from gradbox_engine.model.shared_memory import blocks, move, share_entries
-from gradbox_engine.model.tensor_equality import is_plain, same_values, writable
+from gradbox_engine.model.tensor_equality import equal_numbers, is_plain, writable
 
 WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 
@@ -49,7 +49,7 @@ def lay_over(
             )
         _check(name, weight, target)
         first = given.setdefault(id(target), name)
-        if first != name and not torch.equal(weights[first], weight):
+        if first != name and not equal_numbers(weights[first], weight):
             raise BadWeights(
                 f"weights[{name!r}] and weights[{first!r}] are one tied tensor in the model, but "
                 f"were given different numbers; give one of them"
@@ -71,7 +71,7 @@ def _lay_over_shared(registered: Mapping[str, Tensor], weights: Mapping[str, Ten
     for name, weight in weights.items():
         registered[name].detach().copy_(weight)
     for name, weight in weights.items():
-        if not same_values(registered[name].detach(), weight.to(registered[name].device)):
+        if not equal_numbers(registered[name].detach(), weight.to(registered[name].device)):
             raise BadWeights(
                 f"weights[{name!r}]: expected the numbers of {', '.join(map(repr, weights))} to "
                 f"agree where these lie in the same memory in the model, got different ones"
