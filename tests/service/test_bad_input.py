@@ -205,9 +205,11 @@ def test_two_groups_of_one_name_are_refused(box: Box, blob: str) -> None:
     assert "['z'] more than once" in refused(box, spec, code="invalid-inputs")
 
 
-def test_a_group_and_a_loss_input_of_one_name_are_refused(box: Box, blob: str) -> None:
+def test_one_of_several_groups_and_a_loss_input_of_one_name_are_refused(
+    box: Box, blob: str
+) -> None:
     spec = spec_for(blob)
-    spec["inputs"][0]["name"] = "labels"
+    spec["inputs"] = [{**spec["inputs"][0], "name": name} for name in ("labels", "others")]
     assert "['labels']" in refused(box, spec, code="invalid-inputs")
 
 

@@ -36,7 +36,7 @@ def check(spec: GradientSpec, *, model: ModelView, tensors: TensorHeaders) -> No
         InvalidInputs: names do not fit the model, the blobs or each other.
     """
     both = sorted({group.name for group in spec.inputs} & set(spec.loss_inputs))
-    if both:
+    if both and len(spec.inputs) > 1:  # one group alone is the first argument, whatever its name
         raise InvalidInputs(
             f"loss_inputs: {both} are names of input groups too; the loss could not tell them "
             "apart: rename one of the two"
