@@ -78,12 +78,37 @@ def test_padding_on_the_left_is_not_trimmed():
 
 _MORE = _inputs(LENGTHS)
 _LESS = {name: tensor for name, tensor in _MORE.items() if name != "label"}
+_ARRAYS = {name: tensor.numpy() for name, tensor in _MORE.items()}
+
+
+def _masked(change):
+    inputs = _inputs(LENGTHS)
+    return inputs | {"attention_mask": change(inputs["attention_mask"])}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [torch.Tensor.bfloat16, lambda mask: mask.float().requires_grad_(), torch.Tensor.bool],
+    ids=["bfloat16", "requires grad", "bool"],
+)
+def test_a_mask_is_of_any_dtype(change):
+    packed, expected = (pack(inputs, tokens=24) for inputs in (_masked(change), _inputs(LENGTHS)))
+    assert [len(s["input_ids"]) for s in packed.shards] == [
+        len(s["input_ids"]) for s in expected.shards
+    ]
+    assert (packed.order == expected.order).all()
 
 
 @pytest.mark.parametrize(
     ("inputs", "terms", "message"),
     [
         (_inputs(LENGTHS), {"tokens": 0}, "1 or more"),
+        (_inputs(LENGTHS), {"tokens": 9.5}, r"whole number, 1 or more, got 9\.5"),
+        (_inputs(LENGTHS), {"tokens": "9"}, "whole number, 1 or more, got '9'"),
+        (_inputs(LENGTHS), {"tokens": True}, "whole number, 1 or more, got True"),
+        (_masked(lambda mask: mask.to("meta")), {"tokens": 9}, "'attention_mask' .*meta device"),
+        (_masked(torch.Tensor.to_sparse), {"tokens": 9}, r"'attention_mask' .*to_dense\(\)"),
+        ([_MORE, _ARRAYS], {"tokens": 99}, "'input_ids'.*one kind .*arrays of .*tensors of"),
         (_inputs(LENGTHS), {"tokens": 9, "mask": "mask"}, "name another mask"),
         (_inputs(LENGTHS) | {"label": torch.ones(3)}, {"tokens": 9}, "as many samples"),
         (_inputs(LENGTHS) | {"label": [1] * 8}, {"tokens": 9}, "expected tensors"),

@@ -16,6 +16,7 @@ Legend: N samples, T positions, b samples of a shard, t positions that a shard k
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from gradbox.errors import InvalidInputs
-from gradbox.tensors.tensor_bytes import Tensor, is_tensor
+from gradbox.tensors.tensor_bytes import Tensor, is_tensor, tensor_bytes
 
 MASK = "attention_mask"
 
@@ -59,11 +60,10 @@ def pack(
         mask: the argument of shape (N, T) that is not zero where a position counts.
 
     Raises:
-        InvalidInputs: there is no mask of that name, the arguments of a part differ in N, or the
-            parts differ in their arguments.
+        InvalidInputs: `tokens` is no such number, there is no mask of that name, the arguments of
+            a part differ in N, or the parts in their arguments.
     """
-    if tokens < 1:
-        raise InvalidInputs(f"pack: expected tokens to be 1 or more, got {tokens}")
+    limit = _whole(tokens)
     parts = [inputs] if isinstance(inputs, Mapping) else list(inputs)
     for part in parts:
         if not isinstance(part, Mapping):
@@ -77,13 +77,25 @@ def pack(
     if lengths_N.size == 0:
         raise InvalidInputs("pack: expected one sample or more, got none")
     by_length_N = np.argsort(-lengths_N, kind="stable")
-    cuts = _cuts(lengths_N[by_length_N], tokens)
+    cuts = _cuts(lengths_N[by_length_N], limit)
     starts = np.cumsum([0, *(len(part) for part in lengths)])
     shards = [
         _shard(parts, mask, starts, by_length_N[start:stop], int(lengths_N[by_length_N[start]]))
         for start, stop in pairwise(cuts)
     ]
     return Packed(shards, np.argsort(by_length_N, kind="stable"))
+
+
+def _whole(tokens: Any) -> int:
+    try:
+        limit = 0 if isinstance(tokens, bool) else operator.index(tokens)
+    except TypeError:
+        limit = 0
+    if limit < 1:
+        raise InvalidInputs(
+            f"pack: expected tokens to be a whole number, 1 or more, got {tokens!r}"
+        )
+    return limit
 
 
 def _lengths(part: Mapping[str, Any], mask: str, place: int) -> np.ndarray[Any, Any]:
@@ -99,10 +111,17 @@ def _lengths(part: Mapping[str, Any], mask: str, place: int) -> np.ndarray[Any, 
         raise InvalidInputs(
             f"pack: expected as many samples in every argument, got {sizes} in part {place}"
         )
-    counts_NT = np.asarray(part[mask]) != 0
+    counts_NT = _counts(part[mask], f"pack: {mask!r} of part {place}")
     positions = np.arange(1, counts_NT.shape[1] + 1)
     longest: np.ndarray[Any, Any] = (counts_NT * positions).max(axis=1, initial=1)
     return longest
+
+
+def _counts(mask: Any, where: str) -> np.ndarray[Any, Any]:
+    """Return where a mask is not zero, (N, T)."""
+    tensor_bytes(mask, where=where)  # whatever can be sent can be read
+    counts = mask != 0 if isinstance(mask, np.ndarray) else (mask.detach() != 0).cpu().numpy()
+    return np.asarray(counts)
 
 
 def _check_same_arguments(parts: Sequence[Mapping[str, Any]]) -> None:
@@ -132,11 +151,12 @@ def _shard(
 ) -> dict[str, Any]:
     return {
         name: _stacked(
+            name,
             [
                 _row(parts[part], mask, name, int(sample - starts[part]), length)
                 for sample in samples_b
                 for part in [int(np.searchsorted(starts, sample, side="right")) - 1]
-            ]
+            ],
         )
         for name in parts[0]
     }
@@ -162,9 +182,20 @@ def _padded(row: Any, length: int) -> Any:
     return filled
 
 
-def _stacked(rows: Sequence[Any]) -> Any:
+def _stacked(name: str, rows: Sequence[Any]) -> Any:
+    forms = {(isinstance(row, np.ndarray | np.generic), tuple(row.shape)) for row in rows}
+    if len(forms) > 1:
+        raise InvalidInputs(
+            f"pack: argument {name!r}: expected samples of one kind and shape, got "
+            f"{', '.join(sorted({_form(row) for row in rows}))}; convert them, or pack them apart"
+        )
     if isinstance(rows[0], np.ndarray | np.generic):
         return np.stack(rows)
     from torch import stack
 
     return stack(list(rows))
+
+
+def _form(row: Any) -> str:
+    kind = "arrays" if isinstance(row, np.ndarray | np.generic) else "tensors"
+    return f"{kind} of shape {tuple(row.shape)}"
