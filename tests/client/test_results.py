@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -184,6 +186,25 @@ def test_a_fetched_file_is_removed_with_its_result(make: Make, tmp_path: Path) -
     gc.collect()
     assert not folder.exists()
     assert torch.equal(gradient, torch.arange(3.0))
+
+
+def test_a_fetched_file_stays_for_copies_of_its_result(make: Make, tmp_path: Path) -> None:
+    make({"a": torch.arange(3.0)})
+    folder = tmp_path / "fetched"
+    folder.mkdir()
+    (tmp_path / "result.safetensors").rename(folder / "result.safetensors")
+    result = GradResult.owning(folder / "result.safetensors")
+    shallow, deep = copy.copy(result), copy.deepcopy(result)
+    with pytest.raises(InvalidInputs, match=r"result\.save"):
+        ForkingPickler.dumps(result)
+    del result
+    gc.collect()
+    for number, left in enumerate((shallow, deep)):
+        left.save(tmp_path / f"{number}.safetensors")
+        assert torch.equal(left.grads["a"], torch.arange(3.0))
+    del shallow, deep, left
+    gc.collect()
+    assert not folder.exists()
 
 
 def test_a_forked_process_leaves_the_fetched_file_to_its_parent(make: Make, tmp_path: Path) -> None:

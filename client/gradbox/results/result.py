@@ -121,9 +121,10 @@ class GradResult(RowReductions):
     @classmethod
     def owning(cls, path: Path) -> GradResult:
         """Open a result whose folder is removed when the result is no longer used."""
-        result = cls.load(path)
-        weakref.finalize(result, _remove, path.parent, maker=os.getpid())
-        return result
+        file = LocalFile(path)
+        # The file and not the result, of which there may be copies.
+        weakref.finalize(file, _remove, path.parent, maker=os.getpid())
+        return cls(file)
 
     def __repr__(self) -> str:
         loss = "" if self.manifest.loss is None else f" loss {self.manifest.loss:g},"

@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 from safetensors import SafetensorError, safe_open
 
-from gradbox.errors import ProtocolError
+from gradbox.errors import InvalidInputs, ProtocolError
 from gradbox.results.factor_checks import StoredTensor
 from gradbox.results.rounded_tensors import bfloat16_array, rounded_tensors, widened
 from gradbox.tensors.lazy_tensor import array_of
@@ -65,6 +65,15 @@ class LocalFile:
 
     def __str__(self) -> str:
         return str(self._path)
+
+    def __deepcopy__(self, memo: object) -> LocalFile:
+        return self  # nothing writes to it
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise InvalidInputs(
+            f"expected a result to stay in its process, got one to be pickled, with its file "
+            f"{self}: result.save(path), and GradResult.load(path) where it is needed"
+        )
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
