@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import httpx
 from gradbox.batch import Batch
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission
-from gradbox.errors import UnusableModel
+from gradbox.errors import JobNotFound, UnusableModel
 from gradbox.http.connection import Connection, Retry, parsed
 from gradbox.http.posting import Answered
 from gradbox.job import QUICK_S, Job
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 RELOAD_POLL_S: Final = 0.2
 # The most jobs that a box lists in one answer.
 PAGE: Final = 500
+JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 class GradClient:
@@ -123,6 +125,11 @@ class GradClient:
         Raises:
             JobNotFound: there is none of that id.
         """
+        if not isinstance(job_id, str) or JOB_ID.fullmatch(job_id) is None:
+            raise JobNotFound(
+                f"expected the id of a job, as job.id has it and `gradbox jobs list` shows it, got "
+                f"{job_id!r:.120}"
+            )
         answer = self._connection.request("GET", f"/v1/jobs/{quote(job_id, safe='')}")
         return self._handle(Answered(parsed(JobView, answer)))
 

@@ -6,7 +6,7 @@ import threading
 
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission, prepared
-from gradbox.errors import MissingBlobs
+from gradbox.errors import BlobRejected, InvalidInputs, MissingBlobs
 from gradbox.http.connection import Connection
 from gradbox.http.posting import Answered, Poster
 from gradbox.inputs.known_tensors import KnownTensors
@@ -59,8 +59,26 @@ class Submitter:
 
         Raises:
             concurrent.futures.CancelledError: `stop` was set: no more is uploaded or posted.
+            InvalidInputs: a tensor was written to meanwhile.
             GradboxError: as for `Poster.send`.
         """
+        try:
+            return self._sent(submission, progress, stop, wait_s)
+        except BlobRejected as error:
+            if all(blob.is_unchanged for blob in submission.blobs):
+                raise
+            raise InvalidInputs(
+                "expected the tensors of a job to stay as they are while it is sent, got other "
+                "numbers in some, to which another thread writes: submit copies of them (.clone())"
+            ) from error
+
+    def _sent(
+        self,
+        submission: Submission,
+        progress: bool | None,
+        stop: threading.Event | None,
+        wait_s: int,
+    ) -> Answered:
         spec = submission.spec
         title = spec.name or "inputs"
         with ProgressBar(title, shown=progress) as bar, CLIENT.span("submit") as span:

@@ -18,6 +18,7 @@ from gradbox import (
     InvalidInputs,
     InvalidJob,
     Jacobian,
+    JobNotFound,
     Penalty,
     PerSampleGradient,
 )
@@ -120,6 +121,41 @@ def test_an_error_names_fields_without_the_insides_of_a_union() -> None:
 def test_a_loss_input_may_have_any_argument_s_name(twin: TestBox, name: str) -> None:
     found = submitted(twin, gradient(loss_inputs={name: torch.tensor(2.5)}))
     assert found.loss == pytest.approx(submitted(twin, gradient()).loss + 2.5)
+
+
+def test_a_loss_input_may_be_called_as_an_unnamed_group_is(twin: TestBox) -> None:
+    def loss(out: Tensor, z: Tensor) -> Tensor:
+        return total(out) + z
+
+    found = submitted(twin, gradient(loss=loss, loss_inputs={"z": torch.tensor(2.5)}))
+    assert found.loss == pytest.approx(submitted(twin, gradient()).loss + 2.5)
+
+
+def test_a_tensor_under_a_transform_of_torch_func_is_refused(twin: TestBox) -> None:
+    with pytest.raises(InvalidInputs, match=r"argument '0': .*vmap, grad.*PerSampleGradient"):
+        torch.func.vmap(lambda x: submitted(twin, gradient(inputs=[x[None]])).grads["0.bias"])(X)
+
+
+def test_a_tensor_that_is_written_to_while_it_is_sent_is_told_from_damage(twin: TestBox) -> None:
+    x = X.clone()
+    submission = gradient(inputs=[x]).prepare()
+    x.add_(1)
+    with twin.client() as client, pytest.raises(InvalidInputs, match="another thread writes"):
+        client._send(submission)
+
+
+@pytest.mark.parametrize("job_id", ["", 3, None, "a/b", "../jobs"])
+def test_what_is_no_id_of_a_job_is_refused(twin: TestBox, job_id: Any) -> None:
+    with twin.client() as client, pytest.raises(JobNotFound, match="expected the id of a job"):
+        client.job(job_id)
+
+
+def test_rows_in_an_order_are_refused_without_the_insides_of_the_spec() -> None:
+    job = PerSampleGradient(
+        model="mlp", inputs=[X], loss=lambda z: z.square().sum(1), order=torch.arange(len(X))
+    )
+    with pytest.raises(InvalidJob, match=r"^inputs: .*, got one with: [^(\[{]*leave order out"):
+        job.prepare()
 
 
 def test_fractions_are_no_order(twin: TestBox) -> None:

@@ -381,6 +381,18 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_get_back(
     assert "DELETE" not in methods
 
 
+def test_ctrl_c_while_a_job_is_posted_says_where_to_look(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(request: httpx.Request) -> httpx.Response:
+        raise KeyboardInterrupt
+
+    job = Gradient(model="m", inputs=[torch.ones(2, 2)], loss=lambda z: z.sum())
+    with client_of(interrupted) as client, pytest.raises(KeyboardInterrupt):
+        client.run(job)
+    assert "GradClient().jobs(limit=1)" in capsys.readouterr().err
+
+
 def test_a_progress_bar_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     stream = progress_event(1, 4) + state_event(2, JobState.DONE)
 

@@ -7,6 +7,7 @@ answer      the job; with `Prefer: wait` and where it has ended, its small resul
 from __future__ import annotations
 
 import secrets
+import sys
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -129,9 +130,18 @@ class Poster:
             "Content-Length": str(len(content)),
             "Content-Type": form.content_type if blobs else "application/json",
         }
-        answer = self._connection.request(
-            "POST", "/v1/jobs", body=lambda: [content], headers=headers, wait_s=wait_s
-        )
+        try:
+            answer = self._connection.request(
+                "POST", "/v1/jobs", body=lambda: [content], headers=headers, wait_s=wait_s
+            )
+        except KeyboardInterrupt:
+            print(
+                f"\nthe job may have been posted to {self._connection.url}: then it is the newest "
+                f"of `gradbox jobs list` and GradClient().jobs(limit=1), and goes on. To stop it: "
+                f"`gradbox jobs cancel ID`",
+                file=sys.stderr,
+            )
+            raise
         return read_answer(answer)
 
 

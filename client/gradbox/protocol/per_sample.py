@@ -80,7 +80,10 @@ class SampleSpec(SharedSpec):
     @classmethod
     def _in_order(cls, groups: list[InputGroup]) -> list[InputGroup]:
         if any(group.order is not None for group in groups):
-            _refuse("expected no order: row b of the result belongs to sample b of the shards")
+            _refuse(
+                "expected shards without an order, got one with: row b of the result belongs to "
+                "sample b of the shards as they come; leave order out, and index the rows by it"
+            )
         return groups
 
     @model_validator(mode="after")

@@ -53,7 +53,15 @@ class Blob:
 
     @cached_property
     def digest(self) -> str:
-        """The SHA-256 of the file's bytes, in lower-case hex."""
+        """The SHA-256 of the file's bytes when it was first asked for, in lower-case hex."""
+        return self._sha256()
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the tensors still have the numbers that they had then."""
+        return self._sha256() == self.digest
+
+    def _sha256(self) -> str:
         sha = hashlib.sha256(self._header)
         for tensor in self._tensors:
             sha.update(tensor.view())

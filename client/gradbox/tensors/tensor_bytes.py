@@ -114,6 +114,7 @@ def tensor_bytes(value: object, *, where: str) -> TensorBytes:
             f"convert it with torch.as_tensor, or ask the tokenizer for return_tensors='pt'"
         )
     tensor: torch.Tensor = value  # type: ignore[assignment]  # `_is_torch` said so
+    _refuse_transformed(tensor, where)
     layout = str(tensor.layout).removeprefix("torch.")
     if layout != "strided" or tensor.is_nested or tensor.device.type == "meta":
         got = f"layout {layout}; call .to_dense() on a sparse one"
@@ -124,6 +125,17 @@ def tensor_bytes(value: object, *, where: str) -> TensorBytes:
         raise InvalidInputs(f"{where}: expected a dense tensor that holds values, got {got}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     return _described(tensor, dtype=dtype, shape=tuple(tensor.shape), where=where)
+
+
+def _refuse_transformed(tensor: torch.Tensor, where: str) -> None:
+    import torch
+
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise InvalidInputs(
+            f"{where}: expected a tensor that holds values, got one of a function under vmap, "
+            f"grad, vjp or the like of torch.func, which cannot reach through a network: submit "
+            f"the job outside, with all samples; PerSampleGradient and Jacobian give a row for each"
+        )
 
 
 def _described(source: Any, *, dtype: str, shape: tuple[int, ...], where: str) -> TensorBytes:
