@@ -15,7 +15,7 @@ import httpx
 from gradbox.batch import Batch
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission
-from gradbox.errors import JobNotFound, UnusableModel
+from gradbox.errors import JobNotFound, UnknownModel, UnusableModel
 from gradbox.http.connection import Connection, Retry, parsed
 from gradbox.http.posting import Answered
 from gradbox.job import QUICK_S, Job
@@ -210,6 +210,11 @@ class GradClient:
         Raises:
             UnknownModel: there is none of that name.
         """
+        if not isinstance(name, str) or not name:
+            raise UnknownModel(
+                f"expected the name of a model on the box, as `gradbox models list` shows it, got "
+                f"{name if isinstance(name, str) else type(name).__name__!r}"
+            )
         answer = self._connection.request("GET", f"/v1/models/{quote(name, safe='@')}")
         return parsed(ModelView, answer)
 

@@ -21,6 +21,7 @@ from gradbox import (
     JobNotFound,
     Penalty,
     PerSampleGradient,
+    UnknownModel,
 )
 from tests.boxes import TestBox
 from tests.client import zoo
@@ -142,6 +143,23 @@ def test_a_tensor_that_is_written_to_while_it_is_sent_is_told_from_damage(twin: 
     x.add_(1)
     with twin.client() as client, pytest.raises(InvalidInputs, match="another thread writes"):
         client._send(submission)
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(5, 3), None, 3])
+def test_a_model_is_named(twin: TestBox, model: Any) -> None:
+    expected = f"expected the name of a model on the box.*got '?{type(model).__name__}"
+    with pytest.raises(InvalidJob, match=expected):
+        gradient(model=model).prepare()
+    with twin.client() as client, pytest.raises(UnknownModel, match=expected):
+        client.model(model)
+
+
+def test_gradients_are_applied_to_a_module_and_found_by_name(twin: TestBox) -> None:
+    found, weight = submitted(twin, gradient()), torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(InvalidInputs, match=r"expected the nn\.Module .*got SGD; an optimizer"):
+        found.apply_to(torch.optim.SGD([weight], lr=0.1))
+    with pytest.raises(KeyError, match="grads: a Parameter is none of its 6 names"):
+        found.grads[weight]
 
 
 @pytest.mark.parametrize("job_id", ["", 3, None, "a/b", "../jobs"])

@@ -117,6 +117,12 @@ class Computation(ABC):
 
     def shared_fields(self, uploads: Uploads) -> dict[str, Any]:
         """Return the fields of a spec that all computations have."""
+        if not isinstance(self.model, str):
+            raise InvalidJob(
+                f"model: expected the name of a model on the box, as `gradbox models list` shows "
+                f"it, got {type(self.model).__name__}; the numbers of a copy go along as "
+                f"weights=model.state_dict()"
+            )
         overlay = {} if self.weights is None else self.weights
         if not isinstance(overlay, Mapping):
             raise InvalidInputs(

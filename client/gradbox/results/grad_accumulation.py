@@ -23,8 +23,13 @@ def add_gradients(
         prefix: take only the gradients whose names begin so, without it.
 
     Raises:
-        InvalidInputs: an unknown name or another shape; nothing was changed.
+        InvalidInputs: no module, an unknown name or another shape; nothing was changed.
     """
+    if not hasattr(module, "named_parameters"):
+        raise InvalidInputs(
+            f"expected the nn.Module whose parameters get the gradients, got "
+            f"{type(module).__name__}; an optimizer reads them from there in its step"
+        )
     gradients: dict[str, Any] = {
         name.removeprefix(prefix): gradient
         for name, gradient in grads.items()

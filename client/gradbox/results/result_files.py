@@ -144,11 +144,14 @@ def beside(path: Path) -> Iterator[Path]:
 
 def no_such_tensor(name: object, *, section: str, names: Collection[str]) -> KeyError:
     """Return the error that says which names a section of a result has."""
+    asked_for = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
     if not names:
-        found = f"{section}: this result holds none, so none is named {name!r}"
+        found = f"{section}: this result holds none, so none is named {asked_for}"
         if section == "grads":  # asked for by default; the job was a Forward, or reduced its rows
             return KeyError(found)
         asked = "buffers" if section == "loss_buffers" else section
         return KeyError(f"{found}; a Gradient brings them where returns has {asked!r}")
     first = ", ".join(map(repr, islice(names, 3)))
-    return KeyError(f"{section}: {name!r} is none of its {len(names)} names, which begin {first}")
+    return KeyError(
+        f"{section}: {asked_for} is none of its {len(names)} names, which begin {first}"
+    )
