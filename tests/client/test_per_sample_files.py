@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from gradbox import GradResult, Jacobian, PerSampleGradient, ProtocolError
+from gradbox import GradResult, InvalidInputs, Jacobian, PerSampleGradient, ProtocolError
 from gradbox.results import remote_file
 from gradbox_factors import TERMS
 from tests.boxes import TestBox
@@ -148,6 +150,17 @@ def test_slices_of_a_result_come_alone(box: TestBox, received: list[int]) -> Non
             assert torch.equal(part, whole[index]), index
         with pytest.raises(IndexError):
             weight[6]
+
+
+def test_copies_of_a_result_that_stays_on_its_box_read_on(twin: TestBox) -> None:
+    with twin.client() as client:
+        job = client.submit(Jacobian(model="wide", inputs=[torch.ones(2, 64)], wrt=["2.bias"]))
+        job.wait(WAIT_S)
+        opened, fetched = job.open(), job.result(WAIT_S)
+        for copied in (copy.copy(opened), copy.deepcopy(opened)):
+            assert torch.equal(copied.grads["2.bias"][1], fetched.grads["2.bias"][1])
+        with pytest.raises(InvalidInputs, match=r"result\.save"):
+            ForkingPickler.dumps(opened)
 
 
 def test_one_parameter_of_a_factored_result_comes_alone(

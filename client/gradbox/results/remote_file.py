@@ -16,7 +16,7 @@ from gradbox.http.connection import Connection
 from gradbox.http.download import OnBytes, download
 from gradbox.protocol import ResultView
 from gradbox.results.factor_checks import StoredTensor
-from gradbox.results.result_files import beside, dtype_name, tensor_of
+from gradbox.results.result_files import ReadInPlace, beside, dtype_name, tensor_of
 from gradbox.results.rounded_tensors import rounded_tensors
 from gradbox.tensors.lazy_tensor import LazyTensor, Region, array_of
 from gradbox.tensors.safetensors_header import (
@@ -36,7 +36,7 @@ GAP_BYTES: Final = 256 * 2**10
 SPAN_BYTES: Final = 64 * 2**20
 
 
-class RemoteFile:
+class RemoteFile(ReadInPlace):
     """A result that stays on its box; ranges of bytes are fetched as tensors are indexed.
 
     Args:

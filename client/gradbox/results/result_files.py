@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol, Self
 
 from safetensors import SafetensorError, safe_open
 
@@ -40,7 +40,20 @@ class ResultFile(Protocol):
         """Write the file to `path`, whole or not at all."""
 
 
-class LocalFile:
+class ReadInPlace:
+    """A file that stays where it is: copies of a result share it, and it is not pickled."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # nothing writes to it
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise InvalidInputs(
+            f"expected a result to stay in its process, got one to be pickled, with its file "
+            f"{self}: result.save(path), and GradResult.load(path) where it is needed"
+        )
+
+
+class LocalFile(ReadInPlace):
     """A result on this machine. Torch maps its tensors, so that they take memory as they are read.
 
     Those that were rounded for the wire are copies in the dtype that they had on the box.
@@ -65,15 +78,6 @@ class LocalFile:
 
     def __str__(self) -> str:
         return str(self._path)
-
-    def __deepcopy__(self, memo: object) -> LocalFile:
-        return self  # nothing writes to it
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise InvalidInputs(
-            f"expected a result to stay in its process, got one to be pickled, with its file "
-            f"{self}: result.save(path), and GradResult.load(path) where it is needed"
-        )
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
