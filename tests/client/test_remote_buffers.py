@@ -101,6 +101,6 @@ def test_an_attribute_that_calls_change_is_warned_of_once_before_it_matters(twin
         f = client.model("counting")
         zs = [f(shard(seed)) for seed in range(2)]
         torch.testing.assert_close(torch.cat(zs), torch.cat([naive(shard(s)) for s in range(2)]))
-        with pytest.warns(UserWarning, match=r"'counting'.*the attributes calls\. .* one job"):
+        with pytest.warns(UserWarning, match=r"'counting'.*calls, seen\[by\]\. .* one job"):
             step(f, 2)
         step(f, 3)

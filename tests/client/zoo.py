@@ -122,18 +122,27 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 8))
 
 
+class Slots:
+    """Has no dict of attributes, so that no job restores them."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
 class Remembering(nn.Module):
-    """Keeps a count of its calls in train mode inside of an object, where no job restores it."""
+    """Keeps a count of its calls in train mode where no job restores it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 2)
-        self.memory = [[0]]
+        self.memory = Slots()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.memory[0][0] += 1
-        return self.layer(x) * (1 + self.memory[0][0])
+            self.memory.calls += 1
+        return self.layer(x) * (1 + self.memory.calls)
 
 
 def remembering() -> nn.Module:
@@ -142,18 +151,20 @@ def remembering() -> nn.Module:
 
 
 class Counting(nn.Module):
-    """Counts its calls in a plain attribute, and divides by the count."""
+    """Counts its calls, in an attribute and inside one, and divides by the counts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(5, 2, dtype=torch.float64)
         self.calls = 0
+        self.seen = {"by": {"all": 0}}
         self.width = 5
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
+        self.seen["by"]["all"] += 1
         self.width = x.shape[1]
-        return self.layer(x) / self.calls
+        return self.layer(x) / (self.calls * self.seen["by"]["all"])
 
 
 def counting() -> nn.Module:

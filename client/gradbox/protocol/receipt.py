@@ -50,8 +50,8 @@ class Receipt(BaseModel):
     of its own. `unreached` names parameters that the loss does not depend on; their gradients are
     zeros. `rows` are, by group, the rows of each shard in Z before `order`; null for a z without
     dimensions. `stateful` says whether a forward pass changed the model's buffers;
-    `changed_attributes` names numbers and words that it changed as plain attributes, ten at most,
-    with which no later job begins.
+    `changed_attributes` names attributes that it changed, themselves or inside, ten at most, with
+    which no later job begins.
     `replay_difference` is the largest |z' − z| over a shard, relative to that shard's
     largest |z|. Of per-sample jobs, `samples` and `outputs` count B and Y, `roads` are the rules
     that each parameter took, and `loops` why some took one backward pass a sample; `against` is the

@@ -184,8 +184,12 @@ class Buffers:
         }
 
     def changed_attributes(self, snapshot: Snapshot) -> tuple[str, ...]:
-        """Return the names of plain attributes that are not as registered; see `Attributes`."""
-        return self._attributes.changed(snapshot.attributes or {})
+        """Return the names of attributes that are not as registered, themselves or inside."""
+        inside = (snapshot.objects or {}).values()
+        return (
+            *self._attributes.changed(snapshot.attributes or {}),
+            *(found.path for found in inside if found is not None),
+        )
 
     def _live(self) -> Live:
         return {
