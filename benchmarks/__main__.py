@@ -97,12 +97,6 @@ def _packing(args: argparse.Namespace) -> str:
     return packing_section(measure_packing(plan))
 
 
-def _overhead(_: argparse.Namespace) -> str:
-    from benchmarks.replay.overhead import measure_overhead, overhead_section
-
-    return overhead_section(measure_overhead())
-
-
 def _service(args: argparse.Namespace) -> str:
     from benchmarks.box.service import ServicePlan, measure_service, service_section
 
@@ -205,7 +199,6 @@ ALL: Final[Mapping[str, Callable[[argparse.Namespace], str]]] = {
     "retention": _retention,
     "penalties": _penalties,
     "packing": _packing,
-    "overhead": _overhead,
     "small-calls": _small_calls,
     "service": _service,
     "small-jobs": _small_jobs,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from benchmarks.replay.overhead import plain_loop
+from benchmarks.cuda.replay import EXACT, all_graphs, kernels_alone, tasks
+from benchmarks.cuda.sizes import DRY
 from benchmarks.replay.retention import (
     Correctness,
     Point,
@@ -108,15 +110,18 @@ def test_each_bar_can_be_missed() -> None:
 
 
 @pytest.mark.parametrize("task", ["lstm", pytest.param("cnn", marks=pytest.mark.slow)])
-def test_budgets_and_plain_loops_compute_the_gradient(task: str) -> None:
+def test_budgets_compute_the_gradient(task: str) -> None:
     workload = Workload(8, 4, task)
     in_order = reference(workload, "in order")
     by_shard = reference(workload, "by shard")
     assert relative_difference(sharded(workload)().grads, in_order) < SAME
     for kept in (0, 2):
         assert relative_difference(gradbox(workload, kept=kept)().grads, by_shard) < SAME
-    if task == "cnn":  # no dropout: all loops agree
-        assert relative_difference(plain_loop(workload)().grads, in_order) < SAME
+
+
+def test_the_loop_of_kernels_alone_computes_the_gradient() -> None:
+    *_, images = tasks(DRY, torch.device("cpu"))  # no dropout: all loops agree
+    assert relative_difference(kernels_alone(images), all_graphs(images)) < EXACT
 
 
 def test_accumulation_without_its_random_states_is_off_and_updates_batch_norm_twice() -> None:
