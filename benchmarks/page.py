@@ -7,6 +7,12 @@ from collections.abc import Iterable, Sequence
 MIB = 2**20
 
 
+def section(title: str, *blocks: str | Iterable[str]) -> str:
+    """Return a section: each block is a paragraph, or lines such as a table's."""
+    texts = (block if isinstance(block, str) else "\n".join(block) for block in blocks)
+    return "\n\n".join([f"## {title}", *texts])
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return a table's lines, the first column to the left and the others to the right."""
     lines = ["| " + " | ".join(head) + " |"]
@@ -18,6 +24,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def verdict(met: bool, sentence: str) -> str:
     """Return whether a bar is met, and the sentence that states it."""
     return f"{'met' if met else '**not met**'}: {sentence}"
+
+
+def verdicts(bars: Iterable[tuple[bool, str]]) -> list[str]:
+    """Return a list of bars, each with whether it is met."""
+    return [f"- {verdict(met, sentence)}" for met, sentence in bars]
 
 
 def mebibytes(num_bytes: float | None) -> str:

@@ -24,7 +24,7 @@ from typing import Final
 
 from benchmarks.box.day_jobs import Row, models_file, read_mix
 from benchmarks.box.fair_share import Ran, fair_waits
-from benchmarks.page import table, verdict
+from benchmarks.page import section, table, verdicts
 from gradbox import GradClient
 from gradbox.protocol import JobState, JobView
 from gradbox_service.jobs import connect
@@ -142,31 +142,23 @@ def day_section(day: Day) -> str:
         (worst.ratio <= ALLOWED, f"nobody waits more than {ALLOWED:g} × the fair share; {most}"),
         (day.num_failed == 0, f"{day.num_failed} jobs failed"),
     ]
-    return "\n".join(
-        [
-            "## The ten-person day",
-            "",
-            f"Eight hours of ten people in {day.seconds:.0f} s on one worker, {len(day.ratios)} "
-            f"jobs, the device busy for {day.busy_share:.0%} of the time; load of the machine "
-            f"{day.load:.1f}. Who sends what, and where that was recorded, is in "
-            "benchmarks/box/day_mix.csv.",
-            "",
-            "The fair wait of a job is F - a: it is submitted at a, and would have ended at F if "
-            "at every moment t each of the A(t) people with jobs that were submitted and not done "
-            "had had 1/A(t) of the device, for the oldest of their own jobs (generalised processor "
-            "sharing, from the submits and device seconds of this run). A person's figure is the "
-            "sum of all waits, from submit to the job's end, over the sum of all fair waits.",
-            "",
-            *table(
-                ["", "jobs", "device s", "mean wait s", "mean fair wait s", "wait / fair wait"],
-                rows,
-            ),
-            "",
-            f"Of single jobs {over:.0%} waited more than {ALLOWED:g} × theirs: a device that runs "
-            "one job at a time makes a small job wait for the end of the one that runs.",
-            "",
-            *(f"- {verdict(met, text)}" for met, text in bars),
-        ]
+    return section(
+        "The ten-person day",
+        f"Eight hours of ten people in {day.seconds:.0f} s on one worker, {len(day.ratios)} "
+        f"jobs, the device busy for {day.busy_share:.0%} of the time; load of the machine "
+        f"{day.load:.1f}. Who sends what, and where that was recorded, is in "
+        "benchmarks/box/day_mix.csv.",
+        "The fair wait of a job is F - a: it is submitted at a, and would have ended at F if "
+        "at every moment t each of the A(t) people with jobs that were submitted and not done "
+        "had had 1/A(t) of the device, for the oldest of their own jobs (generalised processor "
+        "sharing, from the submits and device seconds of this run). A person's figure is the "
+        "sum of all waits, from submit to the job's end, over the sum of all fair waits.",
+        table(
+            ["", "jobs", "device s", "mean wait s", "mean fair wait s", "wait / fair wait"], rows
+        ),
+        f"Of single jobs {over:.0%} waited more than {ALLOWED:g} × theirs: a device that runs "
+        "one job at a time makes a small job wait for the end of the one that runs.",
+        verdicts(bars),
     )
 
 

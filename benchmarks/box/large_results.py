@@ -32,7 +32,7 @@ import redis
 import torch
 
 from benchmarks.box.small_jobs import Costs, Counted, Meter
-from benchmarks.page import MIB, table, verdict
+from benchmarks.page import MIB, section, table, verdicts
 from benchmarks.per_sample.workloads import WORKLOADS
 from gradbox import Forward, GradClient, PerSampleGradient
 from gradbox_worker.demo.box import running_box
@@ -145,35 +145,24 @@ def large_results_section(found: LargeResults) -> str:
         (grown <= 1.1, f"outputs grow the device process by {grown:.2f} of them, allowed 1.1"),
         (kept <= 0.1, f"and {kept:.2f} of them stay after the job"),
     ]
-    return "\n".join(
-        [
-            "## Large results",
-            "",
-            f"Medians of {ROUNDS}, in turn with a raw copy over loopback, hashed and written to a "
-            f"file; one thread; load of the machine {found.load:.1f}.",
-            "",
-            *table(
-                ["", "MiB", "through the box, s", "raw copy, s"],
-                [
-                    _row("dense rows, submit to opened result", found.dense_bytes, dense_s, None),
-                    _row("their computation, by the receipt", 0, found.dense_computation_s, None),
-                    _row("one raw copy of them", found.dense_bytes, None, found.raw_s),
-                    _row('the same rows with form="auto"', 0, found.auto_s, None),
-                    _row(
-                        "download",
-                        found.download.num_bytes,
-                        found.download.box_s,
-                        found.download.raw_s,
-                    ),
-                    _row("upload", found.upload.num_bytes, found.upload.box_s, found.upload.raw_s),
-                ],
-            ),
-            "",
-            f"The dense job takes {found.dense.num_requests:.0f} requests and "
-            f"{found.dense.num_commands:.0f} Redis commands; CPU: {used}.",
-            "",
-            *(f"- {verdict(met, what)}" for met, what in bars),
-        ]
+    rows = [
+        _row("dense rows, submit to opened result", found.dense_bytes, dense_s, None),
+        _row("their computation, by the receipt", 0, found.dense_computation_s, None),
+        _row("one raw copy of them", found.dense_bytes, None, found.raw_s),
+        _row('the same rows with form="auto"', 0, found.auto_s, None),
+        *(
+            _row(name, both.num_bytes, both.box_s, both.raw_s)
+            for name, both in (("download", found.download), ("upload", found.upload))
+        ),
+    ]
+    return section(
+        "Large results",
+        f"Medians of {ROUNDS}, in turn with a raw copy over loopback, hashed and written to a "
+        f"file; one thread; load of the machine {found.load:.1f}.",
+        table(["", "MiB", "through the box, s", "raw copy, s"], rows),
+        f"The dense job takes {found.dense.num_requests:.0f} requests and "
+        f"{found.dense.num_commands:.0f} Redis commands; CPU: {used}.",
+        verdicts(bars),
     )
 
 

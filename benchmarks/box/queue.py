@@ -30,7 +30,7 @@ import numpy as np
 import redis
 from safetensors.numpy import save
 
-from benchmarks.page import table, verdict
+from benchmarks.page import section, table, verdicts
 from gradbox.protocol import MethodView, ModelView, ParameterView, ResultView, parse_spec
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import QUEUE, JobRecord, WorkerPresence, connect
@@ -169,17 +169,12 @@ def queue_section(found: QueueCosts) -> str:
         (found.waiting_share <= 0.03, "waiting takes 3 % of a core at most"),
         (ratio >= 0.9, f"drained at 0.9 of the rate with {FEW} queued"),
     ]
-    return "\n".join(
-        [
-            "## Queue",
-            "",
-            f"{found.num_queued} jobs queued, load of the machine {found.load:.1f}. One follower "
-            "asks for the last job of the queue every second.",
-            "",
-            *table(["", "measured", "allowed"], rows),
-            "",
-            *(f"- {verdict(met, text)}" for met, text in bars),
-        ]
+    return section(
+        "Queue",
+        f"{found.num_queued} jobs queued, load of the machine {found.load:.1f}. One follower "
+        "asks for the last job of the queue every second.",
+        table(["", "measured", "allowed"], rows),
+        verdicts(bars),
     )
 
 

@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from benchmarks.page import table, verdict
+from benchmarks.page import section, table, verdict
 from benchmarks.set_loss.workloads import relative_difference
 from gradbox import GradClient
 from gradbox_engine import shard_stream
@@ -143,21 +143,17 @@ def autograd_section(found: AutogradOverhead) -> str:
         for name, times_s in ways.items()
     ]
     fair = ratio(found.remote_replaying_s, found.replaying_s)
-    return "\n".join(
+    return section(
+        "Remote autograd",
+        f"One step of InfoNCE over {plan.num_pairs} pairs, shard {plan.shard}, "
+        f"{plan.threads} thread(s), medians of {plan.rounds} interleaved rounds, over loopback.",
+        table(["", "wall s", "to all graphs kept"], rows),
         [
-            "## Remote autograd",
-            "",
-            f"One step of InfoNCE over {plan.num_pairs} pairs, shard {plan.shard}, "
-            f"{plan.threads} thread(s), medians of {plan.rounds} interleaved rounds, over "
-            "loopback.",
-            "",
-            *table(["", "wall s", "to all graphs kept"], rows),
-            "",
             f"- {bar}",
             f"- {found.retained} shards of its steps had their graphs kept, {found.replayed} were "
             "replayed",
             f"- both replaying, the remote step takes {fair:.3f} of the local one",
-        ]
+        ],
     )
 
 

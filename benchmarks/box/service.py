@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.page import table, verdict
+from benchmarks.page import section, table, verdicts
 from benchmarks.set_loss.workloads import relative_difference
 from gradbox import GradClient
 from gradbox_engine import Group, Objective, set_gradient
@@ -27,7 +27,7 @@ from gradbox_worker.demo import task
 from gradbox_worker.demo.box import running_box
 
 SAME = 1e-5  # float32, other threads' order of summation
-SERVICE_ALLOWANCE = 1.10
+ALLOWANCE = 1.10
 
 
 @dataclass(frozen=True)
@@ -86,26 +86,18 @@ def measure_service(plan: ServicePlan) -> ServiceOverhead:
 
 def service_section(found: ServiceOverhead) -> str:
     """Describe the service benchmark."""
-    bar = verdict(
-        found.ratio <= SERVICE_ALLOWANCE,
-        f"the service costs {found.ratio:.3f} of the direct call, allowed {SERVICE_ALLOWANCE}",
-    )
+    sentence = f"the service costs {found.ratio:.3f} of the direct call, allowed {ALLOWANCE}"
     rows = [
         ["direct engine call", f"{found.direct_s:.2f}"],
         ["the same job through the service", f"{found.service_s:.2f}"],
     ]
-    return "\n".join(
-        [
-            "## Service",
-            "",
-            f"{found.num_pairs} pairs, shard {found.shard}, {found.threads} thread(s), medians of "
-            f"{found.rounds} interleaved rounds; submit to result in the client's hands, over "
-            "loopback.",
-            "",
-            *table(["", "wall s"], rows),
-            "",
-            f"- {bar}",
-        ]
+    return section(
+        "Service",
+        f"{found.num_pairs} pairs, shard {found.shard}, {found.threads} thread(s), medians of "
+        f"{found.rounds} interleaved rounds; submit to result in the client's hands, over "
+        "loopback.",
+        table(["", "wall s"], rows),
+        verdicts([(found.ratio <= ALLOWANCE, sentence)]),
     )
 
 

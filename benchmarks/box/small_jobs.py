@@ -33,7 +33,7 @@ import redis
 import torch
 from torch import nn
 
-from benchmarks.page import table, verdict
+from benchmarks.page import section, table, verdicts
 from gradbox import GradClient, Gradient
 from gradbox_worker.demo.box import running_box
 
@@ -198,21 +198,15 @@ def small_jobs_section(found: SmallJobs) -> str:
         (beyond_ms <= 20, f"and {beyond_ms:.1f} ms beyond its computation, allowed 20"),
     ]
     head = ["one at a time", "median ms", "p95 ms", "requests", "Redis commands"]
-    return "\n".join(
-        [
-            "## Small jobs",
-            "",
-            "One worker on the CPU, a model of 50 parameters, over loopback; load of the machine "
-            f"{found.load:.1f}.",
-            "",
-            *table([*head, *(f"{role}, CPU ms" for role in roles)], rows),
-            "",
-            f"{AT_ONCE} at once: {found.rate_one:.0f} jobs/s from one thread, "
-            f"{found.rate_many:.0f} from {THREADS}. The same step on a local model takes "
-            f"{found.local_step_ms:.1f} ms.",
-            "",
-            *(f"- {verdict(met, what)}" for met, what in bars),
-        ]
+    return section(
+        "Small jobs",
+        "One worker on the CPU, a model of 50 parameters, over loopback; load of the machine "
+        f"{found.load:.1f}.",
+        table([*head, *(f"{role}, CPU ms" for role in roles)], rows),
+        f"{AT_ONCE} at once: {found.rate_one:.0f} jobs/s from one thread, "
+        f"{found.rate_many:.0f} from {THREADS}. The same step on a local model takes "
+        f"{found.local_step_ms:.1f} ms.",
+        verdicts(bars),
     )
 
 

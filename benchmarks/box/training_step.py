@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.box.small_jobs import Costs, Counted, Meter
-from benchmarks.page import MIB, table, verdict
+from benchmarks.page import MIB, section, table, verdicts
 from gradbox import GradClient
 from gradbox.inputs.uploads import PACK_BYTES
 from gradbox_worker.demo import task
@@ -82,18 +82,16 @@ def training_steps_section(found: list[Steps]) -> str:
     roles = [f"{role}, CPU ms" for role in sorted(found[0].remote.cpu_ms)]
     head = ["trained", "MiB", "remote, ms", "local, ms", "requests", "Redis commands", *roles]
     few = all(one.remote.num_requests <= 3 + math.ceil(one.num_bytes / PACK_BYTES) for one in found)
-    return "\n".join(
-        [
-            "## Training steps",
-            "",
-            "all-MiniLM-L6-v2 in train mode on eight sentences, one thread; every step changes all "
-            f"that is trained. Load of the machine {os.getloadavg()[0]:.1f}.",
-            "",
-            *table(head, rows),
-            "",
-            f"- {verdict(few, 'a step takes 2 requests for each half, and one more for every')} "
-            f"further {PACK_BYTES // MIB} MiB that changed",
-        ]
+    sentence = (
+        f"a step takes 2 requests for each half, and one more for every further "
+        f"{PACK_BYTES // MIB} MiB that changed"
+    )
+    return section(
+        "Training steps",
+        "all-MiniLM-L6-v2 in train mode on eight sentences, one thread; every step changes all "
+        f"that is trained. Load of the machine {os.getloadavg()[0]:.1f}.",
+        table(head, rows),
+        verdicts([(few, sentence)]),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from benchmarks.cluster.scale import ENOUGH, NETWORKS, Assumed, Point, ShardCosts, below, curve
-from benchmarks.page import MIB, table
+from benchmarks.page import MIB, section, table
 from benchmarks.set_loss.workloads import SEED, Workload
 from gradbox.losses import BUILTIN
 from gradbox_engine import Group, Objective
@@ -148,29 +148,23 @@ def scale_section(found: Scale) -> str:
                 "none" if low is None else f"{low.devices}: {low.first}",
             ]
         )
-    return "\n".join(
-        [
-            "## Scale",
-            "",
-            f"Simulated: one set gradient of {plan.num_shards:,} shards of {plan.shard} texts "
-            "through all-MiniLM-L6-v2 in train mode. Measured here, of a shard on one thread: "
-            f"forward {costs.forward_s * 1e3:.0f} ms, replay {costs.replay_s * 1e3:.0f} ms, "
-            f"backward of a kept graph {costs.backward_s * 1e3:.0f} ms, loss (VICReg) "
-            f"{costs.loss_s * 1e6:.0f} µs; shards {costs.spread:.0%} apart; inputs "
-            f"{costs.input_bytes / 1024:.1f} KiB, rows of Z {costs.output_bytes / 1024:.1f} KiB, a "
-            f"sum {costs.sum_bytes / MIB:.0f} MiB. Load of the machine: {os.getloadavg()[0]:.1f}. "
-            "Assumed: " + "; ".join(_assumed(a) for a in plan.assumed[:1]) + ".",
-            "",
-            *table(
-                [
-                    "a device to one thread, network",
-                    *(f"{k} devices" for k in (8, 64, 256, 1024)),
-                    "1024 devices, s",
-                    f"first below {ENOUGH}, and by what",
-                ],
-                rows,
-            ),
-        ]
+    head = [
+        "a device to one thread, network",
+        *(f"{k} devices" for k in (8, 64, 256, 1024)),
+        "1024 devices, s",
+        f"first below {ENOUGH}, and by what",
+    ]
+    return section(
+        "Scale",
+        f"Simulated: one set gradient of {plan.num_shards:,} shards of {plan.shard} texts "
+        "through all-MiniLM-L6-v2 in train mode. Measured here, of a shard on one thread: "
+        f"forward {costs.forward_s * 1e3:.0f} ms, replay {costs.replay_s * 1e3:.0f} ms, "
+        f"backward of a kept graph {costs.backward_s * 1e3:.0f} ms, loss (VICReg) "
+        f"{costs.loss_s * 1e6:.0f} µs; shards {costs.spread:.0%} apart; inputs "
+        f"{costs.input_bytes / 1024:.1f} KiB, rows of Z {costs.output_bytes / 1024:.1f} KiB, a "
+        f"sum {costs.sum_bytes / MIB:.0f} MiB. Load of the machine: {os.getloadavg()[0]:.1f}. "
+        f"Assumed: {_assumed(plan.assumed[0])}.",
+        table(head, rows),
     )
 
 

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.cluster.ceiling import PROJECTED_TO, ceiling, graph_bytes
 from benchmarks.cluster.reduction import Reduction, measure_reduction
-from benchmarks.page import MIB, table, verdict
+from benchmarks.page import MIB, section, table, verdicts
 from benchmarks.set_loss.workloads import relative_difference
 from gradbox import GradClient, Gradient, GradResult, PerSampleGradient
 from gradbox_worker.demo import task
@@ -163,51 +163,41 @@ def cluster_section(found: ClusterTimes) -> str:
             (projected, rows, found.ceilings[2]),
         )
     ]
-    return "\n".join(
-        [
-            "## Cluster",
-            "",
-            f"InfoNCE over {plan.num_pairs} pairs through all-MiniLM-L6-v2 in train mode, shard "
-            f"{plan.shard}, on one and two CPU actors of one thread each; {plan.rounds} rounds. "
-            f"Load of the machine at the end: {os.getloadavg()[0]:.1f}.",
-            "",
-            *table(
-                ["", "one device, s", "two devices, s", "speed-up", "ceiling", "graphs kept"], lines
-            ),
-            "",
-            "The ceiling is what two processes of one thread gain over one on this machine, without"
-            f" a box, on one {CEILING_PART}th of the shards; rows with their plans made.",
-            "",
-            f"A trivial job takes {found.trivial_s * 1e3:.1f} ms on the cluster, "
-            f"{found.plain_s * 1e3:.1f} ms on a plain box. Moved: "
-            + ", ".join(f"{kind} {size / MIB:.2f} MiB" for kind, size in moved.items())
-            + f"; beside the inputs {travelled / MIB:.2f} MiB, {travelled / least:.2f} × the least "
-            "(Z, dL/dZ, and one sum). "
-            "A sum of 400 MB is added to that of another actor at "
-            f"{found.reduction.speed / 1e9:.2f} GB/s, {found.reduction.of_copy:.2f} of a copy's "
-            "speed in memory.",
-            "",
-            "- " + verdict(cold.speed_up >= SPEED_UP, f"two devices are {SPEED_UP} × one"),
-            "- "
-            + verdict(
-                warm.speed_up >= SPEED_UP_WITH_GRAPHS,
-                f"with room for all graphs on two they are {SPEED_UP_WITH_GRAPHS} × one",
-            ),
-            "- "
-            + verdict(
-                found.first_rows.speed_up >= SPEED_UP,
-                f"projected rows are {SPEED_UP} × one, the first time",
-            ),
-            "- " + verdict(rows.speed_up >= SPEED_UP, f"projected rows are {SPEED_UP} × one"),
-            "- " + verdict(added_s <= OVERHEAD_S, "an actor adds at most 10 ms to a job"),
-            "- "
-            + verdict(travelled <= MOVED * least, f"bytes moved are at most {MOVED} × the least"),
-            "- "
-            + verdict(
-                found.reduction.of_copy >= OF_COPY,
-                f"sums are reduced at {OF_COPY} of the speed of a copy in memory",
-            ),
-        ]
+    bars = [
+        (cold.speed_up >= SPEED_UP, f"two devices are {SPEED_UP} × one"),
+        (
+            warm.speed_up >= SPEED_UP_WITH_GRAPHS,
+            f"with room for all graphs on two they are {SPEED_UP_WITH_GRAPHS} × one",
+        ),
+        (
+            found.first_rows.speed_up >= SPEED_UP,
+            f"projected rows are {SPEED_UP} × one, the first time",
+        ),
+        (rows.speed_up >= SPEED_UP, f"projected rows are {SPEED_UP} × one"),
+        (added_s <= OVERHEAD_S, "an actor adds at most 10 ms to a job"),
+        (travelled <= MOVED * least, f"bytes moved are at most {MOVED} × the least"),
+        (
+            found.reduction.of_copy >= OF_COPY,
+            f"sums are reduced at {OF_COPY} of the speed of a copy in memory",
+        ),
+    ]
+    return section(
+        "Cluster",
+        f"InfoNCE over {plan.num_pairs} pairs through all-MiniLM-L6-v2 in train mode, shard "
+        f"{plan.shard}, on one and two CPU actors of one thread each; {plan.rounds} rounds. "
+        f"Load of the machine at the end: {os.getloadavg()[0]:.1f}.",
+        table(["", "one device, s", "two devices, s", "speed-up", "ceiling", "graphs kept"], lines),
+        "The ceiling is what two processes of one thread gain over one on this machine, without"
+        f" a box, on one {CEILING_PART}th of the shards; rows with their plans made.",
+        f"A trivial job takes {found.trivial_s * 1e3:.1f} ms on the cluster, "
+        f"{found.plain_s * 1e3:.1f} ms on a plain box. Moved: "
+        + ", ".join(f"{kind} {size / MIB:.2f} MiB" for kind, size in moved.items())
+        + f"; beside the inputs {travelled / MIB:.2f} MiB, {travelled / least:.2f} × the least "
+        "(Z, dL/dZ, and one sum). "
+        "A sum of 400 MB is added to that of another actor at "
+        f"{found.reduction.speed / 1e9:.2f} GB/s, {found.reduction.of_copy:.2f} of a copy's "
+        "speed in memory.",
+        verdicts(bars),
     )
 
 

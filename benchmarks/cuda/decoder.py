@@ -16,7 +16,7 @@ from benchmarks.cuda import models
 from benchmarks.cuda.clock import Clock
 from benchmarks.cuda.models import Shard
 from benchmarks.cuda.sizes import Sizes
-from benchmarks.page import mebibytes, table
+from benchmarks.page import mebibytes, section, table
 from gradbox_engine import Group, Objective, SetGradient, set_gradient
 
 TRIED_SHARDS = (1, 2)
@@ -75,7 +75,7 @@ def measure(clock: Clock, sizes: Sizes) -> str:
         f"{num_shards * sizes.decoder_shard} texts of {sizes.decoder_tokens} tokens in "
         f"{num_shards} shards, contrasted with each other."
     )
-    return "\n".join(["## A large decoder", "", about, "", *table(head, rows)])
+    return section("A large decoder", about, table(head, rows))
 
 
 def _pooled(hidden: Tensor, inputs: dict[str, Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from benchmarks.cuda import models
 from benchmarks.cuda.clock import Clock
 from benchmarks.cuda.models import Shard, relative_difference
 from benchmarks.cuda.sizes import Sizes
-from benchmarks.page import table
+from benchmarks.page import section, table
 from gradbox_engine import shard_stream
 
 NEAR = 1e-5
@@ -35,7 +35,7 @@ def measure(clock: Clock, sizes: Sizes) -> str:
         rows += _measured(clock, sizes, shard, shard_size)
     head = ["MiniLM, shard", "how", "ms", "to the plain call", "difference", "verdict"]
     about = "One forward and one backward of a shard, the same shapes every time."
-    return "\n".join(["## CUDA graphs and torch.compile", "", about, "", *table(head, rows)])
+    return section("CUDA graphs and torch.compile", about, table(head, rows))
 
 
 def _measured(clock: Clock, sizes: Sizes, shard: Shard, size: int) -> list[list[str]]:

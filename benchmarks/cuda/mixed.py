@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.cuda.clock import Clock
 from benchmarks.cuda.sizes import Sizes
 from benchmarks.mixed.task import METHODS, Task
-from benchmarks.page import mebibytes, table
+from benchmarks.page import mebibytes, section, table
 
 NUM_SHARDS = (1, 8, 32)
 SHARD = 16
@@ -42,7 +42,7 @@ def measure(clock: Clock, sizes: Sizes) -> str:
         )
     head = ["shards", "gradbox ms", "double backward ms", "ratio", "gradbox MiB"]
     head += ["double backward MiB", "relative error (fp32)"]
-    return "\n".join(["## Mixed gradients", "", *table(head, rows)])
+    return section("Mixed gradients", table(head, rows))
 
 
 def _on(task: Task, clock: Clock) -> Task:

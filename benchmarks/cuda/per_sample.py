@@ -29,7 +29,6 @@ OURS: dict[str, dict[str, Any]] = {
     "gradbox, norms": {"reduce": "norm"},
 }
 LEFT_OUT = frozenset({"loop"})  # as many backward passes as samples and outputs
-MOST_DENSE_SHARE = 0.2  # of the device's memory
 
 
 def measure(clock: Clock, ceilings: Ceilings, sizes: Sizes) -> str:

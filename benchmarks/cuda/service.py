@@ -14,7 +14,7 @@ from benchmarks.cuda import sizes as all_sizes
 from benchmarks.cuda.clock import Clock
 from benchmarks.cuda.models import relative_difference
 from benchmarks.cuda.sizes import Sizes
-from benchmarks.page import table, verdict
+from benchmarks.page import section, table, verdicts
 from gradbox import GradClient, Gradient
 from gradbox_engine import Group, Objective, set_gradient
 from gradbox_worker.demo.box import running_box
@@ -67,9 +67,8 @@ def measure(clock: Clock, sizes: Sizes) -> str:
     names = {"direct": "the engine, gradients copied to the host", "box": "the same through a box"}
     rows = [[title, f"{times[name].median:.3f}"] for name, title in names.items()]
     bars = [
-        verdict(ratio.median <= ALLOWANCE, f"a box costs {ratio} of the call, at most {ALLOWANCE}"),
-        verdict(apart <= SAME, f"its gradient differs by {apart:.1e}"),
+        (ratio.median <= ALLOWANCE, f"a box costs {ratio} of the call, at most {ALLOWANCE}"),
+        (apart <= SAME, f"its gradient differs by {apart:.1e}"),
     ]
     about = f"{num_shards} shards of {sizes.text_shard} texts through MiniLM; over loopback."
-    lines = ["## What a box adds", "", about, "", *table(["", "s"], rows), ""]
-    return "\n".join([*lines, *(f"- {bar}" for bar in bars)])
+    return section("What a box adds", about, table(["", "s"], rows), verdicts(bars))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.cuda.clock import Ceilings, Clock
 from benchmarks.cuda.sizes import Sizes
-from benchmarks.page import table, verdict
+from benchmarks.page import section, table, verdicts
 from gradbox.protocol import ShardRef
 from gradbox_engine import Group
 from gradbox_engine.model.calling.shard_feed import Position, ShardFeed
@@ -43,16 +43,14 @@ def measure(clock: Clock, ceilings: Ceilings, sizes: Sizes) -> str:
         for name, speed in speeds.items()
     ]
     best = speeds["from page-locked memory"] / ceilings.upload_bytes_per_s
-    bar = verdict(best >= ALLOWANCE, f"{best:.2f} of the bus from page-locked memory")
+    bar = (best >= ALLOWANCE, f"{best:.2f} of the bus from page-locked memory")
     about = (
         f"{NUM_SHARDS} shards of {sizes.uploaded_bytes / 2**20:.0f} MiB through the engine's feed, "
         f"each fetched ahead; wall time. The bus is what one plain copy from page-locked memory "
         f"was seen to do: {ceilings.upload_bytes_per_s / 1e9:.1f} GB/s."
     )
     head = ["", "GB/s", "of the bus"]
-    return "\n".join(
-        ["## From the host to the device", "", about, "", *table(head, rows), "", f"- {bar}"]
-    )
+    return section("From the host to the device", about, table(head, rows), verdicts([bar]))
 
 
 def _speed(clock: Clock, shards: list[dict[str, Tensor]]) -> float:

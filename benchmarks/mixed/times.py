@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.measure import QUIET, interleaved, median_ratio
 from benchmarks.mixed.task import ACTIVATION_BYTES, METHODS, PIXELS, Task
+from benchmarks.page import MIB, mebibytes, section, table, verdict
 
-MIB = 2**20
 GRADBOX, DOUBLE = METHODS
 
 EXACT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
@@ -91,26 +91,19 @@ def measure_mixed(plan: MixedPlan) -> Mixed:
 def mixed_section(found: Mixed) -> str:
     """Describe the mixed-gradient benchmark."""
     plan = found.plan
-    return "\n".join(
-        [
-            "## Mixed gradients",
-            "",
-            f"A gradient penalty through a frozen generator of {PIXELS} × {PIXELS} images, "
-            f"{plan.depth} residual blocks, {plan.shard} samples a shard, {plan.threads} "
-            f"thread(s), medians of {plan.rounds} interleaved rounds. Peaks are beyond the loaded "
-            "model, in fresh processes whose allocator gives back what is freed.",
-            "",
-            "| shards | CPU time to double backward | gradbox, s | double backward, s | "
-            "relative error (fp32) | gradbox, MiB | double backward, MiB |",
-            "|--:|--:|--:|--:|--:|--:|--:|",
-            *(_row_of_shards(found, num) for num in plan.num_shards),
-            "",
-            "| depth, one shard | gradbox, MiB | of it tangent pass, MiB | double backward, MiB |",
-            "|--:|--:|--:|--:|",
-            *(_row_of_depth(found, depth) for depth in plan.depths),
-            "",
-            *(f"- {line}" for line in mixed_verdicts(found)),
-        ]
+    by_shards = ["shards", "CPU time to double backward", "gradbox, s", "double backward, s"]
+    by_shards += ["relative error (fp32)", "gradbox, MiB", "double backward, MiB"]
+    by_depth = ["depth, one shard", "gradbox, MiB", "of it tangent pass, MiB"]
+    by_depth += ["double backward, MiB"]
+    return section(
+        "Mixed gradients",
+        f"A gradient penalty through a frozen generator of {PIXELS} × {PIXELS} images, "
+        f"{plan.depth} residual blocks, {plan.shard} samples a shard, {plan.threads} "
+        f"thread(s), medians of {plan.rounds} interleaved rounds. Peaks are beyond the loaded "
+        "model, in fresh processes whose allocator gives back what is freed.",
+        table(by_shards, [_row_of_shards(found, num) for num in plan.num_shards]),
+        table(by_depth, [_row_of_depth(found, depth) for depth in plan.depths]),
+        [f"- {line}" for line in mixed_verdicts(found)],
     )
 
 
@@ -149,26 +142,22 @@ def _peak(method: str, num_shards: int, plan: MixedPlan, depth: int) -> Peak | N
     return Peak(found["peak_bytes"], found.get("tangent_bytes"))
 
 
-def _row_of_shards(found: Mixed, num: int) -> str:
+def _row_of_shards(found: Mixed, num: int) -> list[str]:
     seconds, peaks = found.seconds[num], found.by_shards[num]
     cells = [str(num), f"{found.ratios[num]:.3f}"]
     cells += [f"{seconds[name]:.2f}" for name in METHODS]
     cells += [f"{found.errors[num]:.0e}", *(_mib(peaks[name]) for name in METHODS)]
-    return "| " + " | ".join(cells) + " |"
+    return cells
 
 
-def _row_of_depth(found: Mixed, depth: int) -> str:
+def _row_of_depth(found: Mixed, depth: int) -> list[str]:
     ours, theirs = found.by_depth[depth][GRADBOX], found.by_depth[depth][DOUBLE]
-    tangent = "died" if ours is None or ours.tangent_bytes is None else _number(ours.tangent_bytes)
-    return f"| {depth} | {_mib(ours)} | {tangent} | {_mib(theirs)} |"
+    tangent = mebibytes(None if ours is None else ours.tangent_bytes)
+    return [str(depth), _mib(ours), tangent, _mib(theirs)]
 
 
 def _mib(peak: Peak | None) -> str:
-    return "died" if peak is None else _number(peak.peak_bytes)
-
-
-def _number(num_bytes: int) -> str:
-    return f"{num_bytes / MIB:.0f}"
+    return mebibytes(None if peak is None else peak.peak_bytes)
 
 
 def _bytes(peak: Peak | None) -> float:
@@ -176,4 +165,4 @@ def _bytes(peak: Peak | None) -> float:
 
 
 def _bar(met: bool, sentence: str, allowed: float) -> str:
-    return f"{'met' if met else '**not met**'}: {sentence}, allowed {allowed}"
+    return verdict(met, f"{sentence}, allowed {allowed}")

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.page import table
+from benchmarks.page import section, table
 from benchmarks.per_sample.peers import outputs_of
 from benchmarks.per_sample.workloads import WORKLOADS, Workload
 from benchmarks.source_trees import trees_in_turn
@@ -74,16 +74,12 @@ def calls_section(found: Sequence[CallTimes]) -> str:
         ]
         for one in found
     ]
-    return "\n".join(
-        [
-            "## Public per-sample calls",
-            "",
-            "One call on one shard, checks included, to one summed forward and backward of the "
-            "same batch: medians of CPU time over interleaved rounds and processes, one thread, "
-            "glibc's heap as it is. `later shard`: the factors of a further shard of the same job.",
-            "",
-            *table(["", "base ms", *FORMS, "later shard"], rows),
-        ]
+    return section(
+        "Public per-sample calls",
+        "One call on one shard, checks included, to one summed forward and backward of the "
+        "same batch: medians of CPU time over interleaved rounds and processes, one thread, "
+        "glibc's heap as it is. `later shard`: the factors of a further shard of the same job.",
+        table(["", "base ms", *FORMS, "later shard"], rows),
     )
 
 

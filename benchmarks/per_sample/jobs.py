@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.page import table
+from benchmarks.page import section, table
 from benchmarks.per_sample.times import call
 from benchmarks.per_sample.workloads import WORKLOADS, Workload
 from gradbox import GradClient, Jacobian, PerSampleGradient
@@ -63,15 +63,11 @@ def measure_jobs(names: Sequence[str]) -> list[JobTime]:
 def jobs_section(times: Sequence[JobTime]) -> str:
     """Describe the measurement."""
     rows = [[t.workload, t.form, f"{t.direct_s * 1e3:.0f}", f"{t.job_s * 1e3:.0f}"] for t in times]
-    return "\n".join(
-        [
-            "## Per-sample jobs, from submit to result",
-            "",
-            "Wall time in ms, the least of some rounds: the call of the engine in one process, and "
-            "the job through a box on loopback (queue, worker, file, download).",
-            "",
-            *table(["workload", "result", "call ms", "job ms"], rows),
-        ]
+    return section(
+        "Per-sample jobs, from submit to result",
+        "Wall time in ms, the least of some rounds: the call of the engine in one process, and "
+        "the job through a box on loopback (queue, worker, file, download).",
+        table(["workload", "result", "call ms", "job ms"], rows),
     )
 
 

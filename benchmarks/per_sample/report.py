@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.page import table, verdict
+from benchmarks.page import section, table, verdict
 from benchmarks.per_sample.times import RUNS, WARM, Measured
 
 Bars = Mapping[str, float]
@@ -31,9 +31,8 @@ WHAT = {
 
 def per_sample_section(found: Sequence[Measured]) -> str:
     """Describe the per-sample benchmark."""
-    lines = [
-        "## Per-sample gradients and Jacobians",
-        "",
+    return section(
+        "Per-sample gradients and Jacobians",
         "Wall time to one summed forward and backward of the same batch, one thread: medians of "
         "rounds in which the base and the calls take turns, and of these the median of "
         f"{RUNS} runs. *warm*: the heap keeps what is freed; *stock*: glibc as it is, every large "
@@ -42,31 +41,19 @@ def per_sample_section(found: Sequence[Measured]) -> str:
         "processes of their own. `later shard`: the factors of a further shard of the same job. "
         "A first call is the first thing that its process computes, after the imports that a "
         "device process makes at its start. A bar is met if it is in each of the runs.",
-        "",
-        *(f"- {name}: {what}" for name, what in WHAT.items()),
-        "",
-        *table(
-            ["gradbox", "base ms", *OURS, "later shard", "floor"],
-            map(_own_row, found),
-        ),
-        "",
+        [f"- {name}: {what}" for name, what in WHAT.items()],
+        table(["gradbox", "base ms", *OURS, "later shard", "floor"], map(_own_row, found)),
         "The floor: the base, and the bytes of the result at the speed of a copy between buffers "
         "in use. A copy reads what it writes and a product of factors does not, so rows may cost "
         "less.",
-        "",
-        *table(["dense, by", "gradbox", *PEERS], map(_peer_row, found)),
-        "",
-        *table(
+        table(["dense, by", "gradbox", *PEERS], map(_peer_row, found)),
+        table(
             ["first call, dense ms", "gradbox", *PEERS, "gradbox's second"], map(_first_row, found)
         ),
-        "",
-        *_absences(found),
-        "",
-        *table(["file of the smaller form", "MiB", "dense MiB", "dense / file"], _size_rows(found)),
-        "",
-        *(f"- {line}" for line in verdicts(found)),
-    ]
-    return "\n".join(lines)
+        _absences(found),
+        table(["file of the smaller form", "MiB", "dense MiB", "dense / file"], _size_rows(found)),
+        [f"- {line}" for line in verdicts(found)],
+    )
 
 
 def verdicts(found: Sequence[Measured]) -> list[str]:

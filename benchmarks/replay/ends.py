@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import bracketed, reuse_memory
-from benchmarks.page import table
+from benchmarks.page import section, table
 from benchmarks.set_loss.pairs import TOWERS
 from benchmarks.set_loss.workloads import SEED, Workload
 from benchmarks.source_trees import trees_in_turn
@@ -56,16 +56,12 @@ def ends_section(found: Sequence[Ends]) -> str:
     rows = [
         [f"{one.task} {one.tree}", *(f"{one.ratios[name]:.3f}" for name in KEPT)] for one in found
     ]
-    return "\n".join(
-        [
-            "## Set gradients, nothing and everything kept",
-            "",
-            f"One step in shards of {SHARD} to the naive step that holds all graphs: medians of "
-            f"CPU time over interleaved rounds and {PROCESSES} processes of each tree in turn, "
-            "one thread.",
-            "",
-            *table(["", *KEPT], rows),
-        ]
+    return section(
+        "Set gradients, nothing and everything kept",
+        f"One step in shards of {SHARD} to the naive step that holds all graphs: medians of "
+        f"CPU time over interleaved rounds and {PROCESSES} processes of each tree in turn, "
+        "one thread.",
+        table(["", *KEPT], rows),
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.measure import FRESH, interleaved, median_ratio
-from benchmarks.page import mebibytes, table
+from benchmarks.page import mebibytes, section, table
 from benchmarks.set_loss.encoders import Encoder
 from benchmarks.set_loss.pairs import TOWERS, Batch
 from benchmarks.set_loss.peers import PREFIX, Outcome, Step, outcome
@@ -89,20 +89,15 @@ def packing_section(found: Packing) -> str:
             str(found.packed_tokens),
         ],
     ]
-    return "\n".join(
-        [
-            "## Packing",
-            "",
-            f"{plan.num_pairs} pairs of real sentences of up to {LONGEST} tokens through "
-            f"all-MiniLM-L6-v2 in train mode, InfoNCE, {plan.threads} thread(s); shards of "
-            f"{plan.tokens} tokens, nothing kept. Medians of {plan.rounds} interleaved rounds, "
-            "CPU time; peak memory beyond the model, MiB.",
-            "",
-            *table(["", "time", "peak", "tokens"], rows),
-            "",
-            f"Packed, a step takes {found.time:.2f} of the time and {share:.0%} of the memory. "
-            f"Without dropout the gradients differ by {found.difference:.0e}.",
-        ]
+    return section(
+        "Packing",
+        f"{plan.num_pairs} pairs of real sentences of up to {LONGEST} tokens through "
+        f"all-MiniLM-L6-v2 in train mode, InfoNCE, {plan.threads} thread(s); shards of "
+        f"{plan.tokens} tokens, nothing kept. Medians of {plan.rounds} interleaved rounds, "
+        "CPU time; peak memory beyond the model, MiB.",
+        table(["", "time", "peak", "tokens"], rows),
+        f"Packed, a step takes {found.time:.2f} of the time and {share:.0%} of the memory. "
+        f"Without dropout the gradients differ by {found.difference:.0e}.",
     )
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import FRESH
-from benchmarks.page import mebibytes, table, verdict
+from benchmarks.page import mebibytes, section, table, verdicts
 from gradbox_engine import Group, Objective, Penalty, set_gradient
 from gradbox_worker.computations.memory import PeakMemory
 
@@ -52,28 +52,22 @@ def penalty_section(found: PenaltyPeaks) -> str:
     """Describe the measurement."""
     counts = sorted(found.peaks["eager"])
     more = found.peaks["eager"][NUM_LAYERS] / found.peaks["eager"][1] - 1
-    bar = verdict(
-        more <= ALLOWANCE,
+    sentence = (
         f"the peak with {NUM_LAYERS} penalties is {more:+.1%} of the peak with one, allowed "
-        f"{ALLOWANCE:.0%}",
+        f"{ALLOWANCE:.0%}"
     )
     rows = [
         [name, *(mebibytes(found.peaks[method][count]) for count in counts)]
         for name, method in zip(("eager, by gradbox", "added to the loss"), METHODS, strict=True)
     ]
-    return "\n".join(
-        [
-            "## Penalties",
-            "",
-            f"{NUM_LAYERS} transformer layers of width {WIDTH}, {NUM_SHARDS} shards of {SHARD} "
-            f"sequences of {LENGTH}; a penalty needs {TIMES} times its layer's output, and one "
-            "alone is at the last layer. Peak memory beyond the model, MiB, nothing kept; added to "
-            "the loss, one shard at a time.",
-            "",
-            *table(["penalties", *map(str, counts)], rows),
-            "",
-            f"- {bar}",
-        ]
+    return section(
+        "Penalties",
+        f"{NUM_LAYERS} transformer layers of width {WIDTH}, {NUM_SHARDS} shards of {SHARD} "
+        f"sequences of {LENGTH}; a penalty needs {TIMES} times its layer's output, and one "
+        "alone is at the last layer. Peak memory beyond the model, MiB, nothing kept; added to "
+        "the loss, one shard at a time.",
+        table(["penalties", *map(str, counts)], rows),
+        verdicts([(more <= ALLOWANCE, sentence)]),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.page import MIB, table, verdict
+from benchmarks.page import mebibytes, section, table, verdict
 from benchmarks.replay.replay import Replay
 from benchmarks.set_loss.peers import GRADBOX
 from benchmarks.set_loss.public_peers import GRAD_CACHE, PEERS
@@ -15,32 +15,25 @@ FLATNESS = 0.10
 def replay_section(found: Replay) -> str:
     """Describe the replay benchmark."""
     plan, cost = found.plan, found.cost
-    lines = [
-        "## Replay",
-        "",
+    return section(
+        "Replay",
         f"InfoNCE over pairs of real text through all-MiniLM-L6-v2 in train mode, shard "
         f"{plan.shard}, {NUM_TOKENS} tokens, {plan.threads} thread(s). Time at "
         f"{plan.timed_pairs} pairs, medians of {plan.rounds} interleaved rounds. One shard's "
         f"forward takes {cost.forward:.3f} s, its backward {cost.backward:.3f} s of CPU: replaying "
         f"every shard is bound by (2F + B)/(F + B) = {cost.bound:.3f} of naive.",
-        "",
-        *table(
+        table(
             ["", "CPU time to naive", "wall time to naive", "CPU s", "relative error"],
             [_timing_row(found, peer.name) for peer in PEERS],
         ),
-        "",
         "Relative error: against one graph over all shards with the same dropout masks.",
-        "",
         "Peak memory beyond the loaded model, MiB, one step in a fresh process:",
-        "",
-        *table(
+        table(
             ["pairs", *(str(num) for num in plan.memory_pairs)],
             [_memory_row(found, peer.name) for peer in PEERS if peer.name in found.memory],
         ),
-        "",
-        *(f"- {line}" for line in verdicts(found)),
-    ]
-    return "\n".join(lines)
+        [f"- {line}" for line in verdicts(found)],
+    )
 
 
 def verdicts(found: Replay) -> list[str]:
@@ -91,9 +84,6 @@ def _timing_row(found: Replay, name: str) -> list[str]:
 def _memory_row(found: Replay, name: str) -> list[str]:
     cells = [name]
     for num_pairs in found.plan.memory_pairs:
-        if num_pairs not in found.memory[name]:
-            cells.append("not run")
-        else:
-            peak = found.memory[name][num_pairs]
-            cells.append("died" if peak is None else f"{peak / MIB:.0f}")
+        known = num_pairs in found.memory[name]
+        cells.append(mebibytes(found.memory[name][num_pairs]) if known else "not run")
     return cells

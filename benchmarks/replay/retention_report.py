@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.page import mebibytes, table, verdict
+from benchmarks.page import mebibytes, section, table, verdict
 from benchmarks.replay.retention import Point, Retention, Setting
 from benchmarks.set_loss.peers import GRADBOX, SHARDED
 from benchmarks.set_loss.public_peers import OTHERS
@@ -25,9 +25,8 @@ def retention_section(found: Retention) -> str:
     """Describe the retention benchmark."""
     plan = found.plan
     clock = "CPU" if plan.device == "cpu" else "wall"
-    lines = [
-        "## Retention",
-        "",
+    return section(
+        "Retention",
         f"InfoNCE over pairs, {plan.threads} thread(s), device {plan.device}; texts of "
         f"{plan.num_tokens} tokens. N counts the samples of both towers. Time is {clock} time to "
         "the naive sharded step, which is timed before and after every other: the rounds' median "
@@ -36,13 +35,14 @@ def retention_section(found: Retention) -> str:
         "fresh process. *k kept* is a budget for k graphs; one more, the last shard's, is kept "
         "always; for all it is what is free. *Predicted* is 1 + F/(F + B) · (shards "
         "replayed)/(shards). The columns to the right are gradbox at a peer's peak memory.",
-    ]
-    for setting in found.settings:
-        lines += ["", *_setting(setting)]
-    lines += ["", "### Peak memory with nothing kept, MiB", "", *_flat_table(found)]
-    lines += ["", "### Correctness", "", *_correctness_table(found)]
-    lines += ["", "### Bars", "", *(f"- {line}" for line in bars(found))]
-    return "\n".join(lines)
+        *map(_setting, found.settings),
+        "### Peak memory with nothing kept, MiB",
+        _flat_table(found),
+        "### Correctness",
+        _correctness_table(found),
+        "### Bars",
+        [f"- {line}" for line in bars(found)],
+    )
 
 
 def bars(found: Retention) -> Iterator[str]:

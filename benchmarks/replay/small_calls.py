@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from benchmarks.page import table
+from benchmarks.page import section, table
 from benchmarks.source_trees import trees_in_turn
 from gradbox_engine import Group, Objective, set_gradient
 from gradbox_worker.demo import task
@@ -70,15 +70,11 @@ def small_calls_section(found: Sequence[SmallCalls]) -> str:
         ]
         for one in found
     ]
-    return "\n".join(
-        [
-            "## Small set gradients",
-            "",
-            "One sentence through all-MiniLM-L6-v2, a plain step and `set_gradient` in turn; "
-            "medians of wall time over rounds and processes, one thread.",
-            "",
-            *table(["of", "tree", "plain step, ms", "set_gradient, ms", "ratio"], rows),
-        ]
+    return section(
+        "Small set gradients",
+        "One sentence through all-MiniLM-L6-v2, a plain step and `set_gradient` in turn; "
+        "medians of wall time over rounds and processes, one thread.",
+        table(["of", "tree", "plain step, ms", "set_gradient, ms", "ratio"], rows),
     )
 
 
