@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import math
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,6 +60,11 @@ def timed(run: Callable[[], object]) -> Seconds:
     run()
     _finish()
     return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def median_ms(run: Callable[[], object], times: int) -> float:
+    """Run so often, one after the other, and return the median in milliseconds on the clock."""
+    return 1e3 * statistics.median(timed(run).wall for _ in range(times))
 
 
 def interleaved(runs: Mapping[str, Callable[[], object]], *, rounds: int) -> Runs:
@@ -148,3 +158,22 @@ MKL keeps no buffer of the largest product so far. So the resident set is what i
 also what the heap has not given back."""
 
 FRESH = {**QUIET, **MAPPED}
+
+
+def in_fresh_process(module: str, *arguments: str, env: Mapping[str, str]) -> Any:
+    """Run a module of the benchmarks, and return what it printed last, one line of JSON.
+
+    Args:
+        env: variables of its environment, beside those of this process.
+
+    Raises:
+        subprocess.CalledProcessError: it failed, or was killed for what it took.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={**os.environ, **env},
+    )
+    return json.loads(done.stdout.splitlines()[-1])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.measure import QUIET
+from benchmarks.measure import QUIET, in_fresh_process
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("client", "service", "worker")
@@ -35,13 +32,7 @@ def trees_in_turn(
 
 def _run(module: str, argument: str, tree: Path) -> dict[str, float]:
     paths = [str(tree / source) for source in SOURCES]
-    env = {
-        **os.environ,
-        **QUIET,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([*paths, str(ROOT)]),
-    }
-    command = [sys.executable, "-P", "-m", module, argument]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    python_path = os.pathsep.join([*paths, str(ROOT)])
+    env = {**QUIET, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path, "PYTHONSAFEPATH": "1"}
+    found: dict[str, float] = in_fresh_process(module, argument, env=env)
     return found

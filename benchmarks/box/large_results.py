@@ -32,6 +32,7 @@ import redis
 import torch
 
 from benchmarks.box.small_jobs import Costs, Counted, Meter
+from benchmarks.measure import timed
 from benchmarks.page import MIB, section, table, verdicts
 from benchmarks.per_sample.workloads import WORKLOADS
 from gradbox import Forward, GradClient, PerSampleGradient
@@ -110,7 +111,7 @@ def measure_large_results() -> LargeResults:
                 cpu_ms=measured[-1].cpu_ms,
             )
             rows.run("auto")
-            auto_s = _wall_s(lambda: rows.run("auto"))
+            auto_s = timed(lambda: rows.run("auto")).wall
             download = _beside(rows.download_s, rows.num_bytes, folder)
             upload = _beside(lambda: _upload_s(client), UPLOAD_BYTES, folder)
             grown, kept = _outputs(client, folder / "data")
@@ -192,7 +193,7 @@ class _Rows:
         """Get the newest dense result once more, into a file; returns the seconds."""
         job = self._client.job(self._dense)
         self._target.unlink(missing_ok=True)  # the raw copy is a new file, too
-        return _wall_s(lambda: job.fetch(self._target))
+        return timed(lambda: job.fetch(self._target)).wall
 
 
 def _upload_s(client: GradClient) -> float:
@@ -306,9 +307,3 @@ def _anonymous_bytes(pid: int) -> int:
 def _row(what: str, num_bytes: int, box_s: float | None, raw_s: float | None) -> list[str]:
     size = f"{num_bytes / MIB:.0f}" if num_bytes else ""
     return [what, size, *("" if s is None else f"{s:.2f}" for s in (box_s, raw_s))]
-
-
-def _wall_s(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began

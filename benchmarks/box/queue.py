@@ -30,6 +30,7 @@ import numpy as np
 import redis
 from safetensors.numpy import save
 
+from benchmarks.measure import median_ms
 from benchmarks.page import section, table, verdicts
 from gradbox.protocol import MethodView, ModelView, ParameterView, ResultView, parse_spec
 from gradbox_service.backing import Backing
@@ -70,8 +71,8 @@ def measure_queue(num_queued: int, *, num_drained: int = 900) -> QueueCosts:
     """Run the benchmark with so many jobs queued; the two rates are medians of rounds in turn."""
     with _started() as few, _started() as many:
         _fill(many, num_queued)
-        submit_ms = _median_ms(partial(_submit, many), 50)
-        list_ms = _median_ms(lambda: many.client.get("/v1/jobs").raise_for_status(), 30)
+        submit_ms = median_ms(partial(_submit, many), 50)
+        list_ms = median_ms(lambda: many.client.get("/v1/jobs").raise_for_status(), 30)
         began = time.perf_counter()
         last = _page_through(many.client)
         page_through_s = time.perf_counter() - began
@@ -239,15 +240,6 @@ def _page_through(client: httpx.Client) -> str:
         cursor = page["next"]
         if cursor is None:
             return newest
-
-
-def _median_ms(call: Callable[[], object], times: int) -> float:
-    taken = []
-    for _ in range(times):
-        began = time.perf_counter()
-        call()
-        taken.append(1000 * (time.perf_counter() - began))
-    return statistics.median(taken)
 
 
 def _cpu_share(pids: list[int], each_second: Callable[[], object], *, seconds: float) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.measure import timed
 from benchmarks.page import section, table, verdicts
 from benchmarks.set_loss.workloads import relative_difference
 from gradbox import GradClient
@@ -72,7 +72,7 @@ def measure_service(plan: ServicePlan) -> ServiceOverhead:
         apart = relative_difference(through(), direct())
         if apart > SAME:
             raise RuntimeError(f"the job's gradients differ from the direct call's by {apart:.1e}")
-        pairs = [(_wall(direct), _wall(through)) for _ in range(plan.rounds)]
+        pairs = [(timed(direct).wall, timed(through).wall) for _ in range(plan.rounds)]
     return ServiceOverhead(
         plan.num_pairs,
         plan.shard,
@@ -129,9 +129,3 @@ def _through(client: GradClient, towers: dict[str, task.Shards]) -> Callable[[],
         return dict(job.result().grads)
 
     return run
-
-
-def _wall(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began

@@ -33,6 +33,7 @@ import redis
 import torch
 from torch import nn
 
+from benchmarks.measure import median_ms, timed
 from benchmarks.page import section, table, verdicts
 from gradbox import GradClient, Gradient
 from gradbox_worker.demo.box import running_box
@@ -103,11 +104,7 @@ class Meter:
     def measure(self, call: Callable[[], object], times: int) -> Costs:
         """Call so often, one after the other."""
         before, cpu, requests = self.commands(), self.cpu_ms(), self.requests.total()
-        took = []
-        for _ in range(times):
-            began = time.perf_counter()
-            call()
-            took.append((time.perf_counter() - began) * 1e3)
+        took = [1e3 * timed(call).wall for _ in range(times)]
         idle = self.idle_per_s * sum(took) / 1e3
         after = self.cpu_ms()
         return Costs(
@@ -170,7 +167,7 @@ def measure_small_jobs(*, num_jobs: int = 200, num_steps: int = 100) -> SmallJob
             run=run,
             submit=submit,
             steps=meter.measure(remote, num_steps),
-            local_step_ms=_median_ms(local, num_steps),
+            local_step_ms=median_ms(local, num_steps),
             rate_one=rate_one,
             rate_many=rate_many,
             load=os.getloadavg()[0],
@@ -241,9 +238,7 @@ def _job() -> Gradient:
 
 def _rate(run: Callable[[list[Gradient]], object]) -> float:
     jobs = [_job() for _ in range(AT_ONCE)]
-    began = time.perf_counter()
-    run(jobs)
-    return AT_ONCE / (time.perf_counter() - began)
+    return AT_ONCE / timed(lambda: run(jobs)).wall
 
 
 def _training(client: GradClient) -> Callable[[], None]:
@@ -275,15 +270,6 @@ def _local_training() -> Callable[[], None]:
 
 def _tiny() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
-
-
-def _median_ms(call: Callable[[], object], times: int) -> float:
-    took = []
-    for _ in range(times):
-        began = time.perf_counter()
-        call()
-        took.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(took)
 
 
 def _row(what: str, costs: Costs, roles: list[str]) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from typing import Any, Final
 import ray
 import torch
 
+from benchmarks.measure import in_fresh_process
 from gradbox_worker.cluster.actor.open_job import OpenJob
 from gradbox_worker.cluster.head.ray_session import leave, start_here
 
@@ -62,9 +62,7 @@ class Holder(OpenJob):
 
 def measure_reduction() -> Reduction:
     """Measure both in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.cluster.reduction"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return Reduction(**json.loads(done.stdout.splitlines()[-1]))
+    return Reduction(**in_fresh_process("benchmarks.cluster.reduction", env={}))
 
 
 def main() -> int:

@@ -6,25 +6,18 @@ warm process, where double backward finds its memory again. Memory: one gradient
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from subprocess import CalledProcessError
 
 import torch
 
-from benchmarks.measure import QUIET, interleaved, median_ratio
+from benchmarks.measure import FRESH, in_fresh_process, interleaved, median_ratio
 from benchmarks.mixed.task import ACTIVATION_BYTES, METHODS, PIXELS, Task
 from benchmarks.page import MIB, mebibytes, section, table, verdict
 
 GRADBOX, DOUBLE = METHODS
-
-EXACT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
-"""Has glibc map every larger piece by itself and give it back at once, so that a process's memory
-is what its tensors take, and not what its heap has been cut into."""
 
 TIME_AT_ONE = 1.1
 FLATNESS = 0.10
@@ -132,13 +125,11 @@ def mixed_verdicts(found: Mixed) -> list[str]:
 
 
 def _peak(method: str, num_shards: int, plan: MixedPlan, depth: int) -> Peak | None:
-    command = [sys.executable, "-m", "benchmarks.mixed.memory", method]
-    command += [str(num_shards), str(plan.shard), str(depth)]
-    environment = {**os.environ, **QUIET, **EXACT_MALLOC}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
-    if done.returncode != 0:
+    sizes = map(str, (num_shards, plan.shard, depth))
+    try:
+        found = in_fresh_process("benchmarks.mixed.memory", method, *sizes, env=FRESH)
+    except CalledProcessError:
         return None
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return Peak(found["peak_bytes"], found.get("tangent_bytes"))
 
 

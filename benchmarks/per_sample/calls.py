@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.measure import interleaved
 from benchmarks.page import section, table
 from benchmarks.per_sample.peers import outputs_of
 from benchmarks.per_sample.workloads import WORKLOADS, Workload
@@ -116,15 +116,13 @@ def main(arguments: list[str]) -> None:
     (name,) = arguments
     torch.set_num_threads(1)
     calls = _calls(WORKLOADS[name]())
-    seconds: dict[str, list[float]] = {method: [] for method in calls}
     for call in calls.values():
-        call(), call()
-    for _ in range(ROUNDS.get(name, OTHER_ROUNDS)):
-        for method, call in calls.items():
-            start = time.process_time_ns()
-            call()
-            seconds[method].append((time.process_time_ns() - start) / 1e9)
-    print(json.dumps({method: statistics.median(times) for method, times in seconds.items()}))
+        call()  # makes the plan
+    runs = interleaved(calls, rounds=ROUNDS.get(name, OTHER_ROUNDS))
+    medians = {
+        method: statistics.median(run.cpu for run in taken) for method, taken in runs.items()
+    }
+    print(json.dumps(medians))
 
 
 if __name__ == "__main__":

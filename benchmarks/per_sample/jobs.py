@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.measure import timed
 from benchmarks.page import section, table
 from benchmarks.per_sample.times import call
 from benchmarks.per_sample.workloads import WORKLOADS, Workload
@@ -101,11 +101,5 @@ def _measured(client: GradClient, work: Workload, form: str, how: Mapping[str, A
     direct_s = job_s = float("inf")
     direct(), through()
     for _ in range(ROUNDS):
-        direct_s, job_s = min(direct_s, _wall_s(direct)), min(job_s, _wall_s(through))
+        direct_s, job_s = min(direct_s, timed(direct).wall), min(job_s, timed(through).wall)
     return JobTime(work.name, form, direct_s, job_s)
-
-
-def _wall_s(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start

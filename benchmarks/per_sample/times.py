@@ -15,9 +15,7 @@ that is in use is copied into memory that is in use.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import QUIET
+from benchmarks.measure import QUIET, in_fresh_process, timed
 from benchmarks.per_sample.peers import outputs_of, peers, wrong_shape
 from benchmarks.per_sample.workloads import WORKLOADS, Workload
 from gradbox_engine.per_sample import SampleResult, jacobian, per_sample_gradient
@@ -110,10 +108,8 @@ def measure_per_sample(names: Sequence[str]) -> list[Measured]:
 
 
 def _in_a_process(name: str, heap: str, methods: str) -> Any:
-    command = [sys.executable, "-m", "benchmarks.per_sample.times", name, methods]
-    env = {**os.environ, **QUIET, **HEAPS[heap], "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    return json.loads(done.stdout.splitlines()[-1])
+    env = {**QUIET, **HEAPS[heap], "OMP_NUM_THREADS": "1"}
+    return in_fresh_process("benchmarks.per_sample.times", name, methods, env=env)
 
 
 def call(work: Workload, *, shards: int = 1, **how: Any) -> SampleResult:
@@ -151,7 +147,7 @@ def measure(work: Workload, methods: str, *, rounds_s: float = ROUNDS_S) -> dict
     first_calls_s, absent = {}, {}
     for name, run in list(calls.items()):
         try:
-            first_calls_s[name] = [_wall_s(run), _wall_s(run)]
+            first_calls_s[name] = [timed(run).wall, timed(run).wall]
             made = run()
             wrong = wrong_shape(work, made) if isinstance(made, dict) else None
         except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
@@ -183,14 +179,8 @@ def _medians(calls: Mapping[str, Callable[[], Any]], rounds_s: float) -> dict[st
         if number >= FEWEST_ROUNDS and time.perf_counter() - start > rounds_s:
             break
         for name, run in calls.items():
-            taken_s[name].append(_wall_s(run))
+            taken_s[name].append(timed(run).wall)
     return {name: statistics.median(found) for name, found in taken_s.items()}
-
-
-def _wall_s(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def _sizes(factors: Any) -> dict[str, int]:
@@ -203,7 +193,7 @@ def _sizes(factors: Any) -> dict[str, int]:
 
 def _copying_speed() -> float:
     source, target = (torch.ones(COPIED_BYTES // 4) for _ in range(2))
-    return COPIED_BYTES / min(_wall_s(lambda: target.copy_(source)) for _ in range(5))
+    return COPIED_BYTES / min(timed(lambda: target.copy_(source)).wall for _ in range(5))
 
 
 def main(arguments: Sequence[str]) -> None:

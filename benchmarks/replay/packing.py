@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from benchmarks.measure import FRESH, interleaved, median_ratio
+from benchmarks.measure import FRESH, in_fresh_process, interleaved, median_ratio
 from benchmarks.page import mebibytes, section, table
 from benchmarks.set_loss.encoders import Encoder
 from benchmarks.set_loss.pairs import TOWERS, Batch
@@ -148,12 +146,10 @@ def _padded(encoder: Encoder, batches: dict[str, Batch]) -> Step:
 
 
 def _fresh(method: str, plan: PackingPlan) -> int:
-    command = [sys.executable, "-m", "benchmarks.replay.packing", method]
-    command += [str(plan.num_pairs), str(plan.tokens), str(plan.threads)]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **FRESH}
+    sizes = map(str, (plan.num_pairs, plan.tokens, plan.threads))
+    return int(
+        in_fresh_process("benchmarks.replay.packing", method, *sizes, env=FRESH)["peak_bytes"]
     )
-    return int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
 
 
 def main(arguments: list[str]) -> int:

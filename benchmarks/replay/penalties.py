@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import FRESH
+from benchmarks.measure import FRESH, in_fresh_process
 from benchmarks.page import mebibytes, section, table, verdicts
 from gradbox_engine import Group, Objective, Penalty, set_gradient
 from gradbox_worker.computations.memory import PeakMemory
@@ -72,11 +70,8 @@ def penalty_section(found: PenaltyPeaks) -> str:
 
 
 def _fresh(count: int, method: str) -> int:
-    command = [sys.executable, "-m", "benchmarks.replay.penalties", str(count), method]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **FRESH}
-    )
-    return int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
+    found = in_fresh_process("benchmarks.replay.penalties", str(count), method, env=FRESH)
+    return int(found["peak_bytes"])
 
 
 class Layers(nn.Module):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -21,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from benchmarks.measure import interleaved
 from benchmarks.page import section, table
 from benchmarks.source_trees import trees_in_turn
 from gradbox_engine import Group, Objective, set_gradient
@@ -83,15 +83,12 @@ def main(arguments: list[str]) -> None:
     (name,) = arguments
     torch.set_num_threads(1)
     calls = _calls(DIFFERENTIATED[name])
-    seconds: dict[str, list[float]] = {way: [] for way in calls}
     for call in calls.values():
-        call(), call()
-    for _ in range(ROUNDS):
-        for way, call in calls.items():
-            began = time.perf_counter()
-            call()
-            seconds[way].append(time.perf_counter() - began)
-    print(json.dumps({way: statistics.median(times) for way, times in seconds.items()}))
+        call()  # pages in the code
+    runs = interleaved(calls, rounds=ROUNDS)
+    print(
+        json.dumps({way: statistics.median(r.wall for r in taken) for way, taken in runs.items()})
+    )
 
 
 def _calls(wrt: str) -> dict[str, Callable[[], Any]]:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
+from subprocess import CalledProcessError
 
 import torch
 
-from benchmarks.measure import FRESH, return_memory
+from benchmarks.measure import FRESH, in_fresh_process, return_memory
 from benchmarks.set_loss.public_peers import peer_named
 from benchmarks.set_loss.workloads import Workload
 from gradbox_worker.computations.memory import PeakMemory
@@ -29,24 +28,22 @@ def peak_bytes(peer: str, workload: Workload, *, threads: int, kept: int = 0) ->
 
     None when the process did not live to say it. `kept` is how many graphs gradbox may keep.
     """
-    command = [sys.executable, "-m", "benchmarks.set_loss.memory", peer]
-    for option, value in (
-        ("--kept", kept),
-        ("--task", workload.task),
-        ("--pairs", workload.num_pairs),
-        ("--shard", workload.shard),
-        ("--num-tokens", workload.num_tokens),
-        ("--threads", threads),
-        ("--device", workload.device),
-    ):
-        command += [option, str(value)]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=False, env={**os.environ, **FRESH}
-    )
-    if done.returncode != 0:
+    options = {
+        "kept": kept,
+        "task": workload.task,
+        "pairs": workload.num_pairs,
+        "shard": workload.shard,
+        "num-tokens": workload.num_tokens,
+        "threads": threads,
+        "device": workload.device,
+    }
+    given = [f"--{option}={value}" for option, value in options.items()]
+    try:
+        return int(
+            in_fresh_process("benchmarks.set_loss.memory", peer, *given, env=FRESH)["peak_bytes"]
+        )
+    except CalledProcessError:
         return None
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found["peak_bytes"]
 
 
 def main(arguments: list[str]) -> int:
