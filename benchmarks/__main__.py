@@ -11,12 +11,15 @@ from typing import Final
 from benchmarks.measure import QUIET
 from benchmarks.options import SHORT, options
 from benchmarks.report import write_report
+from benchmarks.source_trees import ROOT
 
 
 def main(arguments: list[str]) -> int:
     """Run what is asked for; 0 when it ran, whatever the bars say."""
     args = options(list(ALL)).parse_args(arguments)
     os.environ.update(QUIET)
+    # A box builds models that are defined here, in processes of its own.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     if args.benchmarks == ["cuda"]:
         return _cuda(args)
     names = list(ALL) if args.benchmarks == ["all"] else args.benchmarks or [*SHORT]

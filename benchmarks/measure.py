@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 NORMAL_DEVIATIONS = 1.4826  # standard deviations to a normal distribution's median deviation
@@ -145,6 +146,17 @@ def bracketed(
                 ratios[name].append(2 * here.wall / (before.wall + after.wall))
             before = after
     return {name: Ratio.of(found) for name, found in ratios.items()}, rounds
+
+
+def relative_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    """Return ‖left − right‖ / ‖right‖ in float64, over all parameters that either has."""
+    zero = torch.zeros(())
+    apart = sum(
+        float((left.get(name, zero).double() - right.get(name, zero).double()).square().sum())
+        for name in left.keys() | right.keys()
+    )
+    size = sum(float(tensor.double().square().sum()) for tensor in right.values())
+    return float((apart / size) ** 0.5)
 
 
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}

@@ -69,9 +69,7 @@ class Day:
 def measure_day(*, seconds: float, seed: int = 0) -> Day:
     """Run the day, pressed into so many seconds."""
     mix = read_mix()
-    root = Path(__file__).resolve().parents[2]
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     half_life_s = HALF_LIFE_H / HOURS * seconds
     with (
         tempfile.TemporaryDirectory(prefix="gradbox-bench-") as name,

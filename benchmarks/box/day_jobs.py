@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.source_trees import ROOT
 from gradbox import Forward, Gradient, Jacobian, PerSampleGradient
 from gradbox.computations import Computation
 from gradbox_worker.demo.task import OUTPUT, info_nce, mean_pooling, model_folder
 
 MIX: Final = Path(__file__).with_name("day_mix.csv")
-ROOT: Final = Path(__file__).resolve().parents[2]
 EXAMPLES: Final = ROOT / "examples"
 NUM_TOKENS: Final = 16
 VOCABULARY: Final = 30_000

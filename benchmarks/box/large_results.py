@@ -28,22 +28,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-import redis
 import torch
 
-from benchmarks.box.small_jobs import Costs, Counted, Meter
+from benchmarks.box.small_jobs import Costs, Meter, metered_box
 from benchmarks.measure import timed
 from benchmarks.page import MIB, section, table, verdicts
 from benchmarks.per_sample.workloads import WORKLOADS
 from gradbox import Forward, GradClient, PerSampleGradient
-from gradbox_worker.demo.box import running_box
 
 ROUNDS: Final = 3
 CHUNK_BYTES: Final = MIB
 UPLOAD_BYTES: Final = 2**30
 OUTPUT_ROWS: Final = 64  # of a shard: its outputs take 1 MiB, and 1024 of them 1 GiB
 OUTPUT_SHARDS: Final = 1024
-ROOT: Final = Path(__file__).resolve().parents[2]
 MODELS: Final = """\
 from torch import nn
 
@@ -89,7 +86,6 @@ def measure_large_results() -> LargeResults:
     """Run the benchmark."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory(prefix="gradbox-large-") as name:
         folder = Path(name)
         with _box(folder) as (client, meter):
@@ -279,11 +275,8 @@ def _box(folder: Path) -> Iterator[tuple[GradClient, Meter]]:
         '[models.w1]\nbuilder = "python"\nsource = "benchmarks.per_sample.workloads:model"\n'
         'kwargs = {name = "W1"}\n'
     )
-    with running_box(folder, registered=registered) as (url, token):
-        (path,) = (folder / "data").rglob("*.sock")
-        meter = Meter(redis.Redis(unix_socket_path=str(path)), folder / "data")
-        with GradClient(url=url, token=token, transport=Counted(meter.requests)) as client:
-            yield client, meter
+    with metered_box(folder, registered=registered) as both:
+        yield both
 
 
 def _device_pid(data: Path) -> int:

@@ -30,6 +30,7 @@ import numpy as np
 import redis
 from safetensors.numpy import save
 
+from benchmarks.box.small_jobs import cpu_ms
 from benchmarks.measure import median_ms
 from benchmarks.page import section, table, verdicts
 from gradbox.protocol import MethodView, ModelView, ParameterView, ResultView, parse_spec
@@ -244,16 +245,11 @@ def _page_through(client: httpx.Client) -> str:
 
 def _cpu_share(pids: list[int], each_second: Callable[[], object], *, seconds: float) -> float:
     time.sleep(3.0)  # what filling the queue set off is done
-    before, began = sum(map(_cpu_s, pids)), time.monotonic()
+    before, began = sum(map(cpu_ms, pids)), time.monotonic()
     while time.monotonic() - began < seconds:
         each_second()
         time.sleep(1.0)
-    return (sum(map(_cpu_s, pids)) - before) / (time.monotonic() - began)
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return (sum(map(cpu_ms, pids)) - before) / 1e3 / (time.monotonic() - began)
 
 
 def _drain(box: _Box, num_jobs: int) -> float:

@@ -27,8 +27,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measure import relative_difference
 from benchmarks.page import section, table, verdict
-from benchmarks.set_loss.workloads import relative_difference
 from gradbox import GradClient
 from gradbox_engine import shard_stream
 from gradbox_worker.demo import task

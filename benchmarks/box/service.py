@@ -18,9 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.measure import timed
+from benchmarks.measure import relative_difference, timed
 from benchmarks.page import section, table, verdicts
-from benchmarks.set_loss.workloads import relative_difference
 from gradbox import GradClient
 from gradbox_engine import Group, Objective, set_gradient
 from gradbox_worker.demo import task

@@ -132,13 +132,13 @@ class Meter:
 
     def cpu_ms(self) -> dict[str, float]:
         """Return the processor time of each process of the box, and of this one."""
-        found: dict[str, float] = {"client": _cpu_ms(os.getpid())}
+        found: dict[str, float] = {"client": cpu_ms(os.getpid())}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 command = (folder / "cmdline").read_bytes().decode(errors="replace")
                 role = next((r for name, r in ROLES.items() if name in command), None)
                 if role is not None and str(self.data) in command:
-                    found[role] = found.get(role, 0.0) + _cpu_ms(int(folder.name))
+                    found[role] = found.get(role, 0.0) + cpu_ms(int(folder.name))
             except (FileNotFoundError, ProcessLookupError):
                 continue
         return found
@@ -147,31 +147,36 @@ class Meter:
 def measure_small_jobs(*, num_jobs: int = 200, num_steps: int = 100) -> SmallJobs:
     """Run the benchmark."""
     torch.set_num_threads(1)
-    with (
-        tempfile.TemporaryDirectory(prefix="gradbox-small-") as name,
-        _box(Path(name)) as (client, meter),
-    ):
-        for _ in range(WARM_UP):
-            client.run(_job())
-            client.submit(_job()).result()
-        meter.rest()
-        run = meter.measure(lambda: client.run(_job()), num_jobs)
-        submit = meter.measure(lambda: client.submit(_job()).result(), num_jobs)
-        rate_one = _rate(lambda jobs: [job.result() for job in list(map(client.submit, jobs))])
-        with ThreadPoolExecutor(THREADS) as pool:
-            rate_many = _rate(lambda jobs: list(pool.map(client.run, jobs)))
-        remote, local = _training(client), _local_training()
-        for _ in range(5):
-            remote()
-        return SmallJobs(
-            run=run,
-            submit=submit,
-            steps=meter.measure(remote, num_steps),
-            local_step_ms=median_ms(local, num_steps),
-            rate_one=rate_one,
-            rate_many=rate_many,
-            load=os.getloadavg()[0],
-        )
+    with tempfile.TemporaryDirectory(prefix="gradbox-small-") as name:
+        source = Path(name) / "model.py"
+        source.write_text(MODEL)
+        registered = f'[models.tiny]\nbuilder = "python"\nsource = "{source}:tiny"\n'
+        with metered_box(Path(name), registered=registered) as (client, meter):
+            return _measured(client, meter, num_jobs, num_steps)
+
+
+def _measured(client: GradClient, meter: Meter, num_jobs: int, num_steps: int) -> SmallJobs:
+    for _ in range(WARM_UP):
+        client.run(_job())
+        client.submit(_job()).result()
+    meter.rest()
+    run = meter.measure(lambda: client.run(_job()), num_jobs)
+    submit = meter.measure(lambda: client.submit(_job()).result(), num_jobs)
+    rate_one = _rate(lambda jobs: [job.result() for job in list(map(client.submit, jobs))])
+    with ThreadPoolExecutor(THREADS) as pool:
+        rate_many = _rate(lambda jobs: list(pool.map(client.run, jobs)))
+    remote, local = _training(client), _local_training()
+    for _ in range(5):
+        remote()
+    return SmallJobs(
+        run=run,
+        submit=submit,
+        steps=meter.measure(remote, num_steps),
+        local_step_ms=median_ms(local, num_steps),
+        rate_one=rate_one,
+        rate_many=rate_many,
+        load=os.getloadavg()[0],
+    )
 
 
 def small_jobs_section(found: SmallJobs) -> str:
@@ -208,10 +213,10 @@ def small_jobs_section(found: SmallJobs) -> str:
 
 
 @contextmanager
-def _box(folder: Path) -> Iterator[tuple[GradClient, Meter]]:
-    source = folder / "model.py"
-    source.write_text(MODEL)
-    registered = f'[models.tiny]\nbuilder = "python"\nsource = "{source}:tiny"\n'
+def metered_box(
+    folder: Path, *, registered: str | None = None
+) -> Iterator[tuple[GradClient, Meter]]:
+    """Run a box; give a client of it, whose requests are counted, and the meter of both."""
     with running_box(folder, registered=registered) as (url, token):
         (socket,) = (folder / "data").rglob("*.sock")
         meter = Meter(redis.Redis(unix_socket_path=str(socket)), folder / "data")
@@ -283,6 +288,7 @@ def _row(what: str, costs: Costs, roles: list[str]) -> list[str]:
     ]
 
 
-def _cpu_ms(pid: int) -> float:
+def cpu_ms(pid: int) -> float:
+    """Return the processor time that a process has taken."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * 1e3 / os.sysconf("SC_CLK_TCK")

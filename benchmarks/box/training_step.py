@@ -19,16 +19,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
-import redis
 import torch
 from torch import Tensor
 
-from benchmarks.box.small_jobs import Costs, Counted, Meter
+from benchmarks.box.small_jobs import Costs, Meter, metered_box
 from benchmarks.page import MIB, section, table, verdicts
 from gradbox import GradClient
 from gradbox.inputs.uploads import PACK_BYTES
 from gradbox_worker.demo import task
-from gradbox_worker.demo.box import running_box
 
 SENTENCES: Final = ["a red fox jumps over a lazy dog and runs away"] * 8
 TRAINED: Final = {"the last block": "encoder.layer.5.*", "all parameters": "*"}
@@ -57,12 +55,9 @@ def measure_training_steps() -> list[Steps]:
     shard = dict(tokenizer(SENTENCES, return_tensors="pt"))
     with (
         tempfile.TemporaryDirectory(prefix="gradbox-steps-") as name,
-        running_box(Path(name)) as (url, token),
+        metered_box(Path(name)) as (client, meter),
     ):
-        (socket,) = (Path(name) / "data").rglob("*.sock")
-        meter = Meter(redis.Redis(unix_socket_path=str(socket)), Path(name) / "data")
-        with GradClient(url=url, token=token, transport=Counted(meter.requests)) as client:
-            return [_measured(trained, client, meter, shard) for trained in TRAINED]
+        return [_measured(trained, client, meter, shard) for trained in TRAINED]
 
 
 def training_steps_section(found: list[Steps]) -> str:

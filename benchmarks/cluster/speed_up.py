@@ -27,8 +27,9 @@ import torch
 
 from benchmarks.cluster.ceiling import PROJECTED_TO, ceiling, graph_bytes
 from benchmarks.cluster.reduction import Reduction, measure_reduction
+from benchmarks.measure import relative_difference
 from benchmarks.page import MIB, section, table, verdicts
-from benchmarks.set_loss.workloads import relative_difference
+from benchmarks.source_trees import ROOT
 from gradbox import GradClient, Gradient, GradResult, PerSampleGradient
 from gradbox_worker.demo import task
 from gradbox_worker.demo.box import running_box
@@ -102,7 +103,7 @@ def measure_cluster(plan: ClusterPlan) -> ClusterTimes:
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     towers = task.tokenised(task.Size(num_pairs=plan.num_pairs, shard_size=plan.shard))
-    trivial = Path(__file__).parents[2] / "deploy" / "models" / "two_layers.py"
+    trivial = ROOT / "deploy" / "models" / "two_layers.py"
     registered = (
         f'[models.{task.MODEL}]\nbuilder = "hf"\nsource = "{task.model_folder()}"\n'
         + TRIVIAL.format(trivial)

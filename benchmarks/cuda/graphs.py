@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from benchmarks.cuda import models
 from benchmarks.cuda.clock import Clock
-from benchmarks.cuda.models import Shard, relative_difference
+from benchmarks.cuda.models import Shard
 from benchmarks.cuda.sizes import Sizes
+from benchmarks.measure import relative_difference
 from benchmarks.page import section, table
 from gradbox_engine import shard_stream
 

@@ -5,9 +5,6 @@ Time and memory do not depend on the weights, and a bare machine has none to loa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -134,10 +131,3 @@ def info_nce(z: Tensor) -> Tensor:
     first, second = F.normalize(z[:half], dim=-1), F.normalize(z[half : 2 * half], dim=-1)
     scores = first @ second.T / TEMPERATURE
     return F.cross_entropy(scores, torch.arange(half, device=z.device))
-
-
-def relative_difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
-    """Return ‖found − expected‖ / ‖expected‖ over all tensors, in float64."""
-    apart = sum(float((found[n].double() - x.double()).square().sum()) for n, x in expected.items())
-    size = sum(float(x.double().square().sum()) for x in expected.values())
-    return float((apart / size) ** 0.5) if size else 0.0

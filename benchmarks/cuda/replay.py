@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.cuda import models
 from benchmarks.cuda.clock import Clock, Times
-from benchmarks.cuda.models import Shard, info_nce, relative_difference
+from benchmarks.cuda.models import Shard, info_nce
 from benchmarks.cuda.sizes import Sizes
+from benchmarks.measure import relative_difference
 from benchmarks.page import mebibytes, table, verdict
 from gradbox_engine import Group, Objective, SetGradient, set_gradient, shard_stream
 

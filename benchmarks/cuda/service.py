@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -12,14 +11,13 @@ from torch import nn
 from benchmarks.cuda import models
 from benchmarks.cuda import sizes as all_sizes
 from benchmarks.cuda.clock import Clock
-from benchmarks.cuda.models import relative_difference
 from benchmarks.cuda.sizes import Sizes
+from benchmarks.measure import relative_difference
 from benchmarks.page import section, table, verdicts
 from gradbox import GradClient, Gradient
 from gradbox_engine import Group, Objective, set_gradient
 from gradbox_worker.demo.box import running_box
 
-ROOT = Path(__file__).resolve().parents[2]
 SAME = 1e-4
 ALLOWANCE = 1.15
 NUM_SHARDS = 64
@@ -44,7 +42,6 @@ def measure(clock: Clock, sizes: Sizes) -> str:
         )
         return {name: gradient.cpu() for name, gradient in found.grads.items()}
 
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     registered = (
         '[models.encoder]\nbuilder = "python"\nsource = "benchmarks.cuda.service:encoder"\n'
         f"kwargs = {{dry = {str(dry).lower()}}}\n"

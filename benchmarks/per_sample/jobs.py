@@ -29,7 +29,6 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "factored": {"form": "factored"},
     "norms": {"reduce": "norm"},
 }
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ def measure_jobs(names: Sequence[str]) -> list[JobTime]:
     """Measure each workload's jobs, and the same calls here."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     works = {name: WORKLOADS[name]() for name in names}
     with (
         tempfile.TemporaryDirectory(prefix="gradbox-bench-") as folder,

@@ -15,12 +15,18 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.measure import FRESH, in_fresh_process, interleaved, median_ratio
+from benchmarks.measure import (
+    FRESH,
+    in_fresh_process,
+    interleaved,
+    median_ratio,
+    relative_difference,
+)
 from benchmarks.page import mebibytes, section, table
 from benchmarks.set_loss.encoders import Encoder
 from benchmarks.set_loss.pairs import TOWERS, Batch
 from benchmarks.set_loss.peers import PREFIX, Outcome, Step, outcome
-from benchmarks.set_loss.workloads import SEED, relative_difference
+from benchmarks.set_loss.workloads import SEED
 from gradbox import pack
 from gradbox.losses import info_nce
 from gradbox_engine import Group, Objective, set_gradient

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.measure import interleaved, median_ratio
+from benchmarks.measure import interleaved, median_ratio, relative_difference
 from benchmarks.set_loss.memory import peak_bytes
 from benchmarks.set_loss.peers import NAIVE, Peer, Step, Unavailable, reference
 from benchmarks.set_loss.public_peers import PEERS
 from benchmarks.set_loss.shard_cost import ShardClock, ShardCost
-from benchmarks.set_loss.workloads import Workload, relative_difference
+from benchmarks.set_loss.workloads import Workload
 
 CLOCK = "one shard's forward and backward"
 

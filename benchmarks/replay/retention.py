@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.measure import Ratio, bracketed, reuse_memory
+from benchmarks.measure import Ratio, bracketed, relative_difference, reuse_memory
 from benchmarks.set_loss.memory import peak_bytes
 from benchmarks.set_loss.peers import GRADBOX, SHARDED, Peer, Step, Unavailable, keeping, reference
 from benchmarks.set_loss.public_peers import OTHERS
 from benchmarks.set_loss.shard_cost import ShardClock, ShardCost
-from benchmarks.set_loss.workloads import Workload, relative_difference
+from benchmarks.set_loss.workloads import Workload
 
 CLOCK = "one shard's forward and backward"
 ENDS = (0.0, 1.0)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor, nn
 
 from benchmarks.set_loss.encoders import ConvEncoder, Encoder, RecurrentEncoder
@@ -84,14 +83,3 @@ def gradients(module: nn.Module, *, prefix: str = "") -> dict[str, Tensor]:
         for name, parameter in module.named_parameters()
         if name.startswith(prefix) and parameter.grad is not None
     }
-
-
-def relative_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """Return ‖left − right‖ / ‖right‖ over all parameters that either has."""
-    zero = torch.zeros(())
-    names = left.keys() | right.keys()
-    apart = sum(
-        float((left.get(n, zero) - right.get(n, zero)).double().square().sum()) for n in names
-    )
-    size = sum(float(tensor.double().square().sum()) for tensor in right.values())
-    return float((apart / size) ** 0.5)

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.cuda.replay import EXACT, all_graphs, kernels_alone, tasks
 from benchmarks.cuda.sizes import DRY
+from benchmarks.measure import relative_difference
 from benchmarks.replay.retention import (
     Correctness,
     Point,
@@ -20,7 +21,7 @@ from benchmarks.replay.retention_report import bars
 from benchmarks.set_loss.peers import SHARDED, gradbox, keeping, reference, sharded
 from benchmarks.set_loss.public_peers import OPEN_CLIP
 from benchmarks.set_loss.shard_cost import ShardCost
-from benchmarks.set_loss.workloads import Workload, relative_difference
+from benchmarks.set_loss.workloads import Workload
 
 MIB = 2**20
 SAME = 1e-5  # float32

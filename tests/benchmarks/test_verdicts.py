@@ -8,11 +8,17 @@ import statistics
 import pytest
 import torch
 
-from benchmarks.measure import Ratio, Seconds, bracketed, interleaved, median_ratio
+from benchmarks.measure import (
+    Ratio,
+    Seconds,
+    bracketed,
+    interleaved,
+    median_ratio,
+    relative_difference,
+)
 from benchmarks.replay.replay import Plan, Replay, Timing
 from benchmarks.replay.replay_report import replay_section, verdicts
 from benchmarks.set_loss.shard_cost import ShardCost
-from benchmarks.set_loss.workloads import relative_difference
 
 MIB = 2**20
 PLAN = Plan(timed_pairs=64, memory_pairs=(64, 512), naive_limit=64, shard=16, rounds=3, threads=1)
