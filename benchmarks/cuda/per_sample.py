@@ -13,15 +13,13 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.cuda import models
 from benchmarks.cuda.clock import Ceilings, Clock
 from benchmarks.cuda.sizes import Sizes
 from benchmarks.page import mebibytes, table
-from benchmarks.per_sample.peers import Arrays, outputs_of, peers
-from benchmarks.per_sample.times import call
-from benchmarks.per_sample.workloads import WORKLOADS, Workload
+from benchmarks.per_sample.peers import Arrays, peers
+from benchmarks.per_sample.workloads import WORKLOADS, Workload, call, summed_gradient
 
 OURS: dict[str, dict[str, Any]] = {
     "gradbox, dense": {},
@@ -92,12 +90,7 @@ def _built_once(
 
 
 def _measured(work: Workload, clock: Clock, ceilings: Ceilings, sizes: Sizes) -> Iterator[str]:
-    parameters = list(work.model.parameters())
-
-    def base() -> tuple[Tensor | None, ...]:
-        return torch.autograd.grad(work.loss(outputs_of(work)).sum(), parameters, allow_unused=True)
-
-    runs: dict[str, Callable[[], object]] = {"base": base}
+    runs: dict[str, Callable[[], object]] = {"base": partial(summed_gradient, work)}
     absent: dict[str, str] = {}
     ours: dict[str, Callable[[], object]] = {
         name: partial(call, work, **how) for name, how in OURS.items()
@@ -113,7 +106,7 @@ def _measured(work: Workload, clock: Clock, ceilings: Ceilings, sizes: Sizes) ->
             runs[name] = run
     times = clock.interleaved(runs, rounds=sizes.rounds)
     samples = len(next(iter(work.shard.values())))
-    result_bytes = samples * work.outputs * sum(p.nbytes for p in parameters)
+    result_bytes = samples * work.outputs * sum(p.nbytes for p in work.model.parameters())
     base_s = times["base"].median
     floor = (base_s + result_bytes / (ceilings.copied_bytes_per_s / 2)) / base_s
     yield f"### {work.name}: {samples} samples, {work.outputs} output(s)"

@@ -21,10 +21,8 @@ import torch
 
 from benchmarks.measure import interleaved
 from benchmarks.page import section, table
-from benchmarks.per_sample.peers import outputs_of
-from benchmarks.per_sample.workloads import WORKLOADS, Workload
+from benchmarks.per_sample.workloads import WORKLOADS, Workload, call, summed_gradient
 from benchmarks.source_trees import trees_in_turn
-from gradbox_engine.per_sample import jacobian, per_sample_gradient
 
 PROCESSES = 3  # of each tree and workload
 ROUNDS: Mapping[str, int] = {"W2 B=2": 200, "W2 B=256": 20}
@@ -92,23 +90,11 @@ def _medians(name: str, tree: str, runs: Sequence[Mapping[str, float]]) -> CallT
 
 
 def _calls(work: Workload) -> dict[str, Callable[[], Any]]:
-    parameters = list(work.model.parameters())
-
-    def call(shards: int, how: Mapping[str, Any]) -> Any:
-        shared = {"output": work.output, "wrt": work.wrt, **how}
-        if work.outputs > 1:
-            return jacobian(work.model, [work.shard] * shards, **shared)
-        return per_sample_gradient(work.model, [work.shard] * shards, work.loss, **shared)
-
-    def base() -> Any:
-        total = work.loss(outputs_of(work)).sum()
-        return torch.autograd.grad(total, parameters, allow_unused=True)
-
-    found: dict[str, Callable[[], Any]] = {"base": base}
-    for name, how in FORMS.items():
-        found[name] = partial(call, 1, how)
-    found[MANY] = partial(call, 3, FORMS["factors"])
-    return found
+    return {
+        "base": partial(summed_gradient, work),
+        **{name: partial(call, work, **how) for name, how in FORMS.items()},
+        MANY: partial(call, work, shards=3, **FORMS["factors"]),
+    }
 
 
 def main(arguments: list[str]) -> None:
@@ -116,8 +102,8 @@ def main(arguments: list[str]) -> None:
     (name,) = arguments
     torch.set_num_threads(1)
     calls = _calls(WORKLOADS[name]())
-    for call in calls.values():
-        call()  # makes the plan
+    for run in calls.values():
+        run()  # makes the plan
     runs = interleaved(calls, rounds=ROUNDS.get(name, OTHER_ROUNDS))
     medians = {
         method: statistics.median(run.cpu for run in taken) for method, taken in runs.items()

@@ -18,8 +18,7 @@ import torch
 
 from benchmarks.measure import timed
 from benchmarks.page import section, table
-from benchmarks.per_sample.times import call
-from benchmarks.per_sample.workloads import WORKLOADS, Workload
+from benchmarks.per_sample.workloads import WORKLOADS, Workload, call
 from gradbox import GradClient, Jacobian, PerSampleGradient
 from gradbox_worker.demo.box import running_box
 

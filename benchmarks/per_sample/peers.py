@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
 
-from benchmarks.per_sample.workloads import Workload
+from benchmarks.per_sample.workloads import Workload, called
 
 Arrays = dict[str, Tensor]
 
@@ -45,25 +45,12 @@ def wrong_shape(work: Workload, arrays: Arrays) -> str | None:
     return None
 
 
-def outputs_of(work: Workload) -> Tensor:
-    """Return z of the workload's batch."""
-    return _called(work, work.model, work.shard)
-
-
-def _called(work: Workload, model: Any, arguments: dict[str, Any]) -> Tensor:
-    by_place = [x for name, x in arguments.items() if name.isdigit()]
-    by_name = {name: x for name, x in arguments.items() if not name.isdigit()}
-    out = model(*by_place, **by_name)
-    z: Tensor = out if work.output is None else out[work.output]
-    return z
-
-
 def _loop(work: Workload) -> Arrays:
     parameters = dict(work.model.named_parameters())
     rows: list[list[tuple[Tensor, ...]]] = []
     for sample in range(len(next(iter(work.shard.values())))):
         arguments = {name: x[sample : sample + 1] for name, x in work.shard.items()}
-        z = _called(work, work.model, arguments)
+        z = called(work, work.model, arguments)
         values = z.flatten() if work.outputs > 1 else work.loss(z)
         rows.append(
             [
@@ -89,7 +76,7 @@ def _vmapped(work: Workload) -> Callable[[], Arrays]:
 
     def one(weights: Arrays, arguments: dict[str, Any]) -> Tensor:
         batch = {name: x.unsqueeze(0) for name, x in arguments.items()}
-        z = _called(work, lambda *a, **k: functional_call(model, weights, a, k), batch)
+        z = called(work, lambda *a, **k: functional_call(model, weights, a, k), batch)
         return z.flatten() if work.outputs > 1 else work.loss(z)[0]
 
     derivative = jacrev(one) if work.outputs > 1 else grad(one)
@@ -103,8 +90,8 @@ def _expanded(work: Workload) -> Callable[[], Arrays]:
     model = copy.deepcopy(work.model)
 
     def run() -> Arrays:
-        called = call_for_per_sample_grads(model, loss_reduction="sum", batch_first=True)
-        return _stacked(model, "grad_sample", _backward(work, called))
+        wrapped = call_for_per_sample_grads(model, loss_reduction="sum", batch_first=True)
+        return _stacked(model, "grad_sample", _backward(work, wrapped))
 
     return run
 
@@ -152,10 +139,10 @@ def _out_of_place(model: nn.Module) -> nn.Module:
     return found
 
 
-def _backward(work: Workload, called: Callable[..., Any]) -> Iterator[None]:
+def _backward(work: Workload, model: Callable[..., Any]) -> Iterator[None]:
     """Go forward and backward once for a gradient, once for each output of a Jacobian."""
     for output in range(work.outputs):
-        z = _called(work, called, work.shard)
+        z = called(work, model, work.shard)
         value = z.flatten(1)[:, output] if work.outputs > 1 else work.loss(z)
         value.sum().backward()
         yield

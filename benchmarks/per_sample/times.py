@@ -27,9 +27,14 @@ from typing import Any
 import torch
 
 from benchmarks.measure import QUIET, in_fresh_process, timed
-from benchmarks.per_sample.peers import outputs_of, peers, wrong_shape
-from benchmarks.per_sample.workloads import WORKLOADS, Workload
-from gradbox_engine.per_sample import SampleResult, jacobian, per_sample_gradient
+from benchmarks.per_sample.peers import peers, wrong_shape
+from benchmarks.per_sample.workloads import (
+    WORKLOADS,
+    Workload,
+    call,
+    outputs_of,
+    summed_gradient,
+)
 from gradbox_service.store.room import Room
 from gradbox_worker.computations.factors import described
 from gradbox_worker.device.importing import import_for_jobs
@@ -112,16 +117,6 @@ def _in_a_process(name: str, heap: str, methods: str) -> Any:
     return in_fresh_process("benchmarks.per_sample.times", name, methods, env=env)
 
 
-def call(work: Workload, *, shards: int = 1, **how: Any) -> SampleResult:
-    """Call the engine as its users do, on the batch as one shard, or on several of them."""
-    inputs = [work.shard] * shards
-    if work.outputs > 1:
-        return jacobian(work.model, inputs, output=work.output, wrt=work.wrt, **how)
-    return per_sample_gradient(
-        work.model, inputs, work.loss, output=work.output, wrt=work.wrt, **how
-    )
-
-
 def methods_of(work: Workload, methods: str) -> dict[str, Callable[[], Any]]:
     """Return what one process times, by name."""
     if methods == DENSE:
@@ -158,18 +153,13 @@ def measure(work: Workload, methods: str, *, rounds_s: float = ROUNDS_S) -> dict
             first_calls_s.pop(name, None)
             del calls[name]
         made = None
-    beside = {"base": lambda: _base(work), "forward": lambda: outputs_of(work)}
+    beside = {"base": lambda: summed_gradient(work), "forward": lambda: outputs_of(work)}
     seconds = _medians({**beside, **calls}, rounds_s)
     found = {"seconds": seconds, "first_calls_s": first_calls_s, "absent": absent}
     if methods == OTHERS:
         found |= _sizes(calls["smaller form"]().factors)
         found["copied_bytes_per_s"] = _copying_speed()
     return found
-
-
-def _base(work: Workload) -> Any:
-    parameters = list(work.model.parameters())
-    return torch.autograd.grad(work.loss(outputs_of(work)).sum(), parameters, allow_unused=True)
 
 
 def _medians(calls: Mapping[str, Callable[[], Any]], rounds_s: float) -> dict[str, float]:

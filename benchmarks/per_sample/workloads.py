@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradbox_engine.per_sample import SampleResult, jacobian, per_sample_gradient
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -22,6 +24,34 @@ class Workload:
     outputs: int = 1
     output: str | None = None
     wrt: tuple[str, ...] = ("*",)
+
+
+def called(work: Workload, model: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
+    """Return z of a model that takes the workload's arguments, or a sample of them."""
+    by_place = [x for name, x in arguments.items() if name.isdigit()]
+    by_name = {name: x for name, x in arguments.items() if not name.isdigit()}
+    out = model(*by_place, **by_name)
+    z: Tensor = out if work.output is None else out[work.output]
+    return z
+
+
+def outputs_of(work: Workload) -> Tensor:
+    """Return z of the workload's batch."""
+    return called(work, work.model, work.shard)
+
+
+def summed_gradient(work: Workload) -> tuple[Tensor | None, ...]:
+    """Go forward and backward once for the sum of the samples' losses: the base of all times."""
+    parameters = list(work.model.parameters())
+    return torch.autograd.grad(work.loss(outputs_of(work)).sum(), parameters, allow_unused=True)
+
+
+def call(work: Workload, *, shards: int = 1, **how: Any) -> SampleResult:
+    """Call the engine as its users do, on the batch as one shard, or on several of them."""
+    inputs, shared = [work.shard] * shards, {"output": work.output, "wrt": work.wrt, **how}
+    if work.outputs > 1:
+        return jacobian(work.model, inputs, **shared)
+    return per_sample_gradient(work.model, inputs, work.loss, **shared)
 
 
 def _squares(z: Tensor) -> Tensor:
