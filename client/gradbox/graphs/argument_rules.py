@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from gradbox.graphs.allow_list import WRITING_FUNCTIONS
+
 _FUNCTIONAL: Final = "torch.nn.functional."
 PLACES: Final[dict[str, dict[str, int]]] = {
     "torch.gru": {"dropout": 5},
@@ -41,9 +43,10 @@ def argument(name: str, target: str | None, args: Sequence[Any], kwargs: Mapping
     return args[place] if place < len(args) else None
 
 
-def writes_in_place(target: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a call may write into its argument because its `inplace` says so.
+def function_writes(target: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call of a function of the allow-list may write into one of its arguments.
 
-    A value that is known only when the graph runs may be true.
+    An `inplace` that is known only when the graph runs may be true.
     """
-    return argument("inplace", target, args, kwargs) not in (None, False)
+    in_place = argument("inplace", target, args, kwargs) not in (None, False)
+    return in_place or target in WRITING_FUNCTIONS

@@ -17,7 +17,7 @@ from gradbox.errors import GraphRefused
 from gradbox.graphs import allow_list
 from gradbox.graphs.check import MAX_INTEGER, MAX_LIST, names_device
 from gradbox.interpreting.crashing_kernels import as_number
-from gradbox.interpreting.kernel_arguments import trusted
+from gradbox.interpreting.kernel_arguments import with_checked_arguments
 
 MAX_PIECES: Final = 16_384  # tensors that one call may return
 
@@ -35,7 +35,7 @@ _HOLDERS: Final[dict[str, tuple[type, ...]]] = {
 }
 
 
-def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def with_bounds(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of the allow-list, with its bounds when it needs any.
 
     Args:
@@ -52,7 +52,7 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return _cut(name, function)
     if name in _PLACED:
         return _place(name, function)
-    return trusted(name, function)
+    return with_checked_arguments(name, function)
 
 
 def _item(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

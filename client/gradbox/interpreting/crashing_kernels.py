@@ -1,7 +1,7 @@
-"""Calls on which a kernel of torch crashes, never returns, or reads on beyond its argument.
+"""Calls on which a kernel of torch crashes, never returns, or reads beyond its argument's memory.
 
 Found in torch 2.13 on a CPU by calling every allowed operation with arguments that no person would
-write. Each is refused or computed in another way, and all others are what they are.
+write. Each is refused, or computed in another way; all other calls go to the kernel as they are.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from gradbox.errors import GraphRefused
 
 
-def spared(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of the allow-list, or a method, that keeps its kernel from such a call.
+def without_crashes(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the allow-list, or a method, that never makes such a call.
 
     Args:
         name: its name on the allow-list, or a method's.

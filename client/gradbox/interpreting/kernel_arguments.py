@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradbox.errors import GraphRefused
-from gradbox.interpreting.crashing_kernels import as_number, spared
+from gradbox.interpreting.crashing_kernels import as_number, without_crashes
 
 MAX_EXTENT: Final = 2**20  # of a window, its step, its dilation, a padding, an output's side
 # oneDNN's backward of a convolution crashes from strides of 4096 on, depending on the channels; in
@@ -50,8 +50,8 @@ _NUM_GATES: Final = {"torch.gru": 3, "torch.lstm": 4, "torch.rnn_relu": 1, "torc
 _ATTENTIONS: Final = frozenset({"multi_head_attention_forward", "scaled_dot_product_attention"})
 
 
-def trusted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of the allow-list that checks what its kernel would believe.
+def with_checked_arguments(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the allow-list that checks the arguments which its kernel does not.
 
     Args:
         name: its name on the allow-list, or a method's.
@@ -75,7 +75,7 @@ def trusted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return _aligned(name, function)
     if name == "torch.nn.functional.embedding":
         return _dense(function)
-    return spared(name, function)
+    return without_crashes(name, function)
 
 
 def _unfused(function: Callable[..., Any]) -> Callable[..., Any]:

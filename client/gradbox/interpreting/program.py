@@ -1,7 +1,4 @@
-"""What runs for a graph: a step for each node, whatever tensors the graph is built with.
-
-Each operation is looked up in the allow-list. No source code is generated and none is evaluated.
-"""
+"""What runs for a graph: a step for each node, whatever tensors the graph is built with."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ import torch
 
 from gradbox.errors import GraphRefused
 from gradbox.graphs import allow_list, targets
-from gradbox.graphs.argument_rules import writes_in_place
+from gradbox.graphs.argument_rules import function_writes
 from gradbox.graphs.check import arguments_of
 from gradbox.graphs.schema import Graph, Node
-from gradbox.interpreting.bounded_arithmetic import bounded
+from gradbox.interpreting.bounded_arithmetic import with_bounds
 
 Values = dict[str, Any]
 _Reader = Callable[[Values], Any]
@@ -69,22 +66,6 @@ class Program:
         return _call(node, device)
 
 
-class _Call:
-    """Calls one function of the allow-list."""
-
-    def __init__(
-        self, function: Callable[..., Any], args: list[_Reader], kwargs: dict[str, _Reader]
-    ) -> None:
-        self._function = function
-        self._args = args
-        self._kwargs = kwargs
-
-    def __call__(self, values: Values) -> Any:
-        args = [read(values) for read in self._args]
-        kwargs = {name: read(values) for name, read in self._kwargs.items()}
-        return self._function(*args, **kwargs)
-
-
 @dataclass(frozen=True)
 class _Step:
     name: str
@@ -96,17 +77,23 @@ class _Step:
 def _call(node: Node, device: torch.device) -> _Reader:
     args = [_reader(value, device) for value in node.args]
     kwargs = {name: _reader(value, device) for name, value in node.kwargs.items()}
-    if node.op == "call_method":
-        return _Call(_method(node.target), args, kwargs)
+    function = _method(node.target) if node.op == "call_method" else _function(node.target)
     if node.target in allow_list.FACTORIES and not node.target.endswith("_like"):
         kwargs["device"] = _reader({"device": "job"}, device)
-    return _Call(_function(node.target), args, kwargs)
+
+    def call(values: Values) -> Any:
+        return function(
+            *(read(values) for read in args),
+            **{name: read(values) for name, read in kwargs.items()},
+        )
+
+    return call
 
 
 def _function(name: str) -> Callable[..., Any]:
     if name == allow_list.ATTRIBUTE:
         return _attribute
-    return bounded(name, _installed(name, targets.FUNCTIONS.get(name)))
+    return with_bounds(name, _installed(name, targets.FUNCTIONS.get(name)))
 
 
 def _installed(name: str, function: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -116,7 +103,7 @@ def _installed(name: str, function: Callable[..., Any] | None) -> Callable[..., 
 
 
 def _method(name: str) -> Callable[..., Any]:
-    method = bounded(name, _installed(name, getattr(torch.Tensor, name, None)))
+    method = with_bounds(name, _installed(name, getattr(torch.Tensor, name, None)))
 
     def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(owner, torch.Size) and name == "numel":
@@ -215,8 +202,6 @@ def _reads(node: Node) -> list[str]:
 
 
 def _writes(node: Node) -> bool:
-    return (
-        (node.op == "call_method" and node.target in allow_list.IN_PLACE)
-        or (node.op == "call_function" and node.target in allow_list.WRITING_FUNCTIONS)
-        or (node.op == "call_function" and writes_in_place(node.target, node.args, node.kwargs))
-    )
+    if node.op == "call_method":
+        return node.target in allow_list.IN_PLACE
+    return node.op == "call_function" and function_writes(node.target, node.args, node.kwargs)

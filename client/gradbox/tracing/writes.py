@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from gradbox.errors import UntraceableLoss
 from gradbox.graphs import allow_list, targets
-from gradbox.graphs.argument_rules import writes_in_place
+from gradbox.graphs.argument_rules import function_writes
 
 _NORMS: Final = (F.batch_norm, F.instance_norm)
 
@@ -25,8 +25,7 @@ def writes(kind: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
     """Tell whether an operation may write into an argument."""
     if kind == "call_method":
         return target in allow_list.IN_PLACE
-    name = targets.name_of(target)
-    return name in allow_list.WRITING_FUNCTIONS or writes_in_place(name, args, kwargs)
+    return function_writes(targets.name_of(target), args, kwargs)
 
 
 def check_shared_memory(graph: FxGraph, tensors: Mapping[str, torch.Tensor]) -> None:
