@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -50,16 +51,9 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _invented(num: int, taken: Sequence[str]) -> tuple[str, ...]:
-    free = (name for name in _candidates() if name not in taken)
-    return tuple(next(free) for _ in range(num))
-
-
-def _candidates() -> Any:
-    yield "z"
-    index = 1
-    while True:
-        yield f"z_{index}"
-        index += 1
+    """Return so many names out of z, z_1, z_2, … that are not taken."""
+    candidates = chain(["z"], (f"z_{index}" for index in count(1)))
+    return tuple(islice((name for name in candidates if name not in taken), num))
 
 
 def _explain(

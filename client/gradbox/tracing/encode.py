@@ -11,6 +11,7 @@ from torch.fx import Node as FxNode
 
 from gradbox.errors import UntraceableLoss
 from gradbox.graphs import allow_list, targets
+from gradbox.graphs.check import names_device
 from gradbox.graphs.schema import Graph, Node
 
 
@@ -46,8 +47,7 @@ def _node(node: FxNode) -> Node:
 
 def _as_device(value: Any) -> Any:
     """Read "cuda:1", or 1, as the device it names; leave dtypes, nodes and flags alone."""
-    named = isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool))
-    return torch.device("cpu") if named else value
+    return torch.device("cpu") if names_device(value) else value
 
 
 def _form(value: Any, node: FxNode) -> Any:

@@ -6,7 +6,6 @@ every other thread they are as before.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -32,6 +31,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import BackwardHook
 
+from gradbox.tracing.current import TRACED
 from gradbox.tracing.torch_modules import (
     attention,
     convolution,
@@ -52,7 +52,7 @@ def recorded_modules() -> Iterator[None]:
     """Let these modules be recorded by this thread."""
     before = [(kind, name, vars(kind).get(name)) for kind, name in _INSTEAD]
     for (kind, name), recorded in _INSTEAD.items():
-        setattr(kind, name, _for_this_thread(getattr(kind, name), recorded))
+        setattr(kind, name, _while_tracing(getattr(kind, name), recorded))
     try:
         yield
     finally:
@@ -60,12 +60,9 @@ def recorded_modules() -> Iterator[None]:
             setattr(kind, name, method) if method is not None else delattr(kind, name)
 
 
-def _for_this_thread(original: Callable[..., Any], recorded: Callable[..., Any]) -> Any:
-    tracing = threading.get_ident()
-
+def _while_tracing(original: Callable[..., Any], recorded: Callable[..., Any]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        method = recorded if threading.get_ident() == tracing else original
-        return method(*args, **kwargs)
+        return (recorded if TRACED.recording else original)(*args, **kwargs)
 
     return call
 
