@@ -47,26 +47,31 @@ class Positions(Term):
         return self.left[..., start:stop].sum(2).transpose(0, 1)
 
     def vjp(self, cotangent: Tensor) -> Tensor:
-        axis = 3 if self.channels_first else 2
-        one = self.left.shape[axis] == 1
-        summed = self.left.select(axis, 0) if one else self.left.sum(axis)
+        summed = self._summed(self.left)
         return (cotangent.T.reshape(-1) @ summed.flatten(0, 1)).view(self.shape)
 
     def squared_norm(self) -> Tensor:
-        axis = 3 if self.channels_first else 2
-        one = self.left.shape[axis] == 1
-        summed = wide(self.left.select(axis, 0)) if one else wide(self.left).sum(axis)
+        summed = self._summed(wide(self.left))
         squared: Tensor = torch.linalg.vecdot(summed, summed).T.double()
         return squared
 
     def write(self, out: Tensor, *, accumulate: bool) -> None:
-        axis = 3 if self.channels_first else 2
         if accumulate:
-            out.add_(self.left.sum(axis).transpose(0, 1))
-        elif self.left.shape[axis] == 1:
-            out.copy_(self.left.select(axis, 0).transpose(0, 1))
+            out.add_(self._summed(self.left).transpose(0, 1))
+        elif self.left.shape[self._axis] == 1:
+            out.copy_(self._summed(self.left).transpose(0, 1))
         else:
-            torch.sum(self.left.transpose(0, 1), axis, out=out)
+            torch.sum(self.left.transpose(0, 1), self._axis, out=out)
+
+    @property
+    def _axis(self) -> int:
+        """The dim of `left` that counts positions."""
+        return 3 if self.channels_first else 2
+
+    def _summed(self, left: Tensor) -> Tensor:
+        """Return the sum of `left` over positions, (Y, B, O); a view where there is one."""
+        one = left.shape[self._axis] == 1
+        return left.select(self._axis, 0) if one else left.sum(self._axis)
 
 
 @dataclass(frozen=True, eq=False)

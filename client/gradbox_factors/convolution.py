@@ -23,7 +23,7 @@ Doubt: measured on one processor, not on a GPU; it loses most on kernels with fe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, ClassVar, Self
 
@@ -73,15 +73,7 @@ class Convolution(Term):
         return self.left.dtype
 
     def geometry(self) -> dict[str, Any]:
-        window = self.window
-        return {
-            "kernel": list(window.kernel),
-            "stride": list(window.stride),
-            "padding": list(window.padding),
-            "dilation": list(window.dilation),
-            "groups": window.groups,
-            "transposed": window.transposed,
-        }
+        return asdict(self.window)
 
     @classmethod
     def read(

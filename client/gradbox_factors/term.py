@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from math import prod
 from typing import Any, ClassVar, Self
 
 import torch
@@ -125,7 +126,7 @@ class Term(ABC):
     @property
     def dense_bytes(self) -> int:
         """The size of J."""
-        return self.samples * self.outputs * _product(self.shape) * self.dtype.itemsize
+        return self.samples * self.outputs * prod(self.shape) * self.dtype.itemsize
 
     @property
     def factor_bytes(self) -> int:
@@ -176,7 +177,7 @@ class Term(ABC):
     def jvp(self, tangent: Tensor) -> Tensor:
         """Return Σ_p J[b, y, p] v[p], shape (B, Y), for `tangent` of shape S."""
         total = self.rows(0, 0).new_zeros(self.samples, self.outputs)
-        tangent_R = tangent.reshape(self.num_rows, _product(self.shape[1:]))
+        tangent_R = tangent.reshape(self.num_rows, prod(self.shape[1:]))
         for start, stop in self.slabs():
             total += self.rows(start, stop).flatten(2) @ tangent_R[start:stop].flatten()
         return total
@@ -199,7 +200,7 @@ class Term(ABC):
     def sketch(self, sketch: Sketch) -> Tensor:
         """Return the projection of J to `sketch.dim` numbers, shape (B, Y, dim)."""
         total = self.rows(0, 0).new_zeros(self.samples, self.outputs, sketch.dim)
-        columns = _product(self.shape[1:])
+        columns = prod(self.shape[1:])
         for start, stop in self.slabs():
             bucket, sign = sketch.grid(self.parameter, start, stop, columns, device=total.device)
             slab = self.rows(start, stop).flatten(2)
@@ -237,13 +238,6 @@ def nearly_cancelled(squared: Tensor, bound: Tensor) -> Tensor:
     without cancellation, or more. Where a factor overflowed next to a zero, the sum is NaN.
     """
     return ~(squared >= CANCELLED * torch.finfo(squared.dtype).eps * bound)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
 
 
 def _zeros(term: Term, *shape: int) -> Tensor:

@@ -23,7 +23,6 @@ MAX_LIST: Final = 1024  # entries of one list, tuple or keyword mapping
 MAX_STRING: Final = 256  # characters: an einsum equation, a reduction's name, a field's
 MAX_VALUES: Final = 100_000  # scalars, lists and objects in the arguments of the whole graph
 MAX_INTEGER: Final = 2**63 - 1
-MAX_NODES: Final = 5000  # the schema holds it too
 
 _FUNCTIONS = frozenset(allow_list.FUNCTIONS)
 _TWO_ARGUMENTS = frozenset({allow_list.ATTRIBUTE, allow_list.FIELD})
@@ -50,11 +49,6 @@ def check_graph(
     names = frozenset(tensors)
     seen: set[str] = set()
     budget = _Budget()
-    if len(graph.nodes) > MAX_NODES:
-        raise GraphRefused(
-            f"the graph has {len(graph.nodes)} nodes, more than {MAX_NODES}: a loop over samples "
-            "or shards was unrolled; write it with batched operations"
-        )
     for index, node in enumerate(graph.nodes):
         if node.name in seen:
             raise _refusal(node, "the graph has this name twice: every node needs one of its own")

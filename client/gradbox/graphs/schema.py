@@ -6,11 +6,13 @@ from a Python function and `gradbox.interpreting` a function from such a graph: 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StringConstraints
 
 from gradbox.graphs.wire_form import Entries, Items, WireForm
+
+MAX_NODES: Final = 5000
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
 
@@ -33,4 +35,4 @@ class Node(WireForm):
 class Graph(WireForm):
     """The nodes of one function in the order in which they run; the last one is the output."""
 
-    nodes: Annotated[Items[Node], Field(min_length=1, max_length=5000)]
+    nodes: Annotated[Items[Node], Field(min_length=1, max_length=MAX_NODES)]

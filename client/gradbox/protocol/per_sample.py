@@ -42,7 +42,7 @@ MEANINGLESS = {
 
 
 class SampleSpec(SharedSpec):
-    """What both are told.
+    """The fields of both.
 
     `form` says how an unreduced result is stored. `dim` is the length of a projection, which the
     job's seed names. `unchecked` leaves out checks: that no sample sees another ("coupling"), and
@@ -154,6 +154,13 @@ class SampleSpec(SharedSpec):
             )
         return form
 
+    @field_validator("dim", check_fields=False)
+    @classmethod
+    def _dim_of_a_projection(cls, dim: int | None, info: ValidationInfo) -> int | None:
+        fits = dim is not None and dim >= 1
+        _check_belongs(dim, fits, info, to="projection", expected="a whole number from 1")
+        return dim
+
 
 class PerSampleGradientSpec(SampleSpec):
     """dℓ_b/dθ of every sample b, ℓ = loss(z, **loss_inputs) of shape (B,).
@@ -188,11 +195,6 @@ class PerSampleGradientSpec(SampleSpec):
         _check_belongs(clip, fits, info, to="clipped_sum", expected="a positive number")
         return clip
 
-    @field_validator("dim")
-    @classmethod
-    def _dim_of_a_projection(cls, dim: int | None, info: ValidationInfo) -> int | None:
-        return _checked_dim(dim, info)
-
 
 class JacobianSpec(SampleSpec):
     """dz_by/dθ of every sample b and output y.
@@ -223,17 +225,6 @@ class JacobianSpec(SampleSpec):
             got = "one tensor" if isinstance(vectors, TensorRef) else got
             _refuse(f"expected {expected} with reduce={reduce!r}, got {got}")
         return vectors
-
-    @field_validator("dim")
-    @classmethod
-    def _dim_of_a_projection(cls, dim: int | None, info: ValidationInfo) -> int | None:
-        return _checked_dim(dim, info)
-
-
-def _checked_dim(dim: int | None, info: ValidationInfo) -> int | None:
-    fits = dim is not None and dim >= 1
-    _check_belongs(dim, fits, info, to="projection", expected="a whole number from 1")
-    return dim
 
 
 def _check_belongs(value: Any, fits: bool, info: ValidationInfo, *, to: str, expected: str) -> None:

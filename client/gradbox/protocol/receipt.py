@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
-
 from gradbox import html
+from gradbox.protocol.views import View
 
 
-class Seconds(BaseModel):
+class Seconds(View):
     """Where the time of a job went."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     queued: float = 0.0
     load: float = 0.0
@@ -20,7 +17,7 @@ class Seconds(BaseModel):
     samples: float = 0.0
 
 
-class RangeView(BaseModel):
+class RangeView(View):
     """Consecutive shards, from `start` up to but not including `stop`, that one device ran.
 
     Per-sample quantities take `samples_s`, everything else `forward_s` and `replay_s`.
@@ -28,8 +25,6 @@ class RangeView(BaseModel):
     `devices_lost` counts devices that ended while they ran them; `rerun_difference` is then the
     largest |z' − z| between two devices, relative to a shard's largest |z|.
     """
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     start: int
     stop: int
@@ -42,7 +37,7 @@ class RangeView(BaseModel):
     rerun_difference: float = 0.0
 
 
-class Receipt(BaseModel):
+class Receipt(View):
     """What a result says of its own making.
 
     What is None does not exist for this computation: outputs have no loss. `names` are the
@@ -68,8 +63,6 @@ class Receipt(BaseModel):
     for several ran on one.
     `peak_memory_bytes` is the process's peak on a CPU (model included), the allocator's on CUDA.
     """
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     protocol: int
     job: str

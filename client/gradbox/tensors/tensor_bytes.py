@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -72,10 +73,7 @@ class TensorBytes:
 
     @property
     def size_bytes(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count * self.item_bytes
+        return prod(self.shape) * self.item_bytes
 
     def view(self) -> memoryview:
         """Return the bytes in row-major, little-endian order.

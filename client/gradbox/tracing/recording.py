@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from gradbox.errors import UntraceableLoss
 from gradbox.graphs import allow_list, targets
 from gradbox.graphs.argument_rules import argument
-from gradbox.graphs.check import MAX_NODES, is_zero
+from gradbox.graphs.check import is_zero
+from gradbox.graphs.schema import MAX_NODES
 from gradbox.tracing.default_dtype import TYPES_OF_PYTHON, check_default_dtype
 from gradbox.tracing.dropouts import drops_nothing
 from gradbox.tracing.plain_method import is_method, plain_method
