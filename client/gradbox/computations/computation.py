@@ -19,7 +19,7 @@ from gradbox.protocol import CotangentGradientSpec, JobSpec, TracedFunction
 from gradbox.protocol.spec import describe_validation
 from gradbox.protocol.spec_fields import Transfer
 from gradbox.tensors.blob import Blob
-from gradbox.tensors.tensor_bytes import Tensor, tensor_bytes
+from gradbox.tensors.tensor_bytes import Tensor
 
 Spec = TypeVar("Spec", bound=BaseModel)
 
@@ -129,9 +129,6 @@ class Computation(ABC):
                 f"weights: expected {{name: tensor}}, got {type(overlay).__name__}; "
                 f"write model.state_dict()"
             )
-        weights = {
-            name: tensor_bytes(value, where=f"weights[{name!r}]") for name, value in overlay.items()
-        }
         return {
             "model": self.model,
             "inputs": uploads.groups(self.groups),
@@ -139,7 +136,7 @@ class Computation(ABC):
             "readout": self._traced_readout(uploads),
             "mode": self.mode,
             "seed": self.seed,
-            "weights": uploads.tensors(weights),
+            "weights": uploads.named(overlay, where="weights"),
             "transfer": self.transfer,
             "priority": self.priority,
             "timeout_s": self.timeout_s,

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from gradbox.errors import InvalidInputs
+from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import TensorRef
 from gradbox.protocol.spec_fields import Scalar
 from gradbox.tensors.tensor_bytes import is_tensor
@@ -50,13 +51,15 @@ def split_tensors_and_scalars(
     return tensors, scalars
 
 
-def told_what_requires_grad(
-    refs: Mapping[str, TensorRef], tensors: Mapping[str, Any]
-) -> dict[str, TensorRef]:
-    """Return references to uploaded tensors that say which of them require grad."""
+def uploaded(tensors: Mapping[str, Any], uploads: Uploads, *, where: str) -> dict[str, TensorRef]:
+    """Upload tensors and return references to them, which say what requires grad.
+
+    Args:
+        where: as for `Uploads.named`.
+    """
     return {
         name: ref.model_copy(
             update={"requires_grad": bool(getattr(tensors[name], "requires_grad", False))}
         )
-        for name, ref in refs.items()
+        for name, ref in uploads.named(tensors, where=where).items()
     }

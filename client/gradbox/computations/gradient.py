@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from gradbox.builtin_losses.signatures import check_builtin
 from gradbox.computations.computation import Differentiated, Submission, checked, listed
-from gradbox.computations.function_inputs import (
-    split_tensors_and_scalars,
-    told_what_requires_grad,
-)
+from gradbox.computations.function_inputs import split_tensors_and_scalars, uploaded
 from gradbox.computations.loss_kinds import Builtin, Cotangents
 from gradbox.computations.penalty import Penalty
 from gradbox.computations.traced_function import traced
@@ -27,7 +24,6 @@ from gradbox.protocol import (
 )
 from gradbox.protocol.spec import Returned
 from gradbox.protocol.spec_fields import Scalar
-from gradbox.tensors.tensor_bytes import tensor_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -99,13 +95,10 @@ class Gradient(Differentiated):
             loss: BuiltinLoss | GraphLoss = self._builtin_loss(self.loss, list(tensors), scalars)
         else:
             loss = GraphLoss(function=self._traced_loss(list(tensors), scalars, uploads))
-        refs = uploads.tensors(
-            {name: tensor_bytes(t, where=f"loss_inputs[{name!r}]") for name, t in tensors.items()}
-        )
         given = self.shared_fields(uploads) | {
             "computation": "gradient",
             "loss": loss,
-            "loss_inputs": told_what_requires_grad(refs, tensors),
+            "loss_inputs": uploaded(tensors, uploads, where="loss_inputs"),
             "penalties": [penalty.spec(uploads) for penalty in _penalties(self.penalties)],
             "returns": listed(self.returns),
         }

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from gradbox.errors import InvalidInputs, InvalidJob
+from gradbox.inputs.shards import UNNAMED
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import CotangentsLoss
 from gradbox.protocol.spec_fields import Scalar
-from gradbox.tensors.tensor_bytes import is_tensor, tensor_bytes
+from gradbox.tensors.tensor_bytes import is_tensor
 
 if TYPE_CHECKING:
     from gradbox.job import Job
     from gradbox.results.result import GradResult
 
-SOLE_GROUP = "z"
 JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
@@ -68,7 +68,7 @@ class Cotangents:
                 f"{'an empty dict' if tensors == {} else type(tensors).__name__}"
             )
         self.tensors: Mapping[str, Any] = (
-            {SOLE_GROUP: tensors} if is_tensor(tensors) else dict(tensors)
+            {UNNAMED: tensors} if is_tensor(tensors) else dict(tensors)
         )
         self.forward = job_id_of(of)
 
@@ -81,7 +81,5 @@ class Cotangents:
         Raises:
             InvalidInputs: one of them is no tensor.
         """
-        read = {
-            name: tensor_bytes(t, where=f"cotangent {name!r}") for name, t in self.tensors.items()
-        }
-        return CotangentsLoss(forward=self.forward, tensors=uploads.tensors(read))
+        refs = uploads.named(self.tensors, where="cotangents")
+        return CotangentsLoss(forward=self.forward, tensors=refs)

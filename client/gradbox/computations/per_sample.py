@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradbox.computations.computation import Computation, Submission, checked, listed
-from gradbox.computations.function_inputs import (
-    split_tensors_and_scalars,
-    told_what_requires_grad,
-)
+from gradbox.computations.function_inputs import split_tensors_and_scalars, uploaded
 from gradbox.computations.loss_kinds import Builtin, job_id_of
 from gradbox.computations.traced_function import traced
 from gradbox.errors import InvalidInputs, InvalidJob
@@ -142,25 +139,15 @@ class PerSampleGradient(PerSample):
         own, others = self._loss_inputs_apart()
         tensors, scalars = split_tensors_and_scalars(own, what="loss_inputs")
         function = traced(
-            self.loss,
-            uploads,
-            what="loss",
-            positional=1,
-            arguments=list(tensors),
-            options=scalars,
+            self.loss, uploads, what="loss", positional=1, arguments=list(tensors), options=scalars
         )
-        refs = uploads.tensors(
-            {name: tensor_bytes(t, where=f"loss_inputs[{name!r}]") for name, t in tensors.items()}
-        )
-        of_others = {
-            name: tensor_bytes(t, where=f"loss_inputs[{name!r}][{self.against_group!r}]")
-            for name, t in others.items()
-        }
         fields = self.shared_fields(uploads) | {
             "computation": "per_sample_gradient",
             "loss": GraphLoss(function=function),
-            "loss_inputs": told_what_requires_grad(refs, tensors),
-            "against_loss_inputs": told_what_requires_grad(uploads.tensors(of_others), others),
+            "loss_inputs": uploaded(tensors, uploads, where="loss_inputs"),
+            "against_loss_inputs": uploaded(
+                others, uploads, where=f"group {self.against_group!r}: loss_inputs"
+            ),
             "reduce": self.reduce,
             "form": _form_on_the_wire(self.form, reduce=self.reduce, transfer=self.transfer),
             "clip": self.clip,
@@ -231,5 +218,4 @@ class Jacobian(PerSample):
                 f"vectors: expected a tensor or {{parameter: tensor}}, got "
                 f"{type(self.vectors).__name__}"
             )
-        named = {n: tensor_bytes(t, where=f"vectors[{n!r}]") for n, t in self.vectors.items()}
-        return uploads.tensors(named)
+        return uploads.named(self.vectors, where="vectors")

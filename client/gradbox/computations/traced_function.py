@@ -8,7 +8,7 @@ from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.uploads import Uploads
 from gradbox.protocol import TracedFunction
 from gradbox.protocol.spec_fields import FunctionTensor
-from gradbox.tensors.tensor_bytes import is_torch_importable, tensor_bytes
+from gradbox.tensors.tensor_bytes import is_torch_importable
 
 # How each function is called: what an error ends with where one takes other arguments.
 CALLED: Final = {
@@ -57,12 +57,7 @@ def traced(
     except InvalidInputs as error:
         called = CALLED.get(what, "it is called with one tensor")
         raise InvalidInputs(f"{what}: {error}; {called}") from None
-    refs = uploads.tensors(
-        {
-            name: tensor_bytes(t, where=f"{what}: tensor {name!r}")
-            for name, t in found.tensors.items()
-        }
-    )
+    refs = uploads.named(found.tensors, where=f"{what}: tensors")
     return TracedFunction(
         graph=found.graph,
         tensors={

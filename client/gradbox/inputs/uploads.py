@@ -10,7 +10,7 @@ from gradbox.inputs.known_tensors import KnownTensors, SentTensor
 from gradbox.inputs.shards import Shard, ShardGroup
 from gradbox.protocol import InputGroup, ShardRef, TensorRef
 from gradbox.tensors.blob import Blob
-from gradbox.tensors.tensor_bytes import TensorBytes
+from gradbox.tensors.tensor_bytes import TensorBytes, tensor_bytes
 
 # Shards are pooled up to this size: a thousand small shards are a few requests.
 PACK_BYTES: Final = 64 * 2**20
@@ -25,7 +25,7 @@ class Uploads:
     """Collects the blobs of one job, each once."""
 
     def __init__(self, known: KnownTensors | None = None) -> None:
-        """Hold none.
+        """Collect for a job.
 
         Args:
             known: what the client has sent before.
@@ -65,6 +65,19 @@ class Uploads:
             digest = self._add(Blob({name: small[name] for name in pack}))
             refs |= {name: TensorRef(blob=digest, tensor=name) for name in pack}
         return {name: refs[name] for name in tensors}
+
+    def named(self, given: Mapping[str, Any], *, where: str) -> dict[str, TensorRef]:
+        """Pool tensors as they were handed in; gives a reference for each name.
+
+        Args:
+            where: what an error calls all of them: `where` stands before a name in brackets.
+
+        Raises:
+            InvalidInputs: one is no tensor, or its name is one that no file can hold.
+        """
+        return self.tensors(
+            {name: tensor_bytes(value, where=f"{where}[{name!r}]") for name, value in given.items()}
+        )
 
     def _large(self, tensors: Mapping[str, TensorBytes]) -> dict[str, TensorRef]:
         """Refer to what the box has, pool what has changed, and keep all else apart."""
