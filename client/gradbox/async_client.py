@@ -142,17 +142,17 @@ class AsyncGradClient:
         return await AsyncJob(job, self._calls).result(progress=progress)
 
     async def job(self, job_id: str) -> AsyncJob:
-        """Return a handle on one of one's own jobs.
+        """Return a handle on a job, as `GradClient.job` does.
 
         Raises:
-            JobNotFound: there is none of that id.
+            JobNotFound: there is no such job, or it is somebody else's.
         """
         return AsyncJob(await self._calls.run(self._client.job, job_id), self._calls)
 
     async def jobs(
         self, *, state: JobState | str | None = None, limit: int | None = None
     ) -> list[AsyncJob]:
-        """Return one's own jobs, newest first: all of them, or at most `limit`."""
+        """Return this user's jobs, newest first: all, or at most `limit`, or those in a state."""
         found = await self._calls.run(lambda: list(self._client.jobs(state=state, limit=limit)))
         return [AsyncJob(job, self._calls) for job in found]
 
@@ -195,7 +195,7 @@ class AsyncJob:
         return self._job.view
 
     async def refresh(self) -> JobView:
-        """Ask the box how the job is, unless that can no longer change."""
+        """Ask the box how the job is, unless its state is final, and return that."""
         return await self._calls.run(self._job.refresh)
 
     async def wait(self, *, progress: bool | None = None) -> JobView:
@@ -232,13 +232,13 @@ class AsyncJob:
         )
 
     async def events(self, *, after: str | None = None) -> AsyncIterator[JobEvent]:
-        """Give the job's events, from the first one up to that of its final state.
+        """Iterate over the job's events, from the first one up to that of its final state.
 
         Every iterator has a thread of its own, which ends with the next sign of life from the box
         (15 s at most) when the iterator is closed or its task is cancelled.
 
         Args:
-            after: the id of an event; give those behind it, none behind the final one.
+            after: the id of an event; only those that follow it, none where it is the final one.
         """
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[JobEvent | None] = asyncio.Queue()
@@ -260,7 +260,7 @@ class AsyncJob:
             closed.set()
 
     async def cancel(self) -> JobView:
-        """Cancel the job: at once if it waits, within a shard if it runs; nothing if it is over."""
+        """Cancel the job, as `Job.cancel` does."""
         return await self._calls.run(self._job.cancel)
 
     async def delete(self) -> None:

@@ -62,10 +62,10 @@ class Batch:
         return len(self._sent)
 
     def submit(self, computation: Computation) -> Future[Job]:
-        """Send a job, and return what becomes the handle on it.
+        """Trace a computation, and return the future of the handle on its job, which is sent.
 
         Raises:
-            InvalidJob: the computation cannot be traced or does not fit itself.
+            InvalidJob: it is no computation, or one that cannot be run as it is.
             RuntimeError: the context was left.
         """
         sent = self._pool.submit(self._send, prepared(computation), self._stop)
@@ -79,9 +79,9 @@ class Batch:
         return [sent.result() for sent in done if sent.exception() is None]
 
     def results(self, *, progress: bool | None = None) -> list[GradResult | GradboxError]:
-        """Wait for all jobs and fetch their results, in the order in which they were submitted.
+        """Wait for all jobs and return their results, in the order in which they were submitted.
 
-        Where a job was refused, failed or was cancelled, its error stands in its place.
+        Where a job was refused, failed or was cancelled, its error stands in place of the result.
 
         Args:
             progress: whether to show a progress bar, as for `Job.wait`.

@@ -36,17 +36,22 @@ JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 class GradClient:
-    """A box, as one user sees it. Nothing is sent before the first call.
+    """A box, as one user sees it. Nothing is sent before the first call. Threads may share one.
+
+        with GradClient() as client:
+            result = client.run(Gradient(model="minilm", inputs=shards, loss=info_nce))
 
     Args:
-        url: the box's address; see `gradbox.settings` for where it is looked for otherwise.
-        token: the user's token, likewise.
+        url: the box's address. By default GRADBOX_URL, else what `gradbox up` wrote in this folder,
+            else what `gradbox login` wrote; see `gradbox.settings`.
+        token: the user's token; by default GRADBOX_TOKEN, else the one that stands beside the URL.
         transport: an httpx transport in place of the network: the in-process service's, or a mock.
-        timeout_s: how long one read or write may stall.
+        timeout_s: seconds that one read or write may stall.
         retry: how long requests are repeated after transient faults, and with which pauses.
 
     Raises:
-        ServiceUnavailable, Unauthorized: no address or no token was found.
+        ServiceUnavailable: no address was found, or one that is not http(s)://HOST.
+        Unauthorized: no token was found for the address.
     """
 
     def __init__(
@@ -90,14 +95,15 @@ class GradClient:
         self._connection.close()
 
     def submit(self, computation: Computation, *, progress: bool | None = None) -> Job:
-        """Upload what the box does not have and post the job.
+        """Upload the tensors that the box does not have, post the job, and return its handle.
 
         Args:
+            computation: a `Gradient`, `PerSampleGradient`, `Jacobian`, `MixedGradient`, `Forward`.
             progress: whether to show how much is uploaded, where that is much; None shows it on a
                 terminal and in a notebook.
 
         Raises:
-            InvalidJob: the computation cannot be run as it is: see its subclasses.
+            InvalidJob: the computation cannot be run as it is; the subclass says why.
             Unauthorized: the box does not know the token.
             ServiceUnavailable: the box cannot be reached.
         """
@@ -106,7 +112,7 @@ class GradClient:
     def run(self, computation: Computation, *, progress: bool | None = None) -> GradResult:
         """Submit a job, wait for it and return its result.
 
-        A job that takes a moment, whose inputs and result are small, is one request and its answer.
+        Where inputs and result are small and the job ends within a second, that is one request.
 
         Raises:
             InvalidJob, Unauthorized, ServiceUnavailable: as for `submit`.
@@ -120,10 +126,10 @@ class GradClient:
         return Batch(lambda submission, stop: self._send(submission, progress=False, stop=stop))
 
     def job(self, job_id: str) -> Job:
-        """Return a handle on one of one's own jobs.
+        """Return a handle on a job of this user's; the box's owner may have anybody's.
 
         Raises:
-            JobNotFound: there is none of that id.
+            JobNotFound: there is no such job, or it is somebody else's.
         """
         if not isinstance(job_id, str) or JOB_ID.fullmatch(job_id) is None:
             raise JobNotFound(
@@ -140,14 +146,15 @@ class GradClient:
         limit: int | None = None,
         everybodys: bool = False,
     ) -> Iterator[Job]:
-        """Iterate over one's own jobs, or those of all users, newest first.
+        """Iterate over this user's jobs, or those of all users, newest first.
 
         Jobs are fetched in pages as the iteration goes on, the first page at once. One that is
         submitted meanwhile is not among them, and none comes twice.
 
         Args:
-            state: only jobs that are in it.
-            limit: at most so many; all if None.
+            state: only jobs in this state.
+            limit: at most so many; None is all.
+            everybodys: the jobs of all users; for the box's owner.
 
         Raises:
             OwnerOnly: everybody's jobs were asked for, and the token is not the box's owner's.
@@ -175,25 +182,25 @@ class GradClient:
     def models(self) -> list[ModelView]:
         """Return the registered models with their parameters, entry points and versions.
 
-        One that the box cannot build is among them, not `usable`, with the `reason`.
+        A model that the box cannot build is among them: `usable` is false, `reason` says why.
         """
         return self._models("GET", "/v1/models").models
 
     def reload_models(self, *, timeout_s: float | None = None) -> ModelList:
-        """Have the workers read the models file again, and wait until they have; owner only.
+        """Have the workers read the models file again, and wait until they have; for the owner.
 
-        Each worker does so before its next job. Jobs that run end on the models that they began
+        Each worker reads it before its next job. Jobs that run end on the models that they began
         with; jobs that wait for a version that is gone fail with `UnknownModel`.
 
         Args:
-            timeout_s: how long to wait; None is without end, 0 not at all.
+            timeout_s: seconds to wait; None waits without end, 0 not at all.
 
         Returns:
-            What the workers offer now. `reloading` names those that have not read the file yet,
-            `errors` says why one could not, and serves what it served before.
+            The models that the workers offer now. `reloading` names the workers that have not read
+            the file yet. `errors` says by worker why one could not; it offers what it did before.
 
         Raises:
-            OwnerOnly: the token is not the owner's.
+            OwnerOnly: the token is not that of the box's owner.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         found = self._models("POST", "/v1/models/reload")
@@ -205,7 +212,7 @@ class GradClient:
     def model_info(self, name: str) -> ModelView:
         """Describe one registered model; print its `example_code()` for a job to begin with.
 
-        One that the box cannot build is not `usable`, and `reason` says why.
+        Where the box cannot build it, `usable` is false, and `reason` says why.
 
         Raises:
             UnknownModel: there is none of that name.
@@ -240,7 +247,13 @@ class GradClient:
     ) -> RemoteModel:
         """Return a registered model as a callable whose outputs have a `grad_fn`; needs torch.
 
+            f = client.model("minilm", mode="train", output="last_hidden_state")
+            loss = any_python(torch.cat([f(shard) for shard in shards]))  # forward on the box
+            loss.backward()  # and backward
+            f.grads["encoder.layer.5.output.dense.weight"]
+
         Args:
+            model: NAME, or NAME@VERSION with at least 8 digits of the version.
             mode: of the first calls; `train()` and `eval()` change it.
             weights: a partial state dict laid over the registered weights. Its tensors may change
                 between calls: each call sees the numbers they have when it is made.
@@ -249,7 +262,7 @@ class GradClient:
             transfer: the format of gradients, and of the parameters in `weights` as they are sent.
             progress: whether its jobs show progress bars, as for `Job.wait`.
 
-        All else is as computations take it.
+        The other arguments are those of `Gradient`.
 
         Raises:
             UnknownModel: there is none of that name.
@@ -257,7 +270,7 @@ class GradClient:
         """
         from gradbox.remote.model import JobOptions, RemoteModel
 
-        told = JobOptions(
+        options = JobOptions(
             seed=seed,
             output=output,
             readout=readout,
@@ -273,7 +286,9 @@ class GradClient:
         view = self.model_info(model)
         if not view.usable:
             raise UnusableModel(f"the model {view.name!r} cannot be used: {view.reason}")
-        return RemoteModel(self, view, mode=mode, weights=weights, options=told, progress=progress)
+        return RemoteModel(
+            self, view, mode=mode, weights=weights, options=options, progress=progress
+        )
 
     def _models(self, method: str, path: str) -> ModelList:
         return parsed(ModelList, self._connection.request(method, path))

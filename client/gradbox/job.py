@@ -33,10 +33,13 @@ QUICK_S: Final = 1
 
 
 class Job:
-    """A handle on one job. It holds no more than an id: closing the laptop stops nothing.
+    """A handle on one job, which continues on the box whatever happens here.
+
+        job = client.submit(Gradient(model="minilm", inputs=shards, loss=info_nce))
+        result = job.result()  # or, on another day: GradClient().job(id).result()
 
     `await job` is `job.result()` for a task, which waits without a thread of its own. A task that
-    is cancelled stops waiting; the job continues on the box.
+    is cancelled stops waiting.
     """
 
     def __init__(
@@ -70,34 +73,31 @@ class Job:
 
     @property
     def view(self) -> JobView:
-        """The newest that the box has said of the job."""
+        """What the box last said of the job; nothing is asked."""
         return self._view
 
     @property
     def state(self) -> JobState:
-        """The job's state, asked anew."""
+        """The job's state now, for which the box is asked unless it is final."""
         return self.refresh().state
 
     def refresh(self) -> JobView:
-        """Ask the box how the job is, unless that can no longer change."""
-        if not self._view.state.final:
-            answer = self._connection.request("GET", f"/v1/jobs/{self.id}")
-            self._note(parsed(JobView, answer))
-        return self._view
+        """Ask the box how the job is, unless its state is final, and return that."""
+        return self._view if self._view.state.final else self._request("GET")
 
     def events(self, *, after: str | None = None) -> Iterator[JobEvent]:
-        """Give the job's events, from the first one up to that of its final state.
+        """Iterate over the job's events as they happen, from the first up to the final state's.
 
         Args:
-            after: the id of an event; give those behind it, none behind the final one.
+            after: the id of an event; only those that follow it, none where it is the final one.
         """
         return self._follow(after=after)
 
     def wait(self, timeout: float | None = None, *, progress: bool | None = None) -> JobView:
-        """Wait until the job is over, however it ends.
+        """Wait until the job is over, however it ends, and return what the box says of it.
 
         Args:
-            timeout: seconds.
+            timeout: seconds to wait; None waits without end.
             progress: whether to show a progress bar; None shows one on a terminal or in a notebook.
 
         Raises:
@@ -146,7 +146,7 @@ class Job:
         """Wait for the job and fetch its result.
 
         Args:
-            timeout: seconds to wait for the job; fetching is not counted.
+            timeout: seconds to wait for the job, without those of fetching; None is without end.
             progress: as for `wait`.
 
         Raises:
@@ -222,17 +222,17 @@ class Job:
         """Write the result of a job that is over to `path`, a safetensors file.
 
         Raises:
-            JobFailed, JobCancelled: the job has no result.
-            ResultNotReady: it is not over.
-            ResultGone: it was deleted or has expired.
+            JobFailed, JobCancelled, ResultGone: as for `result`.
+            ResultNotReady: the job is not over.
         """
         self._download(Path(path), progress=progress)
 
     def cancel(self) -> JobView:
-        """Cancel the job: at once if it waits, within a shard if it runs; nothing if it is over."""
-        answer = self._connection.request("DELETE", f"/v1/jobs/{self.id}")
-        self._note(parsed(JobView, answer))
-        return self._view
+        """Cancel the job: at once if it is queued, before its next shard if it runs.
+
+        A job that is over stays as it is.
+        """
+        return self._request("DELETE")
 
     def delete(self) -> None:
         """Delete the result of a job that is over, and what the job's record says of it.
@@ -242,8 +242,7 @@ class Job:
         Raises:
             ResultNotReady: the job is not over: cancel it first.
         """
-        gone = httpx.codes.GONE
-        self._connection.request("DELETE", self._result_path, accept=(gone,))
+        self._connection.request("DELETE", self._result_path, accept=(httpx.codes.GONE,))
 
     async def _awaited(self) -> GradResult:
         await self.wait_async()
@@ -277,6 +276,10 @@ class Job:
         with self._noting:
             if view.state.stage(view.attempts) >= self._view.state.stage(self._view.attempts):
                 self._view = view
+
+    def _request(self, method: str) -> JobView:
+        self._note(parsed(JobView, self._connection.request(method, f"/v1/jobs/{self.id}")))
+        return self._view
 
     @property
     def _result_path(self) -> str:

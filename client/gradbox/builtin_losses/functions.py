@@ -2,9 +2,10 @@
 
 Shapes: N samples or pairs, M candidates, D features, C classes. A loss over pairs takes two groups
 of inputs by name; given one group, its first half holds the left members and its second half the
-right ones, in the same order. Every loss returns a scalar. None normalises by anything that its
-formula does not show. All compare every sample with every other, so memory grows with N², for
-`triplet_all` with N³; `cross_entropy`, `wasserstein_1d` and `cox_partial_likelihood` are linear.
+right ones, in the same order. Every loss returns a scalar, and raises an error for tensors of other
+shapes than it states. None normalises by anything that its formula does not show. All compare every
+sample with every other, so memory grows with N², for `triplet_all` with N³; `cross_entropy`,
+`wasserstein_1d` and `cox_partial_likelihood` are linear.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def info_nce(
     Args:
         queries: (N, D); or (2N, D), queries then passages, when `passages` is left out.
         passages: (M, D) with M ≥ N: passage i answers query i, those from N on are hard negatives.
-        temperature: τ; 0.05 is the scale 20 of sentence-transformers' ranking loss.
+        temperature: τ > 0; 0.05 is the scale 20 of sentence-transformers' ranking loss.
 
     Source: van den Oord et al. 2018, eq. 4; Henderson et al. 2017, section 4.
     """
@@ -80,6 +81,7 @@ def supervised_contrastive(z: Tensor, labels: Tensor, *, temperature: float = 0.
     Args:
         z: (N, D).
         labels: (N,), whole numbers.
+        temperature: τ > 0.
 
     Source: Khosla et al. 2020, eq. 2. Samples alone in their class are left out of the mean.
     """
@@ -111,9 +113,7 @@ def vicreg(
     Args:
         left: (N, D); or (2N, D), both views one after the other, when `right` is left out.
         right: (N, D).
-        invariance: λ.
-        variance: μ.
-        covariance: ν.
+        invariance, variance, covariance: the weights λ, μ and ν.
 
     Source: Bardes et al. 2022, with the means of the authors' code: the paper's eq. 5 and 6 divide
     the invariance by N alone and do not halve the variance.
@@ -161,7 +161,7 @@ def mmd(z: Tensor, reference: Tensor, *, bandwidth: float = 1.0) -> Tensor:
     Args:
         z: (N, D).
         reference: (M, D).
-        bandwidth: h.
+        bandwidth: h > 0.
 
     Source: Gretton et al. 2012, eq. 5: the biased estimate, whose means include i = j.
     """
@@ -178,7 +178,7 @@ def wasserstein_1d(z: Tensor, reference: Tensor, *, power: float = 2.0) -> Tenso
     Args:
         z: (N,) or (N, D).
         reference: of the same shape.
-        power: p.
+        power: p ≥ 1.
 
     Source: Peyré and Cuturi 2019, remark 2.28. Where samples tie, the gradient is one of several.
     """
@@ -197,7 +197,7 @@ def triplet_all(z: Tensor, labels: Tensor, *, margin: float = 0.2) -> Tensor:
     Args:
         z: (N, D).
         labels: (N,), whole numbers.
-        margin: m.
+        margin: m ≥ 0.
 
     Source: Schroff et al. 2015, eq. 3; all triplets as in Hermans et al. 2017, section 2. N³ terms.
     """
@@ -245,7 +245,8 @@ def cross_entropy(
     Args:
         z: (N, C), logits; or (N, C, ...).
         labels: (N,) whole numbers; or (N, ...); or probabilities of z's shape.
-        label_smoothing: the share of the target that is spread over all classes.
+        label_smoothing: the share of the target that is spread over all classes, from 0 to 1.
+        reduction: "mean" or "sum", over the samples.
 
     Source: torch.nn.functional.cross_entropy.
     """
@@ -281,8 +282,7 @@ def _correlation(x_ND: Tensor) -> Tensor:
 
 
 def _standard(x_ND: Tensor, epsilon: float) -> Tensor:
-    spread_D = (x_ND.var(dim=0, unbiased=False) + epsilon).sqrt()
-    return (x_ND - x_ND.mean(dim=0)) / spread_D
+    return (x_ND - x_ND.mean(dim=0)) / (x_ND.var(dim=0, unbiased=False) + epsilon).sqrt()
 
 
 def _squared_distances(a_ND: Tensor, b_MD: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Computation(ABC):
-    """What every computation is told.
+    """The arguments that all computations share.
 
     Args:
         model: NAME, or NAME@VERSION with at least 8 digits of the version.
@@ -56,11 +56,12 @@ class Computation(ABC):
         readout: a function (output, inputs) → z that runs on the box after `output`: pooling, say.
             It is traced, as the loss is.
         method: the entry point, or {group: entry point}.
-        mode: "train" has dropout and batch norm do what they do in training.
+        mode: "train" calls the model as `model.train()` does, with dropout and batch statistics.
         seed: of the random streams; shard i of group k draws from (seed, k, i) alone.
-        weights: a partial state dict laid over the registered weights for this job.
-        priority: from -10 to 10; higher goes first. Above 0 takes the owner's token.
-        timeout_s: how long the job may run.
+        weights: a partial state dict, name → tensor of the registered one's shape, laid over the
+            registered weights for this job alone.
+        priority: from -10 to 10; higher goes first. Above 0 needs the token of the box's owner.
+        timeout_s: seconds that the job may run, up to a week.
         devices: how many devices of the box's cluster the job may run on at once: at most so many,
             of those that are idle when it starts, or "auto" for all of them. It never waits for
             more than one.
@@ -154,7 +155,7 @@ class Computation(ABC):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Differentiated(Computation):
-    """What every computation is told that gives gradients of the model's own parameters.
+    """The arguments of computations that give gradients of the model's own parameters.
 
     Args:
         wrt: globs over the names of parameters, and of modules, which stand for all parameters

@@ -17,11 +17,16 @@ from gradbox.protocol.spec import ForwardReturned
 class Forward(Differentiated):
     """Z, the outputs of all shards, in the dtype in which the model gives them.
 
+        Z = client.run(Forward(model="minilm", inputs=shards, readout=pool)).outputs["z"]
+
+    The arguments that all computations share (inputs, mode, seed, weights, …) are described at
+    `gradbox.computations.Computation`.
+
     Args:
         retain: memory in bytes for graphs that wait on the box for a `Gradient` at `Cotangents` of
             Z, or "auto": what is free. Such a gradient then needs no replay, if it comes within a
-            minute, with the same `wrt`, and before the worker has other things to do.
-        wrt: what such a gradient will differentiate.
+            minute, with the same `wrt`, and before the worker starts another job.
+        wrt: what such a gradient will differentiate, as `Gradient` takes it.
         returns: what the result holds, of "outputs" and "buffers".
 
     Raises:

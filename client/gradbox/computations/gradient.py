@@ -39,6 +39,11 @@ Loss: TypeAlias = "Callable[..., Any] | torch.nn.Module | Builtin | Cotangents"
 class Gradient(Differentiated):
     """dL/dθ of L = loss(Z, **loss_inputs), Z being the outputs of all shards.
 
+        Gradient(model="minilm", inputs=shards, loss=contrastive, loss_inputs={"labels": labels})
+
+    The arguments that all computations share (inputs, mode, seed, weights, …) are described at
+    `gradbox.computations.Computation`.
+
     Args:
         loss: a function, an nn.Module, a `Builtin` or `Cotangents`. With one unnamed group it is
             called as loss(Z, **loss_inputs); with named groups each Z goes by its group's name. It
@@ -56,6 +61,7 @@ class Gradient(Differentiated):
 
     Raises:
         InvalidInputs: the inputs are empty, are not tensors, or do not fit each other.
+        InvalidJob: an argument is given that cannot be beside `Cotangents`.
     """
 
     model: str = ""

@@ -23,7 +23,7 @@ JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 class Builtin:
     """A loss that is part of gradbox: `Builtin("info_nce", temperature=0.05)`.
 
-    `gradbox.losses` lists them; they need no torch on this side.
+    `gradbox.losses` lists them, with their options. To submit a job with one needs no torch here.
     """
 
     def __init__(self, name: str, /, **options: Scalar) -> None:
@@ -49,6 +49,11 @@ def job_id_of(of: Job | GradResult | str) -> str:
 
 class Cotangents:
     """∂L/∂Z of a loss that was computed here, at the outputs of a `Forward` job that is done.
+
+        forward = client.run(Forward(model="minilm", inputs=shards, readout=pool))
+        Z = forward.outputs["z"].clone().requires_grad_()
+        any_python(Z).backward()
+        result = client.run(Gradient(loss=Cotangents(Z.grad, of=forward)))
 
     Args:
         tensors: as that job's `result.outputs` are named and shaped: {GROUP: tensor}, or

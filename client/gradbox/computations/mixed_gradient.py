@@ -30,17 +30,20 @@ class MixedGradient(Computation):
 
     G is the model; its parameters do not change and have no gradient here.
 
+    The arguments that all computations share (inputs, mode, seed, weights, …) are described at
+    `gradbox.computations.Computation`.
+
     Args:
         inner: a function of the members of y by name and of `v`, the model's output; or an
-            nn.Module of v alone, a critic, whose parameters are differentiated by. It returns a
-            scalar and is traced.
+            nn.Module of v alone, a critic, whose parameters then are y. It returns a scalar and is
+            traced.
         outer: a function of dfdz, then of the members of x by name, and of those members of y that
             it has as arguments. It returns the scalar t and is traced.
         y: tensors, and plain numbers that stay as they are. Every floating-point tensor has a
             gradient, under `y.NAME`; parameters of a module come back as `inner.NAME`.
         x: what else `outer` reads, held constant.
         z: the argument of the model that is z; by default its first floating-point one.
-        returns: "dfdz" in it keeps dfdz, as `result.dfdz`.
+        returns: what the result holds, of "grads" and "dfdz" (as `result.dfdz`).
 
     Raises:
         InvalidInputs: the inputs are empty, are not tensors, or do not fit each other.

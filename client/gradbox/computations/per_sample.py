@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PerSample(Computation):
-    """What both are told beside what every computation is told.
+    """The arguments of both, beside those that all computations share.
 
     There is one group of inputs, and row b of the result belongs to sample b of its shards. There
     are two where `against` names one of them; the rows are those of the other.
@@ -105,6 +105,15 @@ def _form_on_the_wire(form: Form, *, reduce: str, transfer: Transfer) -> Form:
 class PerSampleGradient(PerSample):
     """dℓ_b/dθ of every sample b, ℓ = loss(z, **loss_inputs) of shape (B,).
 
+        def loss(z, labels):
+            return F.cross_entropy(z, labels, reduction="none")
+
+        PerSampleGradient(model="digits", inputs=shards, loss=loss, loss_inputs={"labels": labels})
+
+    The arguments that it shares with `Jacobian` (wrt, form, dim, against, …) are described at
+    `gradbox.computations.per_sample.PerSample`, those of all computations (inputs, mode, seed,
+    weights, …) at `gradbox.computations.Computation`.
+
     Args:
         loss: a function that returns one number a sample, entry b read from row b of z alone. It
             is traced, and called once for every shard.
@@ -117,7 +126,8 @@ class PerSampleGradient(PerSample):
         clip: the largest norm that `clipped_sum` lets through.
 
     Raises:
-        InvalidInputs: the inputs are empty, are not tensors, or are several groups.
+        InvalidInputs: the inputs are empty, are not tensors, or are several groups of which
+            `against` names none.
     """
 
     loss: Callable[..., Any] | torch.nn.Module
@@ -178,6 +188,12 @@ class PerSampleGradient(PerSample):
 class Jacobian(PerSample):
     """dz_by/dθ of every sample b and output y, the dims of z behind the first flattened to Y.
 
+        J = client.run(Jacobian(model="digits", inputs=shards)).grads["0.weight"]  # (B, Y, 32, 64)
+
+    The arguments that it shares with `PerSampleGradient` (wrt, form, dim, against, …) are described
+    at `gradbox.computations.per_sample.PerSample`, those of all computations (inputs, mode, seed,
+    weights, …) at `gradbox.computations.Computation`.
+
     Args:
         reduce: "none" gives name → (B, Y, *shape) as `result.grads`; "norm", "gram", "gram_trace",
             "projection" and "jvp" what the methods of these names return; "vjp" Jᵀu as
@@ -187,7 +203,8 @@ class Jacobian(PerSample):
             zero where a parameter is left out.
 
     Raises:
-        InvalidInputs: the inputs are empty, are not tensors, or are several groups.
+        InvalidInputs: the inputs are empty, are not tensors, or are several groups of which
+            `against` names none.
     """
 
     reduce: JacobianReduction = "none"

@@ -44,7 +44,13 @@ Body = Callable[[], Iterable[bytes | memoryview]]
 
 @dataclass(frozen=True, kw_only=True)
 class Retry:
-    """How long a request is repeated after transient faults, and how the pauses grow."""
+    """How long a request is repeated after transient faults, and how the pauses grow.
+
+    Args:
+        patience_s: seconds from the first fault since the last progress; 0 repeats nothing.
+        first_pause_s: seconds before the first repetition; each later pause is twice as long.
+        longest_pause_s: seconds at which pauses stop growing. `Retry-After` may ask for longer.
+    """
 
     patience_s: float = 30.0
     first_pause_s: float = 0.1

@@ -28,9 +28,13 @@ LATENESS_S: Final = 0.5
 
 @dataclass(frozen=True)
 class JobEvent:
-    """One event: a new state of the job, or how far it is.
+    """One event: a new state of a job, or how far it is.
 
-    `job` is set for a state, `progress` for progress.
+    Attributes:
+        id: what `Job.events(after=...)` takes.
+        kind: which of the two it is.
+        job: the job in its new state; None where the event is progress.
+        progress: how far the job is; None where the event is a state.
     """
 
     id: str
@@ -40,6 +44,7 @@ class JobEvent:
 
     @property
     def final(self) -> bool:
+        """Whether the job is over, so that no event follows."""
         return self.job is not None and self.job.state.final
 
 

@@ -34,7 +34,10 @@ MASK = "attention_mask"
 class Packed:
     """Shards, and the permutation that puts their outputs into the samples' own order.
 
-    Z = cat(outputs of the shards)[order] has sample i in row i.
+    Attributes:
+        shards: {argument: tensor} each, as `inputs=` of a computation takes them.
+        order: (N,) int64, as its `order=` takes it: Z = cat(outputs of the shards)[order] has
+            sample i in row i.
     """
 
     shards: list[dict[str, Any]]
@@ -49,8 +52,11 @@ def pack(
 ) -> Packed:
     """Cut samples into shards of at most `tokens` entries each, the longest samples first.
 
+        packed = pack(tokenizer(texts, padding=True, return_tensors="pt"), tokens=4096)
+        Gradient(..., inputs=packed.shards, order=packed.order)
+
     A sample that is longer than `tokens` is a shard of its own. Within one length samples keep
-    their order, so the same inputs always give the same shards.
+    their order, so the same inputs always give the same shards. Padding is trimmed on the right.
 
     Args:
         inputs: arguments of the model over all samples, torch tensors or NumPy arrays with N along
@@ -60,8 +66,9 @@ def pack(
         mask: the argument of shape (N, T) that is not zero where a position counts.
 
     Raises:
-        InvalidInputs: `tokens` is no such number, there is no mask of that name, the arguments of
-            a part differ in N, or the parts in their arguments.
+        InvalidInputs: `tokens` is no whole number of 1 or more, there are no samples, there is no
+            mask of that name and shape, the arguments of a part differ in N, or the parts differ in
+            their arguments.
     """
     limit = _whole(tokens)
     parts = [inputs] if isinstance(inputs, Mapping) else list(inputs)

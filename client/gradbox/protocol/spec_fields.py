@@ -154,7 +154,7 @@ LossSpec = Annotated[GraphLoss | BuiltinLoss | CotangentsLoss, Field(discriminat
 
 
 class SharedSpec(Wire):
-    """What every computation is told.
+    """The fields of every computation.
 
     `transfer` is the format of the result's gradients, and one in which `weights` may come: the box
     widens those to the dtype of the parameter. `devices` is how many the job may run on at once:
@@ -184,7 +184,7 @@ class SharedSpec(Wire):
 
 
 class DifferentiatedSpec(SharedSpec):
-    """What every computation is told that gives gradients of the model's own parameters."""
+    """The fields of computations that give gradients of the model's own parameters."""
 
     wrt: Annotated[Items[str], Field(min_length=1)] | None = None
     retain: Literal["auto"] | Annotated[int, Field(ge=0), NUMBER] = "auto"

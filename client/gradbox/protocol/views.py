@@ -195,7 +195,7 @@ class ModelList(View):
     """All models of a box.
 
     `reloading` names the workers that have not read the models file again since the box's owner
-    asked for it; `errors` says by worker why one could not, and serves what it served before.
+    asked for it; `errors` says by worker why one could not: it offers what it offered before.
     """
 
     models: list[ModelView]

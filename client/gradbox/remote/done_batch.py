@@ -31,7 +31,7 @@ class Owner(Protocol):
     anchor: Tensor
 
     def job_options(self) -> Mapping[str, Any]:
-        """Return what every forward job is told, beside calls, mode and weights."""
+        """Return the arguments of every forward job, but for calls, mode and weights."""
 
     def run_job(self, computation: Forward | Gradient) -> GradResult:
         """Run a job."""

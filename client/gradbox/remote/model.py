@@ -44,7 +44,7 @@ class Client(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """What all jobs of a remote model are told alike; see `gradbox.computations`."""
+    """The arguments that all jobs of a remote model share; see `gradbox.computations`."""
 
     seed: int = 0
     output: str | int | None = None
@@ -185,7 +185,7 @@ class RemoteModel:
         add_gradients(module, self.grads, strict=strict)
 
     def job_options(self) -> Mapping[str, Any]:
-        """Return what every forward job is told, beside calls, mode and weights."""
+        """Return the arguments of every forward job, but for calls, mode and weights."""
         options = self._options
         return {
             "model": f"{self._view.name}@{self._view.version}",
