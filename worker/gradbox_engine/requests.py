@@ -92,14 +92,16 @@ class CallKeywords(TypedDict, total=False):
 class CallOptions:
     """How a job calls the model.
 
+    The rooms that are named are those of `gradbox_engine.model`.
+
     Args:
         seed: of all random streams, see `calling.shard_rng`.
-        mode: what `model.train()` is told.
-        precision: see `model.precision`.
-        output: which part of the model's output is z, see `calling.outputs`.
+        mode: "train" and "eval" call the model as after `model.train()` and `model.eval()`.
+        precision: the arithmetic of the model's calls, see `precision`.
+        output: which part of the model's output is z: a name or an index, see `calling.outputs`.
         readout: (output, inputs) → z, run on every shard after `output`; a tensor, or a dict of
-            tensors.
-        weights: part of a state dict, laid over the registered one for this job alone.
+            tensors, with samples along dim 0.
+        weights: part of a state dict, laid over the model's own for this call alone.
         penalties: terms on intermediate activations, see `calling.penalties`.
         streams: whether random numbers belong to shards or to samples, see `calling.sample_rng`.
     """

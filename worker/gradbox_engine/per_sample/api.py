@@ -58,15 +58,23 @@ def per_sample_gradient(
 ) -> SampleResult:
     """Compute dℓ_b/dθ for every sample b.
 
+        found = per_sample_gradient(model, [{"0": x}], lambda z: z.square().sum(1))
+        found.arrays["weight"]  # (B, *shape)
+
     Args:
         inputs: shards, each {argument name: value}; whole numbers are positions.
-        loss: (z, **loss_inputs) → (B,).
+        loss: (z, **loss_inputs) → (B,), entry b read from row b of z alone.
         loss_inputs: tensors with one row a sample over all shards are cut with the shards; what
             else there is goes whole.
+        reduce: "none", or what the rows are reduced to; see `SampleResult`.
+        form: of rows that are not reduced: "dense", "factored", or "auto", the smaller one of both
+            for each layer.
         clip: the largest norm that `clipped_sum` lets through.
         dim: the length of a `projection`, which `projection_seed` names; `kind` is its matrix.
+        seed: of the random streams of the shards.
         against: rows J' of an earlier call, by the same parameters, or shards to make them of: a
             `gram` is then J J'ᵀ.
+        observer: called before each piece; may raise to stop the job.
         checkpoints: where the state of a long job is written, and read when it begins again.
         budget_bytes: memory for pieces of a dense result on their way to `sink`.
         sink: takes a dense result in pieces; without it arrays are returned.
@@ -107,16 +115,17 @@ def jacobian(
     sink: Sink | None = None,
     **setting: Any,
 ) -> SampleResult:
-    """Compute dz_by/dθ for every sample b and output y.
+    """Compute dz_by/dθ for every sample b and output y, the dims of z behind the first being Y.
+
+    Arguments that are not described here are those of `per_sample_gradient`.
 
     Args:
         vectors: for `vjp` cotangents shaped like z over all shards; for `jvp` a tangent by
             parameter name, 0 for names left out.
-        against: as there; a `vjp` is then J' Jᵀ u.
-        setting: and the others: see `per_sample_gradient`.
+        against: as for `per_sample_gradient`; with it a `vjp` is J' Jᵀ u.
 
     Returns:
-        As there, with rows (B, Y, *shape).
+        What `per_sample_gradient` does, with rows (B, Y, *shape).
 
     Raises:
         BadReduction: the arguments do not fit together, or `vectors` does not fit z or θ.

@@ -86,17 +86,23 @@ def gradient_at_cotangents(
     checkpoints: Checkpoints | None = None,
     **options: Unpack[CallKeywords],
 ) -> CotangentGradient:
-    """Return dL/dθ from ∂L/∂Z; the arguments are those of `set_gradient`, and as `set_outputs` had.
+    """Return dL/dθ from ∂L/∂Z: the second half of `set_gradient`, after `set_outputs`.
+
+    Model, groups and options must be those that `set_outputs` was called with: each replayed shard
+    is compared with its first outputs.
 
     Args:
         cotangents: by group and name, of Z's shape; one that is missing is zero.
         first: what `set_outputs` returned, or what it kept. Graphs that differentiate something
             other than `wrt` are not used. Those of shards without a cotangent stay.
+        wrt: what is differentiated; see `set_gradient`.
         retain: memory in bytes for graphs, where the first pass has to run again.
+        observer: called before each shard; may raise to stop the job.
         checkpoints: where the state of a long replay is written, and read when it begins again.
 
     Raises:
-        EngineError: see `errors`; ReplayMismatch where a shard does not repeat its first outputs.
+        ReplayMismatch: a shard does not repeat its first outputs.
+        EngineError: see `errors`; each says what was expected, what came, and what to do.
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
     told = CallOptions(**options).without_penalties("gradient_at_cotangents")

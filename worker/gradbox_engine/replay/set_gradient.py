@@ -63,15 +63,20 @@ def set_gradient(
 ) -> SetGradient:
     """Return dL/dθ for L = g(Z, extras) + Σ penalties, one shard's graph in memory at a time.
 
+        shards = [{"input_ids": ids} for ids in all_ids.split(16)]
+        found = set_gradient(model, [Group("z", shards)], Objective(info_nce), mode="train")
+        found.grads["encoder.layer.5.output.dense.weight"]  # of the parameter's shape
+
     Args:
         model: on one device, or on several between which it moves tensors itself; bit-identical
             afterwards, also after an error.
         groups: shards and the entry points they go through, in order.
-        objective: g.
+        objective: g, what it reads beside Z, and leaves of its own to differentiate.
         wrt: patterns over parameter names, and "inputs.NAME"; None is every floating-point
             parameter, whatever its `requires_grad`.
         retain: memory in bytes for graphs kept from the first pass, or "auto": what is free.
-        returns: what to give back beside the gradients.
+        returns: what to give back beside the gradients, of "buffers", "outputs", "cotangents".
+            Gradients of inputs come back where `wrt` names inputs.
         observer: told before each shard; may raise to stop the job.
         checkpoints: where the state of a long job is written, and read when it begins again.
         options: how the model is called, see `CallOptions`.

@@ -72,13 +72,18 @@ def set_outputs(
     checkpoints: Checkpoints | None = None,
     **options: Unpack[CallKeywords],
 ) -> SetOutputs:
-    """Return the outputs of all shards.
+    """Return Z, the outputs of all shards: the first half of `set_gradient`.
+
+    `gradient_at_cotangents` is the second half, once somebody has differentiated a loss at Z. The
+    model is bit-identical afterwards, also after an error.
 
     Args:
-        wrt: what the second half will be asked for.
+        groups: shards and the entry points they go through, in order.
+        wrt: what `gradient_at_cotangents` will differentiate; see `set_gradient`.
         retain: memory in bytes for graphs that are kept for it, or "auto": what is free. They
             live as long as `SetOutputs.kept`.
-        older: what other calls kept, which comes out of the same `retain`.
+        older: graphs that earlier calls kept, which take of the same `retain`.
+        observer: called before each shard; may raise to stop the job.
         checkpoints: where the state of a long job is written, and read when it begins again.
         options: how the model is called, see `CallOptions`.
 

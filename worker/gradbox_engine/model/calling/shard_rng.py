@@ -35,6 +35,10 @@ _open: list[_Before] = []  # of every `generators_restored` that is open, the fi
 def shard_stream(seed: int, group: int, shard: int) -> Iterator[None]:
     """Seed every global generator for one shard, and put all of them back on the way out.
 
+        for i, x in enumerate(shards):
+            with shard_stream(seed, group=0, shard=i):
+                zs.append(model(**x))  # with the dropout masks of the box
+
     Args:
         seed: the job's seed.
         group: position of the shard's group among the groups.
