@@ -5,7 +5,7 @@ Shapes: B samples over all pieces, Y outputs, P parameters. A piece holds the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -89,7 +89,7 @@ class Factored:
                 local = slice(inside.start - seen, inside.stop - seen)
                 parts.append(term.narrow(local, outputs).block())
             seen += term.samples
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[::step]
+        return _joined(parts, 0)[::step]
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return the squared norm of every sample's row, by parameter, shape (B, Y), float64."""
@@ -104,24 +104,21 @@ class Factored:
     def gram(self, *, trace: bool = False) -> Tensor:
         """Return J Jᵀ, shape (B, Y, B, Y), or with `trace` Σ_y J_y J_yᵀ, shape (B, B).
 
-        From pairs of positions where that is cheaper, and again from rows where pairs have lost
-        too many digits: a sample whose positions nearly cancel.
+        From pairs of positions where that is cheaper, and from rows where pairs would lose too many
+        digits: where the positions of a sample nearly cancel.
         """
-        gram = self._paired(gram_of_pieces, trace=trace)
-        if self._cancels(gram, trace=trace):
-            gram = self._paired(gram_of_rows, trace=trace)
-        return gram if trace else gram.permute(1, 0, 3, 2)
+        return self.gram_with(self, trace=trace)
 
     def gram_with(self, other: Factored, *, trace: bool = False) -> Tensor:
         """Return J J'ᵀ, shape (B, Y, B', Y'), or with `trace` Σ_y J_y J'_yᵀ, shape (B, B').
 
-        A pair of pieces at a time, from rows where the positions of a sample of one nearly cancel.
+        A pair of pieces at a time, as `gram` does it.
 
         Args:
             other: rows by the same parameters in the same order.
         """
         grams = [
-            torch.cat(
+            _joined(
                 [
                     (gram_of_rows if mine or theirs else gram_of_pieces)(piece, beside, trace=trace)
                     for beside, theirs in zip(other.pieces, other._cancelled, strict=True)
@@ -130,42 +127,13 @@ class Factored:
             )
             for piece, mine in zip(self.pieces, self._cancelled, strict=True)
         ]
-        gram = torch.cat(grams, 0 if trace else 1)
+        gram = _joined(grams, 0 if trace else 1)
         return gram if trace else gram.permute(1, 0, 3, 2)
 
     @cached_property
     def _cancelled(self) -> list[bool]:
         """Of each piece, whether a row is so small that sums over pairs would lose its digits."""
         return [_nearly_cancels(piece) for piece in self.pieces]
-
-    def _paired(self, pair: Callable[..., Tensor], *, trace: bool) -> Tensor:
-        """Return the Gram of all pieces, (Y, B, Y, B) or its trace (B, B)."""
-        rows = [
-            torch.cat([pair(piece, other, trace=trace) for other in self.pieces], -1)
-            if len(self.pieces) > 1
-            else pair(piece, piece, trace=trace)
-            for piece in self.pieces
-        ]
-        return torch.cat(rows, 0 if trace else 1) if len(rows) > 1 else rows[0]
-
-    def _cancels(self, gram: Tensor, *, trace: bool) -> bool:
-        """Whether a row is so small next to its positions that sums over pairs lost its digits."""
-        bounds = [gram_bound(piece) for piece in self.pieces]
-        if all(bound is None for bound in bounds):
-            return False
-        bound = torch.cat(
-            [
-                zeros_beside(first, gram.dtype, (first.outputs, first.samples))
-                if found is None
-                else found
-                for found, first in zip(bounds, map(any_term, self.pieces), strict=True)
-            ],
-            1,
-        )
-        if trace:
-            return bool(nearly_cancelled(gram.diagonal(), bound.sum(0)).any())
-        squares = gram.flatten(2).flatten(0, 1).diagonal().view(bound.shape)
-        return bool(nearly_cancelled(squares, bound).any())
 
     def jvp(self, tangents: Mapping[str, Tensor]) -> Tensor:
         """Return J v, shape (B, Y); a parameter that `tangents` lacks has tangent 0."""
@@ -198,6 +166,11 @@ class Factored:
         return torch.cat(
             [sum_of([projected(t.widened(), named) for t in p.values()]) for p in self.pieces]
         )
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Return `parts` as one tensor; the only one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:

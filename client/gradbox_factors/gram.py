@@ -17,9 +17,13 @@ from gradbox_factors.sums import any_term, common_dtype, sum_of, zeros_beside
 from gradbox_factors.term import Term, identity
 
 
-def _gram_sizes(first: Term, second: Term, *, trace: bool) -> tuple[int, ...]:
+def _zeros(
+    piece: Mapping[str, Term], other: Mapping[str, Term], dtype: torch.dtype, *, trace: bool
+) -> Tensor:
+    """Return a Gram of two pieces to which nothing was added, (Y, B, Y', B') or (B, B')."""
+    first, second = any_term(piece), any_term(other)
     sizes = (first.outputs, first.samples, second.outputs, second.samples)
-    return sizes[1::2] if trace else sizes
+    return zeros_beside(first, dtype, sizes[1::2] if trace else sizes)
 
 
 def _alike(
@@ -38,9 +42,7 @@ def _dtype_of_both(piece: Mapping[str, Term], other: Mapping[str, Term]) -> torc
 def gram_of_rows(piece: Mapping[str, Term], other: Mapping[str, Term], *, trace: bool) -> Tensor:
     """Return what `gram_of_pieces` does, from rows multiplied out: dearer, with all digits."""
     dtype = _dtype_of_both(piece, other)
-    gram = zeros_beside(
-        any_term(piece), dtype, _gram_sizes(any_term(piece), any_term(other), trace=trace)
-    )
+    gram = _zeros(piece, other, dtype, trace=trace)
     for _, mine, theirs in _alike(piece, other, dtype):
         (Term.add_gram_trace if trace else Term.add_gram)(mine, gram, theirs)
     return gram
@@ -71,12 +73,7 @@ def gram_of_pieces(piece: Mapping[str, Term], other: Mapping[str, Term], *, trac
             (together if at_once else linear).append((term, theirs, shift))
         elif name not in biases:
             others.append((term, theirs))
-    if together:
-        gram = gram_of_one_position(together)
-    else:
-        gram = zeros_beside(
-            any_term(piece), dtype, _gram_sizes(any_term(piece), any_term(other), trace=trace)
-        )
+    gram = gram_of_one_position(together) if together else _zeros(piece, other, dtype, trace=trace)
     for mine, layer, shift in linear:
         add = mine.add_gram_trace_with if trace else mine.add_gram_with
         add(gram, layer, shift=shift)
