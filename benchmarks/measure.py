@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,11 +83,16 @@ def interleaved(runs: Mapping[str, Callable[[], object]], *, rounds: int) -> Run
     return seconds
 
 
-def median_ratio(runs: list[Seconds], to: list[Seconds], *, cpu: bool) -> float:
+def median_of_ratios(times_s: Iterable[float], others_s: Iterable[float]) -> float:
     """Return the median over rounds of each round's ratio."""
-    return statistics.median(
-        (a.cpu / b.cpu) if cpu else (a.wall / b.wall) for a, b in zip(runs, to, strict=True)
-    )
+    return statistics.median(a / b for a, b in zip(times_s, others_s, strict=True))
+
+
+def median_ratio(runs: list[Seconds], to: list[Seconds], *, cpu: bool) -> float:
+    """Return the median over rounds of each round's ratio, of CPU or of wall time."""
+    if cpu:
+        return median_of_ratios((run.cpu for run in runs), (run.cpu for run in to))
+    return median_of_ratios((run.wall for run in runs), (run.wall for run in to))
 
 
 def _finish() -> None:

@@ -18,7 +18,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import relative_difference
+from benchmarks.measure import median_of_ratios, relative_difference
 from benchmarks.page import section, table, verdict
 from gradbox import GradClient
 from gradbox_engine import shard_stream
@@ -70,12 +70,7 @@ class AutogradOverhead:
     @property
     def ratio(self) -> float:
         """The median of the rounds' ratios of the remote step to the naive one."""
-        return ratio(self.remote_s, self.naive_s)
-
-
-def ratio(times_s: Sequence[float], others_s: Sequence[float]) -> float:
-    """Return the median of the rounds' ratios."""
-    return statistics.median(a / b for a, b in zip(times_s, others_s, strict=True))
+        return median_of_ratios(self.remote_s, self.naive_s)
 
 
 def measure_remote_autograd(plan: AutogradPlan) -> AutogradOverhead:
@@ -139,10 +134,14 @@ def autograd_section(found: AutogradOverhead) -> str:
         "local, one shard's graph at a time": found.replaying_s,
     }
     rows = [
-        [name, f"{statistics.median(times_s):.2f}", f"{ratio(times_s, found.naive_s):.3f}"]
+        [
+            name,
+            f"{statistics.median(times_s):.2f}",
+            f"{median_of_ratios(times_s, found.naive_s):.3f}",
+        ]
         for name, times_s in ways.items()
     ]
-    fair = ratio(found.remote_replaying_s, found.replaying_s)
+    fair = median_of_ratios(found.remote_replaying_s, found.replaying_s)
     return section(
         "Remote autograd",
         f"One step of InfoNCE over {plan.num_pairs} pairs, shard {plan.shard}, "

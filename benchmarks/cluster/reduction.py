@@ -19,7 +19,7 @@ from typing import Any, Final
 import ray
 import torch
 
-from benchmarks.measure import in_fresh_process
+from benchmarks.measure import in_fresh_process, median_of_ratios
 from gradbox_worker.cluster.actor.open_job import OpenJob
 from gradbox_worker.cluster.head.ray_session import leave, start_here
 
@@ -44,8 +44,7 @@ class Reduction:
     @property
     def of_copy(self) -> float:
         """The sum's speed as a part of the copy's: the median of the rounds' ratios."""
-        pairs = zip(self.copy_s, self.sum_s, strict=True)
-        return statistics.median(copied / summed for copied, summed in pairs)
+        return median_of_ratios(self.copy_s, self.sum_s)
 
 
 class Holder(OpenJob):

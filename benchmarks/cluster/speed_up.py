@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.cluster.ceiling import PROJECTED_TO, ceiling, graph_bytes
 from benchmarks.cluster.reduction import Reduction, measure_reduction
-from benchmarks.measure import relative_difference
+from benchmarks.measure import median_of_ratios, relative_difference
 from benchmarks.page import MIB, section, table, verdicts
 from benchmarks.source_trees import ROOT
 from gradbox import GradClient, Gradient, GradResult, PerSampleGradient
@@ -77,7 +77,7 @@ class Timing:
     @property
     def speed_up(self) -> float:
         """The median of the rounds' ratios."""
-        return statistics.median(a / b for a, b in zip(self.one_s, self.two_s, strict=True))
+        return median_of_ratios(self.one_s, self.two_s)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.box.remote_autograd import AutogradOverhead, AutogradPlan, autograd_section, ratio
+from benchmarks.box.remote_autograd import AutogradOverhead, AutogradPlan, autograd_section
 
 PLAN = AutogradPlan(num_pairs=48, shard=16, rounds=3, threads=1)
 
@@ -25,7 +25,3 @@ def test_the_bar_asks_for_a_long_step_and_a_small_overhead(
         replayed=0,
     )
     assert ("- met:" in autograd_section(found)) == met
-
-
-def test_rounds_are_compared_with_themselves() -> None:
-    assert ratio((2.0, 30.0, 8.0), (1.0, 10.0, 8.0)) == 2.0

@@ -13,6 +13,7 @@ from benchmarks.measure import (
     Seconds,
     bracketed,
     interleaved,
+    median_of_ratios,
     median_ratio,
     relative_difference,
 )
@@ -63,6 +64,7 @@ def test_a_ratio_is_the_median_of_each_rounds_ratio() -> None:
     naive = [Seconds(2.0, 1.0), Seconds(2.0, 1.0), Seconds(90.0, 90.0)]
     assert median_ratio(ours, naive, cpu=True) == 1.0
     assert median_ratio(ours, naive, cpu=False) == 1.5
+    assert median_of_ratios((2.0, 30.0, 8.0), (1.0, 10.0, 8.0)) == 2.0
 
 
 def test_runs_take_turns_after_one_that_is_not_measured() -> None:
