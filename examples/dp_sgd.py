@@ -12,7 +12,7 @@ Source: Abadi et al. 2016, "Deep learning with differential privacy", algorithm 
 from __future__ import annotations
 
 import torch
-from digits import classifier, cross_entropy, load, report, rows, shards
+from digits import classifier, cross_entropy, flat, load, report, rows, shards
 from pictures import curves, wanted
 from torch.nn import functional as F
 
@@ -45,8 +45,8 @@ def main() -> None:
             if step == 0:
                 G = rows(model, cross_entropy(model(x), labels))
                 clipped = G * (CLIP / G.norm(dim=1).clamp_min(CLIP))[:, None]
-                flat = torch.cat([result.grads[n][()].flatten() for n in result.names])
-                report("the clipped sum", flat, clipped.sum(0))
+                found = flat(result.grads[name] for name in result.names)
+                report("the clipped sum", found, clipped.sum(0))
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     drawn = torch.randn(parameter.shape, generator=noise, dtype=parameter.dtype)
