@@ -18,7 +18,6 @@ class Submitter:
     """Submits to one box, and remembers what it has sent there. Any thread may call it."""
 
     def __init__(self, connection: Connection) -> None:
-        """Have sent nothing yet."""
         self._poster = Poster(connection)
         self._known = KnownTensors()
 

@@ -29,7 +29,7 @@ SHARE: Final = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Wait:
-    """One waiter; both functions are called by the thread that asks the box."""
+    """A task that waits for a job; both functions are called by the thread that asks the box."""
 
     job_id: str
     on_view: Callable[[JobView], None]
@@ -47,28 +47,7 @@ class JobWaits:
         self._asked_anew = threading.Event()
         self._asking = False
 
-    def add(
-        self,
-        job_id: str,
-        *,
-        on_view: Callable[[JobView], None],
-        on_error: Callable[[BaseException], None],
-    ) -> Wait:
-        """Call `on_view` with the job's view now and then, the last time with a final state."""
-        wait = Wait(job_id, on_view, on_error, time.monotonic())
-        with self._lock:
-            self._waits.append(wait)
-            starts, self._asking = not self._asking, True
-        self._asked_anew.set()
-        if starts:
-            pool = ThreadPoolExecutor(1, thread_name_prefix="gradbox-waits")
-            pool.submit(self._ask).add_done_callback(self._ended)
-            pool.shutdown(wait=False)
-        return wait
-
-    async def until_over(
-        self, job_id: str, *, on_view: Callable[[JobView], None] | None = None
-    ) -> JobView:
+    async def until_over(self, job_id: str, *, on_view: Callable[[JobView], None]) -> JobView:
         """Wait until a job is over, and return what the box says of it then.
 
         A task that is cancelled stops waiting; the job continues.
@@ -80,8 +59,7 @@ class JobWaits:
         over: asyncio.Future[JobView] = loop.create_future()
 
         def show(view: JobView) -> None:
-            if on_view is not None:
-                on_view(view)
+            on_view(view)
             if view.state.final and not over.done():
                 over.set_result(view)
 
@@ -96,13 +74,25 @@ class JobWaits:
 
             return call
 
-        wait = self.add(job_id, on_view=in_loop(show), on_error=in_loop(fail))
+        wait = Wait(job_id, in_loop(show), in_loop(fail), time.monotonic())
+        self._add(wait)
         try:
             return await over
         finally:
-            self.remove(wait)
+            self._remove(wait)
 
-    def remove(self, wait: Wait) -> None:
+    def _add(self, wait: Wait) -> None:
+        """Begin a wait, and the thread that asks the box where there is none."""
+        with self._lock:
+            self._waits.append(wait)
+            starts, self._asking = not self._asking, True
+        self._asked_anew.set()
+        if starts:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="gradbox-waits")
+            pool.submit(self._ask).add_done_callback(self._ended)
+            pool.shutdown(wait=False)
+
+    def _remove(self, wait: Wait) -> None:
         """End a wait; nothing happens if it has ended."""
         with self._lock:
             if wait in self._waits:
@@ -129,11 +119,11 @@ class JobWaits:
                     return
             for wait, answer in self._answers(waits):
                 if isinstance(answer, GradboxError):
-                    self.remove(wait)
+                    self._remove(wait)
                     wait.on_error(answer)
                     continue
                 if answer.state.final:
-                    self.remove(wait)
+                    self._remove(wait)
                 wait.on_view(answer)
             self._asked_anew.clear()
             waited_s = time.monotonic() - max(wait.began_s for wait in waits)

@@ -30,7 +30,6 @@ class KnownTensors:
     """What one client knows of the tensors on its box. Any thread may call it."""
 
     def __init__(self) -> None:
-        """Know of none."""
         self._lock = threading.Lock()
         self._places: OrderedDict[str, TensorRef] = OrderedDict()
         self._names: set[str] = set()

@@ -156,15 +156,10 @@ def _shard(
     samples_b: np.ndarray[Any, Any],
     length: int,
 ) -> dict[str, Any]:
+    part_b = np.searchsorted(starts, samples_b, side="right") - 1
+    places = list(zip(part_b.tolist(), (samples_b - starts[part_b]).tolist(), strict=True))
     return {
-        name: _stacked(
-            name,
-            [
-                _row(parts[part], mask, name, int(sample - starts[part]), length)
-                for sample in samples_b
-                for part in [int(np.searchsorted(starts, sample, side="right")) - 1]
-            ],
-        )
+        name: _stacked(name, [_row(parts[part], mask, name, row, length) for part, row in places])
         for name in parts[0]
     }
 
