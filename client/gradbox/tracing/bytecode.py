@@ -17,10 +17,10 @@ def unpacked(frame: FrameType) -> int | None:
     return at.argval if at is not None and at.opname == "UNPACK_SEQUENCE" else None
 
 
-def truth_that_goes_on(frame: FrameType, *, called: bool = False) -> bool | None:
-    """Return the truth value of a check, with which the frame goes on, and raises otherwise.
+def passing_truth(frame: FrameType, *, called: bool = False) -> bool | None:
+    """Return the truth value with which a check passes, where the frame raises at the other one.
 
-    Such are `assert value`, `if not value: raise` and each part of `if value or other: raise`.
+    Checks are `assert value`, `if not value: raise` and each part of `if value or other: raise`.
 
     Args:
         called: the frame has called what will return the truth value, and asks for none itself.

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node, Proxy
 
 from gradbox.graphs import allow_list, targets
-from gradbox.tracing.bytecode import truth_that_goes_on, unpacked
+from gradbox.tracing.bytecode import passing_truth, unpacked
 from gradbox.tracing.refusals import ON_YOUR_SIDE
 from gradbox.tracing.source_location import brief_location, is_user_code, untraceable
 
@@ -104,12 +104,12 @@ class Symbol(Proxy):
 
     def __bool__(self) -> bool:
         caller = sys._getframe(1)
-        goes_on = truth_that_goes_on(caller)
-        if goes_on is not None:
-            holds = self if goes_on else operator.eq(self, False)
+        passing = passing_truth(caller)
+        if passing is not None:
+            holds = self if passing else operator.eq(self, False)
             message = f"a check of the loss does not hold ({brief_location(caller)})"
             self.tracer.create_proxy("call_function", torch._assert, (holds, message), {})
-            return goes_on
+            return passing
         raise self.tracer.refusal("Python control flow depends on a value", _CONTROL_FLOW)
 
     def __iter__(self) -> Iterator[Proxy]:

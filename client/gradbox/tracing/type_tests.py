@@ -10,7 +10,7 @@ from typing import Any, Final, get_args
 import torch
 from torch.fx import Proxy
 
-from gradbox.tracing.bytecode import truth_that_goes_on
+from gradbox.tracing.bytecode import passing_truth
 from gradbox.tracing.source_location import is_user_code, untraceable
 
 # Its code asks in order to give numbers the dtype of the tensors beside them.
@@ -36,7 +36,7 @@ def type_test(known: Callable[..., bool]) -> Callable[..., bool]:
         of_tensor = _of_a_tensor(known, *kinds)
         if of_tensor is not None and _is_argument(value):
             return of_tensor
-        if of_tensor and truth_that_goes_on(asked_by, called=True):
+        if of_tensor and passing_truth(asked_by, called=True):
             return True
         raise untraceable(
             f"{known.__name__}() asks for the type of a value that is not known yet",
