@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ def test_a_result_comes_whole_with_its_digest(memory_box: Box, url: str) -> None
     assert answer.headers["etag"] == ETAG
     assert answer.headers["content-length"] == str(len(DATA))
     assert answer.headers["accept-ranges"] == "bytes"
+    assert "no-transform" in answer.headers["cache-control"]
 
 
 def test_head_tells_the_size(memory_box: Box, url: str) -> None:
@@ -48,6 +50,8 @@ def test_head_tells_the_size(memory_box: Box, url: str) -> None:
         ("bytes=3145728-", 3_145_728, len(DATA)),
         ("bytes=-5", len(DATA) - 5, len(DATA)),
         ("bytes=0-99999999", 0, len(DATA)),
+        ("bytes=9-" + "9" * 40, 9, len(DATA)),
+        ("bytes=-" + "9" * 40, 0, len(DATA)),
     ],
 )
 def test_a_range_comes_alone(memory_box: Box, url: str, wanted: str, begin: int, end: int) -> None:
@@ -66,8 +70,9 @@ def test_a_range_comes_alone(memory_box: Box, url: str, wanted: str, begin: int,
         ("bytes=-0", 416),
         ("bytes=a-b", 400),
         ("bytes=", 400),
-        ("lines=1-2", 400),
-        ("bytes=" + "9" * 40 + "-", 400),
+        ("bytes", 400),
+        ("bytes=" + "9" * 40 + "-", 416),
+        ("bytes=" + "9" * 5000 + "-", 400),
     ],
 )
 @pytest.mark.parametrize("condition", [{}, {"If-Range": ETAG}], ids=["always", "of this file"])
@@ -81,6 +86,18 @@ def test_a_range_that_cannot_be_served_is_a_problem(
         assert answer.headers["content-range"] == f"bytes */{len(DATA)}"
 
 
+@pytest.mark.parametrize("wanted", ["lines=1-2", "lines", ""])
+def test_a_range_in_another_unit_is_ignored(memory_box: Box, url: str, wanted: str) -> None:
+    answer = memory_box.client.get(url, headers={"Range": wanted})
+    assert (answer.status_code, answer.content) == (200, DATA)
+
+
+@pytest.mark.parametrize("wanted", ["bytes=0-9", "bytes=99999999-", "bytes=a-b"])
+def test_head_knows_no_ranges(memory_box: Box, url: str, wanted: str) -> None:
+    answer = memory_box.client.head(url, headers={"Range": wanted})
+    assert (answer.status_code, answer.headers["content-length"]) == (200, str(len(DATA)))
+
+
 @pytest.mark.parametrize(
     ("etag", "status"), [(ETAG, 206), ('"other"', 200)], ids=["this file", "another"]
 )
@@ -89,6 +106,13 @@ def test_a_range_of_another_file_is_not_mixed_in(
 ) -> None:
     headers = {"Range": "bytes=0-9", "If-Range": etag}
     assert memory_box.client.get(url, headers=headers).status_code == status
+
+
+def test_reading_a_result_leaves_its_date(memory_box: Box, url: str) -> None:
+    memory_box.backing.records.update(url.split("/")[3], lambda job: replace(job, finished_s=0.0))
+    finished = "Thu, 01 Jan 1970 00:00:00 GMT"
+    resumed = memory_box.client.get(url, headers={"Range": "bytes=9-", "If-Range": finished})
+    assert (resumed.status_code, resumed.headers["last-modified"]) == (206, finished)
 
 
 @pytest.mark.parametrize("known", [ETAG, f'"a", W/{ETAG}', "*"], ids=["it", "among others", "any"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from email.utils import formatdate
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -22,19 +23,27 @@ from gradbox_service.settings import MIB
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
-_RANGE = re.compile(r"\s*(?:(\d{1,18})\s*-\s*(\d{0,18})|-\s*(\d{1,18}))\s*")
+# As many digits as `int` reads, and more than any file has.
+_RANGE = re.compile(r"\s*(?:([0-9]{1,1000})\s*-\s*([0-9]{0,1000})|-\s*([0-9]{1,1000}))\s*")
 
 
 class ResultResponse(FileResponse):
-    """Sends a file that is open: it may be removed before its last byte is sent, or its first."""
+    """Sends a file that is open: it may be removed before its last byte is sent, or its first.
+
+    `whole` sends all of it, whatever `Range` says.
+    """
 
     chunk_size = MIB
 
-    def __init__(self, file: BinaryIO, **given: Any) -> None:
+    def __init__(self, file: BinaryIO, *, whole: bool, **given: Any) -> None:
         super().__init__(f"/dev/fd/{file.fileno()}", **given)
         self._file = file
+        self.whole = whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.whole:
+            kept = [(name, value) for name, value in scope["headers"] if name != b"range"]
+            scope = {**scope, "headers": kept}
         with self._file:
             await super().__call__(scope, receive, send)
 
@@ -45,7 +54,11 @@ def job_result(request: Request, record: VisibleJob, box: Box) -> Response:
     """The safetensors file of a job that is done; `Range`, `If-Range` and `If-None-Match` work."""
     result = _result_of(record)
     etag = f'"{result.sha256}"'
-    headers = {"ETag": etag, "Cache-Control": "private, immutable, max-age=31536000"}
+    # A proxy that compressed the bytes would weaken the ETag, and ranges would count others.
+    cached = "private, immutable, no-transform, max-age=31536000"
+    headers = {"ETag": etag, "Cache-Control": cached}
+    if record.finished_s is not None:  # the file's own time says when it was last read
+        headers["Last-Modified"] = formatdate(record.finished_s, usegmt=True)
     if _matches(request.headers.get("if-none-match", ""), etag):
         return Response(status_code=304, headers=headers)
     path = box.results.path(record.id, attempt=record.attempt)
@@ -60,16 +73,21 @@ def job_result(request: Request, record: VisibleJob, box: Box) -> Response:
             f"the result of job {record.id} has {found.st_size} of its {result.size_bytes} bytes "
             f"left, as after a power cut; submit the job again"
         )
+    # HEAD knows no ranges, and a unit that is not ours is none of them (RFC 9110, section 14.2).
+    wanted = request.headers.get("range", "")
+    in_bytes = wanted.partition("=")[0].strip().lower() == "bytes"
     response = ResultResponse(
         file,
+        whole=request.method == "HEAD" or not in_bytes,
         headers=headers,
         media_type="application/octet-stream",
         filename=f"{record.id}.safetensors",
         stat_result=found,
     )
-    if request.headers.get("if-range", etag) in (etag, response.headers["last-modified"]):
-        return _refused_range(request, size_bytes=found.st_size) or response
-    return response  # whole: the range is of another file
+    of_this_file = (etag, response.headers["last-modified"])
+    if response.whole or request.headers.get("if-range", etag) not in of_this_file:
+        return response
+    return _refused_range(wanted, request, size_bytes=found.st_size) or response
 
 
 @router.get("/{job_id}/receipt")
@@ -126,14 +144,10 @@ def _matches(if_none_match: str, etag: str) -> bool:
     return etag in tags or tags == ["*"]
 
 
-def _refused_range(request: Request, *, size_bytes: int) -> Response | None:
+def _refused_range(wanted: str, request: Request, *, size_bytes: int) -> Response | None:
     """Return the refusal of a Range that cannot be served, so that it too is problem+json."""
-    wanted = request.headers.get("range")
-    if wanted is None:
-        return None
-    unit, _, spans = wanted.partition("=")
-    found = [_RANGE.fullmatch(span) for span in spans.split(",")]
-    if unit.strip().lower() != "bytes" or None in found:
+    found = [_RANGE.fullmatch(span) for span in wanted.partition("=")[2].split(",")]
+    if None in found:
         detail = f"expected a Range like bytes=0-99, bytes=100- or bytes=-100, got {wanted[:80]!r}"
         return problem_response(plain_problem(400, "bad-range", detail), request)
     bounds = [_bounds(span, size_bytes) for span in found if span is not None]
