@@ -7,7 +7,7 @@ To read in this order:
     app                  the app put together: state, middleware, routes
     request_ids, rates   middleware: an id for each request; requests a second for each token
     auth                 whose token or session, whose job
-    small_bodies         middleware: what any other body may have at most
+    small_bodies, heads  middleware: what any other body may have at most; HEAD as GET
     bodies, multipart    posted jobs, read whole, and the blobs that come with them
     waiting              answers that wait for a job's end, and hold its small result
     routes/              one module a noun

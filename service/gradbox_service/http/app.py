@@ -19,6 +19,7 @@ from gradbox_service.dashboard.board import Board
 from gradbox_service.http import openapi, problems
 from gradbox_service.http.bodies import Bodies
 from gradbox_service.http.event_hub import Hub
+from gradbox_service.http.heads import Heads
 from gradbox_service.http.rates import Allowance, RateLimit
 from gradbox_service.http.request_ids import RequestIds
 from gradbox_service.http.routes import (
@@ -98,6 +99,7 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         leadership=stands_on.leadership,
     )
     app.state.bodies = Bodies(folder=settings.data, limit_bytes=settings.max_spec_bytes)
+    app.add_middleware(Heads)
     app.add_middleware(SmallBodies)
     app.add_middleware(
         RateLimit,
