@@ -157,8 +157,12 @@ POSTED: dict[str, tuple[Any, str]] = {
         "outer: expected dfdz first",
     ),
     "a name in both": (
-        lambda spec: spec | {"x": spec["x"] | {"y": spec["y"]["y"]}},
+        lambda spec: spec | {"x": spec["x"] | {"y": spec["y"]["y"] | {"requires_grad": False}}},
         r"in both",
+    ),
+    "a constant that requires grad": (
+        lambda spec: spec | {"x": {"y": spec["y"]["y"]}},
+        "x.y: no gradient of this tensor is computed",
     ),
     "nothing that requires grad": (
         lambda spec: spec | {"y": {"y": spec["y"]["y"] | {"requires_grad": False}}},

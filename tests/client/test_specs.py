@@ -24,7 +24,9 @@ PER_SAMPLE = {
     "loss": {"kind": "graph", "function": FUNCTION},
     "reduce": "clipped_sum",
 }
-COTANGENTS = {
+JACOBIAN = {"computation": "jacobian", "model": "m", "inputs": [{"shards": [SHARD]}]}
+LEAF = {**SHARD, "tensor": "t", "requires_grad": True}
+COTANGENTS: dict[str, Any] = {
     "computation": "gradient",
     "loss": {"kind": "cotangents", "forward": "j1", "tensors": {"z": {**SHARD, "tensor": "z"}}},
 }
@@ -77,3 +79,34 @@ def test_what_was_given_is_said_once() -> None:
     assert str(caught.value).count("None") == 1
     with pytest.raises(InvalidJob, match=r"\(got 'often'\)"):
         posted(GRADIENT, mode="often")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"seed": 1, %s, "seed": 1}',
+        '{"loss_inputs": {"a": 1, "\\u0061": 2}, %s}',
+    ],
+)
+def test_a_name_that_comes_twice_is_refused(text: str) -> None:
+    fields = json.dumps(GRADIENT)[1:-1]
+    with pytest.raises(InvalidJob, match="each name once in an object, got '(seed|a)'"):
+        parse_posted((text % fields).encode())
+
+
+@pytest.mark.parametrize(
+    ("base", "fields"),
+    [
+        (GRADIENT, {"weights": {"w": LEAF}}),
+        (GRADIENT, {"inputs": [{"shards": [SHARD], "order": LEAF}]}),
+        (COTANGENTS, {"loss": {**COTANGENTS["loss"], "tensors": {"z": LEAF}}}),
+        (JACOBIAN, {"reduce": "vjp", "vectors": LEAF}),
+        (JACOBIAN, {"reduce": "jvp", "vectors": {"w": LEAF}}),
+    ],
+)
+def test_what_has_no_gradient_cannot_require_one(
+    base: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidJob, match="no gradient of this tensor is computed"):
+        posted(base, **fields)
+    posted(base, **json.loads(json.dumps(fields).replace("true", "false")))

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from gradbox.graphs.wire_form import Entries, Items
 from gradbox.protocol.spec_fields import (
     NUMBER,
+    ConstantRef,
     GraphLoss,
     Identifier,
     InputGroup,
@@ -206,7 +207,7 @@ class JacobianSpec(SampleSpec):
     reduce: JacobianReduction = "none"
     form: Form = "dense"
     vectors: Annotated[
-        TensorRef | Entries[TensorName, TensorRef] | None, Field(validate_default=True)
+        ConstantRef | Entries[TensorName, ConstantRef] | None, Field(validate_default=True)
     ] = None
     dim: Annotated[int | None, Field(validate_default=True, le=MAX_DIM, strict=True)] = None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from itertools import islice
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -20,6 +21,7 @@ from gradbox.protocol.spec_fields import (
     DEFAULT_TIMEOUT_S,
     NUMBER,
     PROTOCOL,
+    ConstantRef,
     CotangentsLoss,
     Devices,
     DifferentiatedSpec,
@@ -88,7 +90,7 @@ class MixedGradientSpec(SharedSpec):
     inner: TracedFunction
     outer: TracedFunction
     y: Entries[Identifier, TensorRef] = {}
-    x: Entries[Identifier, TensorRef] = {}
+    x: Entries[Identifier, ConstantRef] = {}
     z: Annotated[str, StringConstraints(min_length=1, max_length=100)] | None = None
     returns: Annotated[Items[MixedReturned], Field(min_length=1)] = ["grads"]
 
@@ -136,9 +138,10 @@ def parse_posted(body: bytes) -> JobSpec | CotangentGradientSpec:
     """Read a job spec as it is posted.
 
     Raises:
-        InvalidJob: as `parse_spec`.
+        InvalidJob: as `parse_spec`; or an object names something twice.
     """
     document = _parse_json(body)
+    _NAMES.decode(body.decode())
     match document:
         case {"computation": "gradient", "loss": {"kind": "cotangents"}}:
             try:
@@ -163,6 +166,22 @@ def _parse_json(body: bytes | str) -> Any:
         return from_json(body)
     except ValueError as error:
         raise InvalidJob(f"the body: Invalid JSON: {error}") from None
+
+
+def _refuse_repeated_names(members: list[tuple[str, Any]]) -> None:
+    names = [name for name, _ in members]
+    if len(set(names)) < len(names):
+        repeated, _ = Counter(names).most_common(1)[0]
+        raise InvalidJob(
+            f"the body: expected each name once in an object, got {_shown(repeated)} more than "
+            f"once; leave in the one that is meant"
+        )
+
+
+# Of a name that comes twice readers of JSON take the last, the first, or both (RFC 8259).
+_NAMES: Final = json.JSONDecoder(
+    object_pairs_hook=_refuse_repeated_names, parse_int=str, parse_float=str
+)
 
 
 def _validated(document: Any) -> JobSpec:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictBool, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from gradbox.graphs.schema import Graph
@@ -58,6 +58,17 @@ class TensorRef(Wire):
     requires_grad: StrictBool = False
 
 
+def _without_gradient(reference: TensorRef) -> TensorRef:
+    if reference.requires_grad:
+        raise PydanticCustomError(
+            "constant", "no gradient of this tensor is computed: leave requires_grad out"
+        )
+    return reference
+
+
+ConstantRef = Annotated[TensorRef, AfterValidator(_without_gradient)]
+
+
 class ShardRef(Wire):
     """The arguments of one call of the model: a blob's tensors whose names begin with `prefix`.
 
@@ -81,7 +92,7 @@ class InputGroup(Wire):
     name: Identifier = "z"
     shards: Annotated[Items[ShardRef], Field(min_length=1, max_length=1_000_000)]
     method: str = "forward"
-    order: TensorRef | None = None
+    order: ConstantRef | None = None
 
 
 class FunctionTensor(TensorRef):
@@ -134,7 +145,7 @@ class CotangentsLoss(LossKind):
 
     kind: Literal["cotangents"] = "cotangents"
     forward: JobId
-    tensors: Annotated[Entries[TensorName, TensorRef], Field(min_length=1)]
+    tensors: Annotated[Entries[TensorName, ConstantRef], Field(min_length=1)]
 
 
 class PenaltySpec(Wire):
@@ -170,7 +181,7 @@ class SharedSpec(Wire):
     seed: Annotated[int, Field(ge=0, lt=2**63), NUMBER] = 0
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
     streams: Literal["shard", "sample"] = "shard"
-    weights: Entries[str, TensorRef] = {}
+    weights: Entries[str, ConstantRef] = {}
     transfer: Transfer = "exact"
     priority: Priority = 0
     timeout_s: Timeout = DEFAULT_TIMEOUT_S
