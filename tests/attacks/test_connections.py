@@ -156,8 +156,36 @@ def test_a_silent_body_is_given_up(service: Service) -> None:
     with service.connect() as connection:
         connection.sendall(post_head(service, length=1000) + b"{")
         seconds, answer = seconds_until_closed(connection)
-    assert answer == b""
+    assert status_of(answer) == 408
+    assert "more of its body" in str(problem_of(answer)["detail"])
     assert 0.5 < seconds < 30.0
+
+
+@pytest.mark.parametrize("chunks", [b"zz\r\n{}\r\n", b"2\r\n{}XX", b"2\r\n{}\r\n", b""])
+@pytest.mark.parametrize("call", [b"POST /v1/jobs", b"PUT /v1/blobs/" + b"0" * 64])
+def test_chunks_that_cannot_be_read_are_a_problem(
+    service: Service, call: bytes, chunks: bytes
+) -> None:
+    token = service.token_of("eve").encode()
+    head = b" HTTP/1.1\r\nHost: box\r\nAuthorization: Bearer " + token
+    with service.connect() as connection:
+        connection.sendall(call + head + b"\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+        time.sleep(0.2)  # the app reads the body
+        connection.sendall(b"no size\r\n")
+        answer = answer_of(connection)
+    assert status_of(answer) == 400
+    assert problem_of(answer)["type"] == "urn:gradbox:problem:bad-request"
+
+
+def test_the_answer_under_way_is_not_followed_by_a_refusal(service: Service) -> None:
+    job_id = submit(service.client_of("ann"))
+    token = service.token_of("ann").encode()
+    head = f"GET /v1/jobs/{job_id}/events HTTP/1.1\r\nHost: box\r\nAuthorization: Bearer ".encode()
+    with service.connect() as connection:
+        connection.sendall(head + token + b"\r\n\r\n")
+        assert status_of(connection.recv(1000)) == 200
+        connection.sendall(b"no request\r\n\r\n")
+        assert b"HTTP/1.1" not in answer_of(connection)
 
 
 def test_a_slow_body_is_waited_for(service: Service) -> None:

@@ -155,8 +155,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refused = True
         self._stop_waiting()
         if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()
-            return
+            if self.cycle.response_started or self.pipeline:
+                self.transport.close()
+                return
+            # The app hears that its client has left; what it answers goes nowhere.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         text = plain_problem(status, code, detail).model_dump_json(exclude_none=True).encode()
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {MEDIA_TYPE}\r\n"
