@@ -155,7 +155,7 @@ def test_a_job_and_a_request_take_one_line_each(
     assert (failed["user"], failed["error"], failed["attempts"]) == ("ann", "out-of-memory", 1)
     (mistake,) = [line for line in lines if line.get("status") == 422]
     assert mistake["level"] == "INFO"
-    assert mistake["path"] == "/v1/jobs"
+    assert (mistake["path"], mistake["problem"]) == ("/v1/jobs", "invalid-job")
     assert mistake["request"] == refused.headers["X-Request-ID"]
     assert not [line for line in lines if "exception" in line]
     assert not [line for line in lines if line.get("path") == "/metrics"]

@@ -41,6 +41,7 @@ def problem_response(
     problem: Problem, request: Request, headers: Mapping[str, str] | None = None
 ) -> Response:
     """Return the response that says `problem`."""
+    request.state.problem = problem.code  # for the log's line about the request
     found = problem.model_copy(update={"request_id": request_id_of(request)})
     extra = {HEADER: request_id_of(request), **(headers or {})}
     if problem.category == "transient":

@@ -1,7 +1,8 @@
 """Counts every request and logs it in one line.
 
-A refusal is its caller's mistake and one line at INFO, like any other answer; what the service
-itself failed on has a line at ERROR with its traceback besides (`http.problems`).
+A refusal is its caller's mistake and one line at INFO, like any other answer, with the code of the
+problem; what the service itself failed on has a line at ERROR with its traceback besides
+(`http.problems`).
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class RequestWatch:
                 received_bytes=received_bytes,
                 sent_bytes=sent_bytes,
             )
+            state = scope.get("state", {})
             fields = {
-                "request": scope.get("state", {}).get("request_id"),
+                "request": state.get("request_id"),
                 "method": scope["method"],
                 "path": scope["path"],
                 "status": status,
@@ -69,6 +71,8 @@ class RequestWatch:
                 "received_bytes": received_bytes,
                 "sent_bytes": sent_bytes,
             }
+            if "problem" in state:
+                fields["problem"] = state["problem"]
             level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
             text = " ".join(f"{name}={value}" for name, value in fields.items())
             log.log(level, "request ended: %s", text, extra={"fields": fields})
