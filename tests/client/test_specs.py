@@ -90,7 +90,7 @@ def test_what_was_given_is_said_once() -> None:
 )
 def test_a_name_that_comes_twice_is_refused(text: str) -> None:
     fields = json.dumps(GRADIENT)[1:-1]
-    with pytest.raises(InvalidJob, match="each name once in an object, got '(seed|a)'"):
+    with pytest.raises(InvalidJob, match=r"each name once in an object, got '(seed|a)'"):
         parse_posted((text % fields).encode())
 
 
