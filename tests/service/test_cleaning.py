@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import redis
 
+from gradbox.errors import StorageFull
+from gradbox_service.admission.shares import check_quota
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.cleaning.crowding import crowding
@@ -105,6 +107,15 @@ def test_the_quota_takes_settled_files_of_its_owner() -> None:
     files += [settled("bob", quarters=3.5, owner="bob"), stored("unread", days=3.5 * QUARTER)]
     assert names(files, replace(ROOMY, quota_bytes=20)) == ["ann1.5"]
     assert names(files, replace(ROOMY, quota_bytes=0)) == ["bob", "ann1.5"]
+
+
+def test_the_quota_makes_room_for_what_it_refused() -> None:
+    files = [settled(f"ann{n}", quarters=n) for n in (0.5, 1.5, 2.5)]
+    files += [settled("bob", quarters=3.5, owner="bob")]
+    quota = replace(ROOMY, quota_bytes=30)
+    assert names(files, quota) == []
+    assert names(files, replace(quota, wanted_bytes={"ann": 5})) == ["ann2.5"]
+    assert names(files, replace(quota, wanted_bytes={"ann": 30})) == ["ann2.5", "ann1.5"]
 
 
 def cleaner_of(box: Backing, data: Path, **settings: Any) -> Cleaner:
@@ -247,6 +258,25 @@ def test_a_full_disk_takes_what_was_read_and_blobs_before_the_hour(
         cleaner = cleaner_of(backing, tmp_path / "data", **settings)
         assert {file.name for file in cleaner.clean()} <= {"read", blob}
     assert {file.name for file in cleaner.stored()} == {"unread", "new"}
+
+
+def test_blobs_below_the_quota_make_room_for_one_that_was_refused(
+    backing: Backing, tmp_path: Path
+) -> None:
+    old, new = put_blob(backing, days=1.5 * QUARTER), put_blob(backing, size=4)
+    size_bytes = backing.owners.bytes_of("ann")
+    cleaner = cleaner_of(backing, tmp_path / "data", owner_quota_bytes=size_bytes)
+    assert cleaner.clean() == []
+    with pytest.raises(StorageFull):
+        check_quota(
+            "ann",
+            more_bytes=10,
+            quota_bytes=size_bytes,
+            records=backing.records,
+            owners=backing.owners,
+        )
+    assert [file.name for file in cleaner.clean()] == [old]
+    assert [file.name for file in cleaner.stored()] == [new]
 
 
 def test_a_full_redis_forgets_old_jobs_of_whoever_has_most(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import redis
 
+from gradbox import Retry
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import MemoryRecords
 from gradbox_service.jobs.records import Memory
@@ -35,8 +36,10 @@ def test_an_upload_above_the_quota_is_refused_with_the_numbers(
     content = data if announced else iter([data])
     answer = quota_box.client.put(f"/v1/blobs/{digest}", content=content)
     assert (answer.status_code, answer.json()["category"]) == (507, "transient")
+    assert answer.json()["type"] == "urn:gradbox:problem:storage-full"
     assert "9.8 KiB that one owner may have" in answer.json()["detail"]
-    assert "Retry-After" in answer.headers
+    # More than a client's patience: what makes room is a quarter of an hour old, or deleted.
+    assert int(answer.headers["Retry-After"]) > Retry().patience_s
     assert quota_box.backing.blobs.size_bytes(digest) is None
     assert quota_box.client_of("bob").put(f"/v1/blobs/{digest}", content=data).status_code == 201
 

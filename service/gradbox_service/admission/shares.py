@@ -1,6 +1,6 @@
 """What is refused before it is taken: more bytes than an owner may have, more jobs than fit Redis.
 
-quota      an owner's blobs and results reach `owner_quota_bytes`           StorageFull
+quota      an owner's blobs and results reach `owner_quota_bytes`           QuotaReached
            what was sent exceeds it by itself, so waiting does not help     BlobTooLarge
 memory     Redis takes four fifths of what it may; the rest is for jobs     ServiceUnavailable
            that were accepted: their progress, their leases, their end
@@ -20,6 +20,10 @@ from gradbox_service.store.room import Room, in_units
 NEW_JOBS_SHARE: Final = 0.8
 
 
+class QuotaReached(StorageFull):
+    """An owner's share is full; the cleaner makes room of what was not used lately."""
+
+
 def check_quota(
     owner: str,
     *,
@@ -28,10 +32,10 @@ def check_quota(
     records: Records,
     owners: BlobOwners,
 ) -> None:
-    """Check that an owner may have `more_bytes` more on the box.
+    """Check that an owner may have `more_bytes` more on the box, or note that they want them.
 
     Raises:
-        StorageFull: that would reach the quota.
+        QuotaReached: that would reach the quota.
         BlobTooLarge: it would with nothing else there.
     """
     if quota_bytes is None:
@@ -45,8 +49,9 @@ def check_quota(
     blob_bytes, result_bytes = owners.bytes_of(owner), records.result_bytes().get(owner, 0)
     if blob_bytes + result_bytes + max(1, more_bytes) <= quota_bytes:
         return
+    owners.want(owner, max(1, more_bytes))
     wanted = f"{in_units(more_bytes)} more do not fit" if more_bytes else "there is no room"
-    raise StorageFull(
+    raise QuotaReached(
         f"{wanted}: of the {in_units(quota_bytes)} that one owner may have on this box, your blobs "
         f"take {in_units(blob_bytes)} and your results {in_units(result_bytes)}; delete results "
         f"(`job.delete()`), or wait: what was not used for a quarter of an hour makes room, and "

@@ -149,12 +149,14 @@ class Cleaner(RepeatingThread):
         taken_bytes = sum(file.size_bytes for file in files)
         there_is_bytes = taken_bytes + self._blobs.room.left_bytes()
         memory_bytes = self._records.memory().bound_bytes or math.inf
+        owners = {file.owner for file in files if file.owner}
         return Limits(
             result_age_s=self._settings.result_age_s,
             blob_age_s=self._settings.blob_age_s,
             quota_bytes=self._settings.owner_quota_bytes,
             total_bytes=self._settings.storage_share * there_is_bytes,
             num_blobs=BLOBS_SHARE * memory_bytes / BLOB_NOTE_BYTES,
+            wanted_bytes={owner: self._owners.wanted_by(owner) for owner in owners},
         )
 
     def _end_records(self, job_ids: Iterable[str]) -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 SPARED_S: Final = 3600.0
@@ -47,6 +47,7 @@ class Limits:
 
     Attributes:
         quota_bytes: what one owner's files may take together; None is no limit.
+        wanted_bytes: of it, what owners were refused who are to have room.
         total_bytes: what all files may take together.
         num_blobs: how many blobs may stay, however small.
     """
@@ -56,6 +57,7 @@ class Limits:
     quota_bytes: int | None
     total_bytes: float
     num_blobs: float = math.inf
+    wanted_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def expired(
@@ -77,7 +79,8 @@ def expired(
     if limits.quota_bytes is not None:
         for owner in sorted({file.owner for file in oldest_first if file.owner}):
             own = [file for file in oldest_first if file.owner == owner]
-            gone |= _until_within(own, limits.quota_bytes, among=[*idle, *settled], gone=gone)
+            bound_bytes = limits.quota_bytes - limits.wanted_bytes.get(owner, 0)
+            gone |= _until_within(own, bound_bytes, among=[*idle, *settled], gone=gone)
     taken_bytes = Counter[str]()
     for file in oldest_first:
         taken_bytes[file.owner] += file.size_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import cast
+from typing import Final, cast
 
 import redis
 from fastapi import FastAPI, Request
@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from gradbox.errors import BoxDraining, Category, GradboxError, MissingBlobs, ServiceUnavailable
 from gradbox.protocol import Problem
 from gradbox.protocol.problem import URN
+from gradbox_service.admission.shares import QuotaReached
 from gradbox_service.http.request_ids import HEADER, request_id_of
 from gradbox_service.jobs.refusals import store_refuses, why_refused
 
@@ -24,7 +25,8 @@ log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 2
-DRAINED_AFTER_S = 120
+# Longer than clients wait unless they are told to: they are to hear of these at once.
+RETRY_AFTER_LONG_S: Final[Mapping[type[GradboxError], int]] = {BoxDraining: 120, QuotaReached: 60}
 
 
 def install(app: FastAPI) -> None:
@@ -69,8 +71,8 @@ def plain_problem(status: int, code: str, detail: str, *, category: Category = "
 
 async def _known(request: Request, error: Exception) -> Response:
     extra = {"missing": list(error.missing)} if isinstance(error, MissingBlobs) else {}
-    # Longer than clients wait: they are to hear of it at once.
-    headers = {"Retry-After": str(DRAINED_AFTER_S)} if isinstance(error, BoxDraining) else None
+    after_s = RETRY_AFTER_LONG_S.get(type(cast(GradboxError, error)))
+    headers = None if after_s is None else {"Retry-After": str(after_s)}
     return problem_response(Problem.of(cast(GradboxError, error), **extra), request, headers)
 
 

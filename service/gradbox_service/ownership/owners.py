@@ -6,6 +6,7 @@ counts against the owner who sent it first.
 
     gradbox:blob:DIGEST      hash: `first` (owner), `size_bytes`, and `owner:NAME` for each owner
     gradbox:blob-bytes       hash: owner → bytes of the blobs that they sent first
+    gradbox:wanted:OWNER     bytes that the quota refused them lately; ends by itself
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ if first and size then redis.call('HINCRBY', KEYS[1], first, -size) end
 redis.call('DEL', KEYS[2])
 """
 )
+# How long it is known what an owner was refused: the cleaner looks more often.
+WANTED_S = 3600
 # Digests asked about in one round trip.
 ASKED_AT_ONCE = 1000
 
@@ -74,6 +77,12 @@ class BlobOwners(Protocol):
 
     def known(self) -> Iterator[str]:
         """Give the digest of every blob that belongs to somebody."""
+
+    def want(self, owner: str, size_bytes: int) -> None:
+        """Note that the quota refused `owner` so many bytes, for the cleaner to make room."""
+
+    def wanted_by(self, owner: str) -> int:
+        """Return the bytes that `owner` was refused last; 0 an hour later."""
 
     def forget(self, digest: str) -> None:
         """Note that the blob is no longer stored: it belongs to nobody and counts against nobody.
@@ -134,6 +143,12 @@ class RedisBlobOwners:
         for key in self._redis.scan_iter(match=_key("*"), count=ASKED_AT_ONCE):
             yield cast(bytes, key).decode().removeprefix(_key(""))
 
+    def want(self, owner: str, size_bytes: int) -> None:
+        self._redis.set(_wanted(owner), size_bytes, ex=WANTED_S)
+
+    def wanted_by(self, owner: str) -> int:
+        return int(cast("bytes | None", self._redis.get(_wanted(owner))) or 0)
+
     def forget(self, digest: str) -> None:
         self._forget(keys=[BYTES, _key(digest)])
 
@@ -143,6 +158,7 @@ class MemoryBlobOwners:
 
     def __init__(self) -> None:
         self._blobs: dict[str, tuple[int, list[str]]] = {}
+        self._wanted: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def claim(self, owner: str, digest: str, size_bytes: int) -> None:
@@ -185,6 +201,12 @@ class MemoryBlobOwners:
         with self._lock:
             return iter(list(self._blobs))
 
+    def want(self, owner: str, size_bytes: int) -> None:
+        self._wanted[owner] = size_bytes
+
+    def wanted_by(self, owner: str) -> int:
+        return self._wanted.get(owner, 0)
+
     def forget(self, digest: str) -> None:
         with self._lock:
             self._blobs.pop(digest, None)
@@ -192,6 +214,10 @@ class MemoryBlobOwners:
 
 def _key(digest: str) -> str:
     return f"gradbox:blob:{digest}"
+
+
+def _wanted(owner: str) -> str:
+    return f"gradbox:wanted:{owner}"
 
 
 def _field(owner: str) -> bytes:
