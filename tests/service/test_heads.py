@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+import pytest
 
 from gradbox_service.backing import Backing
 from gradbox_service.settings import Settings
@@ -46,3 +47,20 @@ def test_a_connection_goes_on_after_head(redis_settings: Settings) -> None:
         for _ in range(2):
             assert client.head("/v1/models").headers["content-type"] == "application/json"
             assert client.get("/v1/models").json()["models"][0]["name"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/jobs", "GET, HEAD, POST"),
+        ("/v1/jobs/j1", "GET, HEAD, DELETE"),
+        ("/v1/jobs/j1/result", "GET, HEAD, DELETE"),
+        ("/v1/jobs/j1/events", "GET"),
+        ("/v1/blobs/" + "0" * 64, "HEAD, PUT"),
+        ("/v1/models/reload", "GET, HEAD, POST"),
+        ("/", "GET, HEAD"),
+    ],
+)
+def test_a_refused_method_hears_which_there_are(memory_box: Box, path: str, allowed: str) -> None:
+    answer = memory_box.client.request("PATCH", path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)

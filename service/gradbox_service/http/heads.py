@@ -12,6 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 _WITHOUT: Final = re.compile(r"/v1/(blobs/.*|jobs/[^/]+/(result|events)|box/events)")
 
 
+def answers_as_get(path: str) -> bool:
+    """Tell whether HEAD of a path is answered as GET is, where there is GET."""
+    return _WITHOUT.fullmatch(path) is None
+
+
 class Heads:
     """ASGI middleware: has the routes answer HEAD as if it were GET, and keeps the body back."""
 
@@ -22,7 +27,7 @@ class Heads:
         if (
             scope["type"] != "http"
             or scope["method"] != "HEAD"
-            or _WITHOUT.fullmatch(scope["path"])
+            or not answers_as_get(scope["path"])
         ):
             await self._app(scope, receive, send)
             return

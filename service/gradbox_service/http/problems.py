@@ -13,11 +13,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from gradbox.errors import BoxDraining, Category, GradboxError, MissingBlobs, ServiceUnavailable
 from gradbox.protocol import Problem
 from gradbox.protocol.problem import URN
 from gradbox_service.admission.shares import QuotaReached
+from gradbox_service.http.heads import answers_as_get
 from gradbox_service.http.request_ids import HEADER, request_id_of
 from gradbox_service.jobs.refusals import store_refuses, why_refused
 
@@ -86,7 +88,25 @@ async def _http(request: Request, error: Exception) -> Response:
     code = phrase.lower().replace(" ", "-")
     category: Category = "user" if refusal.status_code < 500 else "server"
     problem = plain_problem(refusal.status_code, code, detail, category=category)
-    return problem_response(problem, request, refusal.headers)
+    headers = refusal.headers
+    if refusal.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers = {"Allow": ", ".join(_allowed_methods(request))}
+    return problem_response(problem, request, headers)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Return the methods that the request's path knows: the router names those of one route."""
+    found = [
+        method
+        for method in ("GET", "HEAD", "PUT", "POST", "DELETE")
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL
+            for route in request.app.routes
+        )
+    ]
+    if "GET" in found and "HEAD" not in found and answers_as_get(request.url.path):
+        found.insert(1, "HEAD")
+    return found
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
