@@ -198,7 +198,16 @@ def test_the_schema_names_what_is_posted(memory_box: Box) -> None:
         "/openapi.json"
     )
     schemas = document.json()["components"]["schemas"]
-    named = {"ForwardSpec", "GradientSpec", "JobView", "ModelView", "Problem", "ProgressView"}
+    assert document.json()["components"]["securitySchemes"].keys() == {"HTTPBearer", "Session"}
+    named = {
+        "BoxChange",
+        "ForwardSpec",
+        "GradientSpec",
+        "JobView",
+        "ModelView",
+        "Problem",
+        "ProgressView",
+    }
     assert named <= schemas.keys()
     body = document.json()["paths"]["/v1/jobs"]["post"]["requestBody"]
     posted = body["content"]["application/json"]["schema"]["anyOf"]

@@ -115,6 +115,24 @@ def test_reading_a_result_leaves_its_date(memory_box: Box, url: str) -> None:
     assert (resumed.status_code, resumed.headers["last-modified"]) == (206, finished)
 
 
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [({}, 200), ({"Range": "bytes=0-9"}, 206), ({"If-None-Match": ETAG}, 304)],
+)
+def test_the_schema_says_what_an_answer_has(
+    memory_box: Box, url: str, given: dict[str, str], status: int
+) -> None:
+    paths = memory_box.client.get("/openapi.json").json()["paths"]
+    call = paths["/v1/jobs/{job_id}/result"]["get"]
+    answer = memory_box.client.get(url, headers=given)
+    described = call["responses"][str(status)]
+    assert answer.status_code == status
+    assert "ETag" in described["headers"]
+    assert all(name in answer.headers for name in described["headers"])
+    assert answer.headers.get("content-type") in [*described.get("content", [None])]
+    assert {name.lower() for name in given} <= {each["name"] for each in call["parameters"]}
+
+
 @pytest.mark.parametrize("known", [ETAG, f'"a", W/{ETAG}', "*"], ids=["it", "among others", "any"])
 def test_a_known_result_is_not_sent_again(memory_box: Box, url: str, known: str) -> None:
     answer = memory_box.client.get(url, headers={"If-None-Match": known})

@@ -8,8 +8,16 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from gradbox.protocol import JOB_SPEC, CotangentGradientSpec, Problem, ProgressView
+from gradbox.protocol import (
+    JOB_AND_RESULT,
+    JOB_SPEC,
+    BoxChange,
+    CotangentGradientSpec,
+    Problem,
+    ProgressView,
+)
 
+Described = dict[str, Any]
 REFERENCE = "#/components/schemas/{model}"
 POSTED = {
     "anyOf": [
@@ -18,22 +26,44 @@ POSTED = {
     ]
 }
 MAX_KEY_LENGTH = 200
-JOB_REQUEST: dict[str, Any] = {
+TEXT: Described = {"type": "string"}
+BINARY: Described = {"schema": {"type": "string", "format": "binary"}}
+
+
+def sent(name: str, description: str, schema: Described = TEXT) -> Described:
+    """Describe a header that a request may have and that its route reads by itself."""
+    return {
+        "name": name,
+        "in": "header",
+        "required": False,
+        "description": description,
+        "schema": schema,
+    }
+
+
+def header(description: str, schema: Described = TEXT) -> Described:
+    """Describe a header of an answer."""
+    return {"description": description, "schema": schema}
+
+
+PREFER = sent("prefer", "`wait=N`: answer at the job's end, or after N seconds")
+# What an answer about a job is beside the job's JSON, for `responses` of its route.
+JOB_ANSWER: Described = {
+    "content": {
+        "application/json": {"schema": {"$ref": "#/components/schemas/JobView"}},
+        JOB_AND_RESULT: BINARY,
+    },
+    "headers": {"Preference-Applied": header("`wait=N`, where the job's end was waited for")},
+}
+JOB_REQUEST: Described = {
     "parameters": [
-        {
-            "name": "idempotency-key",
-            "in": "header",
-            "required": False,
-            "description": "Makes posting repeatable",
-            "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH},
-        },
-        {
-            "name": "traceparent",
-            "in": "header",
-            "required": False,
-            "description": "W3C Trace Context: the parent of the job's spans",
-            "schema": {"type": "string"},
-        },
+        sent(
+            "idempotency-key",
+            "Makes posting repeatable",
+            {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH},
+        ),
+        sent("traceparent", "W3C Trace Context: the parent of the job's spans"),
+        PREFER,
     ],
     "requestBody": {
         "required": True,
@@ -50,25 +80,64 @@ JOB_REQUEST: dict[str, Any] = {
         },
     },
 }
-BLOB_BODY: dict[str, Any] = {
+RESULT_REQUEST: Described = {
+    "parameters": [
+        sent("range", "`bytes=0-99`, `bytes=100-`, `bytes=-100`; other units are ignored"),
+        sent("if-range", "An ETag: all of the file is sent if it has another"),
+        sent("if-none-match", "ETags: 304 if the file has one of them"),
+    ]
+}
+_ETAG = {"ETag": header("The SHA-256 of the whole file, in quotes")}
+RESULT_ANSWERS: dict[int | str, Described] = {
+    200: {
+        "description": "The safetensors file",
+        "content": {"application/octet-stream": BINARY},
+        "headers": _ETAG
+        | {"Accept-Ranges": header("`bytes`"), "Last-Modified": header("When the job ended")},
+    },
+    206: {
+        "description": "The range, or several as multipart/byteranges",
+        "content": {"application/octet-stream": BINARY, "multipart/byteranges": BINARY},
+        "headers": _ETAG | {"Content-Range": header("Which bytes of how many; of one range")},
+    },
+    304: {"description": "The file has an ETag of If-None-Match", "headers": _ETAG},
+}
+BLOB_BODY: Described = {
     "requestBody": {
         "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        "content": {"application/octet-stream": BINARY},
     }
 }
-PROBLEM: dict[int | str, dict[str, Any]] = {
+_PROBLEM_CONTENT = {
+    "application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}
+}
+_RETRY_AFTER = {"Retry-After": header("Seconds; where waiting helps", {"type": "integer"})}
+PROBLEM: dict[int | str, Described] = {
     "4XX": {
         "description": "A problem that the caller can solve",
-        "content": {
-            "application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}
-        },
+        "content": _PROBLEM_CONTENT,
+        "headers": _RETRY_AFTER,
     },
     "5XX": {
         "description": "A problem of the box; Retry-After says when waiting helps",
-        "content": {
-            "application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}
-        },
+        "content": _PROBLEM_CONTENT,
+        "headers": _RETRY_AFTER,
     },
+}
+# Of logging in and out: no page of another site can send it.
+DASHBOARD_REQUEST: Described = {
+    "parameters": [
+        {**sent("x-gradbox-dashboard", "Any text; 403 without it"), "required": True},
+    ]
+}
+BEARER = "HTTPBearer"
+SESSION = "Session"
+SESSION_COOKIE: Described = {
+    "type": "apiKey",
+    "in": "cookie",
+    "name": "gradbox-8642",
+    "description": "What `POST /v1/session` sets, by the port of the URL: `gradbox-https` or "
+    "`gradbox-http` where it names none. All but GET wants the header X-Gradbox-Dashboard with it.",
 }
 
 
@@ -80,6 +149,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
     _, schemas = models_json_schema(
         [
             (CotangentGradientSpec, "validation"),
+            (BoxChange, "serialization"),
             (Problem, "serialization"),
             (ProgressView, "serialization"),
         ],
@@ -87,4 +157,9 @@ def describe(app: FastAPI) -> dict[str, Any]:
     )
     job = JOB_SPEC.json_schema(ref_template=REFERENCE)
     document["components"]["schemas"] |= schemas["$defs"] | job.pop("$defs") | {"JobSpec": job}
+    document["components"]["securitySchemes"][SESSION] = SESSION_COOKIE
+    for calls in document["paths"].values():
+        for call in calls.values():
+            if {BEARER: []} in call.get("security", []):
+                call["security"].append({SESSION: []})
     return document

@@ -39,7 +39,7 @@ class BlobView(BaseModel):
     size_bytes: int
 
 
-@router.head("/{digest}")
+@router.head("/{digest}", response_class=Response)
 def has_blob(digest: Digest, box: Box, caller: Caller) -> Response:
     """200 if the caller has sent this blob before, 404 if not, whoever else has."""
     if _own(box, caller).size_bytes(digest) is None:
@@ -51,8 +51,8 @@ def has_blob(digest: Digest, box: Box, caller: Caller) -> Response:
     "/{digest}",
     status_code=201,
     responses={
-        200: {"description": "The caller had sent it before"},
-        412: {"description": "Likewise, with `If-None-Match: *`"},
+        200: {"model": BlobView, "description": "The caller had sent it before"},
+        412: {"model": BlobView, "description": "Likewise, with `If-None-Match: *`"},
     },
     openapi_extra=BLOB_BODY,
 )

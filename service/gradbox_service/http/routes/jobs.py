@@ -28,7 +28,7 @@ from gradbox_service.http.auth import (
 )
 from gradbox_service.http.bodies import Bodies, announced_bytes
 from gradbox_service.http.multipart import MAX_BODY_BYTES, Parts, is_form, read_parts
-from gradbox_service.http.openapi import JOB_REQUEST, MAX_KEY_LENGTH
+from gradbox_service.http.openapi import JOB_ANSWER, JOB_REQUEST, MAX_KEY_LENGTH, PREFER
 from gradbox_service.http.waiting import answer_with, waited_for
 from gradbox_service.jobs import JobRecord, Mark
 from gradbox_service.settings import KIB
@@ -46,7 +46,10 @@ SPANS = Spans("gradbox-service")
     "",
     status_code=202,
     response_model=JobView,
-    responses={200: {"model": JobView, "description": "The job has ended within the wait"}},
+    responses={
+        200: {"model": JobView, "description": "The job has ended within the wait", **JOB_ANSWER},
+        202: JOB_ANSWER,
+    },
     openapi_extra=JOB_REQUEST,
 )
 async def post_job(request: Request, credentials: Credentials) -> Response:
@@ -130,7 +133,12 @@ def list_jobs(
     )
 
 
-@router.get("/{job_id}", response_model=JobView)
+@router.get(
+    "/{job_id}",
+    response_model=JobView,
+    responses={200: JOB_ANSWER},
+    openapi_extra={"parameters": [PREFER]},
+)
 async def one_job(
     request: Request, record: VisibleJob, box: Box, caller: Caller, credentials: Credentials
 ) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gradbox.errors import OwnerOnly
@@ -13,7 +13,7 @@ from gradbox_service.watching.metrics import Metrics
 router = APIRouter(tags=["probes"])
 
 
-@router.get("/metrics", response_class=Response)
+@router.get("/metrics", response_class=PlainTextResponse)
 def metrics(request: Request, caller: Caller) -> Response:
     """The box's metrics, which name its users; for the box's owner alone."""
     if not caller.admin:

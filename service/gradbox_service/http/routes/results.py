@@ -17,6 +17,7 @@ from gradbox.errors import ResultGone, ResultNotReady
 from gradbox.protocol import JobState, Receipt, ResultView
 from gradbox.tensors.safetensors_header import read_header
 from gradbox_service.http.auth import Box, VisibleJob
+from gradbox_service.http.openapi import RESULT_ANSWERS, RESULT_REQUEST
 from gradbox_service.http.problems import plain_problem, problem_response
 from gradbox_service.jobs import JobRecord
 from gradbox_service.settings import MIB
@@ -48,8 +49,13 @@ class ResultResponse(FileResponse):
             await super().__call__(scope, receive, send)
 
 
-@router.head("/{job_id}/result", response_class=FileResponse, include_in_schema=False)
-@router.get("/{job_id}/result", response_class=FileResponse)
+@router.head("/{job_id}/result", response_class=Response, include_in_schema=False)
+@router.get(
+    "/{job_id}/result",
+    response_class=Response,
+    responses=RESULT_ANSWERS,
+    openapi_extra=RESULT_REQUEST,
+)
 def job_result(request: Request, record: VisibleJob, box: Box) -> Response:
     """The safetensors file of a job that is done; `Range`, `If-Range` and `If-None-Match` work."""
     result = _result_of(record)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from gradbox.errors import Unauthorized
 from gradbox.protocol import CallerView
 from gradbox_service.http.auth import Box, cookie_name, cookie_secret, refuse_forged
+from gradbox_service.http.openapi import DASHBOARD_REQUEST, header
 from gradbox_service.sessions import LIFETIME_S
 from gradbox_service.tokens import TokenInfo
 
@@ -33,7 +34,11 @@ def session(request: Request, box: Box) -> SessionView:
     return SessionView(you=None if caller is None else _view(caller))
 
 
-@router.post("")
+@router.post(
+    "",
+    responses={200: {"headers": {"Set-Cookie": header("The session's cookie")}}},
+    openapi_extra=DASHBOARD_REQUEST,
+)
 def log_in(request: Request, response: Response, wanted: LogIn, box: Box) -> SessionView:
     """Begin a session: sets a cookie, which ends with the token or after seven days."""
     refuse_forged(request)
@@ -56,7 +61,7 @@ def log_in(request: Request, response: Response, wanted: LogIn, box: Box) -> Ses
     return SessionView(you=_view(caller))
 
 
-@router.delete("", status_code=204)
+@router.delete("", status_code=204, openapi_extra=DASHBOARD_REQUEST)
 def log_out(request: Request, response: Response, box: Box) -> None:
     """End the session of the request's cookie."""
     refuse_forged(request)
