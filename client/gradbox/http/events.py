@@ -108,7 +108,12 @@ def _one_connection(
     Raises:
         StreamEnded: the box ended the stream.
     """
-    headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
+    # Compressed by a proxy, events would come together, at the end.
+    headers = {
+        "Accept": "text/event-stream",
+        "Accept-Encoding": "identity",
+        "Cache-Control": "no-store",
+    }
     if after is not None:
         headers["Last-Event-ID"] = after
     wait_s = SILENCE_S
