@@ -128,11 +128,17 @@ def test_the_client_trusts_whom_the_environment_says_also_on_this_machine(
     token = encrypted.token_of("ann")
     once = Retry(patience_s=0.0)
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-    with pytest.raises(ServiceUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+    with pytest.raises(ServiceUnavailable, match=r"CERTIFICATE_VERIFY_FAILED.*SSL_CERT_FILE names"):
         GradClient(encrypted.url, token, retry=once).jobs()
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
     GradClient(encrypted.url, token, retry=once).jobs()  # is answered
+
+
+def test_https_where_nobody_speaks_tls_is_said(service: Service) -> None:
+    url = service.url.replace("http:", "https:")
+    with pytest.raises(ServiceUnavailable, match="is the address http:// instead"):
+        GradClient(url, service.token_of("ann"), retry=Retry(patience_s=0.0)).jobs()
 
 
 def answered_in_the_clear(service: Service) -> bool:

@@ -228,8 +228,7 @@ class Connection:
         except httpx.ConnectError as error:
             raise TransientFault(
                 f"expected a gradbox service at {self.url}{self._found}, but cannot connect "
-                f"({error}); is it running (`gradbox up`), and is the address right? "
-                f"`gradbox doctor` looks",
+                f"({error}); {_advice(error)}",
                 refused=not self._answered,
             ) from error
         except httpx.TransportError as error:
@@ -252,6 +251,19 @@ def parsed(model: type[Parsed], answer: httpx.Response) -> Parsed:
             f"expected a {model.__name__} from {answer.request.url}, got {answer.text[:200]!r} "
             f"({error.error_count()} fields differ); is this client older or newer than the box?"
         ) from None
+
+
+def _advice(error: httpx.ConnectError) -> str:
+    """Say what to do about a connection that did not come about."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return (
+            "an expired certificate is the box's owner's to renew; one of an authority of your own "
+            "is trusted where SSL_CERT_FILE names that authority's PEM file; and the address has "
+            "to be a name that the certificate has"
+        )
+    if "[SSL" in str(error):
+        return "it does not speak TLS as this client does: is the address http:// instead?"
+    return "is it running (`gradbox up`), and is the address right? `gradbox doctor` looks"
 
 
 def _refusal(answer: httpx.Response) -> GradboxError | TransientFault:
