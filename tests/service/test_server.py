@@ -127,6 +127,22 @@ print([name for name in sys.modules if name.partition(".")[0] in ("torch", "tran
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have but one loopback address")
+def test_behind_a_proxy_with_tls_the_cookie_is_secure(redis_settings: Settings) -> None:
+    with running(redis_settings) as (_, url):
+        token = Backing.on_redis(redis_settings).tokens.create("ann")
+        a_container = httpx.HTTPTransport(local_address="127.0.0.5")
+        with httpx.Client(base_url=url, transport=a_container, trust_env=False) as proxy:
+            forwarded = {"Host": "box.example.org", "X-Forwarded-Proto": "https"}
+            answer = proxy.post(
+                "/v1/session",
+                json={"token": token},
+                headers=forwarded | {"X-Gradbox-Dashboard": "1"},
+            )
+    assert answer.headers["set-cookie"].startswith("gradbox-https=")
+    assert "Secure" in answer.headers["set-cookie"]
+
+
 def test_a_port_in_use_is_said_with_exit_code_2(redis_settings: Settings) -> None:
     with running(redis_settings) as (_, url):
         port = url.rpartition(":")[2]

@@ -115,6 +115,9 @@ def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        # Whoever it is: X-Forwarded-Proto decides the name of a session's cookie and whether it is
+        # Secure, and nothing looks at the caller's address. A container's proxy has any address.
+        forwarded_allow_ips="*",
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
         timeout_graceful_shutdown=int(settings.drain_s),
