@@ -22,8 +22,8 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -263,8 +263,7 @@ def _raw_copy_s(num_bytes: int, folder: Path) -> float:
     return took_s
 
 
-@contextmanager
-def _box(folder: Path) -> Iterator[tuple[GradClient, Meter]]:
+def _box(folder: Path) -> AbstractContextManager[tuple[GradClient, Meter]]:
     source = folder / "large_models.py"
     source.write_text(MODELS)
     registered = "".join(
@@ -275,8 +274,7 @@ def _box(folder: Path) -> Iterator[tuple[GradClient, Meter]]:
         '[models.w1]\nbuilder = "python"\nsource = "benchmarks.per_sample.workloads:model"\n'
         'kwargs = {name = "W1"}\n'
     )
-    with metered_box(folder, registered=registered) as both:
-        yield both
+    return metered_box(folder, registered=registered)
 
 
 def _device_pid(data: Path) -> int:
@@ -293,8 +291,7 @@ def _device_pid(data: Path) -> int:
 
 
 def _anonymous_bytes(pid: int) -> int:
-    text = Path(f"/proc/{pid}/status").read_text()
-    return int(text.partition("RssAnon:")[2].split()[0]) * 1024
+    return int(Path(f"/proc/{pid}/status").read_text().partition("RssAnon:")[2].split()[0]) * 1024
 
 
 def _row(what: str, num_bytes: int, box_s: float | None, raw_s: float | None) -> list[str]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
-from urllib.parse import quote
 
 import httpx
 
 from gradbox.batch import Batch
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission
-from gradbox.errors import JobNotFound, UnknownModel, UnusableModel
+from gradbox.errors import UnusableModel
 from gradbox.http.connection import Connection, Retry, parsed
+from gradbox.http.paths import job_path, model_path
 from gradbox.http.posting import Answered
 from gradbox.job import QUICK_S, Job
 from gradbox.protocol import JobList, JobState, JobView, ModelList, ModelView
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 RELOAD_POLL_S: Final = 0.2
 # The most jobs that a box lists in one answer.
 PAGE: Final = 500
-JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 class GradClient:
@@ -131,12 +129,7 @@ class GradClient:
         Raises:
             JobNotFound: there is no such job, or it is somebody else's.
         """
-        if not isinstance(job_id, str) or JOB_ID.fullmatch(job_id) is None:
-            raise JobNotFound(
-                f"expected the id of a job, as job.id has it and `gradbox jobs list` shows it, got "
-                f"{job_id!r:.120}"
-            )
-        answer = self._connection.request("GET", f"/v1/jobs/{quote(job_id, safe='')}")
+        answer = self._connection.request("GET", job_path(job_id))
         return self._handle(Answered(parsed(JobView, answer)))
 
     def jobs(
@@ -217,13 +210,7 @@ class GradClient:
         Raises:
             UnknownModel: there is none of that name.
         """
-        if not isinstance(name, str) or not name:
-            raise UnknownModel(
-                f"expected the name of a model on the box, as `gradbox models list` shows it, got "
-                f"{name if isinstance(name, str) else type(name).__name__!r}"
-            )
-        answer = self._connection.request("GET", f"/v1/models/{quote(name, safe='@')}")
-        return parsed(ModelView, answer)
+        return parsed(ModelView, self._connection.request("GET", model_path(name)))
 
     def model(
         self,

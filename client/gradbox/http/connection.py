@@ -257,9 +257,8 @@ def _advice(error: httpx.ConnectError) -> str:
     """Say what to do about a connection that did not come about."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return (
-            "an expired certificate is the box's owner's to renew; one of an authority of your own "
-            "is trusted where SSL_CERT_FILE names that authority's PEM file; and the address has "
-            "to be a name that the certificate has"
+            "the box's owner renews an expired certificate; SSL_CERT_FILE names the PEM file of an "
+            "authority of your own; and the address has to be a name that the certificate has"
         )
     if "[SSL" in str(error):
         return "it does not speak TLS as this client does: is the address http:// instead?"

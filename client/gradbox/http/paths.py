@@ -1,0 +1,39 @@
+"""Where one job and one model are on a box, by what a user calls them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+from urllib.parse import quote
+
+from gradbox.errors import JobNotFound, UnknownModel
+
+JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
+
+
+def job_path(job_id: Any) -> str:
+    """Return the path of a job.
+
+    Raises:
+        JobNotFound: that is no job's id.
+    """
+    if not isinstance(job_id, str) or JOB_ID.fullmatch(job_id) is None:
+        raise JobNotFound(
+            f"expected the id of a job, as job.id has it and `gradbox jobs list` shows it, got "
+            f"{job_id!r:.120}"
+        )
+    return f"/v1/jobs/{job_id}"
+
+
+def model_path(name: Any) -> str:
+    """Return the path of a model.
+
+    Raises:
+        UnknownModel: that is no model's name.
+    """
+    if not isinstance(name, str) or not name:
+        raise UnknownModel(
+            f"expected the name of a model on the box, as `gradbox models list` shows it, got "
+            f"{name if isinstance(name, str) else type(name).__name__!r}"
+        )
+    return f"/v1/models/{quote(name, safe='@')}"
