@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradbox_engine import CoupledShards, Group, ModelCallFailed, Objective
-from gradbox_engine.ranges import NormStatistics, NormUpdate, held_job, split_set_gradient
+from gradbox_engine import CoupledShards, Group, ModelCallFailed, Objective, set_gradient
+from gradbox_engine.ranges import (
+    NormStatistics,
+    NormUpdate,
+    held_job,
+    set_gradient_in_ranges,
+    split_set_gradient,
+)
 from gradbox_engine.ranges.in_process import OneDevice
 from gradbox_engine.ranges.norm_statistics import after
 from tests.case_models import seeded
@@ -243,6 +249,18 @@ def test_shards_that_change_the_model_are_refused_while_it_is_held(kind, told, r
         pytest.raises(ModelCallFailed, match=f"'weight'.*{told}"),
     ):
         split_set_gradient(OneDevice(job), parts, groups, loss, device=DEVICE)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_is_put_back_after_the_job_is_not_refused_while_the_model_is_held(own):
+    table = nn.Embedding(10, 4, max_norm=0.5).to(DEVICE)
+    weights = {"weight": torch.randn(10, 4)} if own else None
+    groups = [Group("z", [moved({"0": torch.arange(i, i + 3)}) for i in range(4)])]
+    for _ in range(2):  # the first job, and one that only the version counter tells of
+        job = (even(groups, 2), groups, Objective(lambda z: z.square().sum()))
+        found = set_gradient_in_ranges(table, *job, weights=weights)
+        expected = set_gradient(table, *job[1:], weights=weights)
+        assert difference(found.grads, expected.grads) <= 1e-6
 
 
 def test_frozen_statistics_do_not_matter():

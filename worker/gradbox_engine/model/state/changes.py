@@ -48,11 +48,11 @@ class Changes:
         try:
             yield
         except EngineError as error:
-            self._watch.look()
+            self._watch.look(self._model)
             self._watch.explain(error)
             raise
         self.refuse_new()
-        self._watch.look()
+        self._watch.look(self._model)
         self._watch.refuse()
 
     def refuse_new(self) -> None:

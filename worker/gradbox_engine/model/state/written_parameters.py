@@ -45,47 +45,52 @@ _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class ParameterWatch:
     """What is known of a model's parameters, by name.
 
-    `registered` are aliases of the data that a job found, and `first` those of them whose first job
-    it is. `written` is one that was written to; `keeps_state` tells of state kept elsewhere.
+    In a job `parameters` are the model's, `first` those of them whose first job it is, and
+    `is_laid_over` tells which hold numbers of the job's. `written` is one that was written to;
+    `keeps_state` tells of state kept elsewhere.
     """
 
     # By mode: what a job has left as it was.
     checked: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     sums: dict[str, list[int]] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
-    registered: dict[str, Tensor] = field(default_factory=dict)
-    renormed: set[str] = field(default_factory=set)
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
     first: Sequence[str] = ()
+    is_laid_over: Callable[[Tensor], bool] = lambda _: False
     written: str | None = None
     keeps_state: bool = False
 
-    def begin(self, model: nn.Module, parameters: Mapping[str, Tensor], first: list[str]) -> None:
+    def begin(
+        self,
+        parameters: Mapping[str, Tensor],
+        first: Sequence[str],
+        is_laid_over: Callable[[Tensor], bool],
+    ) -> None:
         """Note what they hold whose first job this is, and which others the caller changed."""
-        tables = renormed(model.modules())
-        self.registered = {name: p.detach() for name, p in parameters.items()}
-        self.renormed = {name for name, p in parameters.items() if id(p) in tables}
-        self.first = first
-        versions = _versions(self.registered)
+        self.parameters, self.first, self.is_laid_over = parameters, first, is_laid_over
+        versions = _versions(parameters)
         for name in self._moved(versions):
             self.sums.pop(name, None)
-        self.sums |= {name: _sums_of_bits(self.registered[name]) for name in first}
+        self.sums |= {name: _sums_of_bits(parameters[name]) for name in first}
         self.versions = versions
 
-    def look(self) -> None:
-        """Note one that was written to so far, in the middle of a job."""
-        self._look(_versions(self.registered), but=self.renormed)
+    def look(self, model: nn.Module) -> None:
+        """Note one that was written to so far, while the job is not over."""
+        put_back = renormed(model.modules())
+        own = {n for n, p in self.parameters.items() if id(p) in put_back or self.is_laid_over(p)}
+        self._look(_versions(self.parameters), but=own)
 
     def end(self) -> None:
         """Note one that was written to."""
-        versions = _versions(self.registered)
+        versions = _versions(self.parameters)
         self._look(versions)
-        self.versions, self.registered = versions, {}
+        self.versions, self.parameters, self.first = versions, {}, ()
 
     def _look(self, versions: Mapping[str, int], *, but: Container[str] = ()) -> None:
         for name in (*self.first, *self._moved(versions)):
             if name in but or name not in self.sums:
                 continue
-            if _sums_of_bits(self.registered[name]) != self.sums[name]:
+            if _sums_of_bits(self.parameters[name]) != self.sums[name]:
                 self.written = name
                 return
 
@@ -138,7 +143,7 @@ def unwritten_parameters(
     parameters = _parameters(model)
     checked = watch.checked[mode]
     first = [n for n, p in parameters.items() if n not in checked and not is_laid_over(p)]
-    watch.begin(model, parameters, first)
+    watch.begin(parameters, first, is_laid_over)
     try:
         yield watch
     except torch.AcceleratorError:  # the device tells nothing any more
