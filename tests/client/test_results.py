@@ -96,6 +96,8 @@ def test_a_result_without_gradients_is_not_applied_in_silence(make: Make) -> Non
         result.flat()
     result.apply_to(model, strict=False)
     assert model.weight.grad is None
+    with pytest.raises(KeyError, match=r"grads: this result holds none.*\.outputs, .*\.norms\(\)"):
+        result.grads["weight"]
 
 
 def test_applying_adds_to_what_is_there_and_shares_no_memory(make: Make) -> None:

@@ -151,8 +151,10 @@ def no_such_tensor(name: object, *, section: str, names: Collection[str]) -> Key
     asked_for = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
     if not names:
         found = f"{section}: this result holds none, so none is named {asked_for}"
-        if section == "grads":  # asked for by default; the job was a Forward, or reduced its rows
-            return KeyError(found)
+        if section == "grads":  # which are asked for by default
+            return KeyError(
+                f"{found}; a Forward has .outputs, reduced rows .norms(), .gram() and such"
+            )
         asked = "buffers" if section == "loss_buffers" else section
         return KeyError(f"{found}; a Gradient brings them where returns has {asked!r}")
     first = ", ".join(map(repr, islice(names, 3)))
