@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import redis
+from redis.client import Pipeline
 
 from gradbox.protocol import JobState
 from gradbox_service.jobs import redis_changes as changes
@@ -47,19 +48,13 @@ class RedisPlaces(ABC):
             return {job_id.decode() for job_id in cast("list[bytes]", pipe.execute()[1])}
 
     def place(self, places: Mapping[str, Place], *, told: Collection[str] = ()) -> None:
-        while True:
-            with self._redis.pipeline() as pipe:
-                try:
-                    # A job that begins in between must not be said to wait.
-                    for job_id in told:
-                        cast(Any, pipe).watch(job_key(job_id))
-                    records = self.many(list(told))
-                    pipe.multi()
-                    changes.place(pipe, places, [r for r in records if r.state is JobState.QUEUED])
-                    pipe.execute()
-                except redis.WatchError:
-                    continue
-                return
+        def store(pipe: Pipeline) -> None:
+            records = self.many(list(told))
+            pipe.multi()
+            changes.place(pipe, places, [r for r in records if r.state is JobState.QUEUED])
+
+        # A job that begins in between must not be said to wait.
+        self._redis.transaction(store, *map(job_key, told))
 
     def places(self, job_ids: Sequence[str] | None = None) -> Mapping[str, Place]:
         if job_ids is None:
