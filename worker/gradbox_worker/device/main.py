@@ -25,6 +25,7 @@ from gradbox.printable import log_to_stderr
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.messages import Begin, Run, Stop, receive_order
 from gradbox_worker.device.parentage import end_with_parent
+from gradbox_worker.work import Work
 
 # What the kernel calls the process, in /proc/PID/comm: at most 15 characters.
 TEMPLATE_NAME: Final = "gradbox-templ"
@@ -36,11 +37,11 @@ class Inbox:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._runs: queue.SimpleQueue[Run] = queue.SimpleQueue()
+        self._runs: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._stopped: tuple[str, int] | None = None
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
 
-    def next_run(self, within_s: float | None) -> Run | None:
+    def next_run(self, within_s: float | None) -> Work | None:
         """Wait for the next job, not longer than `within_s`; None if there is none by then."""
         try:
             return self._runs.get(timeout=within_s)
@@ -59,7 +60,7 @@ class Inbox:
                 os._exit(0)
             match order:
                 case Run():
-                    self._runs.put(order)
+                    self._runs.put(order.work)
                 case Stop():
                     self._stopped = (order.job_id, order.attempt)
 

@@ -12,12 +12,12 @@ never used.
 from __future__ import annotations
 
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from gradbox.protocol import DeviceMemory, JobSpec, ModelView, Problem, ResultView
+from gradbox.protocol import DeviceMemory, ModelView, Problem, ResultView
+from gradbox_worker.work import Work
 
 
 class Frame(BaseModel):
@@ -54,18 +54,7 @@ class Begin(Frame):
 
 class Run(Frame):
     kind: Literal["run"] = "run"
-    job_id: str
-    attempt: int
-    model: str
-    model_version: str
-    spec: JobSpec
-    spec_digest: str
-    result_path: Path
-    earlier_result: Path | None = None
-    queued_s: float
-    disk_reserve_bytes: int | None = None
-    timed: bool = False
-    not_split: str = ""
+    work: Work
 
 
 class Stop(Frame):

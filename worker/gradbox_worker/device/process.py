@@ -151,7 +151,7 @@ class DeviceProcess:
             child = self._child
             assert child is not None  # since ensure
             try:
-                child.send(Run(**vars(work)))  # the message has the fields of the work
+                child.send(Run(work=work))
             except OSError:
                 return Died(child.end().reason)
             try:

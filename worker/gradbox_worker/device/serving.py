@@ -15,18 +15,18 @@ from gradbox_worker.device.messages import (
     Building,
     DeviceReady,
     DeviceUnready,
-    Run,
     RunFailed,
     send,
 )
 from gradbox_worker.device.warm_device import WarmDevice
 from gradbox_worker.exceptions_to_problems import Caught, caught
+from gradbox_worker.work import Work
 
 
 class Orders(Protocol):
     """What the worker asks for."""
 
-    def next_run(self, within_s: float | None) -> Run | None: ...
+    def next_run(self, within_s: float | None) -> Work | None: ...
     def stop_requested(self, job_id: str, attempt: int) -> bool: ...
 
 
@@ -65,12 +65,12 @@ def serve(
         return
     import_for_jobs()
     while True:
-        order = orders.next_run(device.idle_left_s())
-        if order is None:
-            device.drop_kept_graphs()
+        work = orders.next_run(device.kept.idle_left_s())
+        if work is None:
+            device.kept.drop()
             continue
-        stop_requested = partial(orders.stop_requested, order.job_id, order.attempt)
-        answer = device.run(order, stop_requested=stop_requested)
+        stop_requested = partial(orders.stop_requested, work.job_id, work.attempt)
+        answer = device.run(work, stop_requested=stop_requested)
         tell(answer)
         if isinstance(answer, RunFailed) and answer.leaving:
             logging.shutdown()

@@ -31,7 +31,6 @@ from gradbox_worker.device.messages import (
     MemoryMeasured,
     PhaseTimed,
     ProgressMade,
-    Run,
     RunFailed,
     RunFinished,
     RunStopped,
@@ -113,7 +112,7 @@ class WarmDevice:
         return measure_device(*self.registry.devices, models=self.registry.sizes_bytes())
 
     def run(
-        self, order: Run, *, stop_requested: Callable[[], bool]
+        self, work: Work, *, stop_requested: Callable[[], bool]
     ) -> RunFinished | RunFailed | RunStopped:
         """Run a job to its end.
 
@@ -124,9 +123,8 @@ class WarmDevice:
             What it ended in. After a failure that is `leaving` the process must end, with no tensor
             freed: see `Caught`.
         """
-        work = Work(**{name: getattr(order, name) for name in Work.__dataclass_fields__})
         self._gauge.begin()
-        observer = Reporter(self._tell, stop_requested=stop_requested, gauge=self._gauge)
+        observer = self.watched(stop_requested=stop_requested)
         answer = attempt(
             work,
             registry=self.registry,
@@ -146,14 +144,6 @@ class WarmDevice:
                 return RunStopped()
         self._spoilt_by = answer  # whose error keeps tensors that must not be freed, see `Caught`
         return RunFailed(problem=answer.problem, leaving=answer.spoilt)
-
-    def idle_left_s(self) -> float | None:
-        """Return how long kept graphs may still wait for a job; None if there are none."""
-        return self.kept.idle_left_s()
-
-    def drop_kept_graphs(self) -> None:
-        """Free the graphs that earlier jobs left."""
-        self.kept.drop()
 
     def watched(self, *, stop_requested: Callable[[], bool]) -> Reporter:
         """Return an observer for the engine that tells progress and stops on request."""

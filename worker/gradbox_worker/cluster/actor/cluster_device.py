@@ -99,7 +99,8 @@ class ClusterDevice:
         run = TO_DEVICE.validate_json(order)
         assert isinstance(run, Run)
         self._close()
-        answer = self._device.run(run, stop_requested=self._stop_of(run.job_id, run.attempt))
+        stop_requested = self._stop_of(run.work.job_id, run.work.attempt)
+        answer = self._device.run(run.work, stop_requested=stop_requested)
         if isinstance(answer, RunFailed) and answer.leaving:
             self._leave_soon()
         return [*self.news(), answer.model_dump_json()]
@@ -215,12 +216,12 @@ class ClusterDevice:
         self._close()
         self._abandoned = False
         self._news.clear()
-        return self._device.idle_left_s()
+        return self._device.kept.idle_left_s()
 
     def drop_idle_graphs(self) -> None:
         """Drop graphs that have waited long enough for a job."""
-        if self._held is None and self._device.idle_left_s() == 0:
-            self._device.drop_kept_graphs()
+        if self._held is None and self._device.kept.idle_left_s() == 0:
+            self._device.kept.drop()
 
     def news(self) -> list[str]:
         """Return what was told since the last call."""
@@ -278,13 +279,13 @@ class ClusterDevice:
         try:
             return call()
         except StopNow:
-            self._device.drop_kept_graphs()
+            self._device.kept.drop()
             raise JobStopped("told to stop") from None
         except BaseException:
             if any(map(refuses_work, self._device.registry.devices)):
                 self._leave_soon()
             else:
-                self._device.drop_kept_graphs()
+                self._device.kept.drop()
             raise
 
     def _leave_soon(self) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Final
@@ -27,7 +28,6 @@ from gradbox_worker.device.messages import (
     DeviceReady,
     DeviceUnready,
     FromDevice,
-    Run,
     RunFailed,
     RunFinished,
     RunLost,
@@ -78,15 +78,15 @@ def serve(
     tell(DeviceReady(models=views, placement="cluster", hardware=cluster.hardware))
     import_for_jobs()
     while True:
-        order = orders.next_run(None)
-        if order is None:
+        work = orders.next_run(None)
+        if work is None:
             continue
-        stop_requested = partial(orders.stop_requested, order.job_id, order.attempt)
+        stop_requested = partial(orders.stop_requested, work.job_id, work.attempt)
         coordinator = Coordinator(cluster, settings, tell=tell, stop_requested=stop_requested)
         try:
-            tell(coordinator.run(order))
+            tell(coordinator.run(work))
         except ClusterGone as error:
-            log.warning("job %s: %s", order.job_id, error)
+            log.warning("job %s: %s", work.job_id, error)
             begun = coordinator.begun
             tell(RunLost(reason="the head of the cluster ended", leaving=True, begun=begun))
             os.kill(os.getpid(), signal.SIGKILL)  # Ray's shutdown would wait for the dead head
@@ -111,23 +111,23 @@ class Coordinator:
         self._tell, self._stop_requested = tell, stop_requested
         self.begun = False
 
-    def run(self, order: Run) -> Outcome:
+    def run(self, work: Work) -> Outcome:
         """Run a job to its end.
 
         Raises:
             ClusterGone: the head of the cluster ended.
         """
-        devices = order.spec.devices if can_be_split(order.spec) else 1
+        devices = work.spec.devices if can_be_split(work.spec) else 1
         at_most = ALL if devices == AUTO else devices
-        waiting = WaitingGraphs.of(order.spec, order.earlier_result)
+        waiting = WaitingGraphs.of(work.spec, work.earlier_result)
         if waiting is not None and not waiting.fit(at_most):
             waiting = None
         wish = Wish(
             uuid.uuid4().hex,
-            order.model,
+            work.model,
             at_most=at_most if waiting is None else waiting.num_devices,
             with_files=True,
-            job=str(order.result_path),
+            job=str(work.result_path),
             follows="" if waiting is None else waiting.job,
         )
         at_rest = False
@@ -136,7 +136,7 @@ class Coordinator:
                 lent = self._leased(wish)
                 self.begun = True
                 try:
-                    found = self._run_on(order, lent, wish, waiting)
+                    found = self._run_on(work, lent, wish, waiting)
                     at_rest = len(lent) == 1 and isinstance(found, RunFinished)
                     return found
                 except DiedBefore:
@@ -161,15 +161,15 @@ class Coordinator:
                 return living
 
     def _run_on(
-        self, order: Run, lent: list[Lent], wish: Wish, waiting: WaitingGraphs | None
+        self, work: Work, lent: list[Lent], wish: Wish, waiting: WaitingGraphs | None
     ) -> Outcome:
         in_ranges = waiting is not None and len(waiting.ranges) > 0
-        if in_ranges or len(lent) > 1 or (not lent[0].sees_files and can_be_split(order.spec)):
-            job = self._wide_job(order, lent, wish, waiting)
-            found = self._run_wide(order, job)
+        if in_ranges or len(lent) > 1 or (not lent[0].sees_files and can_be_split(work.spec)):
+            job = self._wide_job(work, lent, wish, waiting)
+            found = self._run_wide(work, job)
             if not isinstance(found, CoupledShards):
                 return found
-            order = order.model_copy(update={"not_split": str(found)})
+            work = replace(work, not_split=str(found))
             left = [one for one in job.lent if one.sees_files or not lent[0].sees_files]
             for device in job.lent:
                 if device not in left[:1]:
@@ -180,7 +180,7 @@ class Coordinator:
         if not lent[0].sees_files:
             return RunFailed(problem=Problem.of(JobFailed(NO_FILES)))
         return run_whole(
-            order, lent[0], self._cluster, tell=self._tell, stop_requested=self._stop_requested
+            work, lent[0], self._cluster, tell=self._tell, stop_requested=self._stop_requested
         )
 
     def _check(self) -> None:
@@ -188,10 +188,10 @@ class Coordinator:
             raise StopNow
 
     def _wide_job(
-        self, order: Run, lent: list[Lent], wish: Wish, waiting: WaitingGraphs | None
+        self, work: Work, lent: list[Lent], wish: Wish, waiting: WaitingGraphs | None
     ) -> WideJob:
         return WideJob(
-            Work(**{name: getattr(order, name) for name in Work.__dataclass_fields__}),
+            work,
             self._cluster,
             lent,
             wish=wish,
@@ -201,21 +201,21 @@ class Coordinator:
             stop_requested=self._stop_requested,
         )
 
-    def _run_wide(self, order: Run, job: WideJob) -> Outcome | CoupledShards:
+    def _run_wide(self, work: Work, job: WideJob) -> Outcome | CoupledShards:
         """Run a job in ranges, unless its shards are coupled and "auto" leaves it to one device.
 
         Raises:
             StopNow: the job was told to stop.
             ClusterGone: the head of the cluster ended.
         """
-        coupled = (CoupledShards,) if order.spec.devices == AUTO else ()
+        coupled = (CoupledShards,) if work.spec.devices == AUTO else ()
         try:
             found = caught(
                 job.run,
-                doing=f"job {order.job_id}",
+                doing=f"job {work.job_id}",
                 let_through=(StopNow, ClusterGone, *coupled),
             )
         except CoupledShards as error:
-            log.info("job %s runs on one device: %s", order.job_id, error)
+            log.info("job %s runs on one device: %s", work.job_id, error)
             return error
         return RunFailed(problem=found.problem) if isinstance(found, Caught) else found

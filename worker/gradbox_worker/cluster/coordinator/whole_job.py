@@ -19,6 +19,7 @@ from gradbox_worker.device.messages import (
     RunLost,
     RunStopped,
 )
+from gradbox_worker.work import Work
 
 Outcome = RunFinished | RunFailed | RunStopped | RunLost
 
@@ -30,7 +31,7 @@ class DiedBefore(Exception):
 
 
 def run_whole(
-    order: Run,
+    work: Work,
     lent: Lent,
     cluster: JoinedCluster,
     *,
@@ -48,14 +49,14 @@ def run_whole(
         ClusterGone: the head of the cluster ended.
     """
     lived = lent.actor.news.remote()  # nobody waits for it unless the device is lost
-    answer = lent.actor.run.remote(order.model_dump_json())
+    answer = lent.actor.run.remote(Run(work=work).model_dump_json())
     told_to_stop = False
     try:
         while not ray.wait([answer], timeout=POLL_S)[0]:
             cluster.check()
             if stop_requested() and not told_to_stop:
                 told_to_stop = True
-                lent.actor.stop.remote(order.job_id, order.attempt)
+                lent.actor.stop.remote(work.job_id, work.attempt)
             _hand_on(ray.get(lent.actor.news.remote()), tell)
         *news, outcome = ray.get(answer)
     except RayActorError:
