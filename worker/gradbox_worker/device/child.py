@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
+from pydantic import TypeAdapter
+
 from gradbox_worker.device.descendants import MARK, Guardian, end_descendants
 from gradbox_worker.device.exits import Exit, count_oom_kills, exit_of
 from gradbox_worker.device.messages import (
@@ -61,19 +63,10 @@ class DeviceSettings:
 
     def options(self) -> list[str]:
         """Return them as `gradbox_worker.device.main` reads them."""
-        options = ["--models", str(self.models_file), "--data", str(self.data)]
-        options += ["--device", self.device]
-        if self.model_memory_bytes is not None:
-            options += ["--model-memory-bytes", str(self.model_memory_bytes)]
-        if self.result_memory_bytes is not None:
-            options += ["--result-memory-bytes", str(self.result_memory_bytes)]
-        if self.job_memory_bytes is not None:
-            options += ["--job-memory-bytes", str(self.job_memory_bytes)]
-        if self.checkpoint_after_s is not None:
-            options += ["--checkpoint-after-s", str(self.checkpoint_after_s)]
-        if self.cluster is not None:
-            options += ["--cluster", str(self.cluster)]
-        return options
+        return ["--settings", SETTINGS.dump_json(self).decode()]
+
+
+SETTINGS: Final = TypeAdapter(DeviceSettings)
 
 
 class DeviceChild:

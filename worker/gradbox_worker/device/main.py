@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from gradbox.printable import log_to_stderr
-from gradbox_worker.device.child import DeviceSettings
+from gradbox_worker.device.child import SETTINGS, DeviceSettings
 from gradbox_worker.device.messages import Begin, Run, Stop, receive_order
 from gradbox_worker.device.parentage import end_with_parent
 from gradbox_worker.work import Work
@@ -94,21 +94,7 @@ def main(arguments: list[str], *, serving: str = "gradbox_worker.device.serving"
     # Only now: torch takes seconds to import, and the worker may be gone by then.
     serve: Serve = importlib.import_module(serving).serve
 
-    serve(
-        connection,
-        inbox,
-        begin=begin,
-        settings=DeviceSettings(
-            models_file=options.models,
-            data=options.data,
-            device=options.device,
-            model_memory_bytes=options.model_memory_bytes,
-            result_memory_bytes=options.result_memory_bytes,
-            job_memory_bytes=options.job_memory_bytes,
-            checkpoint_after_s=options.checkpoint_after_s,
-            cluster=options.cluster,
-        ),
-    )
+    serve(connection, inbox, begin=begin, settings=options.settings)
 
 
 def _forked(options: argparse.Namespace) -> Connection:
@@ -117,7 +103,7 @@ def _forked(options: argparse.Namespace) -> Connection:
     from gradbox_worker.device.forking import forked_device
     from gradbox_worker.device.importing import import_for_devices, import_for_jobs
 
-    import_for_devices(options.models)
+    import_for_devices(options.settings.models_file)
     _be_called(TEMPLATE_NAME)  # from here on a fork takes milliseconds
     requests = socket.socket(fileno=options.fd)
     return forked_device(requests, import_more=import_for_jobs)
@@ -128,14 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--template", action="store_true")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--models", type=Path, required=True)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--model-memory-bytes", type=int)
-    parser.add_argument("--result-memory-bytes", type=int)
-    parser.add_argument("--job-memory-bytes", type=int)
-    parser.add_argument("--checkpoint-after-s", type=float)
-    parser.add_argument("--cluster", type=Path)
+    parser.add_argument("--settings", type=SETTINGS.validate_json, required=True)
     return parser
 
 
