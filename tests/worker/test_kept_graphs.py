@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, JobSpec, TensorRef
 from gradbox_service.backing import Backing
-from gradbox_worker.computations.execution import StopNow, attempt
+from gradbox_worker.computations.execution import Execution, StopNow
 from gradbox_worker.computations.kept_graphs import IDLE_S, KeptGraphs
 from gradbox_worker.device.main import Inbox
 from gradbox_worker.exceptions_to_problems import Caught
@@ -74,13 +74,13 @@ class Device:
                 **given,
             }
         )
-        answer = attempt(
-            work,
+        answer = Execution(
+            work=work,
             registry=self.registry,
             blobs=self.box.backing.blobs,
             kept=self.kept,
             observer=observer or Silent(),
-        )
+        ).attempt()
         return work, answer
 
     def forward(self, *, seed: int = 0, retain: Any = "auto", **given: Any) -> Work:

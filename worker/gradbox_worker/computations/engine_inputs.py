@@ -254,6 +254,19 @@ def build_function(
     )
 
 
+def built_readout(
+    spec: SharedSpec, tensors: TensorSource, *, device: torch.device
+) -> Callable[..., Any] | None:
+    """Return a job's readout, if it has one.
+
+    Raises:
+        GraphRefused: its graph is not allowed.
+    """
+    if spec.readout is None:
+        return None
+    return build_function(spec.readout, tensors, device=device, widened=spec.widened).function
+
+
 def _read(refs: Mapping[str, TensorRef], tensors: TensorSource) -> dict[str, Tensor]:
     read = {name: tensors.tensor(ref) for name, ref in refs.items()}
     for name, ref in refs.items():

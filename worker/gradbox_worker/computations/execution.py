@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -18,7 +19,7 @@ from gradbox_engine import Observer
 from gradbox_service.store import Room
 from gradbox_worker.computations import forward, gradient, mixed_gradient, per_sample
 from gradbox_worker.computations.checkpoints import CheckpointFile, Pace
-from gradbox_worker.computations.engine_inputs import build_function, input_groups
+from gradbox_worker.computations.engine_inputs import built_readout, input_groups
 from gradbox_worker.computations.job import Compute, LoadedJob
 from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.computations.memory import PeakMemory, default_result_memory_bytes
@@ -32,11 +33,9 @@ from gradbox_worker.computations.phases import (
 )
 from gradbox_worker.computations.placement import memory_bytes
 from gradbox_worker.computations.receipts import (
+    commit,
     device_name,
-    gradbox_version,
-    kind_of,
-    metadata_of,
-    receipt_of,
+    identity_of,
 )
 from gradbox_worker.exceptions_to_problems import (
     Caught,
@@ -65,198 +64,150 @@ class StopNow(BaseException):
     """Raised by an observer: the job is to stop before its next shard."""
 
 
-def attempt(
-    work: Work,
-    *,
-    registry: Registry,
-    blobs: Blobs,
-    kept: KeptGraphs,
-    observer: Observer,
-    result_memory_bytes: int | None = None,
-    limit: MemoryLimit | None = None,
-    pace: Pace | None = None,
-    phase_ended: PhaseEnded | None = None,
-) -> Finished | Stopped | Caught:
-    """Run a job; whatever its model or its loss raises comes back as a problem."""
-    answer: Finished | Stopped | Caught
-    try:
-        answer = caught(
-            lambda: execute(
-                work,
-                registry=registry,
-                blobs=blobs,
-                kept=kept,
-                observer=observer,
-                result_memory_bytes=result_memory_bytes,
-                limit=limit,
-                pace=pace,
-                phase_ended=phase_ended,
-            ),
-            doing=f"job {work.job_id}",
-            let_through=StopNow,
-            devices=registry.devices,
-        )
-    except StopNow:
-        answer = Stopped()
-    if isinstance(answer, Caught) and answer.spoilt:
-        return answer  # with all that is on the device, see `Caught`
-    if not isinstance(answer, Finished):
-        kept.drop()
-    kept.rest()
-    return answer
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """One attempt at a job, on the device of a registry.
 
-
-def execute(
-    work: Work,
-    *,
-    registry: Registry,
-    blobs: Blobs,
-    kept: KeptGraphs,
-    observer: Observer,
-    result_memory_bytes: int | None = None,
-    limit: MemoryLimit | None = None,
-    pace: Pace | None = None,
-    phase_ended: PhaseEnded | None = None,
-) -> Finished:
-    """Run a job and write its result file.
-
-    A job that runs out of memory is begun again without the graphs of other jobs, and then without
-    models that it does not need, the least recently used first: as many as hold what it could not
-    allocate. It fails once there are none that could make room for it.
-
-    Args:
+    Attributes:
         kept: graphs of earlier jobs.
+        observer: hears of the engine's steps; may raise `StopNow`.
         result_memory_bytes: what may be in memory of a result on its way into its file; None is
             `default_result_memory_bytes`.
         limit: what the job may allocate; None is no limit.
         pace: when a long job's state is written.
         phase_ended: told of every phase.
-
-    Raises:
-        GradboxError: the job's parts do not fit the model or each other.
-        gradbox_engine.EngineError: the computation cannot be done.
-        StopNow: the observer said so; nothing is left behind and the models stay loaded.
     """
-    kept.begin(work, loaded=registry.holds(work.model))
 
-    def run() -> Finished:
-        with PhaseClock(observer, phase_ended) as phases:
-            return _run(work, registry, blobs, kept, phases, result_memory_bytes, limit, pace)
+    work: Work
+    registry: Registry
+    blobs: Blobs
+    kept: KeptGraphs
+    observer: Observer
+    result_memory_bytes: int | None = None
+    limit: MemoryLimit | None = None
+    pace: Pace | None = None
+    phase_ended: PhaseEnded | None = None
 
-    crowded = kept.num_bytes > 0
-    while True:
+    def attempt(self) -> Finished | Stopped | Caught:
+        """Run the job; whatever its model or its loss raises comes back as a problem."""
+        answer: Finished | Stopped | Caught
         try:
-            return run()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            wanted = wanted_bytes(error)
-            if not (crowded or _models_are_in_the_way(work, registry, limit, wanted)):
-                raise
-        # Outside the handler, for its traceback holds on to the failed run's tensors.
-        if crowded:
-            crowded, others = False, "the graphs of other jobs"
-            kept.drop()
-            if registry.device.type == "cuda":
-                torch.cuda.empty_cache()
-        else:
-            dropped = registry.drop_idle(but=work.model, wanted_bytes=wanted)
-            others = f"models that it does not need: dropped {', '.join(dropped)}"
-        log.info("job %s is begun again: it ran out of memory beside %s", work.job_id, others)
+            answer = caught(
+                self.execute,
+                doing=f"job {self.work.job_id}",
+                let_through=StopNow,
+                devices=self.registry.devices,
+            )
+        except StopNow:
+            answer = Stopped()
+        if isinstance(answer, Caught) and answer.spoilt:
+            return answer  # with all that is on the device, see `Caught`
+        if not isinstance(answer, Finished):
+            self.kept.drop()
+        self.kept.rest()
+        return answer
 
+    def execute(self) -> Finished:
+        """Run the job and write its result file.
 
-def _models_are_in_the_way(
-    work: Work, registry: Registry, limit: MemoryLimit | None, wanted: int
-) -> bool:
-    """Tell whether a job that ran out of memory may fit once other models are dropped."""
-    if not registry.num_idle(but=work.model) or wanted > memory_bytes(registry.device):
-        return False
-    return limit is None or limit.leaves_room_of_models()
+        A job that runs out of memory is begun again without the graphs of other jobs, and then
+        without models that it does not need, the least recently used first: as many as hold what it
+        could not allocate. It fails once there are none that could make room for it.
 
+        Raises:
+            GradboxError: the job's parts do not fit the model or each other.
+            gradbox_engine.EngineError: the computation cannot be done.
+            StopNow: the observer said so; nothing is left behind and the models stay loaded.
+        """
+        work, registry, kept = self.work, self.registry, self.kept
+        kept.begin(work, loaded=registry.holds(work.model))
+        crowded = kept.num_bytes > 0
+        while True:
+            try:
+                with PhaseClock(self.observer, self.phase_ended) as phases:
+                    return self._run(phases)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                wanted = wanted_bytes(error)
+                if not (crowded or self._models_are_in_the_way(wanted)):
+                    raise
+            # Outside the handler, for its traceback holds on to the failed run's tensors.
+            if crowded:
+                crowded, others = False, "the graphs of other jobs"
+                kept.drop()
+                if registry.device.type == "cuda":
+                    torch.cuda.empty_cache()
+            else:
+                dropped = registry.drop_idle(but=work.model, wanted_bytes=wanted)
+                others = f"models that it does not need: dropped {', '.join(dropped)}"
+            log.info("job %s is begun again: it ran out of memory beside %s", work.job_id, others)
 
-def _run(
-    work: Work,
-    registry: Registry,
-    blobs: Blobs,
-    kept: KeptGraphs,
-    phases: PhaseClock,
-    result_memory_bytes: int | None,
-    limit: MemoryLimit | None,
-    pace: Pace | None,
-) -> Finished:
-    spec = work.spec
-    began = time.perf_counter()
-    phases.enter(MODEL_LOAD)
-    loaded = registry.get(work.model, work.model_version)
-    phases.enter(READ_INPUTS)
-    room = Room(work.result_path.parent, work.disk_reserve_bytes)
-    result_file = ResultOnDisk(work.result_path, room=room)
-    held = nullcontext() if limit is None else limit.held()
-    rounding = RoundedGradients(spec.transfer)
-    with held, BlobTensors(blobs, device=registry.device) as tensors, result_file:
-        peak = PeakMemory(*loaded.devices)
-        readout = None
-        if spec.readout is not None:
-            readout = build_function(
-                spec.readout, tensors, device=registry.device, widened=spec.widened
-            ).function
-        weights = {name: tensors.shared(ref) for name, ref in spec.weights.items()}
-        widened = widened_weights(weights, loaded.module, transfer=spec.transfer)
-        job = LoadedJob(
-            work=work,
-            loaded=loaded,
-            groups=input_groups(spec, loaded.methods, tensors),
-            readout=readout,
-            weights=weights | widened,
-            tensors=tensors,
-            device=registry.device,
-            observer=phases,
-            result=result_file,
-            rounding=rounding,
-            result_memory_bytes=result_memory_bytes or default_result_memory_bytes(registry.device),
-            kept=kept,
-            checkpoints=CheckpointFile(
-                work.checkpoints,
-                job_id=work.job_id,
-                attempt=work.attempt,
-                identity=partial(_identity, work, devices=loaded.devices),
-                disk_reserve_bytes=work.disk_reserve_bytes,
+    def _models_are_in_the_way(self, wanted: int) -> bool:
+        """Tell whether a job that ran out of memory may fit once other models are dropped."""
+        registry = self.registry
+        if not registry.num_idle(but=self.work.model) or wanted > memory_bytes(registry.device):
+            return False
+        return self.limit is None or self.limit.leaves_room_of_models()
+
+    def _run(self, phases: PhaseClock) -> Finished:
+        work, spec, device = self.work, self.work.spec, self.registry.device
+        began = time.perf_counter()
+        phases.enter(MODEL_LOAD)
+        loaded = self.registry.get(work.model, work.model_version)
+        phases.enter(READ_INPUTS)
+        room = Room(work.result_path.parent, work.disk_reserve_bytes)
+        result_file = ResultOnDisk(work.result_path, room=room)
+        held = nullcontext() if self.limit is None else self.limit.held()
+        rounding = RoundedGradients(spec.transfer)
+        with held, BlobTensors(self.blobs, device=device) as tensors, result_file:
+            peak = PeakMemory(*loaded.devices)
+            readout = built_readout(spec, tensors, device=device)
+            weights = {name: tensors.shared(ref) for name, ref in spec.weights.items()}
+            widened = widened_weights(weights, loaded.module, transfer=spec.transfer)
+            job = LoadedJob(
+                work=work,
+                loaded=loaded,
+                groups=input_groups(spec, loaded.methods, tensors),
+                readout=readout,
+                weights=weights | widened,
+                tensors=tensors,
+                device=device,
+                observer=phases,
                 result=result_file,
                 rounding=rounding,
-                pace=pace,
-            ),
-        )
-        load_s = time.perf_counter() - began
-        computed = COMPUTATIONS[spec.computation](job, spec)
-        phases.enter(WRITE_RESULT)
-        rounded = rounding.rounded(computed.tensors)
-        facts = {**computed.facts, **rounding.facts(weights_widened=len(widened))}
-        receipt = receipt_of(
-            work,
-            facts,
-            model=loaded.name,
-            model_version=loaded.version,
-            device=device_name(*loaded.devices),
-            seconds=computed.seconds,
-            peak=peak,
-            load_s=load_s,
-            resumed=job.checkpoints.resumed,
-        )
-        metadata = metadata_of(receipt, computed.metadata, rounding)
-        result = result_file.commit(rounded, metadata=metadata)
-    kept.keep(work, computed.kept)
-    return Finished(result)
-
-
-def _identity(work: Work, *, devices: Sequence[torch.device]) -> dict[str, str]:
-    """Return what must be equal for an attempt to go on from another one's state.
-
-    Of a GPU it is the kind: the job may go on another one of them.
-    """
-    return {
-        "spec": work.spec_digest,
-        "model": work.model_version,
-        "device": kind_of(*devices),
-        "torch": torch.__version__,
-        "gradbox": gradbox_version(),
-    }
+                result_memory_bytes=(
+                    self.result_memory_bytes or default_result_memory_bytes(device)
+                ),
+                kept=self.kept,
+                checkpoints=CheckpointFile(
+                    work.checkpoints,
+                    job_id=work.job_id,
+                    attempt=work.attempt,
+                    identity=partial(
+                        identity_of, work.spec_digest, work.model_version, loaded.devices
+                    ),
+                    disk_reserve_bytes=work.disk_reserve_bytes,
+                    result=result_file,
+                    rounding=rounding,
+                    pace=self.pace,
+                ),
+            )
+            load_s = time.perf_counter() - began
+            computed = COMPUTATIONS[spec.computation](job, spec)
+            phases.enter(WRITE_RESULT)
+            result = commit(
+                result_file,
+                computed,
+                work,
+                rounding=rounding,
+                weights_widened=len(widened),
+                model=loaded.name,
+                model_version=loaded.version,
+                device=device_name(*loaded.devices),
+                peak=peak,
+                load_s=load_s,
+                resumed=job.checkpoints.resumed,
+            )
+        self.kept.keep(work, computed.kept)
+        return Finished(result)

@@ -15,7 +15,7 @@ import torch
 from gradbox.protocol import DeviceMemory, ModelView
 from gradbox_service.store import blob_store
 from gradbox_worker.computations.checkpoints import Pace
-from gradbox_worker.computations.execution import StopNow, attempt
+from gradbox_worker.computations.execution import Execution, StopNow
 from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.computations.memory import measure_device, used_bytes
 from gradbox_worker.computations.memory_limit import MemoryLimit
@@ -125,8 +125,8 @@ class WarmDevice:
         """
         self._gauge.begin()
         observer = self.watched(stop_requested=stop_requested)
-        answer = attempt(
-            work,
+        answer = Execution(
+            work=work,
             registry=self.registry,
             blobs=self._blobs,
             kept=self.kept,
@@ -135,7 +135,7 @@ class WarmDevice:
             limit=self.limit,
             pace=self._pace,
             phase_ended=observer.phase_ended if work.timed else None,
-        )
+        ).attempt()
         self._gauge.end()
         match answer:
             case Finished():

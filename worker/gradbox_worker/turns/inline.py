@@ -12,7 +12,7 @@ from pathlib import Path
 from gradbox.protocol import ModelView
 from gradbox_service.jobs import Fleet, MemoryTurns, Records
 from gradbox_service.store import BlobStore, ResultStore
-from gradbox_worker.computations.execution import StopNow, attempt
+from gradbox_worker.computations.execution import Execution, StopNow
 from gradbox_worker.computations.kept_graphs import KeptGraphs
 from gradbox_worker.computations.placement import choose_device
 from gradbox_worker.errors import ModelsFileError
@@ -35,14 +35,14 @@ class InlineDevice:
 
     def run(self, work: Work, supervision: Supervision) -> Outcome:
         """Run a job to its end; an order to stop is obeyed before the next shard."""
-        answer = attempt(
-            work,
+        answer = Execution(
+            work=work,
             registry=self._registry,
             blobs=self._blobs,
             kept=self._kept,
             observer=_Relay(supervision),
             phase_ended=supervision.phase_ended if work.timed else None,
-        )
+        ).attempt()
         return Failed(answer.problem) if isinstance(answer, Caught) else answer
 
     def reload(self, registry: Registry) -> None:

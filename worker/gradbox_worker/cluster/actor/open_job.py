@@ -36,7 +36,7 @@ from gradbox_worker.cluster.actor.range_checkpoints import RangeCheckpoints
 from gradbox_worker.cluster.exchange.array_buffers import TensorBuffer, as_buffers, num_bytes
 from gradbox_worker.cluster.exchange.sent_tensors import RangeJob, SentTensors
 from gradbox_worker.computations.engine_inputs import (
-    build_function,
+    built_readout,
     differentiated,
     input_groups,
     mixed_inner,
@@ -87,11 +87,7 @@ class ReceivedJob:
         tensors = SentTensors(job, device=on_device)
         weights = {name: tensors.shared(ref) for name, ref in spec.weights.items()}
         widened = widened_weights(weights, loaded.module, transfer=spec.transfer)
-        readout = None
-        if spec.readout is not None:
-            readout = build_function(
-                spec.readout, tensors, device=on_device, widened=spec.widened
-            ).function
+        readout = built_readout(spec, tensors, device=on_device)
         return cls(spec, half, loaded, tensors, on_device, readout, weights | widened, len(widened))
 
 

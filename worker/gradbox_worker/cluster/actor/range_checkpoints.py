@@ -28,7 +28,7 @@ from gradbox_engine.ranges.samples import SampleTask
 from gradbox_service.store.files import files_of
 from gradbox_worker.cluster.exchange.sent_tensors import RangeJob
 from gradbox_worker.computations.checkpoints import CheckpointFile, Pace, RowsInPlace
-from gradbox_worker.computations.receipts import gradbox_version, kind_of
+from gradbox_worker.computations.receipts import identity_of
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients
 from gradbox_worker.work import Work
@@ -56,13 +56,8 @@ class RangeCheckpoints:
         """
         self._rows, self._rounding = rows, rounding
         self._job = job
-        self._identity = {
-            "spec": spec_digest(JOB_SPEC.validate_json(job.spec)),
-            "model": job.model_version,
-            "device": kind_of(*devices),
-            "torch": torch.__version__,
-            "gradbox": gradbox_version(),
-        }
+        spec = JOB_SPEC.validate_json(job.spec)
+        self._identity = identity_of(spec_digest(spec), job.model_version, devices)
         self._files: dict[int, CheckpointFile] = {}
 
     def of_samples(self, part: Range, task: SampleTask) -> Checkpoints:

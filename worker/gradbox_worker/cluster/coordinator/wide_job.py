@@ -38,7 +38,7 @@ from gradbox_worker.computations.engine_inputs import input_groups
 from gradbox_worker.computations.execution import StopNow
 from gradbox_worker.computations.memory import PeakMemory
 from gradbox_worker.computations.memory_limit import MemoryLimit
-from gradbox_worker.computations.receipts import metadata_of, receipt_of
+from gradbox_worker.computations.receipts import commit
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.messages import (
     FROM_DEVICE,
@@ -94,7 +94,7 @@ class WideJob:
             CoupledShards: its shards cannot be split; nothing was written.
             StopNow: it was told to stop.
             ClusterGone: the head of the cluster ended.
-            GradboxError, EngineError: see `computations.execution.execute`.
+            GradboxError, EngineError: see `computations.execution.Execution`.
         """
         work, spec, began = self._work, self._spec, time.perf_counter()
         room = Room(work.result_path.parent, work.disk_reserve_bytes)
@@ -125,27 +125,20 @@ class WideJob:
             load_s = time.perf_counter() - began
             with closing(self._leased):
                 computed, ranges = _run(wide, setting)
-            rounded = rounding.rounded(computed.tensors)
-            widened = self._leased.weights_widened()
-            facts = {
-                **computed.facts,
-                **rounding.facts(weights_widened=widened),
-                "ranges": ranges,
-                "bytes_moved": dict(self._leased.moved),
-            }
-            receipt = receipt_of(
+            result = commit(
+                result_file,
+                computed,
                 work,
-                facts,
+                rounding=rounding,
+                weights_widened=self._leased.weights_widened(),
                 model=view.name,
                 model_version=view.version,
                 device=f"{len(self._lent)} devices",
-                seconds=computed.seconds,
                 peak=peak,
                 load_s=load_s,
                 resumed=self._leased.resumed,
+                more_facts={"ranges": ranges, "bytes_moved": dict(self._leased.moved)},
             )
-            metadata = metadata_of(receipt, computed.metadata, rounding)
-            result = result_file.commit(rounded, metadata=metadata)
         return RunFinished(result=result)
 
     def _range_job(
