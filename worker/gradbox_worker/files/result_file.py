@@ -48,8 +48,6 @@ def write_result(
         InvalidInputs: a tensor's dtype has no place in a safetensors file.
         StorageFull: the disk does not hold it.
     """
-    for name, tensor in tensors.items():
-        check_storable(name, tensor.dtype)
     # Widest dtype first, so that every tensor begins at a multiple of its item size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries = laid_out({name: (tensors[name].shape, tensors[name].dtype) for name in names})
@@ -83,19 +81,6 @@ def _digested(piece: bytes | memoryview, digest: hashlib._Hash) -> Iterator[None
         hashed.result()
 
 
-def check_storable(name: str, dtype: torch.dtype) -> None:
-    """Check that safetensors has a name for a tensor's dtype.
-
-    Raises:
-        InvalidInputs: it has none.
-    """
-    if dtype not in SAFETENSORS_NAMES:
-        raise InvalidInputs(
-            f"expected results that safetensors can hold, got {name!r} of {dtype}; leave it out "
-            f"with wrt, or register the model with another dtype"
-        )
-
-
 def laid_out(
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, at: int = 0
 ) -> dict[str, dict[str, Any]]:
@@ -104,9 +89,17 @@ def laid_out(
     Args:
         tensors: name → shape and dtype.
         at: where the first one begins, in bytes behind the header.
+
+    Raises:
+        InvalidInputs: safetensors has no name for a tensor's dtype.
     """
     entries = {}
     for name, (shape, dtype) in tensors.items():
+        if dtype not in SAFETENSORS_NAMES:
+            raise InvalidInputs(
+                f"expected results that safetensors can hold, got {name!r} of {dtype}; leave it "
+                f"out with wrt, or register the model with another dtype"
+            )
         start, at = at, at + torch.Size(shape).numel() * dtype.itemsize
         entries[name] = {
             "dtype": SAFETENSORS_NAMES[dtype],

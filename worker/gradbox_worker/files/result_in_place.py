@@ -38,7 +38,6 @@ from gradbox_worker.files.result_file import (
     ALIGNMENT_BYTES,
     LENGTH_BYTES,
     RESULT,
-    check_storable,
     header_bytes,
     laid_out,
     write_result,
@@ -102,8 +101,6 @@ class ResultOnDisk:
             InvalidInputs: a dtype has no place in a safetensors file.
             StorageFull: the disk does not hold it.
         """
-        for name, dtype in dtypes.items():
-            check_storable(name, dtype)
         names = sorted(shapes, key=lambda name: -dtypes[name].itemsize)
         stated = {
             name: ((shapes[name][0], *shapes[name][2:]) if squeezed else shapes[name], dtypes[name])
@@ -127,8 +124,6 @@ class ResultOnDisk:
             InvalidInputs: a dtype has no place in a safetensors file.
             StorageFull: the disk does not hold it.
         """
-        for name, (_, dtype) in tensors.items():
-            check_storable(name, dtype)
         names = sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name))
         self._make_room({name: tensors[name] for name in names})
         for name, entry in self._entries.items():
@@ -235,8 +230,6 @@ class ResultOnDisk:
             return write_result(self._path, tensors, metadata=metadata, room=self._disk)
         in_memory = [tensor for tensor in tensors.values() if not tensor.is_meta]
         self._disk.check(sum(tensor.nbytes for tensor in in_memory), what=RESULT)
-        for name, tensor in tensors.items():
-            check_storable(name, tensor.dtype)
         filler = torch.zeros(-self._end % ALIGNMENT_BYTES, dtype=torch.uint8)
         for name in tensors.keys() & self._regions.keys():
             if not tensors[name].is_meta:
