@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import secrets
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 WRITE_OUT_BYTES: Final = 64 * 2**20
 """After so many bytes `begin_to_write_out` is worth its call."""
@@ -83,6 +84,23 @@ def put_in_place(beside: Path, place: Path) -> None:
     make_folder(place.parent)
     os.replace(beside, place)
     flush_folder(place.parent)
+
+
+def write_whole(path: Path, data: Any) -> None:
+    """Write a file that only the box's own user reads, so that it is there whole or not at all.
+
+    It is not flushed. Two processes may write the same one.
+
+    Args:
+        data: bytes, or a buffer.
+    """
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(beside, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(data)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def flush_folder(path: Path) -> None:

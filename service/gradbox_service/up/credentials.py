@@ -7,7 +7,6 @@ box is ready, so that it names no box that is not; only a killed `gradbox up` le
 from __future__ import annotations
 
 import getpass
-import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from gradbox.settings import FILE, ClientSettings, read_settings, write_settings
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.refusals import store_refuses, why_refused
 from gradbox_service.revocations import Revocations
+from gradbox_service.store.files import write_whole
 from gradbox_service.tokens import RedisTokens
 from gradbox_service.up.embedded_redis import NoRedis
 
@@ -45,7 +45,7 @@ class Credentials:
                 token = earlier
             else:
                 token = tokens.create(getpass.getuser().replace(" ", "-"), admin=True)
-        self._keep(token)
+        write_whole(self._data / TOKEN_FILE, f"{token}\n".encode())
         return token
 
     def publish(self, url: str, token: str) -> None:
@@ -63,13 +63,6 @@ class Credentials:
             # Version 0.1.0 kept it in client.toml alone.
             settings = read_settings(self._data / FILE)
             return None if settings is None else settings.token
-
-    def _keep(self, token: str) -> None:
-        beside = self._data / f".{TOKEN_FILE}"
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(f"{token}\n")
-        os.replace(beside, self._data / TOKEN_FILE)
 
 
 @contextmanager

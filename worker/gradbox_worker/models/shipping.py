@@ -14,13 +14,12 @@ have to be installed. Whatever a machine builds, its version is compared with th
 from __future__ import annotations
 
 import hashlib
-import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from gradbox_service.store.files import write_whole
 from gradbox_worker.models.models_file import ModelEntry
 
 MODEL: Final = "model"
@@ -64,7 +63,8 @@ class ShippedModels:
         for path, place in named:
             target = own / place
             if not _is(target, self.digests[path]):
-                _write(target, fetch(path))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(target, fetch(path))
         source, weights = entry.source, entry.weights
         if (file := _source_file(entry)) is not None:
             source = f"{file.name}:{entry.source.rpartition(':')[2]}"
@@ -111,15 +111,3 @@ def _digest(path: Path) -> str:
 
 def _is(path: Path, digest: str) -> bool:
     return path.is_file() and _digest(path) == digest
-
-
-def _write(target: Path, data: Any) -> None:
-    """Write a file whole or not at all; two processes of a machine may write the same one."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        with beside.open("wb") as file:
-            file.write(data)
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from gradbox_service.store.files import write_whole
 from gradbox_worker.errors import DeviceNotStarted
 
 log = logging.getLogger(__name__)
@@ -41,11 +41,7 @@ class ClusterAddress(BaseModel):
 
     def write(self, path: Path) -> None:
         """Write it for the box's owner alone, whole or not at all."""
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(self.model_dump_json())
-        beside.replace(path)
+        write_whole(path, self.model_dump_json().encode())
 
     def answers(self) -> bool:
         """Tell whether Ray lives on this machine."""
