@@ -12,8 +12,8 @@ To read in this order:
     admit                          the checks of all computations, and each one's own
     model, tensors, references     what a spec names, found on this box
     arguments, parameters, functions    does it fit together
-    gradient, forward, per_sample, mixed_gradient    what one computation alone has to fulfil
-    earlier_job, against           jobs that this one reads: the rows of `against`, for one
+    gradient, per_sample, mixed_gradient    what one computation alone has to fulfil
+    earlier_job                    a job that this one reads: the rows of `against`, for one
     forward_job                    cotangents, and the job whose outputs they belong to
 """
 

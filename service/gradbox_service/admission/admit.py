@@ -8,11 +8,11 @@ from typing import Any, Final, Protocol
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import JobSpec, ModelView
-from gradbox_service.admission import forward, gradient, mixed_gradient, per_sample
+from gradbox_service.admission import gradient, mixed_gradient, per_sample
 from gradbox_service.admission.arguments import check_groups
 from gradbox_service.admission.functions import check_readout
 from gradbox_service.admission.model import find_model
-from gradbox_service.admission.parameters import check_weights
+from gradbox_service.admission.parameters import check_weights, check_wrt
 from gradbox_service.admission.references import References, shared_references
 from gradbox_service.admission.tensors import TensorHeaders
 from gradbox_service.jobs import Fleet, WorkerPresence
@@ -41,7 +41,7 @@ class Own:
 
 OWN: Final[Mapping[str, Own]] = {
     "gradient": Own(gradient.references, gradient.check),
-    "forward": Own(forward.references, forward.check),
+    "forward": Own(lambda spec: (), check_wrt),  # what its gradient jobs will differentiate
     "per_sample_gradient": Own(per_sample.references_of_gradient, per_sample.check_gradient),
     "jacobian": Own(per_sample.references_of_jacobian, per_sample.check_jacobian),
     "mixed_gradient": Own(mixed_gradient.references, mixed_gradient.check),

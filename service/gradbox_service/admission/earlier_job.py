@@ -1,12 +1,18 @@
-"""The job that a job goes on from: it is the caller's own, it is done, and its result is here."""
+"""The job that a job reads: it is the caller's own, it is done, and its result is here.
+
+`against` names one, whose rows a per-sample job's are multiplied with; cotangents are of another,
+see `forward_job`.
+"""
 
 from __future__ import annotations
 
 from gradbox.errors import BlobRejected, InvalidInputs
-from gradbox.protocol import JobSpec, JobState
+from gradbox.protocol import JobSpec, JobState, ModelView, SampleSpec
 from gradbox.tensors.safetensors_header import SafetensorsHeader, read_header
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
+
+FACTORED_ROWS = "job with factored rows"
 
 
 def earlier_job(
@@ -28,6 +34,37 @@ def earlier_job(
             f"{where}: no job {job_id!r} of yours is on this box; post the {kind} first"
         )
     return found.record, spec
+
+
+def check_against(spec: JobSpec, *, model: ModelView, owner: str, box: Backing) -> None:
+    """Check that `against`, if there is one, names rows that these can be multiplied with.
+
+    Raises:
+        InvalidInputs: the owner has no such job that is done, it was of another computation or
+            model, or it left no factors.
+    """
+    if not isinstance(spec, SampleSpec) or spec.against is None:
+        return
+    record, other = earlier_job(
+        spec.against, where="against", kind=FACTORED_ROWS, owner=owner, box=box
+    )
+    if type(other) is not type(spec):
+        raise InvalidInputs(
+            f"against: expected a job of the same computation, {spec.computation}, got job "
+            f"{record.id}, which is a {record.computation}"
+        )
+    if other.reduce != "none" or other.form == "dense":
+        raise InvalidInputs(
+            f"against: expected a job whose rows are kept as factors, got job {record.id} with "
+            f"reduce={other.reduce!r} and form={other.form!r}; run it with reduce='none' and "
+            f"form='factored' or 'auto'"
+        )
+    if (record.model, record.model_version) != (model.name, model.version):
+        raise InvalidInputs(
+            f"against: expected rows of {model.name}@{model.version[:12]}, got those of job "
+            f"{record.id}, which ran {record.model}@{record.model_version[:12]}; run it again"
+        )
+    result_header(record, where="against", kind=FACTORED_ROWS, box=box)
 
 
 def result_header(record: JobRecord, *, where: str, kind: str, box: Backing) -> SafetensorsHeader:

@@ -16,7 +16,7 @@ from gradbox.protocol import (
 )
 from gradbox.tensors.safetensors_header import TensorEntry
 from gradbox_service.admission.earlier_job import earlier_job, result_header
-from gradbox_service.admission.tensors import TensorHeaders
+from gradbox_service.admission.tensors import FLOATING, TensorHeaders
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
 from gradbox_service.ownership import OwnBlobs
@@ -24,7 +24,6 @@ from gradbox_service.ownership import OwnBlobs
 OUTPUTS: Final = "outputs/"
 WHERE: Final = "loss.forward"
 KIND: Final = "forward job"
-FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 # What a job says for itself, whatever job it continues.
 OWN: Final = frozenset({"protocol", "transfer", "priority", "timeout_s", "devices", "name"})
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from gradbox.errors import InvalidInputs
 from gradbox.graphs.check import arguments_of, check_graph
 from gradbox.protocol import MixedGradientSpec, ModelView, TensorRef
-from gradbox_service.admission.parameters import FLOATING
 from gradbox_service.admission.references import (
     References,
     function_references,
     named_references,
 )
-from gradbox_service.admission.tensors import TensorHeaders
+from gradbox_service.admission.tensors import FLOATING, TensorHeaders
 
 
 def references(spec: MixedGradientSpec) -> References:
@@ -78,13 +77,7 @@ def _check_leaves(spec: MixedGradientSpec, tensors: TensorHeaders) -> None:
 
 
 def _check_z(spec: MixedGradientSpec, tensors: TensorHeaders) -> None:
-    shard = spec.inputs[0].shards[0]
-    floating = [
-        name
-        for name in tensors.arguments(shard, where="shard 0")
-        if tensors.entry(TensorRef(blob=shard.blob, tensor=shard.prefix + name), where=name).dtype
-        in FLOATING
-    ]
+    floating = tensors.floating_arguments(spec.inputs[0].shards[0], where="shard 0")
     if not floating or (spec.z is not None and spec.z not in floating):
         raise InvalidInputs(
             f"z: expected a floating-point argument of the shards, which are {sorted(floating)}, "

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import DifferentiatedSpec, ModelView, SharedSpec, TensorRef
 from gradbox_service.admission.tensors import TensorHeaders
-
-FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def check_weights(spec: SharedSpec, *, model: ModelView, tensors: TensorHeaders) -> None:
@@ -21,17 +19,35 @@ def check_weights(spec: SharedSpec, *, model: ModelView, tensors: TensorHeaders)
     """
     shapes = {view.name: view.shape for view in (*model.parameters, *model.buffers)}
     shapes |= {name: shapes[first] for name, first in model.tied.items()}
-    for name, reference in spec.weights.items():
+    lacks = f"weights: model {model.name!r} has no parameter or buffer"
+    check_shapes("weights", spec.weights, shapes, tensors=tensors, lacks=lacks)
+
+
+def check_shapes(
+    where: str,
+    named: Mapping[str, TensorRef],
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    tensors: TensorHeaders,
+    lacks: str,
+) -> None:
+    """Check that tensors have the names and shapes of a model's.
+
+    Args:
+        shapes: of the model's, by name.
+        lacks: says that the model has no tensor of a name, which follows.
+
+    Raises:
+        InvalidInputs: one has not.
+    """
+    for name, reference in named.items():
         if name not in shapes:
-            raise InvalidInputs(
-                f"weights: model {model.name!r} has no parameter or buffer {name!r}"
-                f"{suggestion(name, list(shapes))}"
-            )
-        entry = tensors.entry(reference, where=f"weights.{name}")
-        if list(entry.shape) != shapes[name]:
-            raise InvalidInputs(
-                f"weights.{name}: expected the shape {shapes[name]}, got {list(entry.shape)}"
-            )
+            close = difflib.get_close_matches(name, shapes, n=1) or list(shapes)[:3]
+            there_is = f"; there is {', '.join(map(repr, close))}" if close else ""
+            raise InvalidInputs(f"{lacks} {name!r}{there_is}")
+        got = list(tensors.entry(reference, where=f"{where}.{name}").shape)
+        if got != shapes[name]:
+            raise InvalidInputs(f"{where}.{name}: expected the shape {shapes[name]}, got {got}")
 
 
 def check_wrt(
@@ -94,15 +110,7 @@ def _differentiable_inputs(spec: SharedSpec, tensors: TensorHeaders) -> list[str
     """Return the floating-point arguments as `inputs.NAME` and `inputs.GROUP.NAME`."""
     names = []
     for group in spec.inputs:
-        shard = group.shards[0]
-        for name in tensors.arguments(shard, where=f"shard 0 of group {group.name!r}"):
-            reference = TensorRef(blob=shard.blob, tensor=shard.prefix + name)
-            if tensors.entry(reference, where=name).dtype in FLOATING:
-                names += [f"inputs.{name}", f"inputs.{group.name}.{name}"]
+        where = f"shard 0 of group {group.name!r}"
+        for name in tensors.floating_arguments(group.shards[0], where=where):
+            names += [f"inputs.{name}", f"inputs.{group.name}.{name}"]
     return names
-
-
-def suggestion(name: str, names: list[str]) -> str:
-    """Return a clause that names what may have been meant."""
-    close = difflib.get_close_matches(name, names, n=1) or names[:3]
-    return f"; there is {', '.join(map(repr, close))}" if close else ""

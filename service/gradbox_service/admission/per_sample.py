@@ -11,7 +11,7 @@ from gradbox.protocol import (
     SampleSpec,
     TensorRef,
 )
-from gradbox_service.admission.parameters import matches_parameter, near_misses, suggestion
+from gradbox_service.admission.parameters import check_shapes, matches_parameter, near_misses
 from gradbox_service.admission.references import (
     References,
     function_references,
@@ -72,15 +72,9 @@ def check_jacobian(spec: JacobianSpec, *, model: ModelView, tensors: TensorHeade
         if dtype.startswith("C"):
             raise InvalidInputs(f"{where}: expected real numbers, got {dtype}")
     shapes = {view.name: view.shape for view in model.parameters}
-    for name, reference in spec.vectors.items() if isinstance(spec.vectors, dict) else ():
-        if name not in shapes:
-            raise InvalidInputs(
-                f"vectors: model {model.name!r} has no parameter {name!r}"
-                f"{suggestion(name, list(shapes))}"
-            )
-        got = list(tensors.entry(reference, where=f"vectors.{name}").shape)
-        if got != shapes[name]:
-            raise InvalidInputs(f"vectors.{name}: expected the shape {shapes[name]}, got {got}")
+    named = spec.vectors if isinstance(spec.vectors, dict) else {}
+    lacks = f"vectors: model {model.name!r} has no parameter"
+    check_shapes("vectors", named, shapes, tensors=tensors, lacks=lacks)
 
 
 def _check_wrt(spec: SampleSpec, *, model: ModelView) -> None:

@@ -16,7 +16,7 @@ from gradbox.protocol import (
     spec_digest,
 )
 from gradbox_service.admission.admit import admit
-from gradbox_service.admission.against import check_against
+from gradbox_service.admission.earlier_job import check_against
 from gradbox_service.admission.forward_job import ForwardJob, forward_job
 from gradbox_service.admission.limits import check_limits, check_queue, check_values
 from gradbox_service.admission.sent_blobs import take_blobs

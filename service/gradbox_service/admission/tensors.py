@@ -12,6 +12,7 @@ from gradbox_service.ownership import OwnBlobs
 # Opening a blob costs a file read here and a mapping in the worker.
 MAX_BLOBS = 10_000
 MAX_LISTED = 1000
+FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class TensorHeaders:
@@ -70,6 +71,12 @@ class TensorHeaders:
                 f"{shard.prefix!r}; it has {self._some(shard.blob)}"
             )
         return [name.removeprefix(shard.prefix) for name in names]
+
+    def floating_arguments(self, shard: ShardRef, *, where: str) -> list[str]:
+        """Return those of a shard's arguments that are floating-point; see `arguments`."""
+        entries = self._headers[shard.blob].tensors
+        names = self.arguments(shard, where=where)
+        return [name for name in names if entries[shard.prefix + name].dtype in FLOATING]
 
     def _some(self, digest: str) -> str:
         names = sorted(self._headers[digest].tensors)

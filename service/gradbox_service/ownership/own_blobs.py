@@ -27,14 +27,10 @@ class OwnBlobs:
 
     def headers(self, digests: Collection[str]) -> dict[str, SafetensorsHeader]:
         """Return the headers of those blobs that are here."""
-        headers = {}
         asked = [digest for digest in digests if digest not in self._sent]
         owned = self._owners.owned_among(self._owner, asked) | self._sent.intersection(digests)
-        for digest in sorted(owned):
-            header = self._blobs.header(digest)
-            if header is not None:
-                headers[digest] = header
-        return headers
+        headers = {digest: self._blobs.header(digest) for digest in owned}
+        return {digest: header for digest, header in headers.items() if header is not None}
 
     def size_bytes(self, digest: str) -> int | None:
         """Return the blob's size, or None if it is not here."""
