@@ -102,10 +102,7 @@ def with_running(used: UsedByHour, running: Iterable[JobRecord], *, now_s: float
     """Add to what was charged what attempts that still run have used so far."""
     found = {hour: dict(owners) for hour, owners in used.items()}
     for record in running:
-        charge = _held(record, until_s=now_s)
-        for hour, more in charge.by_hour.items():
-            owners = found.setdefault(hour, {})
-            owners[charge.owner] = owners.get(charge.owner, Used()) + more
+        _add_use(found, _held(record, until_s=now_s))
     return found
 
 
@@ -115,11 +112,7 @@ def busy_with_running(
     """Add to the minutes that were charged those of attempts that still run."""
     found = {worker: dict(minutes) for worker, minutes in busy_ms.items()}
     for record in running:
-        charge = _held(record, until_s=now_s)
-        if charge.worker is not None:
-            minutes = found.setdefault(charge.worker, {})
-            for minute, more in charge.busy_ms.items():
-                minutes[minute] = minutes.get(minute, 0) + more
+        _add_busy(found, _held(record, until_s=now_s))
     return found
 
 
@@ -182,13 +175,8 @@ class MemoryUsage:
 
     def add(self, charge: Charge) -> None:
         with self._lock:
-            for hour, used in charge.by_hour.items():
-                owners = self._hours.setdefault(hour, {})
-                owners[charge.owner] = owners.get(charge.owner, Used()) + used
-            for minute, busy in charge.busy_ms.items():
-                if charge.worker is not None:
-                    minutes = self._busy.setdefault(charge.worker, {})
-                    minutes[minute] = minutes.get(minute, 0) + busy
+            _add_use(self._hours, charge)
+            _add_busy(self._busy, charge)
 
     def by_hour(self, first: int, last: int) -> UsedByHour:
         with self._lock:
@@ -203,6 +191,19 @@ class MemoryUsage:
                 for worker, minutes in self._busy.items()
             }
             return {worker: minutes for worker, minutes in kept.items() if minutes}
+
+
+def _add_use(hours: dict[int, dict[str, Used]], charge: Charge) -> None:
+    for hour, used in charge.by_hour.items():
+        owners = hours.setdefault(hour, {})
+        owners[charge.owner] = owners.get(charge.owner, Used()) + used
+
+
+def _add_busy(workers: dict[str, dict[int, int]], charge: Charge) -> None:
+    if charge.worker is not None:
+        minutes = workers.setdefault(charge.worker, {})
+        for minute, busy in charge.busy_ms.items():
+            minutes[minute] = minutes.get(minute, 0) + busy
 
 
 def _held(record: JobRecord, *, until_s: float) -> Charge:

@@ -65,15 +65,10 @@ class Shares:
     def free(self, job_id: str) -> None:
         """Count a job's expected seconds no more."""
         owner, weighted = self._held.pop(job_id, ("", 0.0))
-        if not weighted:
-            return
-        # Subtraction leaves a rounding error; where nothing is held it would stay for ever.
-        left = self._held_by[owner] - weighted
-        others = any(other == owner for other, _ in self._held.values())
-        if others:
-            self._held_by[owner] = left
-        else:
-            del self._held_by[owner]
+        if weighted:
+            # Added up again: subtraction would leave a rounding error, for ever.
+            others = [held for other, held in self._held.values() if other == owner]
+            self._held_by[owner] = sum(others)
 
     def held(self, job_id: str) -> float:
         """Return the weighted seconds that a job holds."""
