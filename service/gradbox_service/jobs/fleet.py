@@ -111,33 +111,37 @@ class RedisFleet:
         return self._redis.incr(RELOADS)
 
     def reloads(self) -> int:
-        return self.answered_reloads(self._redis.get(RELOADS))
+        return self.parse_reloads(self._redis.get(RELOADS))
 
-    def ask_for_reloads(self, pipe: Pipeline) -> None:
-        """Append to a pipeline what `answered_reloads` reads."""
+    def queue_reloads(self, pipe: Pipeline) -> None:
+        """Append to a pipeline the read whose reply `parse_reloads` takes."""
         pipe.get(RELOADS)
 
-    def answered_reloads(self, answer: Any) -> int:
-        """Return what `reloads` does, of an answer that came with others."""
-        return int(answer or 0)
+    def parse_reloads(self, reply: Any) -> int:
+        """Return what `reloads` does, of a reply that came with others."""
+        return int(reply or 0)
 
     def workers(self) -> Sequence[WorkerPresence]:
         with self._redis.pipeline(transaction=False) as pipe:
-            names = self.ask(pipe)
-            return self.answered(names, pipe.execute())
+            names = self.queue_workers(pipe)
+            return self.parse_workers(names, pipe.execute())
 
-    def ask(self, pipe: Pipeline) -> list[str]:
-        """Append to a pipeline what `answered` reads, and return the names that it asks about."""
+    def queue_workers(self, pipe: Pipeline) -> list[str]:
+        """Append to a pipeline the reads whose replies `parse_workers` takes.
+
+        Returns:
+            The names that these ask about: of the workers that there were at the last look.
+        """
         names = self._names
         pipe.smembers(WORKERS)
         if names:
             pipe.mget([_presence_key(name) for name in names])
         return names
 
-    def answered(self, asked: list[str], answers: Sequence[Any]) -> Sequence[WorkerPresence]:
-        """Return the live workers; others than were asked about are asked about here."""
-        names = sorted(name.decode() for name in answers[0])
-        found: Sequence[bytes | None] = answers[1] if asked else []
+    def parse_workers(self, asked: list[str], replies: Sequence[Any]) -> Sequence[WorkerPresence]:
+        """Return the live workers; where others than were asked about, these are read here."""
+        names = sorted(name.decode() for name in replies[0])
+        found: Sequence[bytes | None] = replies[1] if asked else []
         if names != asked:
             self._names = names
             keys = [_presence_key(name) for name in names]

@@ -104,15 +104,15 @@ class RedisRecords(RedisLists, RedisPlaces):
         return parse_spec(text) if text is not None else None
 
     def stored(self, job_id: str) -> StoredJob | None:
-        return self.answered(job_id, self._redis.mget([job_key(job_id), spec_key(job_id)]))
+        return self.parse_stored(job_id, self._redis.mget([job_key(job_id), spec_key(job_id)]))
 
-    def ask_for(self, job_id: str, pipe: Pipeline) -> None:
-        """Append to a pipeline what `answered` reads."""
+    def queue_stored(self, job_id: str, pipe: Pipeline) -> None:
+        """Append to a pipeline the read whose reply `parse_stored` takes."""
         pipe.mget([job_key(job_id), spec_key(job_id)])
 
-    def answered(self, job_id: str, answer: Any) -> StoredJob | None:
-        """Return what `stored` does, of an answer that came with others."""
-        record, spec = self._read(job_id, answer[0]), answer[1]
+    def parse_stored(self, job_id: str, reply: Any) -> StoredJob | None:
+        """Return what `stored` does, of a reply that came with others."""
+        record, spec = self._read(job_id, reply[0]), reply[1]
         return None if record is None else StoredJob(record, lambda: spec and parse_spec(spec))
 
     def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:

@@ -51,13 +51,13 @@ class RedisStandings:
             pipe.get(OPERATION)
             cast(Any, pipe).execute_command(ASK_MEMORY)
             pipe.zcard(index_key(owner, JobState.QUEUED))
-            names = self._fleet.ask(pipe)
+            names = self._fleet.queue_workers(pipe)
             operation, memory, num_active, *presences = pipe.execute()
         return Standing(
             operation=read_operation(operation),
             memory=memory_in(memory),
             num_active=num_active,
-            workers=self._fleet.answered(names, presences),
+            workers=self._fleet.parse_workers(names, presences),
         )
 
 

@@ -92,9 +92,9 @@ class Announcer:
 
     def reload_asked(self) -> int | None:
         """Return the number of a reload that was asked for and not noted yet, else None."""
-        return self.not_noted(self._fleet.reloads())
+        return self.reload_due(self._fleet.reloads())
 
-    def not_noted(self, asked: int) -> int | None:
+    def reload_due(self, asked: int) -> int | None:
         """Return what `reload_asked` does, given how many reloads were asked for."""
         return None if asked == self._reloads else asked
 

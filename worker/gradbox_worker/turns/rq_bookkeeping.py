@@ -120,17 +120,17 @@ class BookkeepingWorker(SimpleWorker):
         """Forget the turn: it is this worker's."""
         with self.connection.pipeline(transaction=False) as pipe:
             pipe.lrem(self.queues[0].intermediate_queue_key, 1, job.id)
-            self.ask_beside(job, pipe)
-            _, *answers = pipe.execute()
+            self.queue_reads(job, pipe)
+            _, *replies = pipe.execute()
         self._state = WorkerStatus.BUSY  # told by the first heartbeat of a turn that has one
-        self.answered(job, answers)
+        self.take_replies(job, replies)
         return Execution(uuid4().hex, job.id, self.connection, worker_name=self.name)
 
-    def ask_beside(self, job: Job, pipe: Pipeline) -> None:
-        """Append what a turn that begins is to know, for the same round trip."""
+    def queue_reads(self, job: Job, pipe: Pipeline) -> None:
+        """Append reads of what a turn needs to begin: they share the round trip."""
 
-    def answered(self, job: Job, answers: Sequence[Any]) -> None:
-        """Hear the answers."""
+    def take_replies(self, job: Job, replies: Sequence[Any]) -> None:
+        """Take the replies to these reads, in their order."""
 
     def prepare_job_execution(self, job: Job, remove_from_intermediate_queue: bool = False) -> None:
         """Do nothing more."""

@@ -163,16 +163,16 @@ class GradboxWorker(BookkeepingWorker):
             CURRENT.reset(token)
             self._turn = self._found = None
 
-    def ask_beside(self, job: Job, pipe: Pipeline) -> None:
-        self._fleet.ask_for_reloads(pipe)
-        self._records.ask_for(str(job.args[0]), pipe)
+    def queue_reads(self, job: Job, pipe: Pipeline) -> None:
+        self._fleet.queue_reloads(pipe)
+        self._records.queue_stored(str(job.args[0]), pipe)
 
-    def answered(self, job: Job, answers: Sequence[Any]) -> None:
+    def take_replies(self, job: Job, replies: Sequence[Any]) -> None:
         """Hold the job, having read the models file again if that was asked for."""
-        reloads, stored = answers
+        reloads, stored = replies
         self._reload_looked_s = time.monotonic()
-        self._reload(self._announcer.not_noted(self._fleet.answered_reloads(reloads)))
-        self._found = self._records.answered(str(job.args[0]), stored)
+        self._reload(self._announcer.reload_due(self._fleet.parse_reloads(reloads)))
+        self._found = self._records.parse_stored(str(job.args[0]), stored)
 
     def heartbeat(self, *args: Any, **kwargs: Any) -> None:
         """Say that the worker lives; between jobs, also start the device anew if it died."""

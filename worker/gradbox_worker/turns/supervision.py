@@ -83,8 +83,8 @@ class Watch:
         self._next_beat = time.monotonic() + patience.beat_s
         self._first_progress = time.monotonic() + patience.progress_s
         self._next_progress = 0.0
-        # What was heard before the first progress event was due; `poll` tells it.
-        self._untold: tuple[str, int, int] | None = None
+        # Progress before the first event of it was due; `poll` writes it then.
+        self._early_progress: tuple[str, int, int] | None = None
         self._phase = ""
         self._phase_began = 0.0
         self._phase_began_at = 0
@@ -95,8 +95,8 @@ class Watch:
         if now >= self._next_beat:
             self._next_beat = now + self._patience.beat_s
             self._beat()
-        if self._untold is not None and now >= self._first_progress:
-            phase, done, total = self._untold
+        if self._early_progress is not None and now >= self._first_progress:
+            phase, done, total = self._early_progress
             self._next_progress = now
             self.progress(phase, done, total)
         if self.stop_reason is None and now >= self._deadline:
@@ -120,9 +120,9 @@ class Watch:
         elif now < self._next_progress:
             return
         if now < self._first_progress:
-            self._untold = (phase, done, total)
+            self._early_progress = (phase, done, total)
             return
-        self._untold = None
+        self._early_progress = None
         self._next_progress = now + self._patience.progress_s
         view = ProgressView(
             phase=phase, done=done, total=total, seconds_left=self._seconds_left(now, done, total)
