@@ -34,7 +34,6 @@ Spec = PerSampleGradientSpec | JacobianSpec
 
 def compute_gradient(job: LoadedJob, spec: PerSampleGradientSpec) -> Computed:
     """Return dℓ_b/dθ of every sample."""
-    progress = Progress(job.observer)
     rows, _ = sample_groups(job.groups, spec)
     answer = per_sample_gradient(
         job.loaded.module,
@@ -45,21 +44,20 @@ def compute_gradient(job: LoadedJob, spec: PerSampleGradientSpec) -> Computed:
         loss_inputs=loss_inputs(spec, job.tensors),
         reduce=spec.reduce,
         clip=spec.clip,
-        **_shared(job, spec, progress, squeezed=True),
+        **_shared(job, spec, squeezed=True),
     )
     return computed_gradient(answer, spec)
 
 
 def compute_jacobian(job: LoadedJob, spec: JacobianSpec) -> Computed:
     """Return dz_by/dθ of every sample and output."""
-    progress = Progress(job.observer)
     rows, others = sample_groups(job.groups, spec)
     answer = jacobian(
         job.loaded.module,
         rows.shards,
         reduce=spec.reduce,
         vectors=vectors(spec, job.tensors),
-        **_shared(job, spec, progress, squeezed=False),
+        **_shared(job, spec, squeezed=False),
     )
     return computed_jacobian(answer, spec, rows, others)
 
@@ -128,7 +126,8 @@ def _against(job: LoadedJob, spec: Spec, others: Group | None) -> Factored | Oth
     return OtherShards(others.shards, other_loss_inputs(spec, job.tensors))
 
 
-def _shared(job: LoadedJob, spec: Spec, progress: Progress, *, squeezed: bool) -> dict[str, Any]:
+def _shared(job: LoadedJob, spec: Spec, *, squeezed: bool) -> dict[str, Any]:
+    progress = Progress(job.observer)
     rows, others = sample_groups(job.groups, spec)
     sink = None
     if rows_go_to_file(spec):

@@ -165,7 +165,16 @@ class Coordinator:
     ) -> Outcome:
         in_ranges = waiting is not None and len(waiting.ranges) > 0
         if in_ranges or len(lent) > 1 or (not lent[0].sees_files and can_be_split(work.spec)):
-            job = self._wide_job(work, lent, wish, waiting)
+            job = WideJob(
+                work,
+                self._cluster,
+                lent,
+                wish=wish,
+                waiting=waiting,
+                settings=self._settings,
+                tell=self._tell,
+                stop_requested=self._stop_requested,
+            )
             found = self._run_wide(work, job)
             if not isinstance(found, CoupledShards):
                 return found
@@ -186,20 +195,6 @@ class Coordinator:
     def _check(self) -> None:
         if self._stop_requested():
             raise StopNow
-
-    def _wide_job(
-        self, work: Work, lent: list[Lent], wish: Wish, waiting: WaitingGraphs | None
-    ) -> WideJob:
-        return WideJob(
-            work,
-            self._cluster,
-            lent,
-            wish=wish,
-            waiting=waiting,
-            settings=self._settings,
-            tell=self._tell,
-            stop_requested=self._stop_requested,
-        )
 
     def _run_wide(self, work: Work, job: WideJob) -> Outcome | CoupledShards:
         """Run a job in ranges, unless its shards are coupled and "auto" leaves it to one device.

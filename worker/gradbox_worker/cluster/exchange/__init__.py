@@ -3,5 +3,4 @@
 array_buffers       tensors as NumPy buffers; `factor_buffers`, rows in their factored form
 sent_tensors        what an actor is sent of a job
 shipped_models      builder code and weights, for machines that do not have them
-model_versions      whose digests must agree
 """
