@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gradbox import GradClient, Gradient
-from gradbox.protocol import ModelView
+from gradbox.errors import UnknownModel
+from gradbox.protocol import ModelView, OperationMode, OperationView
+from gradbox_service.jobs import RedisRecords, connect
+from gradbox_service.jobs.operation import RedisOperation
+from gradbox_service.up.embedded_redis import url_in
 from gradbox_worker.cluster.head.model_versions import ModelVersions
 from tests.cluster.conftest import ClusterBox
 from tests.cluster.processes import wait_until
@@ -50,6 +56,26 @@ def test_a_reload_has_every_device_build_what_the_models_file_names_now(
         assert result.grads["bias"].shape == (width,)
         assert len(result.manifest.ranges or ()) == 2
     wait_until(lambda: num_ranges(client) == 2, what="both devices")
+
+
+def test_a_job_in_ranges_is_refused_where_its_model_has_another_version_by_now(
+    cluster: ClusterBox, client: GradClient
+) -> None:
+    assert cluster.box.data is not None
+    with closing(connect(url_in(cluster.box.data / "redis"))) as connection:
+        records, operation = RedisRecords(connection), RedisOperation(connection)
+        operation.set(OperationView(mode=OperationMode.PAUSED))
+        records.wake()
+        try:
+            job = client.submit(
+                Gradient(model="mlp", inputs=shards(4), loss=sum_of_squares, devices=2)
+            )
+            records.update(job.id, lambda record: replace(record, model_version="0" * 64))
+        finally:
+            operation.set(OperationView())
+            records.wake()
+    with pytest.raises(UnknownModel, match="0000"):
+        job.result(WAIT_S)
 
 
 def described(**versions: str) -> list[str]:

@@ -22,6 +22,7 @@ from gradbox_worker.cluster.exchange.sent_tensors import RangeJob
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.errors import JobStopped
 from gradbox_worker.files.blob_tensors import TensorForm
+from gradbox_worker.work import Work
 from tests.client.conftest import write_models
 
 SHARDS = [torch.zeros(2, 5, dtype=torch.float64)] * 2
@@ -52,20 +53,22 @@ def opened(device: ClusterDevice, computation: Computation) -> None:
 def range_job(computation: Computation, views: Mapping[str, ModelView]) -> RangeJob:
     """Return a job of `SHARDS` as devices are told of it."""
     return RangeJob(
-        job_id="job",
-        attempt=1,
-        model="mlp",
-        model_version=views["mlp"].version,
-        spec=computation.prepare().spec.model_dump_json(),
+        work=Work(
+            job_id="job",
+            attempt=1,
+            model="mlp",
+            model_version=views["mlp"].version,
+            spec=computation.prepare().spec,
+            spec_digest="",
+            result_path=Path("job"),
+            queued_s=0.0,
+        ),
         of_samples=isinstance(computation, Jacobian),
-        result_path=Path("job"),
-        earlier_result=None,
         loss_parameters=(),
         tensors={},
         forms=[[{"0": TensorForm(torch.float64, (2, 5))}] * 2],
         checkpoints=None,
         rows="",
-        disk_reserve_bytes=None,
         checkpoint_after_s=None,
     )
 

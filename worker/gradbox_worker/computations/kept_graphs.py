@@ -22,31 +22,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, JobSpec, SharedSpec
 from gradbox_engine import KeptPass
 from gradbox_engine.replay.shard_record import ShardRecord
+from gradbox_worker.work import Work
 
 IDLE_S: Final = 60.0
 
 # What a gradient job says for itself; all else is its forward job's.
 OWN: Final = frozenset({"protocol", "model", "priority", "timeout_s", "devices", "name"})
-
-
-class Half(Protocol):
-    """What graphs are kept of, and looked for: a `Work`, or a range's part in one."""
-
-    @property
-    def spec(self) -> JobSpec: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def model_version(self) -> str: ...
-    @property
-    def result_path(self) -> Path: ...
-    @property
-    def earlier_result(self) -> Path | None: ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +79,7 @@ class KeptGraphs:
         """All shards that have, or had, a graph here."""
         return [record for entry in self._entries for record in entry.kept.records]
 
-    def begin(self, work: Half, *, loaded: bool) -> None:
+    def begin(self, work: Work, *, loaded: bool) -> None:
         """Make way for a job.
 
         Args:
@@ -108,7 +94,7 @@ class KeptGraphs:
         ]
 
     def keep(
-        self, work: Half, kept: KeptPass | None, *, shards: tuple[int, int] | None = None
+        self, work: Work, kept: KeptPass | None, *, shards: tuple[int, int] | None = None
     ) -> None:
         """Keep what a forward job left, or a range of it, if anything."""
         if kept is not None:
@@ -117,7 +103,7 @@ class KeptGraphs:
             )
             self._entries.append(entry)
 
-    def of(self, work: Half, *, shards: tuple[int, int] | None = None) -> KeptPass | None:
+    def of(self, work: Work, *, shards: tuple[int, int] | None = None) -> KeptPass | None:
         """Return what the forward job that a job's cotangents belong to left, if it is here.
 
         Args:

@@ -110,8 +110,8 @@ class ClusterDevice:
         self._close()
         if not self._sees_files():
             job = replace(job, checkpoints=None)
-        self._open_for = (job.job_id, job.attempt)
-        stop_requested = self._stop_of(job.job_id, job.attempt)
+        self._open_for = job.key
+        stop_requested = self._stop_of(*job.key)
         observer = self._device.watched(stop_requested=stop_requested)
         held: OpenJob | OpenSamples
         if job.of_samples:

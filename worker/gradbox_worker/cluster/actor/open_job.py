@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradbox.protocol import ForwardSpec, GradientSpec, JobSpec, MixedGradientSpec
-from gradbox.protocol.spec import JOB_SPEC
+from gradbox.protocol import ForwardSpec, GradientSpec, MixedGradientSpec
 from gradbox_engine import Checkpoints, EngineError, Observer
 from gradbox_engine.ranges import (
     EarlierOutputs,
@@ -47,25 +45,14 @@ from gradbox_worker.device.warm_device import WarmDevice
 from gradbox_worker.files.placed_rows import WHOLE, PlacedRows, Placement
 from gradbox_worker.files.rounded_gradients import Measured, RoundedGradients, widened_weights
 from gradbox_worker.models.registry import Loaded
-
-
-@dataclass(frozen=True)
-class HalfInRanges:
-    """A job as kept graphs know it, see `computations.kept_graphs`."""
-
-    spec: JobSpec
-    model: str
-    model_version: str
-    result_path: Path
-    earlier_result: Path | None
+from gradbox_worker.work import Work
 
 
 @dataclass(frozen=True)
 class ReceivedJob:
     """A job as a device was sent it, with its model and what lies over that."""
 
-    spec: JobSpec
-    half: HalfInRanges
+    work: Work
     loaded: Loaded
     tensors: SentTensors
     device: torch.device
@@ -80,15 +67,14 @@ class ReceivedJob:
         Raises:
             GradboxError: as for the whole job.
         """
-        spec, on_device = JOB_SPEC.validate_json(job.spec), device.registry.device
-        half = HalfInRanges(spec, job.model, job.model_version, job.result_path, job.earlier_result)
-        device.kept.begin(half, loaded=device.registry.holds(job.model))
-        loaded = device.registry.get(job.model, job.model_version)
+        work, spec, on_device = job.work, job.work.spec, device.registry.device
+        device.kept.begin(work, loaded=device.registry.holds(work.model))
+        loaded = device.registry.get(work.model, work.model_version)
         tensors = SentTensors(job, device=on_device)
         weights = {name: tensors.shared(ref) for name, ref in spec.weights.items()}
         widened = widened_weights(weights, loaded.module, transfer=spec.transfer)
         readout = built_readout(spec, tensors, device=on_device)
-        return cls(spec, half, loaded, tensors, on_device, readout, weights | widened, len(widened))
+        return cls(work, loaded, tensors, on_device, readout, weights | widened, len(widened))
 
 
 @dataclass(frozen=True)
@@ -113,7 +99,7 @@ class OpenJob:
         self._shards = received.tensors
         self._sums: dict[int, NamedSums] = {}
         self._stored: Mapping[str, Tensor] = {}
-        self._transfer = received.spec.transfer
+        self._transfer = job.work.spec.transfer
         self._checkpoints = RangeCheckpoints(job, devices=received.loaded.devices)
         self._kept = device.kept
         self._open = ExitStack()
@@ -205,10 +191,10 @@ class OpenJob:
 
 def _graphs(received: ReceivedJob, device: WarmDevice) -> GraphsBetweenJobs:
     """Return the graphs that wait on the device, by ranges of this job's shards."""
-    kept, half = device.kept, received.half
+    kept, work = device.kept, received.work
     return GraphsBetweenJobs(
-        of=lambda part: kept.of(half, shards=(part.start, part.stop)),
-        keep=lambda part, graphs: kept.keep(half, graphs, shards=(part.start, part.stop)),
+        of=lambda part: kept.of(work, shards=(part.start, part.stop)),
+        keep=lambda part, graphs: kept.keep(work, graphs, shards=(part.start, part.stop)),
         older=kept,
         records=lambda: kept.records,
     )
@@ -222,7 +208,7 @@ def _held(
     graphs: GraphsBetweenJobs,
 ) -> AbstractContextManager[Held]:
     """Return the engine's side of a job in two phases."""
-    spec, tensors = received.spec, received.tensors
+    spec, tensors = received.work.spec, received.tensors
     assert isinstance(spec, GradientSpec | ForwardSpec | MixedGradientSpec)
     groups = input_groups(spec, received.loaded.methods, tensors)
     called: dict[str, Any] = {

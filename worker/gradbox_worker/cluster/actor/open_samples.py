@@ -62,7 +62,7 @@ class OpenSamples:
             GradboxError, EngineError: as for the whole job.
         """
         received = ReceivedJob.of(job, device)
-        spec = received.spec
+        spec = job.work.spec
         assert isinstance(spec, PerSampleGradientSpec | JacobianSpec)
         self.weights_widened = received.weights_widened
         self._sent, self._device = received.tensors, received.device

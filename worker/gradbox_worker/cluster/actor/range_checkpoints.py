@@ -19,8 +19,6 @@ from typing import Final
 
 import torch
 
-from gradbox.protocol import spec_digest
-from gradbox.protocol.spec import JOB_SPEC
 from gradbox_engine import Checkpoints
 from gradbox_engine.checkpoint import NoCheckpoints
 from gradbox_engine.ranges import Range
@@ -56,8 +54,7 @@ class RangeCheckpoints:
         """
         self._rows, self._rounding = rows, rounding
         self._job = job
-        spec = JOB_SPEC.validate_json(job.spec)
-        self._identity = identity_of(spec_digest(spec), job.model_version, devices)
+        self._identity = identity_of(job.work.spec_digest, job.work.model_version, devices)
         self._files: dict[int, CheckpointFile] = {}
 
     def of_samples(self, part: Range, task: SampleTask) -> Checkpoints:
@@ -73,10 +70,10 @@ class RangeCheckpoints:
         after_s = job.checkpoint_after_s
         found = self._files[part.index] = CheckpointFile(
             job.checkpoints,
-            job_id=f"{job.job_id}.{shards}",
-            attempt=f"{job.attempt}-{uuid.uuid4().hex[:8]}",
+            job_id=f"{job.work.job_id}.{shards}",
+            attempt=f"{job.work.attempt}-{uuid.uuid4().hex[:8]}",
             identity=partial(dict, self._identity, shards=shards, made=made),
-            disk_reserve_bytes=job.disk_reserve_bytes,
+            disk_reserve_bytes=job.work.disk_reserve_bytes,
             result=self._rows,
             rounding=self._rounding,
             pace=None if after_s is None else Pace.after(after_s),

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from gradbox.errors import WorkerLost
-from gradbox.protocol import JacobianSpec, JobSpec, ModelView, PerSampleGradientSpec
+from gradbox.protocol import JacobianSpec, JobSpec, PerSampleGradientSpec
 from gradbox_engine.errors import DeviceLost
 from gradbox_engine.requests import Group, Phase
 from gradbox_service.store import Room, blob_store
@@ -109,7 +109,7 @@ class WideJob:
             wide = _computation(work, tensors)
             rows = file_with_rows(work, result_file)
             forms = [[tensors.forms(ref) for ref in group.shards] for group in spec.inputs]
-            self._leased = self._opened(self._range_job(view, wide, forms, tensors, rows), groups)
+            self._leased = self._opened(self._range_job(wide, forms, tensors, rows), groups)
             setting = WideSetting(
                 work=work,
                 leased=self._leased,
@@ -131,8 +131,8 @@ class WideJob:
                 work,
                 rounding=rounding,
                 weights_widened=self._leased.weights_widened(),
-                model=view.name,
-                model_version=view.version,
+                model=work.model,
+                model_version=work.model_version,
                 device=f"{len(self._lent)} devices",
                 peak=peak,
                 load_s=load_s,
@@ -143,7 +143,6 @@ class WideJob:
 
     def _range_job(
         self,
-        view: ModelView,
         wide: WideComputation,
         forms: Sequence[Sequence[Mapping[str, TensorForm]]],
         tensors: BlobTensors,
@@ -157,20 +156,13 @@ class WideJob:
         orders = [group.order for group in spec.inputs if group.order is not None]
         refs = [*orders, *spec.weights.values(), *tensors_of([spec.readout]), *wide.sent]
         return RangeJob(
-            job_id=self._work.job_id,
-            attempt=self._work.attempt,
-            model=view.name,
-            model_version=view.version,
-            spec=spec.model_dump_json(),
+            work=self._work,
             of_samples=isinstance(wide, OfSamples),
-            result_path=self._work.result_path,
-            earlier_result=self._work.earlier_result,
             loss_parameters=wide.loss_parameters,
             tensors={(ref.blob, ref.tensor): TensorBuffer.of(tensors.shared(ref)) for ref in refs},
             forms=forms,
             checkpoints=self._work.checkpoints,
             rows=rows,
-            disk_reserve_bytes=self._work.disk_reserve_bytes,
             checkpoint_after_s=self._settings.checkpoint_after_s,
         )
 
@@ -180,7 +172,7 @@ class WideJob:
             self._lent,
             wish=self._wish,
             job=ray.put(job),
-            job_key=(job.job_id, job.attempt),
+            job_key=job.key,
             groups=groups,
             homes=self._waiting.homes if self._waiting else {},
             while_waiting=self._check,

@@ -16,6 +16,7 @@ from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.requests import Shard
 from gradbox_worker.cluster.exchange.array_buffers import TensorBuffer, as_tensors
 from gradbox_worker.files.blob_tensors import TensorForm
+from gradbox_worker.work import Work
 
 ShardBlock = dict[Position, dict[str, TensorBuffer]]
 """Shards that travel together."""
@@ -26,34 +27,28 @@ class RangeJob:
     """What every device of a wide job is told.
 
     Attributes:
-        spec: as JSON.
         of_samples: whether its ranges are of samples, which need no phases.
-        result_path: names the job and the attempt at it, see `KeptGraphs`; `earlier_result` names
-            that of the forward job that its cotangents belong to.
         loss_parameters: names that `wrt` may match besides the model's.
         tensors: what the spec names that devices need, but inputs.
         forms: by group, what is known of every shard: its arguments' dtypes and shapes.
         checkpoints: the folder of the box for them; None on a device that does not see it.
         rows: the name there of the file with dense rows, see `range_checkpoints`.
-        disk_reserve_bytes: what stays free on its disk.
         checkpoint_after_s: see `DeviceSettings`.
     """
 
-    job_id: str
-    attempt: int
-    model: str
-    model_version: str
-    spec: str
+    work: Work
     of_samples: bool
-    result_path: Path
-    earlier_result: Path | None
     loss_parameters: tuple[str, ...]
     tensors: Mapping[tuple[str, str], TensorBuffer]  # by blob and name
     forms: Sequence[Sequence[Mapping[str, TensorForm]]]
     checkpoints: Path | None
     rows: str
-    disk_reserve_bytes: int | None
     checkpoint_after_s: float | None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Which job, and which attempt at it."""
+        return self.work.job_id, self.work.attempt
 
 
 class SentTensors:
