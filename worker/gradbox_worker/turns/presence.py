@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import redis
 
@@ -70,25 +70,20 @@ class Announcer:
 
     def __init__(self, fleet: Fleet, *, name: str) -> None:
         self._fleet = fleet
-        self._name = name
-        self._device = ""
-        self._hardware = ""
-        self._models: dict[str, str] = {}
-        self._unusable: dict[str, str] = {}
-        self._reloads = 0
-        self._reload_error = ""
-        self._started_s = time.time()
-        self._said: tuple[object, ...] = ()
-        self._said_memory: DeviceMemory | None = None
+        self._now = WorkerPresence(name=name, device="", state="starting", started_s=time.time())
+        self._said: WorkerPresence | None = None
         self._said_at = 0.0
 
     def offer(self, models: Sequence[ModelView], *, device: str, hardware: str = "") -> None:
         """Publish the models, which from now on stand in the worker's entry with the device."""
         usable = [view for view in models if view.usable]
         self._fleet.describe(usable)
-        self._device, self._hardware = device, hardware
-        self._models = {view.name: view.version for view in usable}
-        self._unusable = {view.name: view.reason for view in models if not view.usable}
+        self._set(
+            device=device,
+            hardware=hardware,
+            models={view.name: view.version for view in usable},
+            unusable={view.name: view.reason for view in models if not view.usable},
+        )
 
     def reload_asked(self) -> int | None:
         """Return the number of a reload that was asked for and not noted yet, else None."""
@@ -96,11 +91,11 @@ class Announcer:
 
     def reload_due(self, asked: int) -> int | None:
         """Return what `reload_asked` does, given how many reloads were asked for."""
-        return None if asked == self._reloads else asked
+        return None if asked == self._now.reloads else asked
 
     def note_reload(self, number: int, *, error: str = "") -> None:
         """Say from now on that the models file was read for this reload, or why it could not be."""
-        self._reloads, self._reload_error = number, error
+        self._set(reloads=number, reload_error=error)
 
     def announce(
         self,
@@ -113,36 +108,26 @@ class Announcer:
 
         What Redis refuses for now is said with the next call.
         """
-        saying = (
-            *(state, job, self._device, self._reloads, self._reload_error),
-            *(*self._models.items(), *self._unusable.items()),
-        )
-        now = time.monotonic()
-        silent_s = ANNOUNCE_S if memory == self._said_memory else MEMORY_S
-        if saying == self._said and now - self._said_at < silent_s:
-            return
-        presence = WorkerPresence(
-            name=self._name,
-            device=self._device,
-            state=state,
-            models=self._models,
-            unusable=self._unusable,
-            reloads=self._reloads,
-            reload_error=self._reload_error,
-            job=job,
-            started_s=self._started_s,
-            hardware=self._hardware,
-            memory=memory,
-        )
+        self._set(state=state, job=job, memory=memory)
+        now_s, saying, said = time.monotonic(), self._now, self._said
+        if said is not None and saying.model_copy(update={"memory": said.memory}) == said:
+            silent_s = ANNOUNCE_S if memory == said.memory else MEMORY_S
+            if now_s - self._said_at < silent_s:
+                return
         try:
-            self._fleet.announce(presence, ttl_s=PRESENCE_TTL_S)
+            self._fleet.announce(saying, ttl_s=PRESENCE_TTL_S)
         except redis.RedisError as error:
             if not store_refuses(error):
                 raise
-            log.warning("Redis refuses for now to hear that %s is %s: %s", self._name, state, error)
+            log.warning(
+                "Redis refuses for now to hear that %s is %s: %s", saying.name, state, error
+            )
             return
-        self._said, self._said_memory, self._said_at = saying, memory, now
+        self._said, self._said_at = saying, now_s
 
     def retire(self) -> None:
         """Say that the worker has stopped."""
-        self._fleet.retire(self._name)
+        self._fleet.retire(self._now.name)
+
+    def _set(self, **changes: Any) -> None:
+        self._now = self._now.model_copy(update=changes)
