@@ -21,7 +21,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, JobSpec, SharedSpec
@@ -37,17 +36,13 @@ OWN: Final = frozenset({"protocol", "model", "priority", "timeout_s", "devices",
 
 @dataclass(frozen=True)
 class _Entry:
-    """One forward job's graphs, or those of a range of its shards, and all that they depend on.
+    """One forward job's graphs, or those of a range of its shards.
 
-    `result_path` tells the job, and the attempt at it, whose outputs the cotangents belong to.
     `shards` are where a range begins and ends; None if one device ran them all.
     """
 
-    result_path: Path
+    work: Work
     shards: tuple[int, int] | None
-    model: str
-    model_version: str
-    terms: dict[str, Any]
     kept: KeptPass
 
 
@@ -90,7 +85,7 @@ class KeptGraphs:
         self._entries = [
             entry
             for entry in self._entries
-            if entry.model != work.model or entry.terms["precision"] == work.spec.precision
+            if entry.work.model != work.model or entry.work.spec.precision == work.spec.precision
         ]
 
     def keep(
@@ -98,10 +93,7 @@ class KeptGraphs:
     ) -> None:
         """Keep what a forward job left, or a range of it, if anything."""
         if kept is not None:
-            entry = _Entry(
-                work.result_path, shards, work.model, work.model_version, _terms(work.spec), kept
-            )
-            self._entries.append(entry)
+            self._entries.append(_Entry(work, shards, kept))
 
     def of(self, work: Work, *, shards: tuple[int, int] | None = None) -> KeptPass | None:
         """Return what the forward job that a job's cotangents belong to left, if it is here.
@@ -110,10 +102,12 @@ class KeptGraphs:
             shards: of the range that it left it of.
         """
         for entry in self._entries:
+            left = entry.work
             same = (
-                (entry.result_path, entry.shards) == (work.earlier_result, shards)
-                and (entry.model, entry.model_version) == (work.model, work.model_version)
-                and entry.terms == _terms(work.spec)
+                # The path tells the job, and the attempt at it whose outputs these are.
+                (left.result_path, entry.shards) == (work.earlier_result, shards)
+                and (left.model, left.model_version) == (work.model, work.model_version)
+                and _terms(left.spec) == _terms(work.spec)
             )
             if same:
                 return entry.kept
