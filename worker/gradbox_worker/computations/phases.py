@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Final, Protocol
 
 from gradbox_engine import Observer
@@ -51,12 +50,7 @@ class PhaseClock:
     def __enter__(self) -> PhaseClock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.enter("")
 
     def enter(self, phase: str) -> None:

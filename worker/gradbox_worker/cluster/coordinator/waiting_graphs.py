@@ -48,10 +48,6 @@ class WaitingGraphs:
             return None
         return cls(str(earlier_result), tuple(receipt.ranges or ()))
 
-    def fit(self, devices: int) -> bool:
-        """Tell whether a job for so many devices may take the same ranges."""
-        return len(self.ranges) <= devices
-
     @property
     def num_devices(self) -> int:
         """How many devices can use them."""
