@@ -42,22 +42,22 @@ class Board:
         self._drawn_at = -math.inf
         self._read_at = -math.inf  # when everything was read
         self._noted: set[str] = set()
-        self._stirred = False
+        self._changed = False
         self._drawing = asyncio.Lock()
-        self._bells: set[asyncio.Event] = set()
+        self._viewers: set[asyncio.Event] = set()
         self._closed = False
 
     def note(self, changes: Collection[Change]) -> None:
         """Hear what changed. Cheap while nobody looks."""
-        if self._bells:
+        if self._viewers:
             self._noted.update(change.job_id for change in changes if change.job_id)
-            self._stirred = True
-            self._ring()
+            self._changed = True
+            self._wake()
 
     def close(self) -> None:
         """End all who look."""
         self._closed = True
-        self._ring()
+        self._wake()
 
     async def now(self) -> Picture:
         """Return a picture of this moment, for who looks once.
@@ -66,32 +66,32 @@ class Board:
             redis.RedisError: the records cannot be read.
         """
         async with self._drawing:
-            if self._picture is None or self._stirred or self._old:
+            if self._picture is None or self._changed or self._old:
                 return await self._draw()
             return self._picture
 
     async def pictures(self) -> AsyncIterator[Picture]:
         """Yield a picture, and another whenever something changed; end on `close`."""
-        bell = asyncio.Event()
-        self._bells.add(bell)
+        woken = asyncio.Event()
+        self._viewers.add(woken)
         try:
             seen: Picture | None = await self.now()
             while seen is not None:
                 yield seen
-                seen = await self._after(seen, bell)
+                seen = await self._after(seen, woken)
         finally:
-            self._bells.discard(bell)
-            if not self._bells:
+            self._viewers.discard(woken)
+            if not self._viewers:
                 self._read_at = -math.inf  # from now on nothing is noted
 
-    async def _after(self, seen: Picture, bell: asyncio.Event) -> Picture | None:
+    async def _after(self, seen: Picture, woken: asyncio.Event) -> Picture | None:
         """Wait for a picture after `seen`; None on `close`."""
         while not self._closed:
             if self._picture is not seen:
                 return self._picture
             with suppress(TimeoutError):
-                await asyncio.wait_for(bell.wait(), self._read_at + REREAD_S - _now())
-            bell.clear()
+                await asyncio.wait_for(woken.wait(), self._read_at + REREAD_S - _now())
+            woken.clear()
             try:
                 await self._renew(seen)
             except redis.RedisError as error:
@@ -102,30 +102,30 @@ class Board:
     async def _renew(self, seen: Picture) -> None:
         """Draw a picture if `seen` is the newest and something has changed since."""
         async with self._drawing:
-            if self._picture is seen and not self._closed and (self._stirred or self._old):
+            if self._picture is seen and not self._closed and (self._changed or self._old):
                 await asyncio.sleep(self._drawn_at + PACE_S - _now())
                 await self._draw()
 
     async def _draw(self) -> Picture:
-        noted, self._noted, self._stirred = self._noted, set(), False
+        noted, self._noted, self._changed = self._noted, set(), False
         everything = self._old or len(noted) > MANY
         read_at, self._read_at = self._read_at, -math.inf  # if it fails, read everything next time
         picture = await anyio.to_thread.run_sync(
             self._source.draw, frozenset() if everything else noted, everything
         )
         self._picture, self._drawn_at = picture, _now()
-        if self._bells:
+        if self._viewers:
             self._read_at = _now() if everything else read_at
-        self._ring()
+        self._wake()
         return picture
 
     @property
     def _old(self) -> bool:
         return _now() - self._read_at >= REREAD_S
 
-    def _ring(self) -> None:
-        for bell in self._bells:
-            bell.set()
+    def _wake(self) -> None:
+        for woken in self._viewers:
+            woken.set()
 
 
 def _now() -> float:

@@ -1,10 +1,10 @@
 """Events for any number of listeners with one blocking reader a process.
 
-The reader waits on the records' doorbell, which says that a job has something new, and wakes that
-job's listeners; each then reads its job's own stream behind the last event it sent. So a listener
-misses nothing and sends nothing twice, however the doorbell stutters, and many listeners take one
-Redis connection, not one each. Those who wait for a job's end alone get the record that its change
-tells. The reader also passes on all changes to the dispatcher.
+The reader waits on the records' stream of changes, which says that a job has something new, and
+wakes that job's listeners; each then reads its job's own stream behind the last event it sent. So a
+listener misses nothing and sends nothing twice, however often it is woken, and many listeners take
+one Redis connection, not one each. Those who wait for a job's end alone get the record that its
+change tells. The reader also passes on all changes to the dispatcher.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 # The reader looks up from its wait this often, to see whether it is to stop.
 WAIT_S = 0.25
-# A listener reads on its own after this long: what the doorbell lost while Redis was away.
+# A listener reads on its own after this long: what no change told while Redis was away.
 REREAD_S = 5.0
 # Jobs whose end is remembered, for those who were about to wait for it.
 MAX_ENDS = 1000
 
-# By the id of a job: those who wait for something new about it.
-Bells = dict[str, set[asyncio.Event]]
+# By the id of a job: an event for each of those who wait for something new about it.
+Waiters = dict[str, set[asyncio.Event]]
 
 
 class Hub(RepeatingThread):
@@ -56,8 +56,8 @@ class Hub(RepeatingThread):
         self._records = records
         self._also_tell = also_tell
         self._pass_on = pass_on
-        self._listeners: Bells = {}
-        self._waiting: Bells = {}  # for the end alone
+        self._listeners: Waiters = {}
+        self._waiting: Waiters = {}  # for the end alone
         # Of jobs that ended lately, the newest last: the record, where it is known.
         self._ends: OrderedDict[str, JobRecord | None] = OrderedDict()
         self._num_open: Counter[str] = Counter()  # by who listens
@@ -72,8 +72,8 @@ class Hub(RepeatingThread):
     def close(self) -> None:
         """End every listener and the reader. May be called twice."""
         super().close()
-        for bells in (self._listeners, self._waiting):
-            _ring(bells, list(bells))
+        for waiters in (self._listeners, self._waiting):
+            _wake(waiters, list(waiters))
 
     def num_open(self, listener: str) -> int:
         """Return how many streams somebody has open."""
@@ -92,16 +92,16 @@ class Hub(RepeatingThread):
         self, job_id: str, *, after: str | None, listener: str = ""
     ) -> AsyncIterator[Event]:
         """Yield the job's events behind `after`; end after the final one, or on `close`."""
-        with self.counted(listener), _bell(self._listeners, job_id) as bell:
+        with self.counted(listener), _registered(self._listeners, job_id) as woken:
             while not self._stopping.is_set():
-                bell.clear()
+                woken.clear()
                 ended, events = await anyio.to_thread.run_sync(self._news, job_id, after)
                 for event in events:
                     yield event
                     after = event.id
                 if ended or any(event.final for event in events):
                     return
-                await _rung(bell, within_s=REREAD_S)
+                await _wait(woken, within_s=REREAD_S)
 
     async def ended(
         self, record: JobRecord, *, within_s: float, gone: asyncio.Future[None], listener: str = ""
@@ -115,8 +115,8 @@ class Hub(RepeatingThread):
         """
         clock = asyncio.get_running_loop().time
         until_s = clock() + within_s
-        with self.counted(listener), _bell(self._waiting, record.id) as bell:
-            gone.add_done_callback(lambda _: bell.set())
+        with self.counted(listener), _registered(self._waiting, record.id) as woken:
+            gone.add_done_callback(lambda _: woken.set())
             has_news = record.id in self._ends
             while not (self._stopping.is_set() or gone.done()):
                 if has_news:
@@ -126,9 +126,9 @@ class Hub(RepeatingThread):
                 left_s = until_s - clock()
                 if left_s <= 0.0:
                     break
-                await _rung(bell, within_s=min(left_s, REREAD_S))
-                bell.clear()
-                has_news = True  # or may have: the bell is not heard while Redis is away
+                await _wait(woken, within_s=min(left_s, REREAD_S))
+                woken.clear()
+                has_news = True  # or may have: nobody is woken while Redis is away
         return await self._read_again(record)
 
     async def _read_again(self, record: JobRecord) -> JobRecord:
@@ -188,34 +188,34 @@ class Hub(RepeatingThread):
         self._ends.update({change.job_id: change.record for change in changes if change.final})
         while len(self._ends) > MAX_ENDS:
             self._ends.popitem(last=False)
-        _ring(self._listeners, {change.job_id for change in changes})
-        _ring(self._waiting, ended)
+        _wake(self._listeners, {change.job_id for change in changes})
+        _wake(self._waiting, ended)
         self._also_tell(changes)
 
 
 @contextmanager
-def _bell(bells: Bells, job_id: str) -> Iterator[asyncio.Event]:
-    """Give an event that is set when the job's bells are rung."""
-    bell = asyncio.Event()
-    bells.setdefault(job_id, set()).add(bell)
+def _registered(waiters: Waiters, job_id: str) -> Iterator[asyncio.Event]:
+    """Give an event that is set when those who wait for the job are woken."""
+    woken = asyncio.Event()
+    waiters.setdefault(job_id, set()).add(woken)
     try:
-        yield bell
+        yield woken
     finally:
-        bells[job_id].discard(bell)
-        if not bells[job_id]:
-            del bells[job_id]
+        waiters[job_id].discard(woken)
+        if not waiters[job_id]:
+            del waiters[job_id]
 
 
-def _ring(bells: Bells, job_ids: Collection[str]) -> None:
+def _wake(waiters: Waiters, job_ids: Collection[str]) -> None:
     for job_id in job_ids:
-        for bell in bells.get(job_id, ()):
-            bell.set()
+        for woken in waiters.get(job_id, ()):
+            woken.set()
 
 
-async def _rung(bell: asyncio.Event, *, within_s: float) -> None:
-    """Wait for the bell, or for a time, after which it counts as rung."""
-    timer = asyncio.get_running_loop().call_later(within_s, bell.set)
+async def _wait(woken: asyncio.Event, *, within_s: float) -> None:
+    """Wait for an event, which is set at the latest when this time is over."""
+    timer = asyncio.get_running_loop().call_later(within_s, woken.set)
     try:
-        await bell.wait()
+        await woken.wait()
     finally:
         timer.cancel()

@@ -1,4 +1,4 @@
-"""How a change of a record is written to Redis: record, indices, sums, use, event and doorbell.
+"""How a change of a record is written to Redis: record, indices, sums, use, event and change.
 
 Each function that takes a pipeline appends commands to it; its caller sends them as a transaction.
 `event_in` and `change_in` read the entries of the two streams back.

@@ -17,7 +17,7 @@
     gradbox:places             hash: job id → where it stands, for the first and the followed
     gradbox:followed           zset of the ids of followed jobs by when that ends
     gradbox:key:OWNER:HASH     the job and the spec's digest of an idempotency key
-    gradbox:changes            stream of changes, each with the record that it left: the doorbell
+    gradbox:changes            stream of changes, each with the record that it left
 
 A change is one script, which runs where the record is still the one that was read: so a record, its
 indices, its event and its lease change together or not at all.
