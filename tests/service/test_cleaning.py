@@ -372,13 +372,13 @@ def test_half_written_results_go_unless_their_attempt_runs(
     backing.records.create(a_record("runs"), spec=a_spec())
     begin(backing.records, "runs")
     for job_id in ("runs", "dead"):
-        path = backing.results.beside(job_id, attempt=1)
+        path = backing.results.partial_path(job_id, attempt=1)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
         age(path, days=1)
     cleaner_of(backing, tmp_path / "data").clean()
-    assert backing.results.beside("runs", attempt=1).exists()
-    assert not backing.results.beside("dead", attempt=1).exists()
+    assert backing.results.partial_path("runs", attempt=1).exists()
+    assert not backing.results.partial_path("dead", attempt=1).exists()
 
 
 def test_the_running_cleaner_goes_on_after_a_failure(

@@ -148,7 +148,7 @@ def test_results_of_two_attempts_are_two_files(tmp_path: Path) -> None:
     store = ResultStore(tmp_path)
     for attempt in (1, 2):
         store.path("job", attempt=attempt).write_bytes(b"x")
-        store.beside("job", attempt=attempt).write_bytes(b"x")
+        store.partial_path("job", attempt=attempt).write_bytes(b"x")
     store.discard("job", attempt=1)
     assert files_under(tmp_path) == {"job.2.safetensors", "job.2.partial"}
 

@@ -91,10 +91,10 @@ class BlobStore:
         """
         self.room.check(announced_bytes, what=BLOB)
         incoming = self._root / "incoming"
-        beside = incoming / f"{digest}.{secrets.token_hex(8)}"
+        path = incoming / f"{digest}.{secrets.token_hex(8)}"
         with self.room.noticing_a_full_disk(what=BLOB):
             make_folder(incoming)
-            return Upload(digest, beside=beside, place=self.path(digest), room=self.room)
+            return Upload(digest, incoming=path, place=self.path(digest), room=self.room)
 
     def put(self, digest: str, chunks: Iterable[bytes]) -> None:
         """Write a whole blob.
@@ -159,13 +159,13 @@ class BlobStore:
 class Upload:
     """One blob on its way in. Leaving the context without `commit` leaves nothing behind."""
 
-    def __init__(self, digest: str, *, beside: Path, place: Path, room: Room) -> None:
+    def __init__(self, digest: str, *, incoming: Path, place: Path, room: Room) -> None:
         self._digest = digest
         self._room = room
-        self._beside = beside
+        self._incoming = incoming
         self._place = place
         self._hash = hashlib.sha256()
-        self._file: BinaryIO = beside.open("x+b")
+        self._file: BinaryIO = incoming.open("x+b")
         lock(self._file.fileno())  # without locks there, the file is swept after a day
         self.size_bytes = 0
 
@@ -202,7 +202,7 @@ class Upload:
             self._file.flush()
             os.fsync(self._file.fileno())
         header = header_of(self._file)
-        put_in_place(self._beside, self._place)
+        put_in_place(self._incoming, self._place)
         return header
 
     def __enter__(self) -> Upload:
@@ -211,7 +211,7 @@ class Upload:
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):
             self._file.close()
-        self._beside.unlink(missing_ok=True)
+        self._incoming.unlink(missing_ok=True)
 
 
 def _is_locked(path: Path) -> bool:

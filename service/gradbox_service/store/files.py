@@ -76,13 +76,13 @@ def begin_to_write_out(descriptor: int) -> None:
         ctypes.CDLL(None).sync_file_range(descriptor, *whole_file, SYNC_FILE_RANGE_WRITE)
 
 
-def put_in_place(beside: Path, place: Path) -> None:
+def put_in_place(temporary: Path, place: Path) -> None:
     """Rename a flushed file to its name, and flush the name.
 
     Whoever has the earlier file of that name open or mapped keeps it.
     """
     make_folder(place.parent)
-    os.replace(beside, place)
+    os.replace(temporary, place)
     flush_folder(place.parent)
 
 
@@ -94,13 +94,13 @@ def write_whole(path: Path, data: Any) -> None:
     Args:
         data: bytes, or a buffer.
     """
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with open(beside, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(data)
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def flush_folder(path: Path) -> None:

@@ -24,7 +24,7 @@ class ResultStore:
         """Return where the attempt's result is once it is committed."""
         return self._root / f"{job_id}.{attempt}.safetensors"
 
-    def beside(self, job_id: str, *, attempt: int) -> Path:
+    def partial_path(self, job_id: str, *, attempt: int) -> Path:
         """Return where the attempt writes its result before it renames it to `path`."""
         return self.path(job_id, attempt=attempt).with_suffix(".partial")
 
@@ -73,5 +73,5 @@ class ResultStore:
 
     def discard(self, job_id: str, *, attempt: int) -> None:
         """Remove what the attempt wrote, whether committed or not."""
-        self.beside(job_id, attempt=attempt).unlink(missing_ok=True)
+        self.partial_path(job_id, attempt=attempt).unlink(missing_ok=True)
         self.path(job_id, attempt=attempt).unlink(missing_ok=True)

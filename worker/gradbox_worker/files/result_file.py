@@ -51,19 +51,19 @@ def write_result(
     # Widest dtype first, so that every tensor begins at a multiple of its item size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries = laid_out({name: (tensors[name].shape, tensors[name].dtype) for name in names})
-    beside = path.with_suffix(".partial")  # as ResultStore names it, which discards it
+    partial = path.with_suffix(".partial")  # as ResultStore names it, which discards it
     digest = hashlib.sha256()
     room.check(sum(tensor.nbytes for tensor in tensors.values()), what=RESULT)
     make_folder(path.parent)
     try:
-        with room.noticing_a_full_disk(what=RESULT), open(beside, "wb") as file:
+        with room.noticing_a_full_disk(what=RESULT), open(partial, "wb") as file:
             for piece in _pieces(entries, tensors, metadata):
                 with _digested(piece, digest):
                     file.write(piece)
             size_bytes = file.tell()
-        os.replace(beside, path)
+        os.replace(partial, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
     return ResultView(size_bytes=size_bytes, sha256=digest.hexdigest())
 

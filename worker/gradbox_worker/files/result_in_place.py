@@ -59,7 +59,7 @@ class ResultOnDisk:
         """Write nothing yet."""
         self._path = path
         self._disk = room
-        self._beside = path.with_suffix(".partial")  # as ResultStore names it, which discards it
+        self._partial = path.with_suffix(".partial")  # as ResultStore names it, which discards it
         self._writer: InPlaceWriter | None = None
         self._entries: dict[str, dict[str, Any]] = {}
         self._regions: dict[str, Region] = {}
@@ -75,7 +75,7 @@ class ResultOnDisk:
     def _close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
-            self._beside.unlink(missing_ok=True)
+            self._partial.unlink(missing_ok=True)
             self._writer = None
 
     def lay_out(
@@ -161,7 +161,7 @@ class ResultOnDisk:
             os.fsync(self._descriptor)
         if self._kept is None:
             make_folder(place.parent)
-            os.link(self._beside, place)
+            os.link(self._partial, place)
             flush_folder(place.parent)
             self._kept = place
         return self._kept.name
@@ -180,16 +180,16 @@ class ResultOnDisk:
             os.close(descriptor)
             return False
         make_folder(self._path.parent)
-        self._beside.unlink(missing_ok=True)
-        os.link(place, self._beside)
+        self._partial.unlink(missing_ok=True)
+        os.link(place, self._partial)
         self._writer, self._kept = InPlaceWriter(descriptor), place
         return True
 
     def _created(self) -> int:
         make_folder(self._path.parent)
         # Anew, for a file of that name may have been kept under another.
-        self._beside.unlink(missing_ok=True)
-        descriptor = os.open(self._beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._partial.unlink(missing_ok=True)
+        descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         lock(descriptor)  # where files cannot be locked, none is gone on with either
         return descriptor
 
@@ -197,7 +197,7 @@ class ResultOnDisk:
         """Return where another process of this machine may write pieces of what was laid out."""
         assert self._descriptor is not None
         inode = os.fstat(self._descriptor).st_ino
-        return Placement(self._beside, inode, self._regions, self._disk)
+        return Placement(self._partial, inode, self._regions, self._disk)
 
     def write(self, name: str, at: Piece, piece: Tensor) -> None:
         """Write the piece (b, y, r, ...) at these samples, outputs and rows.
@@ -270,11 +270,11 @@ class ResultOnDisk:
         # It had its size before its bytes: unflushed, a power cut would leave zeros in their place.
         with ThreadPoolExecutor(1, "flush") as beside_hashing:
             flushed = beside_hashing.submit(os.fsync, self._descriptor)
-            with self._beside.open("rb") as file:
+            with self._partial.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             with self._disk.noticing_a_full_disk(what=RESULT):
                 flushed.result()
-        put_in_place(self._beside, self._path)
+        put_in_place(self._partial, self._path)
         os.close(self._descriptor)
         self._writer = None
         return ResultView(size_bytes=size_bytes, sha256=digest)

@@ -41,13 +41,13 @@ def build_model(entry: ModelEntry, *, over: Sequence[torch.device] = ()) -> nn.M
 
 
 def build_with_code(
-    entry: ModelEntry, *, over: Sequence[torch.device] = (), beside: Iterable[nn.Module] = ()
+    entry: ModelEntry, *, over: Sequence[torch.device] = (), in_use: Iterable[nn.Module] = ()
 ) -> tuple[nn.Module, str]:
     """Build an entry's model with its weights, in eval mode.
 
     Args:
         over: the devices over which an `hf` model is spread; none: it is built on the CPU.
-        beside: the models that are in use. One that shares a tensor with them is copied, for
+        in_use: models that are on the device. One that shares a tensor with them is copied, for
             the weights of one must not become those of another.
 
     Returns:
@@ -73,7 +73,7 @@ def build_with_code(
             f"models.{entry.name}: expected {entry.source!r} to return a torch.nn.Module, "
             f"got {type(model).__name__}"
         )
-    if not _tensors(model).isdisjoint(chain.from_iterable(map(_tensors, beside))):
+    if not _tensors(model).isdisjoint(chain.from_iterable(map(_tensors, in_use))):
         model = copy.deepcopy(model)
     if entry.weights is not None:
         load_weights(model, entry.weights, name=entry.name)

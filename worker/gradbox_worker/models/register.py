@@ -102,14 +102,14 @@ def _document(models: Path) -> tomlkit.TOMLDocument:
 def _write(models: Path, text: str) -> None:
     """Replace the file at once: a worker that reads it sees the old one or the new one."""
     target = models.resolve()  # a link stays one
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        beside.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         if target.exists():
-            beside.chmod(target.stat().st_mode & 0o777)
-        beside.replace(target)
+            temporary.chmod(target.stat().st_mode & 0o777)
+        temporary.replace(target)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _inline(values: Mapping[str, Any]) -> Any:

@@ -215,8 +215,8 @@ class Registry:
             self.drop_idle(but=entry.name, wanted_bytes=sum(self.sizes_bytes().values()))
 
         def build() -> tuple[nn.Module, str]:
-            beside = [loaded.module for loaded in self._loaded.values()]
-            module, code = build_with_code(entry, over=over, beside=beside)
+            in_use = [loaded.module for loaded in self._loaded.values()]
+            module, code = build_with_code(entry, over=over, in_use=in_use)
             return module, model_version(module, code=code)
 
         return self._with_room(entry, build)
