@@ -216,9 +216,9 @@ class Dispatcher(RepeatingThread):
         self._places.tell(self.jobs, next_up=next_up, num_workers=len(self._workers))
 
     def _read_box(self) -> None:
-        """Read whether jobs are handed out, and who lives; not with every job, unless told to."""
-        told, self.jobs.box_changed = self.jobs.box_changed, False
-        if told or time.monotonic() - self._box_read_at >= TICK_S:
+        """Read whether jobs are handed out, and who lives, if that changed or is a tick old."""
+        changed, self.jobs.box_changed = self.jobs.box_changed, False
+        if changed or time.monotonic() - self._box_read_at >= TICK_S:
             self._box_read_at = time.monotonic()
             self._hands_out = self._operation.read().mode is OperationMode.RUNNING
             self._workers = self._fleet.workers()

@@ -14,7 +14,7 @@ from typing import Final
 
 import redis
 
-from gradbox.settings import FILE, ClientSettings, read_settings, write_settings
+from gradbox.settings import FILE, ClientSettings, write_settings
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.refusals import store_refuses, why_refused
 from gradbox_service.revocations import Revocations
@@ -60,9 +60,7 @@ class Credentials:
         try:
             return (self._data / TOKEN_FILE).read_text().strip()
         except FileNotFoundError:
-            # Version 0.1.0 kept it in client.toml alone.
-            settings = read_settings(self._data / FILE)
-            return None if settings is None else settings.token
+            return None
 
 
 @contextmanager

@@ -5,7 +5,7 @@ A cache: a gradient job replays what is not here, and the result is the same. So
     when …                                                    which
     ────────────────────────────────────────────────────────  ──────────────────────────────────────
     a newer forward job needs their part of its `retain`      the oldest, one after the other
-    a job begins that is neither half of remote autograd      all
+    a job begins that is no part of remote autograd           all
     a job begins on their model in another precision          those, see the engine's `kept_graphs`
     a model has to be loaded                                  all
     a job fails, is stopped, or runs out of memory            all
@@ -80,7 +80,7 @@ class KeptGraphs:
         Args:
             loaded: whether its model is on the device already.
         """
-        if not (loaded and _is_half(work.spec)):
+        if not (loaded and _is_of_remote_autograd(work.spec)):
             self.drop()
         self._entries = [
             entry
@@ -139,7 +139,7 @@ class KeptGraphs:
         self._entries = [entry for entry in self._entries if entry.kept.num_kept]
 
 
-def _is_half(spec: JobSpec) -> bool:
+def _is_of_remote_autograd(spec: JobSpec) -> bool:
     """Tell whether a job is one of the two halves of remote autograd."""
     if isinstance(spec, GradientSpec):
         return isinstance(spec.loss, CotangentsLoss)

@@ -100,7 +100,7 @@ def _fork_on_request(requests: socket.socket) -> Connection | None:
         sys.stdout.flush()
         sys.stderr.flush()
         if _forked_twice():
-            _be_no_copy(mark, output_fd=output_fd)
+            _leave_template(mark, output_fd=output_fd)
             with suppress(OSError):  # the worker is gone, as the wait for its first message finds
                 send(connection, Forked(pid=os.getpid()))
             return connection
@@ -133,7 +133,7 @@ def _forked_twice() -> bool:
     return True
 
 
-def _be_no_copy(mark: bytes, *, output_fd: int) -> None:
+def _leave_template(mark: bytes, *, output_fd: int) -> None:
     """Give this process its own output, mark and random state instead of the template's."""
     os.dup2(output_fd, 1)
     os.dup2(output_fd, 2)

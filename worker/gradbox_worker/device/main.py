@@ -81,8 +81,8 @@ def main(arguments: list[str], *, serving: str = "gradbox_worker.device.serving"
     """
     options = _parser().parse_args(arguments)
     log_to_stderr("device[%(process)d] ")
-    connection = _forked(options) if options.template else Connection(options.fd)
-    _be_called(DEVICE_NAME)
+    connection = _fork_devices(options) if options.template else Connection(options.fd)
+    _set_process_name(DEVICE_NAME)
     try:
         begin = receive_order(connection)
     except (EOFError, OSError):
@@ -97,14 +97,14 @@ def main(arguments: list[str], *, serving: str = "gradbox_worker.device.serving"
     serve(connection, inbox, begin=begin, settings=options.settings)
 
 
-def _forked(options: argparse.Namespace) -> Connection:
+def _fork_devices(options: argparse.Namespace) -> Connection:
     """Be the template; returns in each device process that was forked, with its pipe."""
     _end_with_worker(options.parent)
     from gradbox_worker.device.forking import forked_device
     from gradbox_worker.device.importing import import_for_devices, import_for_jobs
 
     import_for_devices(options.settings.models_file)
-    _be_called(TEMPLATE_NAME)  # from here on a fork takes milliseconds
+    _set_process_name(TEMPLATE_NAME)  # from here on a fork takes milliseconds
     requests = socket.socket(fileno=options.fd)
     return forked_device(requests, import_more=import_for_jobs)
 
@@ -125,7 +125,7 @@ def _end_with_worker(pid: int) -> None:
     end_with_parent(pid)
 
 
-def _be_called(name: str) -> None:
+def _set_process_name(name: str) -> None:
     if sys.platform == "linux":  # prctl would name the calling thread
         Path("/proc/self/comm").write_text(name)
 

@@ -110,16 +110,16 @@ def laid_out(
 
 
 def header_bytes(
-    entries: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, str], *, room: int = 0
+    entries: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, str], *, at_least: int = 0
 ) -> bytes:
     """Return the file's beginning: the header's length, the header, and spaces.
 
     Args:
-        room: how many bytes the header is to take at least.
+        at_least: how many bytes the header takes at least.
     """
     document = {"__metadata__": dict(metadata), **entries}
     text = json.dumps(document, separators=(",", ":")).encode()
-    text = text.ljust(max(room, -(-len(text) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES))
+    text = text.ljust(max(at_least, -(-len(text) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES))
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 

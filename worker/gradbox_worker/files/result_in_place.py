@@ -44,8 +44,8 @@ from gradbox_worker.files.result_file import (
 
 # The receipt names a parameter at most four times, with its rules, and the metadata once where it
 # is rounded; all quoted twice.
-ROOM_BYTES: Final = 64 * 2**10
-ROOM_A_TENSOR_BYTES: Final = 512
+HEADER_ROOM_BYTES: Final = 64 * 2**10
+HEADER_ROOM_A_TENSOR_BYTES: Final = 512
 FILLER: Final = "filler"
 
 
@@ -63,7 +63,7 @@ class ResultOnDisk:
         self._writer: InPlaceWriter | None = None
         self._entries: dict[str, dict[str, Any]] = {}
         self._regions: dict[str, Region] = {}
-        self._room = self._end = 0
+        self._header_room = self._end = 0
         self._kept: Path | None = None
 
     def __enter__(self) -> ResultOnDisk:
@@ -100,7 +100,7 @@ class ResultOnDisk:
             name: ((shapes[name][0], *shapes[name][2:]) if squeezed else shapes[name], dtypes[name])
             for name in names
         }
-        self._make_room(stated)
+        self._allocate(stated)
         for name, entry in self._entries.items():
             _, outputs, *rest = shapes[name]
             rows = rest[0] if rest else 1
@@ -119,17 +119,19 @@ class ResultOnDisk:
             StorageFull: the disk does not hold it.
         """
         names = sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name))
-        self._make_room({name: tensors[name] for name in names})
+        self._allocate({name: tensors[name] for name in names})
         for name, entry in self._entries.items():
             start, end = entry["data_offsets"]
             self._regions[name] = Region.whole(self._data_start + start, end - start)
 
-    def _make_room(self, stated: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    def _allocate(self, stated: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         self._entries, self._regions = laid_out(stated), {}
         self._end = max((entry["data_offsets"][1] for entry in self._entries.values()), default=0)
-        self._room = len(header_bytes(self._entries, {})) - LENGTH_BYTES + ROOM_BYTES
-        self._room += sum(ROOM_A_TENSOR_BYTES + 10 * len(json.dumps(name)) for name in stated)
-        self._room = -(-self._room // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._header_room = len(header_bytes(self._entries, {})) - LENGTH_BYTES + HEADER_ROOM_BYTES
+        self._header_room += sum(
+            HEADER_ROOM_A_TENSOR_BYTES + 10 * len(json.dumps(name)) for name in stated
+        )
+        self._header_room = -(-self._header_room // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         size_bytes = self._data_start + self._end
         if self._descriptor is None:
             self._writer = InPlaceWriter(self._created())
@@ -238,7 +240,7 @@ class ResultOnDisk:
         for name, tensor in added.items():
             start = self._entries[name]["data_offsets"][0]
             self._put(bytes_in_order(tensor), self._data_start + start)
-        header = header_bytes(self._entries, metadata, room=self._room)
+        header = header_bytes(self._entries, metadata, at_least=self._header_room)
         self._put(memoryview(header), 0)
         return self._put_in_place()
 
@@ -246,7 +248,7 @@ class ResultOnDisk:
         """Move what was written so far, from its end on, where the header outgrew its room."""
         assert self._writer is not None
         needed = len(header_bytes(self._entries, metadata)) - LENGTH_BYTES
-        moved_by = needed - self._room
+        moved_by = needed - self._header_room
         if moved_by <= 0:
             return
         if self._kept is not None:
@@ -254,7 +256,7 @@ class ResultOnDisk:
         self._disk.check(moved_by, what=RESULT)
         with self._disk.noticing_a_full_disk(what=RESULT):
             self._writer.move(self._data_start, self._data_start + self._end, by=moved_by)
-        self._room = needed
+        self._header_room = needed
 
     @property
     def _descriptor(self) -> int | None:
@@ -262,7 +264,7 @@ class ResultOnDisk:
 
     @property
     def _data_start(self) -> int:
-        return LENGTH_BYTES + self._room
+        return LENGTH_BYTES + self._header_room
 
     def _put_in_place(self) -> ResultView:
         assert self._descriptor is not None

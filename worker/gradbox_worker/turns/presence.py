@@ -70,7 +70,9 @@ class Announcer:
 
     def __init__(self, fleet: Fleet, *, name: str) -> None:
         self._fleet = fleet
-        self._now = WorkerPresence(name=name, device="", state="starting", started_s=time.time())
+        self._presence = WorkerPresence(
+            name=name, device="", state="starting", started_s=time.time()
+        )
         self._said: WorkerPresence | None = None
         self._said_at = 0.0
 
@@ -91,7 +93,7 @@ class Announcer:
 
     def reload_due(self, asked: int) -> int | None:
         """Return what `reload_asked` does, given how many reloads were asked for."""
-        return None if asked == self._now.reloads else asked
+        return None if asked == self._presence.reloads else asked
 
     def note_reload(self, number: int, *, error: str = "") -> None:
         """Say from now on that the models file was read for this reload, or why it could not be."""
@@ -109,7 +111,7 @@ class Announcer:
         What Redis refuses for now is said with the next call.
         """
         self._set(state=state, job=job, memory=memory)
-        now_s, saying, said = time.monotonic(), self._now, self._said
+        now_s, saying, said = time.monotonic(), self._presence, self._said
         if said is not None and saying.model_copy(update={"memory": said.memory}) == said:
             silent_s = ANNOUNCE_S if memory == said.memory else MEMORY_S
             if now_s - self._said_at < silent_s:
@@ -127,7 +129,7 @@ class Announcer:
 
     def retire(self) -> None:
         """Say that the worker has stopped."""
-        self._fleet.retire(self._now.name)
+        self._fleet.retire(self._presence.name)
 
     def _set(self, **changes: Any) -> None:
-        self._now = self._now.model_copy(update=changes)
+        self._presence = self._presence.model_copy(update=changes)
