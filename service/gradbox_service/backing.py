@@ -11,7 +11,6 @@ from gradbox_service.jobs.memory_records import MemoryRecords
 from gradbox_service.jobs.operation import MemoryOperation, Operation, RedisOperation
 from gradbox_service.jobs.records import Records
 from gradbox_service.jobs.redis_records import RedisRecords
-from gradbox_service.jobs.standing import ComposedStandings, RedisStandings, Standings
 from gradbox_service.jobs.turns import MemoryTurns, RqTurns, Turns
 from gradbox_service.jobs.usage import RedisUsage, Usage
 from gradbox_service.ownership import BlobOwners, MemoryBlobOwners, RedisBlobOwners
@@ -25,14 +24,13 @@ from gradbox_service.tokens import MemoryTokens, RedisTokens, Tokens
 
 @dataclass(frozen=True)
 class Backing:
-    """Records, use, turns, fleet, mode, both in one look, tokens, sessions, lock, files, owners."""
+    """Records, use, turns, fleet, mode, tokens, sessions, lock, files, owners."""
 
     records: Records
     usage: Usage
     turns: Turns
     fleet: Fleet
     operation: Operation
-    standings: Standings
     tokens: Tokens
     sessions: Sessions
     leadership: Leadership
@@ -53,15 +51,13 @@ class Backing:
                 "(`gradbox up` brings its own)"
             )
         connection = connect(settings.redis_url)
-        fleet = RedisFleet(connection)
         tokens = RedisTokens(connection, revocations=Revocations(settings.data))
         return cls(
             records=RedisRecords(connection),
             usage=RedisUsage(connection),
             turns=RqTurns(connection),
-            fleet=fleet,
+            fleet=RedisFleet(connection),
             operation=RedisOperation(connection),
-            standings=RedisStandings(connection, fleet=fleet),
             tokens=tokens,
             sessions=RedisSessions(connection, tokens=tokens),
             leadership=RedisLeadership(connection),
@@ -75,14 +71,12 @@ class Backing:
         """Return the backing of a box inside one process; files are under `data`."""
         reserve_bytes = None if settings is None else settings.disk_reserve_bytes
         records, tokens = MemoryRecords(), MemoryTokens()
-        fleet, operation = MemoryFleet(), MemoryOperation()
         return cls(
             records=records,
             usage=records.usage,
             turns=MemoryTurns(),
-            fleet=fleet,
-            operation=operation,
-            standings=ComposedStandings(records, fleet=fleet, operation=operation),
+            fleet=MemoryFleet(),
+            operation=MemoryOperation(),
             tokens=tokens,
             sessions=MemorySessions(tokens=tokens),
             leadership=SoleLeadership(),

@@ -94,16 +94,3 @@ def test_a_draining_box_gives_the_job_that_was_posted_before(box: Box, owner: ht
     assert box.client.post("/v1/jobs", json=spec, headers=key).json()["id"] == first.json()["id"]
     other = box.client.post("/v1/jobs", json=spec | {"seed": 9}, headers=key)
     assert other.json()["type"].endswith("idempotency-conflict")
-
-
-def test_a_standing_is_what_each_store_says(backing: Backing) -> None:
-    for names in (["idle-1"], ["idle-1", "idle-2"]):
-        announce(backing, name=names[-1])
-        queue(backing.records, names[-1])
-        backing.operation.set(OperationView(mode=OperationMode.PAUSED, reason=names[-1]))
-        standing = backing.standings.read("ann")
-        assert [worker.name for worker in standing.workers] == names
-        assert standing.operation == backing.operation.read()
-        assert standing.memory.bound_bytes == backing.records.memory().bound_bytes
-        assert standing.num_active == backing.records.num_active("ann") == len(names)
-    assert backing.standings.read("bob").num_active == 0

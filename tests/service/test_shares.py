@@ -14,7 +14,6 @@ from gradbox import Retry
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import MemoryRecords
 from gradbox_service.jobs.records import Memory
-from gradbox_service.jobs.standing import ComposedStandings
 from gradbox_service.settings import Settings
 from tests.service.boxes import SHARDS, blob_of, ones, run_job, spec_for, submit, upload
 from tests.service.conftest import Box, serve
@@ -76,8 +75,7 @@ class FullMemory(MemoryRecords):
 def test_new_jobs_and_blobs_are_refused_before_the_memory_is_full(tmp_path: Path) -> None:
     settings = Settings(data=tmp_path)
     records, backing = FullMemory(), Backing.in_memory(tmp_path)
-    standings = ComposedStandings(records, fleet=backing.fleet, operation=backing.operation)
-    backing = replace(backing, records=records, standings=standings)
+    backing = replace(backing, records=records)
     for box in serve(backing, settings):
         digest, data = blob_of(SHARDS)
         for answer in (

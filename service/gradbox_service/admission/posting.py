@@ -103,13 +103,13 @@ def _admitted(
     settings: Settings,
 ) -> ModelView:
     """Take the blobs that came, and return the model that the job will run on."""
-    standing = box.standings.read(owner)
-    if standing.operation.mode is OperationMode.DRAINING:
+    operation = box.operation.read()
+    if operation.mode is OperationMode.DRAINING:
         raise BoxDraining(
-            f"this box is {standing.operation}; it takes no new jobs, those that wait stay where "
+            f"this box is {operation}; it takes no new jobs, those that wait stay where "
             f"they are: submit again once it is back"
         )
-    check_memory(standing.memory)
+    check_memory(box.records.memory())
     check_quota(
         owner,
         more_bytes=0,
@@ -117,11 +117,11 @@ def _admitted(
         records=box.records,
         owners=box.owners,
     )
-    check_queue(standing.num_active, settings=settings)
+    check_queue(box.records.num_active(owner), settings=settings)
     take_blobs(sent, owner=owner, box=box, settings=settings)
     own = OwnBlobs(owner, blobs=box.blobs, owners=box.owners, sent=sent)
     try:
-        model = admit(spec, workers=standing.workers, fleet=box.fleet, blobs=own)
+        model = admit(spec, workers=box.fleet.workers(), fleet=box.fleet, blobs=own)
     except UnknownModel as error:
         if forward is None:
             raise

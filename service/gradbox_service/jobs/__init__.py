@@ -12,7 +12,6 @@ Each has a protocol, an implementation on Redis and a twin in memory. To read in
     usage                           what each owner used, charged once as an attempt ends
     turns, fleet                    RQ's short list; the workers and what they offer
     operation                       whether jobs are handed out and taken
-    standing                        that, memory, workers and an owner's jobs, in one look
     connection, refusals            how Redis is reached; when it refuses only for now
 """
 

@@ -86,7 +86,6 @@ class RedisFleet:
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
         self._commands = ConditionalCommands(connection, over_bound=True)
-        self._names: list[str] = []  # of the workers there were at the last look
 
     def announce(self, presence: WorkerPresence, *, ttl_s: float) -> None:
         pipe = self._redis.pipeline()
@@ -122,30 +121,9 @@ class RedisFleet:
         return int(reply or 0)
 
     def workers(self) -> Sequence[WorkerPresence]:
-        with self._redis.pipeline(transaction=False) as pipe:
-            names = self.queue_workers(pipe)
-            return self.parse_workers(names, pipe.execute())
-
-    def queue_workers(self, pipe: Pipeline) -> list[str]:
-        """Append to a pipeline the reads whose replies `parse_workers` takes.
-
-        Returns:
-            The names that these ask about: of the workers that there were at the last look.
-        """
-        names = self._names
-        pipe.smembers(WORKERS)
-        if names:
-            pipe.mget([_presence_key(name) for name in names])
-        return names
-
-    def parse_workers(self, asked: list[str], replies: Sequence[Any]) -> Sequence[WorkerPresence]:
-        """Return the live workers; where others than were asked about, these are read here."""
-        names = sorted(name.decode() for name in replies[0])
-        found: Sequence[bytes | None] = replies[1] if asked else []
-        if names != asked:
-            self._names = names
-            keys = [_presence_key(name) for name in names]
-            found = cast("list[bytes | None]", self._redis.mget(keys)) if keys else []
+        names = sorted(n.decode() for n in cast("set[bytes]", self._redis.smembers(WORKERS)))
+        keys = [_presence_key(name) for name in names]
+        found = cast("list[bytes | None]", self._redis.mget(keys)) if keys else []
         gone = [name for name, text in zip(names, found, strict=True) if text is None]
         if gone:
             self._forget(gone)
