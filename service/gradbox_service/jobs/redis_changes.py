@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -22,7 +21,7 @@ from gradbox_service.jobs.damaged import read_record
 from gradbox_service.jobs.events import event_of, parse_id, state_event
 from gradbox_service.jobs.place import Place
 from gradbox_service.jobs.record import JobRecord
-from gradbox_service.jobs.records import MAX_EVENTS, Change, Event, Memory
+from gradbox_service.jobs.records import MAX_EVENTS, Change, Event
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +35,6 @@ FOLLOWED = "gradbox:followed"
 OWNERS = "gradbox:owners"
 CHANGES = "gradbox:changes"
 RESULT_BYTES = "gradbox:result-bytes"
-# As one word redis-py gives the answer as it is, and does not parse 60 lines of which two are read.
-ASK_MEMORY = "INFO memory"
-_MEMORY = re.compile(rb"^(used_memory|maxmemory):(\d+)", re.MULTILINE)
 MAX_CHANGES = 10_000
 # A larger record is not told with its change: the stream is to stay within a few MB.
 MAX_TOLD_BYTES = 2048
@@ -163,12 +159,6 @@ def trimmed(connection: redis.Redis, cursor: str) -> bool:
     """Tell whether the stream of changes no longer holds what came right after `cursor`."""
     oldest = cast("list[Entry]", connection.xrange(CHANGES, count=1))
     return bool(oldest) and parse_id(oldest[0][0].decode()) > parse_id(cursor)
-
-
-def memory_in(told: bytes) -> Memory:
-    """Return what Redis tells of its memory by `ASK_MEMORY`."""
-    found = {name: int(number) for name, number in _MEMORY.findall(told)}
-    return Memory(found[b"used_memory"], found.get(b"maxmemory") or None)
 
 
 def job_key(job_id: str) -> str:

@@ -46,7 +46,7 @@ from gradbox_service.jobs.records import (
     StoredJob,
     check_same_spec,
 )
-from gradbox_service.jobs.redis_changes import job_key, memory_in, owner_key, posted_key, spec_key
+from gradbox_service.jobs.redis_changes import job_key, owner_key, posted_key, spec_key
 from gradbox_service.jobs.redis_lists import RedisLists
 from gradbox_service.jobs.redis_places import RedisPlaces
 from gradbox_service.jobs.redis_script import ConditionalCommands
@@ -209,7 +209,8 @@ class RedisRecords(RedisLists, RedisPlaces):
         return {owner.decode(): int(size) for owner, size in found.items() if int(size)}
 
     def memory(self) -> Memory:
-        return memory_in(cast(Any, self._redis).execute_command(changes.ASK_MEMORY))
+        found = cast("dict[str, int]", self._redis.info("memory"))
+        return Memory(found["used_memory"], found.get("maxmemory") or None)
 
     def ping(self) -> None:
         self._redis.ping()
