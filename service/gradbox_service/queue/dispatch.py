@@ -93,7 +93,6 @@ class Dispatcher(RepeatingThread):
         self._held_at = -LEADER_TTL_S
         self._leases_read_at = -TICK_S
         self._synced = False  # whether the changes were read right before
-        self._list_read = False  # for turns of an earlier leader; from then on only we feed any
         self._hands_out = True
         self._workers: Sequence[WorkerPresence] = ()
         self._box_read_at = -TICK_S
@@ -157,7 +156,7 @@ class Dispatcher(RepeatingThread):
 
     def _forget(self) -> None:
         self.jobs.forget()
-        self._synced = self._list_read = False
+        self._synced = False
 
     def _wait(self) -> None:
         """Wait until a job's state changes, or for one tick."""
@@ -247,9 +246,7 @@ class Dispatcher(RepeatingThread):
         """Return the turns in the list that count; take back the jobs whose turn was lost."""
         now = time.monotonic()
         self._seen = {turn: seen for turn, seen in self._seen.items() if self._counts(turn)}
-        waiting = () if self._list_read and not self._seen else self._turns.waiting()
-        self._list_read = True
-        in_list = [turn for turn in dict.fromkeys(waiting) if self._counts(turn)]
+        in_list = [turn for turn in dict.fromkeys(self._turns.waiting()) if self._counts(turn)]
         self._seen |= dict.fromkeys(in_list, now)
         self._seen = {
             turn: seen for turn, seen in self._seen.items() if now - seen < self._turn_grace_s
