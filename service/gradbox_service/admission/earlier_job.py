@@ -27,13 +27,13 @@ def earlier_job(
     Raises:
         InvalidInputs: the owner has no job of that id.
     """
-    found = box.records.stored(job_id)
-    spec = found.read_spec() if found is not None and found.record.owner == owner else None
-    if found is None or spec is None:
+    record = box.records.get(job_id)
+    spec = box.records.spec(job_id) if record is not None and record.owner == owner else None
+    if record is None or spec is None:
         raise InvalidInputs(
             f"{where}: no job {job_id!r} of yours is on this box; post the {kind} first"
         )
-    return found.record, spec
+    return record, spec
 
 
 def check_against(spec: JobSpec, *, model: ModelView, owner: str, box: Backing) -> None:

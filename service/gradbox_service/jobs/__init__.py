@@ -20,7 +20,7 @@ from gradbox_service.jobs.fleet import Fleet, MemoryFleet, RedisFleet, WorkerPre
 from gradbox_service.jobs.memory_records import MemoryRecords
 from gradbox_service.jobs.place import Place
 from gradbox_service.jobs.record import JobRecord, Transition
-from gradbox_service.jobs.records import Change, Event, Mark, Records, StoredJob
+from gradbox_service.jobs.records import Change, Event, Mark, Records
 from gradbox_service.jobs.redis_records import RedisRecords
 from gradbox_service.jobs.turns import QUEUE, SERIALIZER, TASK, MemoryTurns, RqTurns, Turn, Turns
 from gradbox_service.jobs.usage import MemoryUsage, RedisUsage, Usage, Used
@@ -44,7 +44,6 @@ __all__ = [
     "RedisRecords",
     "RedisUsage",
     "RqTurns",
-    "StoredJob",
     "Transition",
     "Turn",
     "Turns",

@@ -8,11 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Literal, Protocol, TypeVar, cast
 
 import redis
 from pydantic import BaseModel, ConfigDict
-from redis.client import Pipeline
 
 from gradbox.protocol import DeviceMemory, ModelView
 from gradbox_service.jobs import redis_changes
@@ -110,15 +109,7 @@ class RedisFleet:
         return self._redis.incr(RELOADS)
 
     def reloads(self) -> int:
-        return self.parse_reloads(self._redis.get(RELOADS))
-
-    def queue_reloads(self, pipe: Pipeline) -> None:
-        """Append to a pipeline the read whose reply `parse_reloads` takes."""
-        pipe.get(RELOADS)
-
-    def parse_reloads(self, reply: Any) -> int:
-        """Return what `reloads` does, of a reply that came with others."""
-        return int(reply or 0)
+        return int(cast("bytes | None", self._redis.get(RELOADS)) or 0)
 
     def workers(self) -> Sequence[WorkerPresence]:
         names = sorted(n.decode() for n in cast("set[bytes]", self._redis.smembers(WORKERS)))

@@ -19,7 +19,6 @@ from gradbox_service.jobs.records import (
     Event,
     Mark,
     Memory,
-    StoredJob,
     check_same_spec,
 )
 from gradbox_service.jobs.usage import MemoryUsage, charge_of
@@ -75,11 +74,6 @@ class MemoryRecords:
         with self._changed:
             return self._specs.get(job_id)
 
-    def stored(self, job_id: str) -> StoredJob | None:
-        with self._changed:
-            record, spec = self._records.get(job_id), self._specs.get(job_id)
-        return None if record is None else StoredJob(record, lambda: spec)
-
     def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         with self._changed:
             return [self._records[job_id] for job_id in job_ids if job_id in self._records]
@@ -133,7 +127,6 @@ class MemoryRecords:
         transition: Transition,
         *,
         lease_s: float | None = None,
-        seen: JobRecord | None = None,
     ) -> JobRecord | None:
         with self._changed:
             before = self._records.get(job_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -61,13 +61,6 @@ class Mark(NamedTuple):
     job_id: str
 
 
-class StoredJob(NamedTuple):
-    """A record, and what reads the spec that is stored beside it; None if there is none."""
-
-    record: JobRecord
-    read_spec: Callable[[], JobSpec | None]
-
-
 @dataclass(frozen=True)
 class Memory:
     """How much memory a store takes; `bound_bytes` is None for one without a bound."""
@@ -102,9 +95,6 @@ class Records(Protocol):
 
     def spec(self, job_id: str) -> JobSpec | None:
         """Return what was posted, or None if there is no such job."""
-
-    def stored(self, job_id: str) -> StoredJob | None:
-        """Return the record with its spec in one look, or None if there is no such job."""
 
     def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         """Return the records that there are of these jobs."""
@@ -143,7 +133,6 @@ class Records(Protocol):
         transition: Transition,
         *,
         lease_s: float | None = None,
-        seen: JobRecord | None = None,
     ) -> JobRecord | None:
         """Apply `transition` to the newest record and append the event, as one transaction.
 
@@ -152,7 +141,6 @@ class Records(Protocol):
         Args:
             transition: may be called several times, so it must be pure.
             lease_s: also grant the resulting attempt a lease of this length; used with `begin`.
-            seen: the record as the caller saw it last; where it still is so, it is not read again.
 
         Returns:
             The new record; None if there is no such job or the transition does not apply.

@@ -31,7 +31,6 @@ from contextlib import suppress
 from typing import Any, cast
 
 import redis
-from redis.client import Pipeline
 
 from gradbox.protocol import JobSpec, parse_spec
 from gradbox_service.jobs import redis_changes as changes
@@ -43,7 +42,6 @@ from gradbox_service.jobs.records import (
     Change,
     Event,
     Memory,
-    StoredJob,
     check_same_spec,
 )
 from gradbox_service.jobs.redis_changes import job_key, owner_key, posted_key, spec_key
@@ -103,18 +101,6 @@ class RedisRecords(RedisLists, RedisPlaces):
         text = cast(bytes | None, self._redis.get(spec_key(job_id)))
         return parse_spec(text) if text is not None else None
 
-    def stored(self, job_id: str) -> StoredJob | None:
-        return self.parse_stored(job_id, self._redis.mget([job_key(job_id), spec_key(job_id)]))
-
-    def queue_stored(self, job_id: str, pipe: Pipeline) -> None:
-        """Append to a pipeline the read whose reply `parse_stored` takes."""
-        pipe.mget([job_key(job_id), spec_key(job_id)])
-
-    def parse_stored(self, job_id: str, reply: Any) -> StoredJob | None:
-        """Return what `stored` does, of a reply that came with others."""
-        record, spec = self._read(job_id, reply[0]), reply[1]
-        return None if record is None else StoredJob(record, lambda: spec and parse_spec(spec))
-
     def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         return self._many([job_id.encode() for job_id in job_ids])
 
@@ -133,25 +119,19 @@ class RedisRecords(RedisLists, RedisPlaces):
         transition: Transition,
         *,
         lease_s: float | None = None,
-        seen: JobRecord | None = None,
     ) -> JobRecord | None:
-        before, text = seen, b"" if seen is None else seen.to_json()
         while True:
-            fresh = before is None
-            if fresh:
-                found = cast("bytes | None", self._redis.get(job_key(job_id)))
-                before, text = self._read(job_id, found), found or b""
+            text = cast("bytes | None", self._redis.get(job_key(job_id)))
+            before = self._read(job_id, text)
             after = transition(before) if before else None
-            if after is None and fresh:
+            if after is None:
                 return None
-            if after is not None:
-                pipe = self._redis.pipeline()
-                changes.write(pipe, before, after)
-                if lease_s is not None:
-                    changes.grant(pipe, job_id, attempt=after.attempt, lease_s=lease_s)
-                if self._commands.run(pipe, where={job_key(job_id): text}):
-                    return after
-            before = None
+            pipe = self._redis.pipeline()
+            changes.write(pipe, before, after)
+            if lease_s is not None:
+                changes.grant(pipe, job_id, attempt=after.attempt, lease_s=lease_s)
+            if self._commands.run(pipe, where={job_key(job_id): text or b""}):
+                return after
 
     def beat(self, job_id: str, *, attempt: int, lease_s: float) -> JobRecord | None:
         pipe = self._redis.pipeline()

@@ -89,10 +89,7 @@ class Announcer:
 
     def reload_asked(self) -> int | None:
         """Return the number of a reload that was asked for and not noted yet, else None."""
-        return self.reload_due(self._fleet.reloads())
-
-    def reload_due(self, asked: int) -> int | None:
-        """Return what `reload_asked` does, given how many reloads were asked for."""
+        asked = self._fleet.reloads()
         return None if asked == self._presence.reloads else asked
 
     def note_reload(self, number: int, *, error: str = "") -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final
 from uuid import uuid4
 
@@ -118,19 +118,9 @@ class BookkeepingWorker(SimpleWorker):
 
     def prepare_execution(self, job: Job) -> Execution:
         """Forget the turn: it is this worker's."""
-        with self.connection.pipeline(transaction=False) as pipe:
-            pipe.lrem(self.queues[0].intermediate_queue_key, 1, job.id)
-            self.queue_reads(job, pipe)
-            _, *replies = pipe.execute()
+        self.connection.lrem(self.queues[0].intermediate_queue_key, 1, job.id)
         self._state = WorkerStatus.BUSY  # told by the first heartbeat of a turn that has one
-        self.take_replies(job, replies)
         return Execution(uuid4().hex, job.id, self.connection, worker_name=self.name)
-
-    def queue_reads(self, job: Job, pipe: Pipeline) -> None:
-        """Append reads of what a turn needs to begin: they share the round trip."""
-
-    def take_replies(self, job: Job, replies: Sequence[Any]) -> None:
-        """Take the replies to these reads, in their order."""
 
     def prepare_job_execution(self, job: Job, remove_from_intermediate_queue: bool = False) -> None:
         """Do nothing more."""

@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, TypeVar
 
 import redis
-from redis.client import Pipeline
 from rq.exceptions import StopRequested
+from rq.executions import Execution
 from rq.job import Job
 from rq.queue import Queue
 from rq.timeouts import BaseDeathPenalty
 from rq.worker.base import WorkerStatus
 
 from gradbox.protocol import ModelView
-from gradbox_service.jobs import QUEUE, SERIALIZER, RedisFleet, RedisRecords, StoredJob
+from gradbox_service.jobs import QUEUE, SERIALIZER, RedisFleet, RedisRecords
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.store import ResultStore
 from gradbox_worker.device import DeviceProcess
@@ -92,19 +92,17 @@ class GradboxWorker(BookkeepingWorker):
         )
         self.failure: DeviceNotStarted | None = None  # why the worker ended by itself
         self._device = device
-        self._fleet, self._records = RedisFleet(connection), RedisRecords(connection)
-        self._announcer = Announcer(self._fleet, name=name)
-        self._found: StoredJob | None = None  # the job of the turn that begins
+        fleet = RedisFleet(connection)
+        self._announcer = Announcer(fleet, name=name)
         self._runner = TurnRunner(
-            records=self._records,
-            read=lambda job_id: self._found,
+            records=RedisRecords(connection),
             results=results,
             device=device,
             worker=name,
             patience=patience,
             leaving=lambda: self.leaving,
             alive=self._alive,
-            fleet=self._fleet,
+            fleet=fleet,
         )
         self._turn: Job | None = None
         self._next_heartbeat = 0.0
@@ -161,18 +159,13 @@ class GradboxWorker(BookkeepingWorker):
             self._wait_while_refused(error)
         finally:
             CURRENT.reset(token)
-            self._turn = self._found = None
+            self._turn = None
 
-    def queue_reads(self, job: Job, pipe: Pipeline) -> None:
-        self._fleet.queue_reloads(pipe)
-        self._records.queue_stored(str(job.args[0]), pipe)
-
-    def take_replies(self, job: Job, replies: Sequence[Any]) -> None:
-        """Hold the job, having read the models file again if that was asked for."""
-        reloads, stored = replies
-        self._reload_looked_s = time.monotonic()
-        self._reload(self._announcer.reload_due(self._fleet.parse_reloads(reloads)))
-        self._found = self._records.parse_stored(str(job.args[0]), stored)
+    def prepare_execution(self, job: Job) -> Execution:
+        """Forget the turn, and read the models file again first if that was asked for."""
+        execution = super().prepare_execution(job)
+        self._reload_if_asked()
+        return execution
 
     def heartbeat(self, *args: Any, **kwargs: Any) -> None:
         """Say that the worker lives; between jobs, also start the device anew if it died."""
@@ -254,11 +247,9 @@ class GradboxWorker(BookkeepingWorker):
         self._start(self._device.ensure)
 
     def _reload_if_asked(self) -> None:
-        self._reload_looked_s = time.monotonic()
-        self._reload(self._until_taken(self._announcer.reload_asked))
-
-    def _reload(self, asked: int | None) -> None:
         """Read the models file again if that was asked for; if it cannot be, go on as before."""
+        self._reload_looked_s = time.monotonic()
+        asked = self._until_taken(self._announcer.reload_asked)
         if asked is None:
             return
         try:

@@ -37,7 +37,7 @@ from gradbox.protocol import (
     Problem,
     SampleSpec,
 )
-from gradbox_service.jobs import Fleet, JobRecord, Records, StoredJob, Transition
+from gradbox_service.jobs import Fleet, JobRecord, Records, Transition
 from gradbox_service.jobs.fleet import may_be_run
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.store import ResultStore
@@ -48,8 +48,6 @@ from gradbox_worker.work import Device, Died, Failed, Finished, Outcome, Work
 log = logging.getLogger(__name__)
 
 STORE_RETRY_S: Final = 0.5
-
-ReadSpec = Callable[[], JobSpec | None]
 
 
 def run_turn(job_id: str) -> str:
@@ -73,7 +71,6 @@ class TurnRunner:
     leaving: Callable[[], bool] = lambda: False  # whether the worker was asked to end
     alive: Callable[[], None] = lambda: None  # called with every beat
     fleet: Fleet | None = None  # who else there is to run what this device has no model for
-    read: Callable[[str], StoredJob | None] | None = None  # None: `records.stored`
 
     def run(self, job_id: str) -> str:
         """Run the job if it is still queued; leave its record in the state that is due.
@@ -84,23 +81,23 @@ class TurnRunner:
         Raises:
             DeviceNotStarted: the job is queued again, but the worker had better end.
         """
-        found = (self.read or self.records.stored)(job_id)
-        seen, lease_s = found and found.record, self.patience.lease_s
-        record = seen and self.records.update(job_id, self._begun, lease_s=lease_s, seen=seen)
-        if found is None or record is None:
+        # Before the job is begun: where Redis does not answer, no attempt is lost.
+        spec, lease_s = self._spec(job_id), self.patience.lease_s
+        record = self.records.update(job_id, self._begun, lease_s=lease_s)
+        if record is None:
             log.info("job %s is not queued any more, or not for this worker", job_id)
             return "skipped"
         log.info("job %s: attempt %d begins", job_id, record.attempt)
         _record_wait(record)
         with WORKER.span("turn", parent=record.traceparent, worker=self.worker) as span:
             span.note(job=job_id, attempt=record.attempt)
-            state = self._run(record, found.read_spec, traceparent=span.traceparent)
+            state = self._run(record, spec, traceparent=span.traceparent)
             span.note(state=state)
             if state == JobState.FAILED:
                 span.fail("the job failed")
         return state
 
-    def _run(self, record: JobRecord, read_spec: ReadSpec, *, traceparent: str | None) -> str:
+    def _run(self, record: JobRecord, spec: JobSpec | Failed, *, traceparent: str | None) -> str:
         watch = Watch(
             self.records,
             record.id,
@@ -112,7 +109,7 @@ class TurnRunner:
             traceparent=traceparent,
         )
         try:
-            outcome = self._compute(record, read_spec, watch, timed=traceparent is not None)
+            outcome = self._compute(record, spec, watch, timed=traceparent is not None)
         except DeviceNotStarted:
             self._end(record, _release(record.attempt))
             raise
@@ -148,14 +145,20 @@ class TurnRunner:
         log.info("job %s is left to a worker that has %s", record.id, record.model)
         return True
 
-    def _compute(self, record: JobRecord, read: ReadSpec, watch: Watch, *, timed: bool) -> Outcome:
+    def _spec(self, job_id: str) -> JobSpec | Failed:
+        """Return what was posted, or why it cannot be run."""
         try:
-            spec = read()
+            spec = self.records.spec(job_id)
         except GradboxError as error:  # another version of gradbox accepted it
             return Failed(Problem.of(error))
-        if spec is None:
-            missing = JobFailed("expected the job's spec in the store, found none: submit it again")
-            return Failed(Problem.of(missing))
+        missing = JobFailed("expected the job's spec in the store, found none: submit it again")
+        return Failed(Problem.of(missing)) if spec is None else spec
+
+    def _compute(
+        self, record: JobRecord, spec: JobSpec | Failed, watch: Watch, *, timed: bool
+    ) -> Outcome:
+        if isinstance(spec, Failed):
+            return spec
         work = Work(
             job_id=record.id,
             attempt=record.attempt,
@@ -208,7 +211,7 @@ class TurnRunner:
         """
         while True:
             try:
-                after = self.records.update(held.id, transition, seen=held)
+                after = self.records.update(held.id, transition)
                 return after or self._done_before(held)
             except redis.RedisError as error:
                 if not store_refuses(error) or self.leaving():
