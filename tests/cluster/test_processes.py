@@ -51,6 +51,16 @@ def test_a_cluster_on_one_machine_listens_on_loopback_alone(cluster: ClusterBox)
     assert all(address.is_loopback for address in found), found
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_an_address_without_a_cluster_is_refused_at_once(tmp_path: Path, address: str) -> None:
+    models = write_cluster_models(tmp_path / "models.toml")
+    arguments = ["--models", str(models), "--port", "0", "--device", "cpu"]
+    code, said = Up(tmp_path / "data", *arguments, "--cluster", address).finish()
+    assert code == 2
+    assert "expected" in said.splitlines()[-1]
+    assert address in said.splitlines()[-1]
+
+
 @pytest.mark.slow  # starts a box of its own
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_a_box(

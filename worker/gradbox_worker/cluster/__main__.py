@@ -75,6 +75,7 @@ def _run(options: argparse.Namespace, *, file: Path, stopping: threading.Event) 
             num_cpus=head.cpus_here(),
         )
     else:
+        ray_session.check_address(options.address)
         joined = ray_session.join(options.address, namespace=namespace)
     head.run(
         DeviceSettings(models_file=options.models, data=options.data),

@@ -6,14 +6,17 @@ import hashlib
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import ray
 
 from gradbox_worker.errors import DeviceNotStarted
+
+REACH_S: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,27 @@ def start_here(*, namespace: str, folder: Path, num_cpus: int) -> RayOnThisMachi
         include_dashboard=False,
         _temp_dir=str(folder),
     )
+
+
+def check_address(address: str) -> None:
+    """Check that something answers at the address of Ray's head, for Ray itself asks for minutes.
+
+    Raises:
+        DeviceNotStarted: it is no address, or nothing answers there.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        raise DeviceNotStarted(
+            f"expected `local`, or the address of Ray's head as HOST:PORT, got {address!r}; "
+            f"`ray start --head` prints it"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise DeviceNotStarted(
+            f"expected Ray's head at {address}, where nothing answers: {error}; run `ray start` "
+            f"on each machine first (docs/cluster.md)"
+        ) from None
 
 
 def join(address: str, *, namespace: str) -> RayOnThisMachine:
