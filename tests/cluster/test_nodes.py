@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import save_file
 
 from gradbox import GradClient, Gradient
-from tests.boxes import ROOT, running_box
+from tests.boxes import ROOT, Up, running_box
 from tests.cluster import models
 from tests.cluster.conftest import VARIABLE, ClusterBox, write_cluster_models
 from tests.cluster.processes import wait_until
@@ -32,8 +32,9 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of the cluster; `temporary` is the folder for their temporary files."""
+    """The nodes of the cluster, its address, and the folder for their temporary files."""
 
+    address: str
     process: subprocess.Popen[str]
     temporary: Path
 
@@ -86,7 +87,7 @@ def nodes_and_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[No
         arguments = ("--cluster", address, "--device", "cpu", "--no-template")
         try:
             with running_box(folder / "data", models=file, arguments=arguments) as box:
-                yield Nodes(process, Path(ray_folder)), ClusterBox(box, mark, file)
+                yield Nodes(address, process, Path(ray_folder)), ClusterBox(box, mark, file)
         finally:
             process.communicate(timeout=60)
 
@@ -95,6 +96,20 @@ def nodes_and_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[No
 def client(nodes_and_box: tuple[Nodes, ClusterBox]) -> Iterator[GradClient]:
     with nodes_and_box[1].box.client() as client:
         yield client
+
+
+def test_a_second_box_on_a_cluster_says_what_it_waits_for(
+    nodes_and_box: tuple[Nodes, ClusterBox], tmp_path: Path
+) -> None:
+    nodes, cluster = nodes_and_box
+    arguments = ["--models", str(cluster.models), "--port", "0", "--device", "cpu"]
+    up = Up(tmp_path / "data", *arguments, "--cluster", nodes.address)
+    for line in up._output:
+        if "another box or program has the rest" in line:
+            break
+    code, said = up.stop()
+    assert code == 0
+    assert "0 device" not in said
 
 
 def test_rows_of_other_machines_come_in_blocks_through_the_object_store(

@@ -116,6 +116,8 @@ class Box:
             if operation.mode is OperationMode.PAUSED:
                 say(f"the box is {operation}; `gradbox resume` lets jobs run")
             heads = self._heads(stack)
+            if self._stop.is_set():
+                return self._stopped()
             service = self._service(bound, self._redis.url)
             workers = self._workers(self._redis.url)
             say(f"starting a service and {len(workers)} worker(s); logs in {service.log.parent}")
@@ -136,8 +138,11 @@ class Box:
                 watchdog.start()
                 stack.callback(watchdog.close)
                 self._supervise([*heads, service, *workers], watchdog, drain)
-            say("stopping")
-            return 0 if self._script is None else self._script.stop()
+            return self._stopped()
+
+    def _stopped(self) -> int:
+        say("stopping")
+        return 0 if self._script is None else self._script.stop()
 
     def _heads(self, stack: ExitStack) -> list[Part]:
         """Start the head of the cluster, if there is to be one, and wait for its devices."""
@@ -148,7 +153,8 @@ class Box:
         say(f"starting a cluster; its log is {head.log}")
         head.start()
         found = num_devices(head, data=self._data, stop=self._stop)
-        say(f"the cluster has {found} device(s)")
+        if found:
+            say(f"the cluster has {found} device(s)")
         self._devices = self._devices or [CLUSTER] * found
         return [head]
 

@@ -9,8 +9,10 @@ cores. Where models.toml has a model that wants several GPUs of a device, each a
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,8 +34,14 @@ from gradbox_worker.models.models_file import gpus_of_a_device, read_models_file
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
+# So long after the first device is ready jobs may run, without those that are not.
+LATE_S: Final = 60.0
 # Ray reserves parts of a core in steps of this.
 CORE_STEPS: Final = 10_000
+SOME_WAIT: Final = (
+    "new devices want %g %ss, of which the cluster has %g free: another box or program has the "
+    "rest, and devices that find none wait for it"
+)
 AUTO: Final = "auto"
 CPU: Final = "cpu"
 
@@ -86,6 +94,9 @@ class Head:
     def start(self, *, stopping: threading.Event) -> int:
         """Have the devices of all machines that are there, and wait until they are ready.
 
+        Others are not waited for longer than `LATE_S` where there is one: they are lent when they
+        come.
+
         Returns:
             How many there are; 0 if told to stop meanwhile.
 
@@ -94,8 +105,11 @@ class Head:
         """
         self.look()
         problems: list[str] = list(self._too_small.values())
-        while self._starting and not stopping.wait(0.05):
+        deadline = math.inf
+        while self._starting and time.monotonic() < deadline and not stopping.wait(0.05):
             problems += self._hear_of_ready_ones()
+            if self._actors:
+                deadline = min(deadline, time.monotonic() + LATE_S)
         found: int = ray.get(self._pool.num_devices.remote())
         if not found and not stopping.is_set():
             raise DeviceNotStarted(
@@ -114,11 +128,16 @@ class Head:
                 self._actors.pop(name, None)
                 ray.get(self._pool.remove.remote(name))
             self._starting = [one for one in self._starting if one.node != node]
-        for node, facts in alive.items():
-            if node not in self._of_node:
-                self._start_devices(node, facts)
-        for problem in self._hear_of_ready_ones():
-            log.warning("%s", problem)
+        if new := {node: facts for node, facts in alive.items() if node not in self._of_node}:
+            free: Mapping[str, float] = ray.available_resources()
+            reserved = [
+                one for node, facts in new.items() for one in self._start_devices(node, facts)
+            ]
+            for argument, kind in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+                wanted, has = sum(one.get(argument, 0) for one in reserved), free.get(kind, 0)
+                if wanted > has:
+                    log.warning(SOME_WAIT, wanted, kind, has)
+        self._hear_of_ready_ones()
 
     def ended(self) -> bool:
         """Tell whether the pool has ended, without which no job runs."""
@@ -128,7 +147,8 @@ class Head:
             return True
         return False
 
-    def _start_devices(self, node: str, facts: Mapping[str, Any]) -> None:
+    def _start_devices(self, node: str, facts: Mapping[str, Any]) -> list[dict[str, float]]:
+        """Have the actors of a machine; returns what Ray is to reserve for each."""
         names = self._of_node[node] = []
         models = None if node == self._here else POOL
         found = devices_of(facts, self._devices, num_gpus=self._num_gpus)
@@ -156,9 +176,10 @@ class Head:
             )
             names.append(name)
             self._starting.append(_Starting(name, node, actor, actor.describe.remote()))
+        return [resources for _, resources in found]
 
     def _hear_of_ready_ones(self) -> list[str]:
-        """Lend the devices that are ready; returns why others cannot be used."""
+        """Lend the devices that are ready; logs and returns why others cannot be used."""
         problems = []
         for one in list(self._starting):
             if one.node != self._here and self._first_is_starting_here():
@@ -180,6 +201,8 @@ class Head:
             self._actors[one.name] = one.actor
             one.actor.import_for_jobs.remote()  # while workers start
             log.info("device %s is ready (%s)", one.name, described["hardware"])
+        for problem in problems:
+            log.warning("%s", problem)
         return problems
 
     def _first_is_starting_here(self) -> bool:
