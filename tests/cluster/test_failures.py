@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.oracle import TOLERANCE, difference
 ACTOR = "ray::DeviceActor"
 COORDINATOR = "gradbox_worker.cluster.coordinator.main"
 RAYLET = "raylet/raylet"
+CONTROL = "gcs/gcs_server"
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +189,21 @@ def test_a_job_goes_on_after_what_holds_its_parts_died(
     result = killed_in(phase, victim, cluster, client.submit(long_job(devices=2)))
     assert (result.manifest.attempts, result.manifest.resumed) == (2, 1)
     assert difference(result.grads, undisturbed.grads) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_ray_is_started_again_soon_after_its_control_service_died(
+    cluster: ClusterBox, client: GradClient
+) -> None:
+    (dead,) = running(CONTROL, among=cluster.processes())
+    kill(dead)
+    (raylet,) = running(RAYLET, among=cluster.processes())
+    began_s = time.monotonic()
+    wait_until(lambda: raylet not in cluster.processes(), what="the old Ray to end")
+    assert time.monotonic() - began_s < 30
+    wait_until(lambda: running(CONTROL, among=cluster.processes()), what="another Ray")
+    job = Gradient(model="unhurried", inputs=shards(2), loss=sum_of_squares, devices=1)
+    assert client.submit(job).result(WAIT_S).manifest.attempts == 1
 
 
 SAMPLES = {

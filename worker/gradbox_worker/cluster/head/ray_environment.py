@@ -10,12 +10,19 @@ from __future__ import annotations
 import ipaddress
 import os
 import sys
+from typing import Final
+
+# Ray waits a minute for a control service to come back, as that of another machine may; one that
+# was started here does not.
+RECONNECT_S: Final = 10
+RECONNECT: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
 
 def start_here(token: str) -> None:
     """Have the Ray that this process starts listen on loopback alone, and ask for this token."""
     _before_ray_is_imported()
     _stay_here()
+    os.environ[RECONNECT] = str(RECONNECT_S)
     os.environ["RAY_AUTH_TOKEN"] = token
     _guarded()
 
