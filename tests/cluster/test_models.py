@@ -87,11 +87,14 @@ def described(**versions: str) -> list[str]:
     ]
 
 
+SAME = "gradbox 0.1.0, torch 2.13.0"
+
+
 def test_a_device_of_another_version_is_refused_with_both_digests() -> None:
     versions = ModelVersions()
-    assert versions.problem("a/cpu-0", described(net="1234", other="")) == ""
-    assert versions.problem("b/cpu-0", described(net="1234", other="99")) == ""
-    refused = versions.problem("c/cpu-0", described(net="5678", other=""))
+    assert versions.problem("a/cpu-0", described(net="1234", other=""), software=SAME) == ""
+    assert versions.problem("b/cpu-0", described(net="1234", other="99"), software=SAME) == ""
+    refused = versions.problem("c/cpu-0", described(net="5678", other=""), software=SAME)
     assert "1234" in refused
     assert "5678" in refused
     assert "c/cpu-0" in refused
@@ -99,5 +102,15 @@ def test_a_device_of_another_version_is_refused_with_both_digests() -> None:
 
 def test_a_device_that_cannot_build_what_the_first_one_can_is_refused() -> None:
     versions = ModelVersions()
-    versions.problem("a/cpu-0", described(net="1234"))
-    assert "no such file" in versions.problem("b/cpu-0", described(net=""))
+    versions.problem("a/cpu-0", described(net="1234"), software=SAME)
+    assert "no such file" in versions.problem("b/cpu-0", described(net=""), software=SAME)
+
+
+def test_a_device_with_another_torch_is_refused_with_both_versions() -> None:
+    versions = ModelVersions()
+    assert versions.problem("a/cpu-0", described(net="1234"), software=SAME) == ""
+    other = "gradbox 0.1.0, torch 2.11.0"
+    refused = versions.problem("b/cpu-0", described(net="1234"), software=other)
+    assert "b/cpu-0" in refused
+    assert SAME in refused
+    assert other in refused

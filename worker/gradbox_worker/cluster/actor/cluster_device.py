@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import ray
+import torch
 
 from gradbox.printable import log_to_stderr
 from gradbox_engine.ranges.protocol import Range, RangeCotangents
@@ -34,6 +35,7 @@ from gradbox_worker.cluster.exchange.factor_buffers import FactorBuffers
 from gradbox_worker.cluster.exchange.sent_tensors import RangeJob
 from gradbox_worker.cluster.exchange.shipped_models import models_here
 from gradbox_worker.computations.execution import StopNow
+from gradbox_worker.computations.receipts import gradbox_version
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.importing import import_for_jobs
 from gradbox_worker.device.messages import TO_DEVICE, FromDevice, Run, RunFailed
@@ -78,11 +80,13 @@ class ClusterDevice:
 
     def describe(self) -> dict[str, Any]:
         """Say what the device is: its models as JSON, and whether it sees the data folder."""
+        torch_version = torch.__version__.partition("+")[0]  # for a CPU and for a GPU alike
         return {
             "models": [view.model_dump_json() for view in self._device.views],
             "placement": self._device.placement,
             "hardware": self._device.hardware,
             "process": os.getpid(),
+            "software": f"gradbox {gradbox_version()}, torch {torch_version}",
             "sees_files": self._sees_files(),
         }
 

@@ -1,4 +1,4 @@
-"""Whether the devices of a cluster have the same models."""
+"""Whether the devices of a cluster have the same models, and the same software to run them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,31 @@ from gradbox.protocol import ModelView
 
 
 class ModelVersions:
-    """The version of each model, as the first device has it that can be used."""
+    """The version of each model, as the first device has it that can be used; and its software."""
 
     def __init__(self) -> None:
         """Know of no device."""
         self._expected: dict[str, str] = {}
+        self._software = ""
 
     @property
     def known(self) -> bool:
         """Whether a device has said which they are."""
         return bool(self._expected)
 
-    def problem(self, device: str, models: Sequence[str]) -> str:
+    def problem(self, device: str, models: Sequence[str], *, software: str) -> str:
         """Say why a device may not be used, or "".
 
         Args:
             models: a `ModelView` of each, as JSON.
+            software: what the receipt states of the first device, and must be true of all.
         """
+        self._software = self._software or software
+        if software != self._software:
+            return (
+                f"device {device} is refused: expected {self._software} as on the first device, "
+                f"got {software}; install the same on all machines"
+            )
         views = {view.name: view for view in map(ModelView.model_validate_json, models)}
         if not self._expected:
             self._expected = {n: view.version for n, view in views.items() if view.usable}

@@ -80,7 +80,7 @@ class Pool:
             Why it is refused; "" if it is not.
         """
         self._files.forget()
-        problem = self._versions.problem(name, described["models"])
+        problem = self._problem(name, described)
         if problem:
             return problem
         self._actors[name] = actor
@@ -161,6 +161,9 @@ class Pool:
             granted.set_result([])  # else its call would wait for ever, one of Ray's 1000
         for name in self._leases.of(lease):
             self._take_back(name, at_rest=at_rest)
+
+    def _problem(self, name: str, described: Mapping[str, Any]) -> str:
+        return self._versions.problem(name, described["models"], software=described["software"])
 
     def _free(self, name: str) -> None:
         self._leases.free(name)
@@ -248,7 +251,7 @@ class Pool:
             log.warning("device %s is gone for good: %s", name, error)
             await self.remove(name)
             return
-        problem = self._versions.problem(name, described["models"])
+        problem = self._problem(name, described)
         if problem:
             log.warning("%s", problem)
             ray.kill(actor)
