@@ -48,8 +48,16 @@ def test_bash_reads_the_script(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-@pytest.mark.slow  # starts a box of its own
-def test_the_slurm_script_runs_a_program_against_its_box(tmp_path: Path) -> None:
+# Runs a step on this machine.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+
+
+@pytest.mark.slow  # starts a box of its own, and two nodes of Ray
+@pytest.mark.parametrize("script", [SLURM, SLURM_CLUSTER], ids=lambda path: path.name)
+def test_the_slurm_script_runs_a_program_against_its_box(tmp_path: Path, script: Path) -> None:
     (tmp_path / "models.toml").write_text(
         '[models.m]\nbuilder = "python"\nsource = "tests.case_models:mlp"\n'
     )
@@ -59,17 +67,23 @@ def test_the_slurm_script_runs_a_program_against_its_box(tmp_path: Path) -> None
         "assert [model.name for model in GradClient().models()] == ['m']\n"
         "raise SystemExit(7)\n"
     )
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o700)
     here = {
-        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin",
+        "SLURM_JOB_NUM_NODES": "2",
+        "RAY_TMPDIR": "/tmp",  # short, for sockets lie there
         "PYTHONPATH": ":".join(filter(None, [str(ROOT), *sys.path])),
         "GRADBOX_MODELS": str(tmp_path / "models.toml"),
         "TMPDIR": str(tmp_path),
         "HOME": str(tmp_path),
     }
     done = subprocess.run(
-        ["bash", str(SLURM), str(program)], env=here, capture_output=True, text=True, timeout=500
+        ["bash", str(script), str(program)], env=here, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 7, done.stderr
+    if script == SLURM_CLUSTER:
+        assert "the cluster has 2 device(s)" in done.stderr
     assert not list(tmp_path.glob("gradbox-*"))
 
 
