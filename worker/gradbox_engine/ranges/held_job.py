@@ -42,7 +42,7 @@ from gradbox_engine.ranges.protocol import (
 )
 from gradbox_engine.ranges.range_on_device import RangeOnDevice, on_host, to_device
 from gradbox_engine.replay.checkpoint import JobCheckpoint, Resumed
-from gradbox_engine.replay.first_pass import FirstPass, first_pass
+from gradbox_engine.replay.first_pass import first_pass
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.kept_graphs import KeptPass, bytes_beside, places_of
 from gradbox_engine.replay.phase_timer import PhaseTimer
@@ -165,12 +165,19 @@ class HeldJob:
         with clock.timed("forward"):
             checkpoint, sums, resumed = self._resumed(part)
             kept = self._kept_before(part, resumed)
-            first = self._freeing_graphs(
+            records = self._freeing_graphs(
                 partial(
-                    self._first_pass, part, checkpoint, kept.records if kept else resumed.records
+                    first_pass,
+                    ready,
+                    self._positions[part.start : part.stop],
+                    kept.records if kept else resumed.records,
+                    budget=self._budget,
+                    observer=self._observer,
+                    outlives_the_job=self._outlives_the_job,
+                    after_shard=checkpoint.after_first_call,
                 )
             )
-            records = first.records
+            after = records[-1].after
             norms = {} if part.is_whole else norm_statistics.updates(self._model, records)
             joined = partial(
                 concatenated, ready.calls.groups, {r.position: r.outputs for r in records}
@@ -186,9 +193,9 @@ class HeldJob:
             penalties=self._held[part.index].penalties(),
             norms=norms,
             parameters=frozenset(self._selection.parameters),
-            stateful=not first.after.equals(ready.buffers.first),
+            stateful=not after.equals(ready.buffers.first),
             seconds=clock.seconds["forward"],
-            buffers=on_host(ready.buffers.named(first.after)) if with_buffers else None,
+            buffers=on_host(ready.buffers.named(after)) if with_buffers else None,
         )
 
     def resume(self, part: Range, earlier: EarlierOutputs) -> None:
@@ -249,20 +256,6 @@ class HeldJob:
     def _kept_before(self, part: Range, resumed: Resumed) -> KeptPass | None:
         """Return what an earlier job kept of a range, unless its replay has begun without that."""
         return None if resumed.second is not None else self._graphs.of(part)
-
-    def _first_pass(
-        self, part: Range, checkpoint: JobCheckpoint, done: list[ShardRecord]
-    ) -> FirstPass:
-        first = first_pass(
-            self._ready,
-            self._positions[part.start + len(done) : part.stop],
-            before=done[-1].after if done else self._ready.buffers.first,
-            budget=self._budget,
-            observer=self._observer,
-            outlives_the_job=self._outlives_the_job,
-            after_shard=lambda records: checkpoint.after_first_call([*done, *records]),
-        )
-        return FirstPass([*done, *first.records], first.after)
 
     def check(self, part: Range, norms: Mapping[str, NormStatistics]) -> int:
         """Put the range's first shard through the model once more; the range is given up.

@@ -12,8 +12,8 @@ one more.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 from gradbox_engine.model.calling.calls import ShardGraph
 from gradbox_engine.model.calling.shard_feed import Position
@@ -26,28 +26,20 @@ from gradbox_engine.replay.shard_record import ShardRecord, retried_without_kept
 from gradbox_engine.requests import Observer
 
 
-@dataclass(frozen=True)
-class FirstPass:
-    """The records of a range of shards, and the buffers after the last of them."""
-
-    records: list[ShardRecord]
-    after: Snapshot
-
-
 def first_pass(
     prepared: Prepared,
     positions: Sequence[Position],
+    done: Sequence[ShardRecord] = (),
     *,
-    before: Snapshot,
     budget: GraphBudget,
     observer: Observer,
     outlives_the_job: bool = False,
     after_shard: Callable[[Sequence[ShardRecord]], None] = lambda _records: None,
-) -> FirstPass:
-    """Put a range of shards through the model, in order.
+) -> list[ShardRecord]:
+    """Put a range of shards through the model, in order, and return a record of each.
 
     Args:
-        before: the buffers at the beginning of the range.
+        done: records of the first of these shards, made by an earlier process.
         budget: how much of the graphs may be kept.
         outlives_the_job: whether the kept graphs are for a later job, before which the model is
             put back. The last shard's then counts like any other.
@@ -57,14 +49,14 @@ def first_pass(
         EngineError: a call failed, or a registered buffer was overwritten by a graph.
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
-    records: list[ShardRecord] = []
+    records = list(done)
     sizes = GraphSizes(prepared, outlive_the_job=outlives_the_job)
-    blocks = OutputBlocks(len(positions))
-    state = before
-    prepared.buffers.restore(before)
-    for index, position in enumerate(positions):
-        observer.step("forward", index, len(positions))
-        last = index == len(positions) - 1
+    blocks = OutputBlocks(len(positions) - len(done))
+    state = done[-1].after if done else prepared.buffers.first
+    prepared.buffers.restore(state)
+    for position, following in pairwise([*positions[len(done) :], None]):
+        assert position is not None
+        observer.step("forward", len(records), len(positions))
         call = partial(
             _call,
             prepared,
@@ -73,7 +65,7 @@ def first_pass(
             budget=budget,
             sizes=sizes,
             blocks=blocks,
-            is_last=last and not outlives_the_job,
+            is_last=following is None and not outlives_the_job,
         )
         record = retried_without_kept_graphs(
             call, records, undo=partial(_start_again, prepared, state, budget)
@@ -84,9 +76,9 @@ def first_pass(
                 older.free_graph()
         records.append(record)
         after_shard(records)
-        prepared.feed.prefetch(None if last else positions[index + 1])
+        prepared.feed.prefetch(following)
     observer.step("forward", len(positions), len(positions))
-    return FirstPass(records, state)
+    return records
 
 
 def _call(

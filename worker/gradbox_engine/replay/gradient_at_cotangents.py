@@ -197,17 +197,12 @@ def _repeated_first_pass(
     Raises:
         ReplayMismatch: a shard gives other outputs.
     """
-    repeated = first_pass(
-        ready,
-        all_positions(ready.calls.groups),
-        before=ready.buffers.first,
-        budget=budget,
-        observer=observer,
-    )
+    positions = all_positions(ready.calls.groups)
+    records = first_pass(ready, positions, budget=budget, observer=observer)
     expected = _parts(ready.calls.groups, first.outputs, first.rows)
     comparison = ReplayComparison(ready.options.precision)
-    for record in repeated.records:
+    for record in records:
         where = ready.calls.where(record.position)
         comparison.compare(where, record.outputs, expected[record.position])
     comparison.finish()
-    return repeated.records
+    return records

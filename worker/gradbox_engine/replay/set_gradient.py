@@ -22,10 +22,11 @@ from gradbox_engine.errors import BadInputs
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position, all_positions
 from gradbox_engine.model.prepared import Prepared, prepared
+from gradbox_engine.model.state.snapshots import Snapshot
 from gradbox_engine.model.wrt import Selection, select
 from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.cotangents import LossDerivatives, differentiate, nonzero
-from gradbox_engine.replay.first_pass import FirstPass, first_pass
+from gradbox_engine.replay.first_pass import first_pass
 from gradbox_engine.replay.fp16_scaling import scaled_replay
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.input_gradients import collect
@@ -94,17 +95,14 @@ def set_gradient(
         checkpoint = JobCheckpoint(checkpoints, ready, sums)
         resumed = checkpoint.resumed()
         with clock.timed("forward"):
-            done = resumed.records
-            budget = graph_budget(retain, ready.devices, sums_bytes=sums.expected_bytes())
-            first = first_pass(
+            records = first_pass(
                 ready,
-                all_positions(groups)[len(done) :],
-                before=done[-1].after if done else ready.buffers.first,
-                budget=budget,
+                all_positions(groups),
+                resumed.records,
+                budget=graph_budget(retain, ready.devices, sums_bytes=sums.expected_bytes()),
                 observer=observer,
-                after_shard=lambda records: checkpoint.after_first_call([*done, *records]),
+                after_shard=checkpoint.after_first_call,
             )
-            records = [*done, *first.records]
         with clock.timed("cotangents"):
             observer.step("cotangents", 0, 1)
             loss, cotangents = _cotangents(ready, objective, records)
@@ -119,7 +117,7 @@ def set_gradient(
                 resumed=resumed.second,
                 after_shard=partial(checkpoint.after_second_call, records),
             )
-        return _result(ready, first, loss, sums, replayed, clock, returns)
+        return _result(ready, records[-1].after, loss, sums, replayed, clock, returns)
 
 
 def _selected(model: nn.Module, wrt: Sequence[str] | None, objective: Objective) -> Selection:
@@ -170,7 +168,7 @@ def _cotangents(
 
 def _result(
     ready: Prepared,
-    first: FirstPass,
+    after: Snapshot,
     loss: LossDerivatives,
     sums: GradientSums,
     replayed: ReplayProgress,
@@ -190,7 +188,7 @@ def _result(
         replayed=replayed.num_replayed,
         replay_difference=replayed.difference,
         seconds=clock.seconds,
-        buffers=ready.buffers.named(first.after) if "buffers" in returns else None,
+        buffers=ready.buffers.named(after) if "buffers" in returns else None,
         outputs=loss.seen if "outputs" in returns else None,
         cotangents=loss.seen_cotangents if "cotangents" in returns else None,
         input_grads=input_grads or None,

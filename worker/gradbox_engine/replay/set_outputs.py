@@ -23,11 +23,12 @@ from gradbox_engine.model.calling.shard_feed import all_positions
 from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.wrt import select
 from gradbox_engine.replay.checkpoint import JobCheckpoint
-from gradbox_engine.replay.first_pass import FirstPass, first_pass
+from gradbox_engine.replay.first_pass import first_pass
 from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.kept_graphs import KeptPass, bytes_beside, places_of
 from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.replay.retention import NONE_OLDER, OlderGraphs, graph_budget
+from gradbox_engine.replay.shard_record import ShardRecord
 from gradbox_engine.replay.z import concatenated, ordered
 from gradbox_engine.requests import (
     CallKeywords,
@@ -101,10 +102,10 @@ def set_outputs(
         checkpoint = JobCheckpoint(checkpoints, ready, sums)
         done = checkpoint.resumed().records
         with clock.timed("forward"):
-            first = first_pass(
+            records = first_pass(
                 ready,
-                all_positions(groups)[len(done) :],
-                before=done[-1].after if done else ready.buffers.first,
+                all_positions(groups),
+                done,
                 budget=graph_budget(
                     retain,
                     ready.devices,
@@ -114,31 +115,31 @@ def set_outputs(
                 ),
                 observer=observer or Silent(),
                 outlives_the_job=True,
-                after_shard=lambda records: checkpoint.after_first_call([*done, *records]),
+                after_shard=checkpoint.after_first_call,
             )
-        first = FirstPass([*done, *first.records], first.after)
-        return _answer(ready, first, frozenset(selection.parameters), overlay_bytes, clock)
+        return _answer(ready, records, frozenset(selection.parameters), overlay_bytes, clock)
 
 
 def _answer(
     ready: Prepared,
-    first: FirstPass,
+    records: list[ShardRecord],
     parameters: frozenset[str],
     overlay_bytes: int,
     clock: PhaseTimer,
 ) -> SetOutputs:
     groups = ready.calls.groups
-    whole, num_rows = concatenated(groups, {r.position: r.outputs for r in first.records})
+    whole, num_rows = concatenated(groups, {r.position: r.outputs for r in records})
     rows = {group: tuple(numbers) for group, numbers in num_rows.items()}
-    kept = KeptPass(first.records, parameters, ready.inputs, rows, overlay_bytes)
+    kept = KeptPass(records, parameters, ready.inputs, rows, overlay_bytes)
+    after = records[-1].after
     lost = ready.buffers.attributes_lost
     if lost:  # of which a second half knows nothing, and would replay some shards without others
         kept.free()
     return SetOutputs(
         outputs={group.name: as_z(ordered(whole[group.name], group)) for group in groups},
         rows=rows,
-        buffers=ready.buffers.named(first.after),
-        stateful=lost or not first.after.equals(ready.buffers.first),
+        buffers=ready.buffers.named(after),
+        stateful=lost or not after.equals(ready.buffers.first),
         seconds=clock.seconds,
         kept=kept if kept.num_kept else None,
         retained=kept.num_kept,
