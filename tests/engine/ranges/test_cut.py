@@ -12,7 +12,7 @@ import torch
 
 from gradbox_engine import BadInputs
 from gradbox_engine.ranges import Range, added, cut
-from gradbox_engine.ranges.courses import run_together
+from gradbox_engine.ranges.coroutines import run_together
 from gradbox_engine.ranges.reduction import split_in_tree
 
 
@@ -78,11 +78,11 @@ def test_a_parameter_that_one_range_reaches_is_what_it_has_there():
     assert {name: tensor.tolist() for name, tensor in total.items()} == {"a": [2, 2], "b": [3]}
 
 
-def test_courses_end_in_any_order_and_return_in_theirs():
+def test_coroutines_end_in_any_order_and_return_in_theirs():
     first_may_end = Event()
     ended: list[int] = []
 
-    def course(number: int):
+    def coroutine(number: int):
         def work() -> int:
             assert number != 0 or first_may_end.wait(60)
             return number
@@ -94,37 +94,37 @@ def test_courses_end_in_any_order_and_return_in_theirs():
         return value * 10
 
     with ThreadPoolExecutor(3) as pool:
-        assert run_together([course(number) for number in range(3)]) == [0, 10, 20]
+        assert run_together([coroutine(number) for number in range(3)]) == [0, 10, 20]
     assert ended.index(2) < ended.index(0)
 
 
-def test_a_course_hears_of_an_error_and_may_go_on():
+def test_a_coroutine_catches_an_error_and_may_go_on():
     def failing() -> None:
         raise KeyError("once")
 
-    def course():
+    def coroutine():
         try:
             yield pool.submit(failing)
         except KeyError:
             return (yield pool.submit(int, 7))
 
     with ThreadPoolExecutor(1) as pool:
-        assert run_together([course()]) == [7]
+        assert run_together([coroutine()]) == [7]
 
 
 def test_waiting_can_be_stopped(monkeypatch):
-    monkeypatch.setattr("gradbox_engine.ranges.courses.TICK_S", 0.01)
+    monkeypatch.setattr("gradbox_engine.ranges.coroutines.TICK_S", 0.01)
     release = Event()
 
     def tick(_ended: list[int]) -> None:
         raise InterruptedError
 
-    def course():
+    def coroutine():
         yield pool.submit(release.wait, 60)
 
     start = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         with pytest.raises(InterruptedError):
-            run_together([course()], tick=tick)
+            run_together([coroutine()], tick=tick)
         release.set()
     assert time.monotonic() - start < 50

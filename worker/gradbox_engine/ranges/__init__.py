@@ -7,9 +7,9 @@ between it and the devices. Then `held_job`, a device's side; replay/ does the w
 that shards change is in `norm_statistics` and `independence`, a device that dies in `split_job`.
 `in_process` runs ranges one after the other on one device, and so says what others must return.
 
-Below these: `cut` cuts shards into ranges, `calls` has one call for each range, `courses` several
-things under way in one thread; `range_on_device` is what a device keeps between two calls,
-`joining` makes Z of the ranges' parts, `reduction` one sum of theirs.
+Below these: `cut` cuts shards into ranges, `coroutines` calls several devices from one thread;
+`range_on_device` is what a device keeps between two calls, `joining` makes Z of the ranges' parts,
+`reduction` one sum of theirs.
 
 `split_halves` has the job whose loss runs elsewhere, `graphs_between_jobs` what waits between its
 halves; mixed/ mixed second derivatives, by the same

@@ -107,7 +107,6 @@ def held_job(
         )
         yield HeldJob(
             ready,
-            model,
             selection,
             budget,
             observer or Silent(),
@@ -125,7 +124,6 @@ class HeldJob:
     def __init__(
         self,
         ready: Prepared,
-        model: nn.Module,
         selection: Selection,
         budget: GraphBudget,
         observer: Observer,
@@ -137,7 +135,6 @@ class HeldJob:
         overlay_bytes: int,
     ) -> None:
         self._ready = ready
-        self._model = model
         self._selection = selection
         self._budget = budget
         self._observer = observer
@@ -178,7 +175,7 @@ class HeldJob:
                 )
             )
             after = records[-1].after
-            norms = {} if part.is_whole else norm_statistics.updates(self._model, records)
+            norms = {} if part.is_whole else norm_statistics.updates(ready.model, records)
             joined = partial(
                 concatenated, ready.calls.groups, {r.position: r.outputs for r in records}
             )
@@ -282,7 +279,7 @@ class HeldJob:
     ) -> None:
         if part.index > 0:
             first = held.records[0]
-            updates = norm_statistics.updates(self._model, [first])
+            updates = norm_statistics.updates(self._ready.model, [first])
             self._freeing_graphs(partial(check_independence, self._ready, first, norms, updates))
 
     def _freeing_graphs(

@@ -8,10 +8,17 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.model.calling.outputs import Outputs
-from gradbox_engine.model.calling.shard_feed import Position, all_positions
+from gradbox_engine.model.calling.shard_feed import Position, all_positions, shard_name
 from gradbox_engine.ranges import norm_statistics
-from gradbox_engine.ranges.protocol import NormUpdate, Range, RangeCotangents, RangeOutputs
-from gradbox_engine.replay.z import NumRows, check_alike
+from gradbox_engine.ranges.protocol import (
+    EarlierOutputs,
+    NormUpdate,
+    Range,
+    RangeCotangents,
+    RangeOutputs,
+)
+from gradbox_engine.replay.comparison import ReplayComparison
+from gradbox_engine.replay.z import NumRows, ShardRows, check_alike, moved_into_one
 from gradbox_engine.requests import Group
 
 Whole = Mapping[str, Mapping[str, Tensor | None]]
@@ -42,7 +49,8 @@ def joined(
             check_alike(group.name, shard, part, named[0])
             shard += len(outputs.rows[group.name])
         whole[group.name] = {
-            name: _moved_into_one(named, name).to(device) for name in list(named[0])
+            name: moved_into_one(named, name, [len(part[name]) for part in named]).to(device)
+            for name in list(named[0])
         }
     return whole
 
@@ -115,15 +123,22 @@ def by_range(rows: Sequence[RangeRows], whole: Whole) -> list[dict[str, Outputs]
     return found
 
 
-def _moved_into_one(parts: Sequence[Outputs], name: str) -> Tensor:
-    first = parts[0][name]
-    if len(parts) == 1:
-        return first
-    whole = first.new_empty((sum(len(part[name]) for part in parts), *first.shape[1:]))
-    del first
-    start = 0
-    for part in parts:
-        view = whole[start : start + len(part[name])]
-        part[name] = view.copy_(part[name])
-        start += len(view)
-    return whole
+def compare(
+    comparison: ReplayComparison,
+    groups: Sequence[Group],
+    part: Range,
+    again: RangeOutputs | EarlierOutputs,
+    first: RangeOutputs | EarlierOutputs,
+    *,
+    where: str = "",
+) -> None:
+    """Compare what the shards of a range gave in two first passes."""
+    positions = all_positions(groups)[part.start : part.stop]
+    one, other = (
+        ShardRows(groups, found.rows, positions=positions).parts(found.outputs)
+        for found in (again, first)
+    )
+    for position in positions:
+        shard = shard_name(groups, position)
+        name = f"{shard}, {where}" if where else shard
+        comparison.compare(name, one[position], other[position])

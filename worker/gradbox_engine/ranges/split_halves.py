@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradbox_engine.model.calling.outputs import Outputs, as_z
-from gradbox_engine.model.calling.shard_feed import all_positions
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.joining import (
     by_range,
+    compare,
     joined,
     joined_rows,
     range_cotangents,
@@ -42,7 +42,7 @@ from gradbox_engine.replay.gradient_at_cotangents import (
 from gradbox_engine.replay.input_gradients import collect
 from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.replay.set_outputs import SetOutputs
-from gradbox_engine.replay.z import ShardRows, ordered
+from gradbox_engine.replay.z import ordered
 from gradbox_engine.requests import Group, Observer, Precision, Silent
 
 
@@ -122,21 +122,25 @@ def split_gradient_at_cotangents(
     job = SplitJob(devices, parts, groups, precision=precision, observer=observer)
     needed = nonzero(given_cotangents(groups, cotangents, first.rows))
     rows = rows_by_range(groups, parts, first.rows)
-    earlier = by_range(rows, in_shard_order(groups, first.outputs))
+    outputs = by_range(rows, in_shard_order(groups, first.outputs))
+    earlier = [EarlierOutputs(z, n) for z, n in zip(outputs, rows, strict=True)]
     with clock.timed("replay"):
         gathered: list[RangeOutputs] = []
         if first.stateful:
             gathered = job.forward()
-            _compare(groups, parts, gathered, earlier, precision=precision)
+            comparison = ReplayComparison(precision)
+            for part in parts:
+                compare(comparison, groups, part, gathered[part.index], earlier[part.index])
+            comparison.finish()
         else:
-            job.resume([EarlierOutputs(z, n) for z, n in zip(earlier, rows, strict=True)])
+            job.resume(earlier)
         asked = range_cotangents(
             groups,
             parts,
             rows,
             in_shard_order(groups, cotangents),
             needed,
-            norms=[outputs.norms for outputs in gathered] or [{} for _ in parts],
+            norms=[found.norms for found in gathered] or [{} for _ in parts],
         )
         gradients = job.replay(asked)
         sums = job.total()
@@ -157,26 +161,3 @@ def split_gradient_at_cotangents(
         input_grads=input_grads or None,
         ranges=job.runs(),
     )
-
-
-def _compare(
-    groups: Sequence[Group],
-    parts: Sequence[Range],
-    gathered: Sequence[RangeOutputs],
-    earlier: Sequence[Mapping[str, Outputs]],
-    *,
-    precision: Precision,
-) -> None:
-    """Compare a first pass with the outputs that the cotangents belong to.
-
-    Raises:
-        ReplayMismatch: a shard gives other outputs.
-    """
-    comparison, positions = ReplayComparison(precision), all_positions(groups)
-    for part, outputs, expected in zip(parts, gathered, earlier, strict=True):
-        rows = ShardRows(groups, outputs.rows, positions=positions[part.start : part.stop])
-        of_shard = rows.parts(expected)
-        for position, again in rows.parts(outputs.outputs).items():
-            where = f"group {groups[position.group].name!r}, shard {position.shard}"
-            comparison.compare(where, again, of_shard[position])
-    comparison.finish()

@@ -7,16 +7,16 @@ are added up are computed again from the ranges that are in them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from gradbox_engine.errors import DeviceLost
-from gradbox_engine.model.calling.outputs import Outputs
-from gradbox_engine.model.calling.shard_feed import Position, all_positions
+from gradbox_engine.model.calling.shard_feed import all_positions
 from gradbox_engine.ranges import norm_statistics
-from gradbox_engine.ranges.calls import Losses
-from gradbox_engine.ranges.courses import Course, run_together
+from gradbox_engine.ranges.coroutines import Coroutine, Losses, on_some_device, run_together
+from gradbox_engine.ranges.joining import compare
 from gradbox_engine.ranges.protocol import (
     Devices,
     EarlierOutputs,
@@ -31,8 +31,9 @@ from gradbox_engine.ranges.protocol import (
 )
 from gradbox_engine.ranges.reduction import split_in_tree
 from gradbox_engine.replay.comparison import ReplayComparison
-from gradbox_engine.replay.z import ShardRows
 from gradbox_engine.requests import Group, Observer, Phase, Precision
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ class SplitJob:
             DeviceLost: no device is left, or one range has lost too many.
             EngineError: see `HeldJob.forward`.
         """
-        courses = [self._forward(part) for part in self._parts]
-        self._outputs = run_together(courses, tick=lambda ended: self._tell("forward", ended))
+        passes = [self._forward(part) for part in self._parts]
+        self._outputs = run_together(passes, tick=lambda ended: self._tell("forward", ended))
         return self._outputs
 
     def resume(self, earlier: Sequence[EarlierOutputs]) -> None:
@@ -112,9 +113,7 @@ class SplitJob:
             DeviceLost: no device is left, or one range has lost too many.
         """
         starts, _ = norm_statistics.composed([outputs.norms for outputs in self._outputs])
-        self._kept = run_together(
-            [self._check(part, norms) for part, norms in zip(self._parts, starts, strict=True)]
-        )
+        self._kept = run_together([self._check(part, starts[part.index]) for part in self._parts])
 
     def replay(self, cotangents: Sequence[RangeCotangents]) -> list[RangeGradient]:
         """Run the replay of all ranges, on the devices that hold them.
@@ -125,8 +124,8 @@ class SplitJob:
             EngineError: see `HeldJob.replay`.
         """
         self._cotangents = cotangents
-        courses = [self._replay(part) for part in self._parts]
-        return run_together(courses, tick=lambda ended: self._tell("replay", ended))
+        replays = [self._replay(part) for part in self._parts]
+        return run_together(replays, tick=lambda ended: self._tell("replay", ended))
 
     def total(self) -> NamedSums:
         """Add up the sums of all ranges, in the tree of `reduction`.
@@ -155,70 +154,51 @@ class SplitJob:
             for part in self._parts
         )
 
-    def _forward(self, part: Range) -> Course[RangeOutputs]:
-        while True:
-            device = self._devices.take(part)
-            try:
-                outputs: RangeOutputs = yield device.forward(part)
-            except DeviceLost as error:
-                self._losses.count(part, error)
-            else:
-                self._device[part.index] = device
-                return outputs
+    def _forward(self, part: Range) -> Coroutine[RangeOutputs]:
+        return on_some_device(part, self._take, lambda d, part: d.forward(part), self._losses)
 
-    def _resume(self, part: Range) -> Course[None]:
-        while True:
-            device = self._devices.take(part)
-            try:
-                yield device.resume(part, self._earlier[part.index])
-            except DeviceLost as error:
-                self._losses.count(part, error)
-            else:
-                self._device[part.index] = device
-                return
+    def _resume(self, part: Range) -> Coroutine[None]:
+        earlier = self._earlier[part.index]
+        return on_some_device(
+            part, self._take, lambda d, part: d.resume(part, earlier), self._losses
+        )
 
-    def _check(self, part: Range, norms: dict[str, NormStatistics]) -> Course[int]:
+    def _take(self, part: Range) -> RangeDevice:
+        device = self._device[part.index] = self._devices.take(part)
+        return device
+
+    def _check(self, part: Range, norms: dict[str, NormStatistics]) -> Coroutine[int]:
+        return self._where_held(part, lambda device: device.check(part, norms))
+
+    def _replay(self, part: Range) -> Coroutine[RangeGradient]:
+        cotangents = self._cotangents[part.index]
+        gradient = yield from self._where_held(part, lambda device: device.replay(part, cotangents))
+        self._gradients[part.index] = gradient
+        return gradient
+
+    def _where_held(self, part: Range, call: Callable[[RangeDevice], Future[T]]) -> Coroutine[T]:
+        """Make a call on the device that holds a range; if it is lost, on one that then does."""
         while True:
             try:
-                kept: int = yield self._device[part.index].check(part, norms)
+                answer: T = yield call(self._device[part.index])
             except DeviceLost as error:
                 self._losses.count(part, error)
                 yield from self._begin_again(part)
             else:
-                return kept
+                return answer
 
-    def _begin_again(self, part: Range) -> Course[None]:
+    def _begin_again(self, part: Range) -> Coroutine[None]:
         """Give a range to another device, and compare its first pass with the first one's."""
         if self._earlier:
             yield from self._resume(part)
             return
         again = yield from self._forward(part)
-        largest = self._rerun_difference[part.index]
-        comparison = ReplayComparison(self._precision, largest=largest)
-        first = self._by_shard(part, self._outputs[part.index])
-        for position, outputs in self._by_shard(part, again).items():
-            where = f"group {self._groups[position.group].name!r}, shard {position.shard}"
-            comparison.compare(f"{where}, on another device", outputs, first[position])
+        comparison = ReplayComparison(self._precision, largest=self._rerun_difference[part.index])
+        first = self._outputs[part.index]
+        compare(comparison, self._groups, part, again, first, where="on another device")
         self._rerun_difference[part.index] = comparison.finish()
 
-    def _by_shard(self, part: Range, outputs: RangeOutputs) -> dict[Position, Outputs]:
-        positions = self._positions[part.start : part.stop]
-        return ShardRows(self._groups, outputs.rows, positions=positions).parts(outputs.outputs)
-
-    def _replay(self, part: Range) -> Course[RangeGradient]:
-        while True:
-            try:
-                gradient: RangeGradient = yield self._device[part.index].replay(
-                    part, self._cotangents[part.index]
-                )
-            except DeviceLost as error:
-                self._losses.count(part, error)
-                yield from self._begin_again(part)
-            else:
-                self._gradients[part.index] = gradient
-                return gradient
-
-    def _added(self, left: PartialSum, right: PartialSum) -> Course[PartialSum]:
+    def _added(self, left: PartialSum, right: PartialSum) -> Coroutine[PartialSum]:
         """Add the sums of neighbours; where one is lost, compute both again."""
         parts = [*left.parts, *right.parts]
         try:
@@ -227,7 +207,7 @@ class SplitJob:
             return (yield from self._computed_again(parts, error))
         return PartialSum(parts, total)
 
-    def _fetched(self, node: PartialSum) -> Course[NamedSums]:
+    def _fetched(self, node: PartialSum) -> Coroutine[NamedSums]:
         while True:
             try:
                 named: NamedSums = yield self._devices.fetched(node.sums)
@@ -236,7 +216,7 @@ class SplitJob:
             else:
                 return named
 
-    def _computed_again(self, parts: Sequence[Range], error: DeviceLost) -> Course[PartialSum]:
+    def _computed_again(self, parts: Sequence[Range], error: DeviceLost) -> Coroutine[PartialSum]:
         """Run both phases of ranges whose sum is lost, and add up in the same tree."""
         if len(parts) == 1:
             self._losses.count(parts[0], error)

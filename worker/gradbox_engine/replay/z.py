@@ -83,22 +83,23 @@ def concatenated(
             check_alike(group, shard, z, numbered[0][1])
         shards = [z for _, z in numbered]
         whole[group] = {
-            name: _moved_into_one(shards, name, num_rows[group]) for name in list(shards[0])
+            name: moved_into_one(shards, name, num_rows[group]) for name in list(shards[0])
         }
     return whole, num_rows
 
 
-def _moved_into_one(shards: Sequence[Outputs], name: str, num_rows: Sequence[int | None]) -> Tensor:
+def moved_into_one(parts: Sequence[Outputs], name: str, num_rows: Sequence[int | None]) -> Tensor:
+    """Return the tensors of one name as one; views of it take their places."""
     rows = [1 if number is None else number for number in num_rows]
-    first = shards[0][name]
-    if len(shards) == 1 and num_rows[0] is not None:
+    first = parts[0][name]
+    if len(parts) == 1 and num_rows[0] is not None:
         return first
     whole = first.new_empty((sum(rows), *first.shape[1:]))
     del first
     start = 0
-    for z, number, length in zip(shards, num_rows, rows, strict=True):
+    for part, number, length in zip(parts, num_rows, rows, strict=True):
         view = whole[start] if number is None else whole[start : start + length]
-        z[name] = view.copy_(z[name])
+        part[name] = view.copy_(part[name])
         start += length
     return whole
 

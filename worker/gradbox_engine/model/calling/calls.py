@@ -16,7 +16,7 @@ from gradbox_engine.model.calling.blame import blaming
 from gradbox_engine.model.calling.outputs import Outputs, as_outputs, choose
 from gradbox_engine.model.calling.penalties import Tap, Taps
 from gradbox_engine.model.calling.sample_rng import SampleStreams
-from gradbox_engine.model.calling.shard_feed import Position, call_arguments
+from gradbox_engine.model.calling.shard_feed import Position, call_arguments, shard_name
 from gradbox_engine.model.calling.shard_rng import begin_stream
 from gradbox_engine.model.precision import autocast
 from gradbox_engine.requests import CallOptions, Group
@@ -135,7 +135,7 @@ class ModelCalls:
 
     def where(self, position: Position) -> str:
         """Name a shard in a message."""
-        return f"group {self.groups[position.group].name!r}, shard {position.shard}"
+        return shard_name(self.groups, position)
 
     def _brought(self, value: Any) -> Any:
         """Return a tensor where z is: a model on several devices may return it on any of them."""

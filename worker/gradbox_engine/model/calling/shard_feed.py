@@ -36,6 +36,11 @@ def all_positions(groups: Sequence[Group]) -> list[Position]:
     ]
 
 
+def shard_name(groups: Sequence[Group], position: Position) -> str:
+    """Return how a message calls a shard."""
+    return f"group {groups[position.group].name!r}, shard {position.shard}"
+
+
 class ShardFeed:
     """Hands out the arguments of shards on the model's device."""
 
@@ -108,7 +113,7 @@ class ShardFeed:
         names = frozenset(shard)
         if names == expected:
             return
-        where = f"group {self._groups[position.group].name!r}, shard {position.shard}"
+        where = shard_name(self._groups, position)
         if expected is not None:
             raise BadInputs(
                 f"{where}: expected the arguments of the shards before, {sorted(expected)}, got "

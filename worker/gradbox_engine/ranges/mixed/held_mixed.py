@@ -87,7 +87,7 @@ def held_mixed(
         checkpoints: where the state of a range is written, and read when it begins again.
     """
     with equipped(model, group, inner, leaves, z=z, observer=observer, **options) as equipment:
-        yield HeldMixed(equipment, model, group, leaves, checkpoints)
+        yield HeldMixed(equipment, group, leaves, checkpoints)
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,12 @@ class HeldMixed:
     def __init__(
         self,
         equipment: Equipment,
-        model: nn.Module,
         group: Group,
         leaves: Mapping[str, Tensor],
         checkpoints: Callable[[Range], Checkpoints],
     ) -> None:
         self._equipment, self._ready = equipment, equipment.ready
-        self._model, self._group, self._leaves = model, group, leaves
+        self._group, self._leaves = group, leaves
         self._checkpoints = checkpoints
         self._held: dict[int, HeldRange] = {}
 
@@ -135,7 +134,7 @@ class HeldMixed:
                 shards=range(part.start, part.stop),
                 after_shard=checkpoint.after_first_call,
             )
-            norms = {} if part.is_whole else norm_statistics.updates(self._model, records)
+            norms = {} if part.is_whole else norm_statistics.updates(self._ready.model, records)
             parts = {record.position: {BARE: record.outputs[DFDZ]} for record in records}
             whole, num_rows = concatenated([self._group], parts)
             for record in records:
@@ -219,7 +218,7 @@ class HeldMixed:
     def _check(self, part: Range, norms: Mapping[str, NormStatistics]) -> None:
         if part.index > 0:
             first = self._held[part.index].records[0]
-            updates = norm_statistics.updates(self._model, [first])
+            updates = norm_statistics.updates(self._ready.model, [first])
             entries = {name: value for name, value in first.outputs.items() if name != DFDZ}
             check_independence(
                 self._ready, first, norms, updates, expected=entries, compared=sketch

@@ -13,15 +13,21 @@ Shapes: B samples over all ranges, b of one, Y outputs.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
 from gradbox_engine.errors import DeviceLost
-from gradbox_engine.ranges.calls import Losses, on_each
-from gradbox_engine.ranges.courses import Course, run_together
+from gradbox_engine.ranges.coroutines import Coroutine, Losses, on_some_device, run_together
 from gradbox_engine.ranges.protocol import Range
-from gradbox_engine.ranges.samples.protocol import RangeSamples, Rows, SampleDevices, SampleTask
+from gradbox_engine.ranges.samples.protocol import (
+    RangeSamples,
+    Rows,
+    SampleDevice,
+    SampleDevices,
+    SampleTask,
+)
 
 
 class GramOfRanges:
@@ -67,7 +73,7 @@ class GramOfRanges:
         lines = [_cat([blocks[r, s] for s in range(number)], over) for r in range(number)]
         return _cat(lines, 0)
 
-    def _block(self, r: int, s: int, *, trace: bool) -> Course[Tensor | DeviceLost]:
+    def _block(self, r: int, s: int, *, trace: bool) -> Coroutine[Tensor | DeviceLost]:
         """Compute one block; return the error where rows are lost."""
         right = None if r == s else self._rows[s]
         try:
@@ -88,11 +94,12 @@ class GramOfRanges:
         parts = [self._parts[number] for number in lost]
         for part in parts:
             self._losses.count(part, error)
-        found = on_each(
-            parts,
-            self._devices.take,
-            lambda device, part: device.run(part, self._tasks[part.index]),
-            self._losses,
+
+        def call(device: SampleDevice, part: Range) -> Future[RangeSamples]:
+            return device.run(part, self._tasks[part.index])
+
+        found = run_together(
+            [on_some_device(part, self._devices.take, call, self._losses) for part in parts]
         )
         for number, samples in zip(lost, found, strict=True):
             self._rows[number] = samples.rows

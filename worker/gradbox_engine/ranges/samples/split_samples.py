@@ -19,11 +19,11 @@ Shapes: B samples over all ranges.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from gradbox_engine.errors import BadReduction
 from gradbox_engine.per_sample.kept_factors import check_names
 from gradbox_engine.per_sample.request import Form, Request, SampleResult
 from gradbox_engine.per_sample.sample_loss import check_given_apart, rows_by_sample
-from gradbox_engine.ranges.calls import Losses, on_each
+from gradbox_engine.ranges.coroutines import Losses, on_some_device, run_together
 from gradbox_engine.ranges.protocol import Range
 from gradbox_engine.ranges.samples.gram import GramOfRanges
 from gradbox_engine.ranges.samples.joining import joined
@@ -43,6 +43,8 @@ from gradbox_engine.ranges.samples.protocol import (
 )
 from gradbox_engine.requests import Observer, Silent
 from gradbox_factors import Factored
+
+T = TypeVar("T")
 
 GRAMS = ("gram", "gram_trace")
 
@@ -160,12 +162,7 @@ class _SplitSamples:
 
     def _count(self, parts: Sequence[Range], *, of_others: bool) -> list[int]:
         """Return how many samples each range has."""
-        counts = on_each(
-            parts,
-            self._devices.take,
-            lambda device, part: device.count(part, of_others=of_others),
-            self._losses,
-        )
+        counts = self._on_devices(parts, lambda d, part: d.count(part, of_others=of_others))
         return [sum(of_shards) for of_shards in counts]
 
     def _run(
@@ -174,16 +171,22 @@ class _SplitSamples:
         def tick(ended: list[int]) -> None:
             self._observer.step("samples", sum(samples[n] for n in ended), sum(samples))
 
-        def call(device: SampleDevice, part: Range) -> Future[RangeSamples]:
-            return device.run(part, tasks[part.index])
-
-        return on_each(parts, self._devices.take, call, self._losses, tick=tick)
+        return self._on_devices(parts, lambda d, part: d.run(part, tasks[part.index]), tick=tick)
 
     def _factors_are_smaller(self, task: SampleTask) -> bool:
-        def call(device: SampleDevice, part: Range) -> Future[bool]:
-            return device.smaller(part, task)
+        first = self._parts[:1]
+        (smaller,) = self._on_devices(first, lambda d, part: d.smaller(part, task))
+        return smaller
 
-        return all(on_each(self._parts[:1], self._devices.take, call, self._losses))
+    def _on_devices(
+        self,
+        parts: Sequence[Range],
+        call: Callable[[SampleDevice, Range], Future[T]],
+        *,
+        tick: Callable[[list[int]], None] = lambda _ended: None,
+    ) -> list[T]:
+        take, losses = self._devices.take, self._losses
+        return run_together([on_some_device(p, take, call, losses) for p in parts], tick=tick)
 
     def _vectors(self) -> Any:
         vectors, num_samples = self._request.vectors, sum(self._samples)
