@@ -71,6 +71,19 @@ def test_a_layer_that_is_built_in_the_forward_pass_is_refused_by_name(job: str) 
     assert [name for name, _ in model.named_parameters()] == ["a.weight", "a.bias"]
 
 
+def _frozen_late(m: Any, x: Tensor) -> Tensor:
+    m.scale = nn.Parameter(torch.full((), 2.0).to(x), requires_grad=False)
+    found: Tensor = m.a(x) * m.scale
+    return found
+
+
+@pytest.mark.parametrize("job", ["gradient", "outputs"])
+def test_a_frozen_parameter_that_is_made_in_the_forward_pass_needs_no_gradient(job: str) -> None:
+    model = Written(_frozen_late, a=nn.Linear(5, 3)).to(DEVICE)
+    JOBS[job](model)
+    assert [name for name, _ in model.named_parameters()] == ["a.weight", "a.bias"]
+
+
 def _hooked_late(m: Any, x: Tensor) -> Tensor:
     m.a.weight.register_hook(lambda g: g * 2)
     found: Tensor = m.a(x)

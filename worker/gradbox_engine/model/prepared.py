@@ -124,10 +124,7 @@ def model_devices(model: nn.Module) -> tuple[torch.device, ...]:
 
     A model that lies on several devices moves what its modules hand on by itself.
     """
-    modules = list(model.modules())
-    parameters = (p for module in modules for p in module._parameters.values() if p is not None)
-    buffers = (b for module in modules for b in module._buffers.values() if b is not None)
-    tensors = chain(parameters, buffers)
+    tensors = chain(model.parameters(), model.buffers())
     return tuple(dict.fromkeys(tensor.device for tensor in tensors)) or (torch.device("cpu"),)
 
 

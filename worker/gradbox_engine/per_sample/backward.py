@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -257,7 +256,6 @@ def _joined(terms: list[Term]) -> Term:
     return joined[0] if len(joined) == 1 else Total(tuple(joined))
 
 
-@lru_cache(maxsize=16)
 def _identity(
     size: int, outputs: range, samples: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:

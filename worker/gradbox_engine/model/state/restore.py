@@ -88,7 +88,7 @@ def renormed(modules: Iterable[nn.Module]) -> set[int]:
 class _ModuleState:
     """A submodule's attributes, and the entries of those that are dicts, lists or sets.
 
-    Most of these are empty, for nobody registered a hook: no copy is made of them. `plain_tensors`
+    Most of these are empty, for nobody registered a hook: they share one list. `plain_tensors`
     are tensors of its own that are registered nowhere.
     """
 

@@ -29,8 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from math import hypot, isfinite, sqrt
+from math import hypot, isfinite
 from typing import NoReturn
 
 import torch
@@ -155,7 +154,7 @@ def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> 
     drawn = stream_seed(seed, 0, 0)
     sizes = (1, *z.shape[1:])
     if slopes is None:
-        weights = _from_half(len(outputs), z.dtype, z.device)
+        weights = torch.linspace(0.5, 1.5, len(outputs), dtype=z.dtype, device=z.device)[None]
         left_out = z.shape[1:].numel() - outputs.stop
         if outputs.start or left_out:
             padded = F.pad(weights, (outputs.start, left_out))
@@ -166,12 +165,6 @@ def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> 
         return None
     sample = candidates[drawn % len(candidates)]
     return DrawnRow(sample, slopes.new_ones(1, 1), slopes.narrow(0, sample, 1))
-
-
-@lru_cache(maxsize=16)
-def _from_half(outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers from 1/2 to 3/2, (1, outputs), to which nothing writes."""
-    return torch.linspace(0.5, 1.5, outputs, dtype=dtype, device=device)[None]
 
 
 @torch.no_grad()
@@ -279,9 +272,8 @@ def _norm(x: Tensor, *, beside: float = 0.0) -> float:
     Args:
         beside: what it is compared with, next to which an underflow may not matter.
     """
-    x = wide(x if x.layout is torch.strided else x.to_dense()).reshape(-1)
-    # BLAS reads memory once, at several times the speed of `vector_norm`, but counts in 32 bits.
-    norm = sqrt(torch.dot(x, x)) if x.numel() < 2**31 else float(torch.linalg.vector_norm(x))
+    x = wide(x if x.layout is torch.strided else x.to_dense())
+    norm = float(torch.linalg.vector_norm(x))
     if (max(norm, beside) > _SMALLEST and norm < 1 / _SMALLEST) or x.device.type == "mps":
         return norm
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
