@@ -38,10 +38,10 @@ from torch import Tensor, nn
 
 from gradbox_engine.checkpoint import Checkpoints
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.mixed.equipment import equipped
 from gradbox_engine.mixed.phases import differentiate_outer, first_pass, sketch
+from gradbox_engine.mixed.prepared import prepared_mixed
 from gradbox_engine.mixed.sums import LeafSums
-from gradbox_engine.mixed.tangents import TangentPass, tangent_pass
+from gradbox_engine.mixed.tangents import TangentProgress, tangent_pass
 from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.requests import (
@@ -86,25 +86,25 @@ def mixed_gradient(
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
     leaves = _leaves(inner, outer)
-    with equipped(model, group, inner, leaves, z=z, observer=observer, **options) as equipment:
+    with prepared_mixed(model, group, inner, leaves, z=z, observer=observer, **options) as job:
         sums = LeafSums(leaves)
-        checkpoint = JobCheckpoint(checkpoints, equipment.ready, sums, compared=sketch)
+        checkpoint = JobCheckpoint(checkpoints, job.ready, sums, compared=sketch)
         resumed = checkpoint.resumed()
-        went = TangentPass(**resumed.second.facts) if resumed.second else TangentPass()
-        clock = PhaseTimer(*equipment.ready.devices)
+        progress = TangentProgress.of(resumed.second)
+        clock = PhaseTimer(*job.ready.devices)
         with clock.timed("forward"):
-            first = first_pass(equipment, resumed.records, after_shard=checkpoint.after_first_call)
+            first = first_pass(job, resumed.records, after_shard=checkpoint.after_first_call)
         with clock.timed("cotangents"):
-            differentiated = differentiate_outer(equipment, outer, first)
-        if not went.num_done:
+            differentiated = differentiate_outer(job, outer, first)
+        if not progress.num_done:
             sums.add(differentiated.direct)
         with clock.timed("replay"):
             tangent_pass(
-                equipment,
+                job,
                 first,
                 differentiated.directions,
                 sums,
-                went=went,
+                progress=progress,
                 after_shard=partial(checkpoint.after_second_call, first),
             )
     return MixedResult(
@@ -112,9 +112,9 @@ def mixed_gradient(
         grads=sums.named(),
         unreached=sums.unreached(),
         shards={group.name: len(group.shards)},
-        tangents=went.num_done,
-        fallbacks=went.fallbacks,
-        replay_difference=went.difference,
+        tangents=progress.num_done,
+        fallbacks=progress.fallbacks,
+        replay_difference=progress.difference,
         seconds=clock.seconds,
         dfdz=differentiated.dfdz if "dfdz" in returns else None,
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.mixed.equipment import Equipment
+from gradbox_engine.mixed.prepared import PreparedMixed
 from gradbox_engine.model.calling.outputs import BARE, Outputs
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.replay.cotangents import differentiate, nonzero
@@ -38,7 +38,7 @@ class OuterDifferentiated:
 
 
 def first_pass(
-    equipment: Equipment,
+    job: PreparedMixed,
     done: Sequence[ShardRecord],
     *,
     shards: Sequence[int] | None = None,
@@ -52,9 +52,9 @@ def first_pass(
         after_shard: called with the records so far.
     """
     if shards is None:
-        shards = range(len(equipment.ready.calls.groups[0].shards))
-    observer, num_shards = equipment.observer, len(shards)
-    buffers = equipment.ready.buffers
+        shards = range(len(job.ready.calls.groups[0].shards))
+    observer, num_shards = job.observer, len(shards)
+    buffers = job.ready.buffers
     before = done[-1].after if done else buffers.first
     buffers.restore(before)
     records = list(done)
@@ -62,34 +62,34 @@ def first_pass(
         assert shard is not None
         observer.step("forward", len(records), num_shards)
         position = Position(0, shard)
-        cotangents = partial(equipment.inner.cotangents, position)
-        outputs, dfdz = equipment.jacobians.transposed(position, cotangents)
+        cotangents = partial(job.inner.cotangents, position)
+        outputs, dfdz = job.jacobians.transposed(position, cotangents)
         after = buffers.advance(before)
         kept = {**sketch(outputs), DFDZ: dfdz}
         records.append(ShardRecord(position, kept, penalties=[], before=before, after=after))
-        _check_alike(equipment, records[0], records[-1])
+        _check_alike(job, records[0], records[-1])
         before = after
         after_shard(records)
-        equipment.ready.feed.prefetch(None if following is None else Position(0, following))
+        job.ready.feed.prefetch(None if following is None else Position(0, following))
     observer.step("forward", num_shards, num_shards)
     return records
 
 
 def differentiate_outer(
-    equipment: Equipment,
+    job: PreparedMixed,
     outer: Objective,
     records: Sequence[ShardRecord],
 ) -> OuterDifferentiated:
     """Evaluate t at dfdz and differentiate it there."""
-    equipment.observer.step("cotangents", 0, 1)
-    ready = equipment.ready
+    job.observer.step("cotangents", 0, 1)
+    ready = job.ready
     group = ready.calls.groups[0]
     whole, num_rows = concatenated([group], {r.position: {BARE: r.outputs[DFDZ]} for r in records})
     rows = ShardRows([group], num_rows)
     for record, part in zip(records, rows.parts(whole).values(), strict=True):
         record.outputs[DFDZ] = part[BARE]  # a view of the whole, which is thus held once
     found = outer_at(whole, group, rows, outer, options=ready.options, device=ready.device)
-    equipment.observer.step("cotangents", 1, 1)
+    job.observer.step("cotangents", 1, 1)
     return found
 
 
@@ -139,11 +139,11 @@ def sketch(outputs: Outputs) -> Outputs:
     return sketched
 
 
-def _check_alike(equipment: Equipment, first: ShardRecord, record: ShardRecord) -> None:
+def _check_alike(job: PreparedMixed, first: ShardRecord, record: ShardRecord) -> None:
     one, other = first.outputs[DFDZ], record.outputs[DFDZ]
     if one.shape[1:] != other.shape[1:] or one.dtype != other.dtype:
         raise BadInputs(
-            f"{equipment.ready.calls.where(record.position)}: expected the z of all shards to have "
+            f"{job.ready.calls.where(record.position)}: expected the z of all shards to have "
             f"one dtype and to differ in dim 0 alone, got {other.dtype} {tuple(other.shape)} after "
             f"{one.dtype} {tuple(one.shape)}; pad them to one shape"
         )

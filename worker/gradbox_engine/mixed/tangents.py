@@ -12,10 +12,10 @@ from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.errors import ModelCallFailed
-from gradbox_engine.mixed.equipment import Equipment
 from gradbox_engine.mixed.inner import Contraction, norm
 from gradbox_engine.mixed.jacobian_products import Linearised, missing_rule
 from gradbox_engine.mixed.phases import DFDZ, sketch
+from gradbox_engine.mixed.prepared import PreparedMixed
 from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position
@@ -29,7 +29,7 @@ DISAGREES = "forward mode that disagrees with reverse mode"
 
 
 @dataclass
-class TangentPass:
+class TangentProgress:
     """How far the tangent pass has come, and how it went."""
 
     num_done: int = 0  # shards that were added to the sums
@@ -41,21 +41,26 @@ class TangentPass:
         """Return all of it, for another process."""
         return Checkpoint({}, asdict(self))
 
+    @classmethod
+    def of(cls, state: Checkpoint | None) -> TangentProgress:
+        """Go on from a `state` of another process; begin where there is none."""
+        return cls() if state is None else cls(**state.facts)
+
 
 def tangent_pass(
-    equipment: Equipment,
+    job: PreparedMixed,
     records: Sequence[ShardRecord],
     directions: Mapping[Position, Tensor],
     sums: LeafSums,
     *,
-    went: TangentPass,
+    progress: TangentProgress,
     largest: Tensor | None = None,
-    after_shard: Callable[[TangentPass, ReplayComparison], None] = lambda *_: None,
+    after_shard: Callable[[TangentProgress, ReplayComparison], None] = lambda *_: None,
 ) -> None:
     """Add ∂⟨a_i(y, v_i), J_i u_i⟩/∂y for every shard that u is not zero for.
 
     Args:
-        went: how far an earlier process came, whose sums these are; kept up to date.
+        progress: how far an earlier process came, whose sums these are; kept up to date.
         largest: `largest_product` of all shards, where these are a range of them.
         after_shard: called when a shard has been added.
 
@@ -65,17 +70,17 @@ def tangent_pass(
     active = [record for record in records if record.position in directions]
     if largest is None:
         largest = largest_product({r.position: r.outputs[DFDZ] for r in active}, directions)
-    tangents = Tangents(equipment, went, largest)
-    for record, following in pairwise([*active[went.num_done :], None]):
+    tangents = Tangents(job, progress, largest)
+    for record, following in pairwise([*active[progress.num_done :], None]):
         assert record is not None
-        equipment.observer.step("replay", went.num_done, len(active))
+        job.observer.step("replay", progress.num_done, len(active))
         contraction = tangents.take(record, directions[record.position])
         sums.add(contraction.gradients())
-        went.num_done += 1
-        after_shard(went, tangents.comparison)
-        equipment.ready.feed.prefetch(None if following is None else following.position)
-    went.difference = tangents.comparison.finish()
-    equipment.observer.step("replay", len(active), len(active))
+        progress.num_done += 1
+        after_shard(progress, tangents.comparison)
+        job.ready.feed.prefetch(None if following is None else following.position)
+    progress.difference = tangents.comparison.finish()
+    job.observer.step("replay", len(active), len(active))
 
 
 def largest_product(
@@ -89,19 +94,17 @@ def largest_product(
 class Tangents:
     """Takes J u of one shard after the other, by forward mode for as long as that works."""
 
-    def __init__(self, equipment: Equipment, went: TangentPass, largest: Tensor) -> None:
+    def __init__(self, job: PreparedMixed, progress: TangentProgress, largest: Tensor) -> None:
         """Begin.
 
         Args:
-            went: how far an earlier process came; kept up to date.
+            progress: how far an earlier process came; kept up to date.
             largest: the largest ‖dfdz_i‖‖u_i‖, to which a shard's disagreement is compared.
         """
-        self._went = went
+        self._progress = progress
         self._largest = largest
-        self.comparison = ReplayComparison(
-            equipment.ready.options.precision, largest=went.difference
-        )
-        self._equipment = equipment
+        self.comparison = ReplayComparison(job.ready.options.precision, largest=progress.difference)
+        self._job = job
 
     def take(self, record: ShardRecord, u: Tensor) -> Contraction:
         """Return J u of a shard, contracted with a.
@@ -110,23 +113,23 @@ class Tangents:
             ReplayMismatch: v differs from that of the first pass.
             NoTangent: an operation stands in the way of both ways to J u.
         """
-        went = self._went
-        if went.obstacle is None:
+        progress = self._progress
+        if progress.obstacle is None:
             try:
                 contraction = self._by_forward_mode(record, u)
             except ModelCallFailed as error:  # the same call went through in the first pass
-                went.obstacle = missing_rule(error)
+                progress.obstacle = missing_rule(error)
             else:
                 if contraction is not None:
                     return contraction
-                went.obstacle = DISAGREES
+                progress.obstacle = DISAGREES
         # What stops one shard stops the next: the model is the same.
-        went.fallbacks[went.obstacle] = went.fallbacks.get(went.obstacle, 0) + 1
+        progress.fallbacks[progress.obstacle] = progress.fallbacks.get(progress.obstacle, 0) + 1
         return self._by_double_backward(record, u)
 
     def _by_forward_mode(self, record: ShardRecord, u: Tensor) -> Contraction | None:
-        self._equipment.ready.buffers.restore(record.before)
-        linearised = self._equipment.jacobians.forward_mode(record.position, u)
+        self._job.ready.buffers.restore(record.before)
+        linearised = self._job.jacobians.forward_mode(record.position, u)
         contraction = self._contract(record, linearised)
         off, near = self._disagreement(record, u, contraction, linearised.rounding)
         if not off <= near:
@@ -135,27 +138,25 @@ class Tangents:
         return contraction
 
     def _by_double_backward(self, record: ShardRecord, u: Tensor) -> Contraction:
-        self._equipment.ready.buffers.restore(record.before)
-        cotangents = partial(self._equipment.inner.cotangents, record.position)
-        linearised = self._equipment.jacobians.double_transposed(record.position, u, cotangents)
+        self._job.ready.buffers.restore(record.before)
+        cotangents = partial(self._job.inner.cotangents, record.position)
+        linearised = self._job.jacobians.double_transposed(record.position, u, cotangents)
         self._compare(record, linearised)
         contraction = self._contract(record, linearised)
         # Float32 may hide in a custom Function, and what a hook leaves out is more.
         rounding = max(linearised.rounding, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
         off, near = self._disagreement(record, u, contraction, rounding)
         if off > near and self._lacks_terms(record, u, off, rounding):
-            raise self._equipment.jacobians.no_tangent(
+            raise self._job.jacobians.no_tangent(
                 record.position, "a hook's backward pass without create_graph=True"
             )
         return contraction
 
     def _contract(self, record: ShardRecord, linearised: Linearised) -> Contraction:
-        return self._equipment.inner.contract(
-            record.position, linearised.outputs, linearised.tangents
-        )
+        return self._job.inner.contract(record.position, linearised.outputs, linearised.tangents)
 
     def _compare(self, record: ShardRecord, linearised: Linearised) -> None:
-        where = self._equipment.ready.calls.where(record.position)
+        where = self._job.ready.calls.where(record.position)
         entries = {name: x for name, x in record.outputs.items() if name != DFDZ}
         self.comparison.compare(where, sketch(linearised.outputs), entries)
 
@@ -170,7 +171,7 @@ class Tangents:
         dfdz = record.outputs[DFDZ]
         error = (contraction.product.detach() - _inner_product(dfdz, u)).abs()
         scale = torch.maximum(contraction.scale, self._largest)
-        tolerance = self._equipment.jacobians.tolerance(dfdz.dtype, rounding)
+        tolerance = self._job.jacobians.tolerance(dfdz.dtype, rounding)
         return float(error), tolerance * float(scale)
 
     def _lacks_terms(
@@ -185,12 +186,12 @@ class Tangents:
 
         def tripled(outputs: Outputs) -> Outputs:
             nonlocal size
-            a = self._equipment.inner.cotangents(record.position, outputs)
+            a = self._job.inner.cotangents(record.position, outputs)
             size = norm(a.values())
             return {name: 3 * cotangent for name, cotangent in a.items()}
 
-        self._equipment.ready.buffers.restore(record.before)
-        _, product = self._equipment.jacobians.transposed(record.position, tripled)
+        self._job.ready.buffers.restore(record.before)
+        _, product = self._job.jacobians.transposed(record.position, tripled)
         missed = _inner_product(product, u) - 3 * _inner_product(record.outputs[DFDZ], u)
         noise = _ROUNDINGS * torch.finfo(rounding).eps * float(size * norm([u]))
         return noise < off > 4 * float(missed.abs())

@@ -72,7 +72,7 @@ def split_set_gradient(
         groups: of the whole job; of their shards no more is read than `held_job` says of those
             outside a device's ranges.
         objective: g, which runs here.
-        returns: as in `set_gradient`; `held_job` has to be told, too.
+        returns: as in `set_gradient`; `held_job` has to be call_options, too.
         device: where g runs.
         observer: told of the shards of ranges that have ended, and about once a second.
 
@@ -82,13 +82,13 @@ def split_set_gradient(
         ReplayMismatch: a range that ran twice did not give the same outputs.
         EngineError: see `errors`.
     """
-    told, observer, clock = CallOptions(**options), observer or Silent(), PhaseTimer(device)
-    job = SplitJob(devices, parts, groups, precision=told.precision, observer=observer)
+    call_options, observer, clock = CallOptions(**options), observer or Silent(), PhaseTimer(device)
+    job = SplitJob(devices, parts, groups, precision=call_options.precision, observer=observer)
     with clock.timed("forward"):
         gathered = job.forward()
     with clock.timed("cotangents"):
         observer.step("cotangents", 0, 1)
-        loss = _differentiated(gathered, groups, objective, told, device=device)
+        loss = _differentiated(gathered, groups, objective, call_options, device=device)
         rows = [outputs.rows for outputs in gathered]
         by_shard = ShardRows(groups, joined_rows(groups, rows)).parts(loss.cotangents)
         cotangents = range_cotangents(
@@ -96,7 +96,7 @@ def split_set_gradient(
             parts,
             rows,
             loss.cotangents,
-            by_shard if told.penalties else nonzero(by_shard),
+            by_shard if call_options.penalties else nonzero(by_shard),
             norms=[outputs.norms for outputs in gathered],
         )
         observer.step("cotangents", 1, 1)

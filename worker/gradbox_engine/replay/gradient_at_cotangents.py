@@ -105,11 +105,11 @@ def gradient_at_cotangents(
         EngineError: see `errors`; each says what was expected, what came, and what to do.
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
-    told = CallOptions(**options).without_penalties("gradient_at_cotangents")
+    call_options = CallOptions(**options).without_penalties("gradient_at_cotangents")
     observer = observer or Silent()
     selection = select(model, wrt)
     sums = GradientSums(selection.parameters)
-    with prepared(model, groups, selection, told) as ready:
+    with prepared(model, groups, selection, call_options) as ready:
         clock = PhaseTimer(*ready.devices)
         given = given_cotangents(groups, cotangents, first.rows)
         needed = nonzero(given)

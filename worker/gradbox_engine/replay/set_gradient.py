@@ -23,7 +23,7 @@ from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position, all_positions
 from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.state.snapshots import Snapshot
-from gradbox_engine.model.wrt import Selection, select
+from gradbox_engine.model.wrt import select
 from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.cotangents import LossDerivatives, differentiate, nonzero
 from gradbox_engine.replay.first_pass import first_pass
@@ -86,10 +86,11 @@ def set_gradient(
         EngineError: see `errors`; each says what was expected, what came, and what to do.
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
-    told = CallOptions(**options)
+    call_options = CallOptions(**options)
     observer = observer or Silent()
-    selection = _selected(model, wrt, objective)
-    with prepared(model, groups, selection, told) as ready:
+    selection = select(model, wrt, others=objective.parameters)
+    refuse_shared_names(selection.parameters, objective)
+    with prepared(model, groups, selection, call_options) as ready:
         clock = PhaseTimer(*ready.devices)
         sums = GradientSums(selection.parameters)
         checkpoint = JobCheckpoint(checkpoints, ready, sums)
@@ -118,12 +119,6 @@ def set_gradient(
                 after_shard=partial(checkpoint.after_second_call, records),
             )
         return _result(ready, records[-1].after, loss, sums, replayed, clock, returns)
-
-
-def _selected(model: nn.Module, wrt: Sequence[str] | None, objective: Objective) -> Selection:
-    selection = select(model, wrt, others=objective.parameters)
-    refuse_shared_names(selection.parameters, objective)
-    return selection
 
 
 def refuse_shared_names(parameters: Collection[str], objective: Objective) -> None:

@@ -94,8 +94,8 @@ def set_outputs(
     """
     selection = select(model, wrt)
     registered = places_of(model)
-    told = CallOptions(**options).without_penalties("set_outputs")
-    with prepared(model, groups, selection, told) as ready:
+    call_options = CallOptions(**options).without_penalties("set_outputs")
+    with prepared(model, groups, selection, call_options) as ready:
         clock = PhaseTimer(*ready.devices)
         overlay_bytes = bytes_beside(registered, model)
         sums = GradientSums(selection.parameters)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.mixed.equipment import Equipment, equipped
 from gradbox_engine.mixed.phases import DFDZ, first_pass, sketch
+from gradbox_engine.mixed.prepared import PreparedMixed, prepared_mixed
 from gradbox_engine.mixed.sums import LeafSums
-from gradbox_engine.mixed.tangents import TangentPass, tangent_pass
+from gradbox_engine.mixed.tangents import TangentProgress, tangent_pass
 from gradbox_engine.model.calling.outputs import BARE
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.ranges import norm_statistics
@@ -86,18 +86,18 @@ def held_mixed(
         leaves: y by name, those that outer alone reads too.
         checkpoints: where the state of a range is written, and read when it begins again.
     """
-    with equipped(model, group, inner, leaves, z=z, observer=observer, **options) as equipment:
-        yield HeldMixed(equipment, group, leaves, checkpoints)
+    with prepared_mixed(model, group, inner, leaves, z=z, observer=observer, **options) as job:
+        yield HeldMixed(job, group, leaves, checkpoints)
 
 
 @dataclass(frozen=True)
 class HeldRange:
-    """What a device keeps of a range between its two passes; `went` is how far the second is."""
+    """What a device keeps of a range between its two passes; `progress` is of the second."""
 
     records: list[ShardRecord]
     checkpoint: JobCheckpoint
     sums: LeafSums
-    went: TangentPass
+    progress: TangentProgress
 
 
 class HeldMixed:
@@ -105,12 +105,12 @@ class HeldMixed:
 
     def __init__(
         self,
-        equipment: Equipment,
+        job: PreparedMixed,
         group: Group,
         leaves: Mapping[str, Tensor],
         checkpoints: Callable[[Range], Checkpoints],
     ) -> None:
-        self._equipment, self._ready = equipment, equipment.ready
+        self._job, self._ready = job, job.ready
         self._group, self._leaves = group, leaves
         self._checkpoints = checkpoints
         self._held: dict[int, HeldRange] = {}
@@ -127,9 +127,9 @@ class HeldMixed:
             sums = LeafSums(self._leaves)
             checkpoint = JobCheckpoint(self._checkpoints(part), self._ready, sums, compared=sketch)
             resumed = checkpoint.resumed()
-            went = TangentPass(**resumed.second.facts) if resumed.second else TangentPass()
+            progress = TangentProgress.of(resumed.second)
             records = first_pass(
-                self._equipment,
+                self._job,
                 resumed.records,
                 shards=range(part.start, part.stop),
                 after_shard=checkpoint.after_first_call,
@@ -139,7 +139,7 @@ class HeldMixed:
             whole, num_rows = concatenated([self._group], parts)
             for record in records:
                 record.outputs[DFDZ] = parts[record.position][BARE]  # a view of the whole
-        self._held[part.index] = HeldRange(records, checkpoint, sums, went)
+        self._held[part.index] = HeldRange(records, checkpoint, sums, progress)
         return RangeOutputs(
             outputs={group: {BARE: named[BARE].cpu()} for group, named in whole.items()},
             rows={group: tuple(numbers) for group, numbers in num_rows.items()},
@@ -160,21 +160,21 @@ class HeldMixed:
         """
         assert isinstance(cotangents, DirectionsOfRange)
         held, clock = self._held[part.index], PhaseTimer(*self._ready.devices)
-        records, sums, went = held.records, held.sums, held.went
+        records, sums, progress = held.records, held.sums, held.progress
         with clock.timed("replay"), self._ready.changes.refused():
             first = records[0]
             in_replay = first.position in cotangents.needed
             in_replay = in_replay and not first.after.differs_beyond_buffers
             if cotangents.norms or not in_replay:
                 self._check(part, cotangents.norms)
-            if not went.num_done:
+            if not progress.num_done:
                 sums.add({name: g.to(self._ready.device) for name, g in cotangents.direct.items()})
             tangent_pass(
-                self._equipment,
+                self._job,
                 records,
                 self._directions(part, cotangents),
                 sums,
-                went=went,
+                progress=progress,
                 largest=cotangents.largest.to(self._ready.device),
                 after_shard=partial(held.checkpoint.after_second_call, records),
             )
@@ -187,10 +187,10 @@ class HeldMixed:
             inputs={},
             input_grads={},
             retained=0,
-            replayed=went.num_done,
-            replay_difference=went.difference,
+            replayed=progress.num_done,
+            replay_difference=progress.difference,
             seconds=clock.seconds["replay"],
-            fallbacks=went.fallbacks,
+            fallbacks=progress.fallbacks,
         )
 
     def resume(self, part: Range, earlier: EarlierOutputs) -> None:

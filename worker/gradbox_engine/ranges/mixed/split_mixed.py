@@ -75,13 +75,13 @@ def split_mixed_gradient(
         DeviceLost: no device is left, or one range has lost too many.
         EngineError: see `mixed_gradient`.
     """
-    told, observer, clock = CallOptions(**options), observer or Silent(), PhaseTimer(device)
-    job = SplitJob(devices, parts, [group], precision=told.precision, observer=observer)
+    call_options, observer, clock = CallOptions(**options), observer or Silent(), PhaseTimer(device)
+    job = SplitJob(devices, parts, [group], precision=call_options.precision, observer=observer)
     with clock.timed("forward"):
         gathered = job.forward()
     with clock.timed("cotangents"):
         observer.step("cotangents", 0, 1)
-        found, directions = _directions(gathered, parts, group, outer, told, device=device)
+        found, directions = _directions(gathered, parts, group, outer, call_options, device=device)
         observer.step("cotangents", 1, 1)
     with clock.timed("replay"):
         tangents = job.replay(directions)

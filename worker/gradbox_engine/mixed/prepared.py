@@ -30,7 +30,7 @@ NOTHING = Selection({}, ())
 
 
 @dataclass(frozen=True)
-class Equipment:
+class PreparedMixed:
     """A model made ready for one job, and everything that puts shards through it."""
 
     ready: Prepared
@@ -40,7 +40,7 @@ class Equipment:
 
 
 @contextmanager
-def equipped(
+def prepared_mixed(
     model: nn.Module,
     group: Group,
     inner: Objective,
@@ -49,23 +49,25 @@ def equipped(
     z: str | None,
     observer: Observer | None,
     **options: Unpack[CallKeywords],
-) -> Iterator[Equipment]:
+) -> Iterator[PreparedMixed]:
     """Make a model ready; it is bit-identical afterwards.
 
     The arguments are those of `mixed_gradient`; `leaves` is y by name.
     """
     refuse_uninitialised(model)
-    told = CallOptions(**options).without_penalties("mixed_gradient")
+    call_options = CallOptions(**options).without_penalties("mixed_gradient")
     with (
-        prepared(model, [group], NOTHING, told) as ready,
-        trainable(leaves, widened=told.widened),
+        prepared(model, [group], NOTHING, call_options) as ready,
+        trainable(leaves, widened=call_options.widened),
         differentiable_kernels(),
     ):
-        yield Equipment(
+        yield PreparedMixed(
             ready=ready,
             jacobians=ShardJacobians(
-                ready, argument=z, scaled=passes_float16(model, told.precision)
+                ready, argument=z, scaled=passes_float16(model, call_options.precision)
             ),
-            inner=Inner(inner, device=ready.device, seed=told.seed, widened=told.widened),
+            inner=Inner(
+                inner, device=ready.device, seed=call_options.seed, widened=call_options.widened
+            ),
             observer=observer or Silent(),
         )
