@@ -20,15 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar, Unpack
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
-from gradbox_engine.model.calling.shard_feed import all_positions
+from gradbox_engine.model.calling.shard_feed import Position, all_positions
 from gradbox_engine.model.prepared import Prepared, prepared
-from gradbox_engine.model.wrt import Selection, select
+from gradbox_engine.model.wrt import select
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.graphs_between_jobs import NONE_BETWEEN_JOBS, GraphsBetweenJobs
 from gradbox_engine.ranges.independence import check_independence
@@ -106,45 +107,35 @@ def held_job(
             older=graphs.older if for_a_later_job else NONE_OLDER,
         )
         yield HeldJob(
-            ready,
-            selection,
-            budget,
-            observer or Silent(),
+            ready=ready,
+            parameters=selection.parameters,
+            budget=budget,
+            observer=observer or Silent(),
             with_buffers="buffers" in returns,
             checkpoints=checkpoints,
             graphs=graphs,
-            outlives_the_job=for_a_later_job,
+            for_a_later_job=for_a_later_job,
             overlay_bytes=overlay_bytes,
         )
 
 
+@dataclass(eq=False)
 class HeldJob:
-    """The two phases, over any ranges, on a model that stays prepared."""
+    """The two phases, over any ranges, on a model that stays prepared.
 
-    def __init__(
-        self,
-        ready: Prepared,
-        selection: Selection,
-        budget: GraphBudget,
-        observer: Observer,
-        *,
-        with_buffers: bool,
-        checkpoints: Callable[[Range], Checkpoints],
-        graphs: GraphsBetweenJobs,
-        outlives_the_job: bool,
-        overlay_bytes: int,
-    ) -> None:
-        self._ready = ready
-        self._selection = selection
-        self._budget = budget
-        self._observer = observer
-        self._with_buffers = with_buffers
-        self._checkpoints = checkpoints
-        self._graphs = graphs
-        self._outlives_the_job = outlives_the_job
-        self._overlay_bytes = overlay_bytes
-        self._positions = all_positions(ready.calls.groups)
-        self._held: dict[int, RangeOnDevice] = {}
+    The other attributes are the arguments of `held_job`; `overlay_bytes` is as in `KeptPass`.
+    """
+
+    ready: Prepared
+    parameters: Mapping[str, Tensor]  # those that are differentiated
+    budget: GraphBudget
+    observer: Observer
+    with_buffers: bool
+    checkpoints: Callable[[Range], Checkpoints]
+    graphs: GraphsBetweenJobs
+    for_a_later_job: bool
+    overlay_bytes: int
+    _held: dict[int, RangeOnDevice] = field(default_factory=dict)
 
     def forward(self, part: Range) -> RangeOutputs:
         """Put the shards of a range through the model, from the registered buffers on.
@@ -154,11 +145,11 @@ class HeldJob:
             EngineError: a call failed.
             torch.OutOfMemoryError: one shard does not fit.
         """
-        ready, clock = self._ready, PhaseTimer(*self._ready.devices)
+        ready, clock = self.ready, PhaseTimer(*self.ready.devices)
         self._held.pop(part.index, None)
-        for held in self._held.values():
-            if held.kept is None and not self._outlives_the_job:
-                held.records[-1].free_graph()  # kept beyond the budget, to be used next
+        for other in self._held.values():
+            if other.kept is None and not self.for_a_later_job:
+                other.records[-1].free_graph()  # kept beyond the budget, to be used next
         with clock.timed("forward"):
             checkpoint, sums, resumed = self._resumed(part)
             kept = self._kept_before(part, resumed)
@@ -166,11 +157,11 @@ class HeldJob:
                 partial(
                     first_pass,
                     ready,
-                    self._positions[part.start : part.stop],
+                    self._positions(part),
                     kept.records if kept else resumed.records,
-                    budget=self._budget,
-                    observer=self._observer,
-                    outlives_the_job=self._outlives_the_job,
+                    budget=self.budget,
+                    observer=self.observer,
+                    outlives_the_job=self.for_a_later_job,
                     after_shard=checkpoint.after_first_call,
                 )
             )
@@ -180,16 +171,16 @@ class HeldJob:
                 concatenated, ready.calls.groups, {r.position: r.outputs for r in records}
             )
             whole, num_rows = retried_without_kept_graphs(joined, records, undo=lambda: None)
-        self._held[part.index] = RangeOnDevice(
-            records, num_rows, checkpoint, sums, resumed.second, kept
+        held = self._held[part.index] = RangeOnDevice(
+            ready, self.parameters, records, num_rows, checkpoint, sums, resumed.second, kept
         )
-        with_buffers = self._with_buffers and part.index == 0
+        with_buffers = self.with_buffers and part.index == 0
         return RangeOutputs(
             outputs={group: on_host(named) for group, named in whole.items()},
             rows={group: tuple(numbers) for group, numbers in num_rows.items()},
-            penalties=self._held[part.index].penalties(),
+            penalties=held.penalties(),
             norms=norms,
-            parameters=frozenset(self._selection.parameters),
+            parameters=frozenset(self.parameters),
             stateful=not after.equals(ready.buffers.first),
             seconds=clock.seconds["forward"],
             buffers=on_host(ready.buffers.named(after)) if with_buffers else None,
@@ -197,18 +188,25 @@ class HeldJob:
 
     def resume(self, part: Range, earlier: EarlierOutputs) -> None:
         """Hold a range whose shards changed no buffer in the job that put them through."""
-        positions, state = self._positions[part.start : part.stop], self._ready.buffers.first
-        rows = ShardRows(self._ready.calls.groups, earlier.rows, positions=positions)
+        positions, state = self._positions(part), self.ready.buffers.first
+        rows = ShardRows(self.ready.calls.groups, earlier.rows, positions=positions)
         records = [
             ShardRecord(
-                position, to_device(z, self._ready.device), penalties=[], before=state, after=state
+                position, to_device(z, self.ready.device), penalties=[], before=state, after=state
             )
             for position, z in rows.parts(earlier.outputs).items()
         ]
         checkpoint, sums, resumed = self._resumed(part)
         kept = self._kept_before(part, resumed)
         self._held[part.index] = RangeOnDevice(
-            kept.records if kept else records, earlier.rows, checkpoint, sums, resumed.second, kept
+            self.ready,
+            self.parameters,
+            kept.records if kept else records,
+            earlier.rows,
+            checkpoint,
+            sums,
+            resumed.second,
+            kept,
         )
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> RangeGradient:
@@ -222,14 +220,14 @@ class HeldJob:
             EngineError: a call failed, or one has changed the model for good.
             torch.OutOfMemoryError: one shard's graph does not fit.
         """
-        clock, held = PhaseTimer(*self._ready.devices), self._held[part.index]
+        clock, held = PhaseTimer(*self.ready.devices), self._held[part.index]
 
         def undo() -> None:
             held.sums.clear()
             held.second = None
 
-        with clock.timed("replay"), self._ready.changes.refused():
-            held.free_unusable(cotangents, self._ready, self._selection)
+        with clock.timed("replay"), self.ready.changes.refused():
+            held.free_unusable(cotangents)
             # A replay compares the shard as well, but under the state of its own range.
             first = held.records[0]
             in_replay = first.graph is None and first.position in cotangents.needed
@@ -238,21 +236,22 @@ class HeldJob:
             if not checked and (cotangents.norms or not in_replay):
                 self._check_independence(part, held, cotangents.norms)
             replayed = self._freeing_graphs(
-                partial(held.replay, cotangents, self._ready, self._observer), undo=undo
+                partial(held.replay, cotangents, self.observer), undo=undo
             )
         del self._held[part.index]
-        return held.gradient(
-            self._ready, self._selection, replayed, seconds=clock.seconds["replay"]
-        )
+        return held.gradient(replayed, seconds=clock.seconds["replay"])
+
+    def _positions(self, part: Range) -> list[Position]:
+        return all_positions(self.ready.calls.groups)[part.start : part.stop]
 
     def _resumed(self, part: Range) -> tuple[JobCheckpoint, GradientSums, Resumed]:
-        sums = GradientSums(self._selection.parameters)
-        checkpoint = JobCheckpoint(self._checkpoints(part), self._ready, sums)
+        sums = GradientSums(self.parameters)
+        checkpoint = JobCheckpoint(self.checkpoints(part), self.ready, sums)
         return checkpoint, sums, checkpoint.resumed()
 
     def _kept_before(self, part: Range, resumed: Resumed) -> KeptPass | None:
         """Return what an earlier job kept of a range, unless its replay has begun without that."""
-        return None if resumed.second is not None else self._graphs.of(part)
+        return None if resumed.second is not None else self.graphs.of(part)
 
     def check(self, part: Range, norms: Mapping[str, NormStatistics]) -> int:
         """Put the range's first shard through the model once more; the range is given up.
@@ -264,14 +263,20 @@ class HeldJob:
             CoupledShards: the range's shards depend on the shards before them.
             EngineError: a call failed, or one has changed the model for good.
         """
-        with self._ready.changes.refused():
+        with self.ready.changes.refused():
             self._check_independence(part, self._held[part.index], norms)
         held = self._held.pop(part.index)
-        if not self._outlives_the_job:
+        if not self.for_a_later_job:
             return 0
-        kept = held.for_a_later_job(self._ready, self._selection, self._overlay_bytes)
+        kept = KeptPass(
+            held.records,
+            frozenset(self.parameters),
+            self.ready.inputs,
+            held.num_rows,
+            self.overlay_bytes,
+        )
         if kept.num_kept:
-            self._graphs.keep(part, kept)
+            self.graphs.keep(part, kept)
         return kept.num_kept
 
     def _check_independence(
@@ -279,12 +284,13 @@ class HeldJob:
     ) -> None:
         if part.index > 0:
             first = held.records[0]
-            updates = norm_statistics.updates(self._ready.model, [first])
-            self._freeing_graphs(partial(check_independence, self._ready, first, norms, updates))
+            updates = norm_statistics.updates(self.ready.model, [first])
+            self._freeing_graphs(partial(check_independence, self.ready, first, norms, updates))
 
     def _freeing_graphs(
         self, step: Callable[[], T], *, undo: Callable[[], None] = lambda: None
     ) -> T:
         """Run a step; where memory runs out, repeat it without any kept graph of any range."""
         records = [record for held in self._held.values() for record in held.records]
-        return retried_without_kept_graphs(step, [*records, *self._graphs.records()], undo=undo)
+        records += self.graphs.records()
+        return retried_without_kept_graphs(step, records, undo=undo)

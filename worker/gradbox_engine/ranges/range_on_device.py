@@ -11,10 +11,8 @@ from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.model.calling.outputs import Outputs
-from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.precision import accumulation_dtype
 from gradbox_engine.model.prepared import Prepared
-from gradbox_engine.model.wrt import Selection
 from gradbox_engine.ranges.protocol import GradientForm, RangeCotangents, RangeGradient
 from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.fp16_scaling import scaled_replay
@@ -34,6 +32,8 @@ class RangeOnDevice:
     if an earlier job put it through, and left its graphs.
     """
 
+    ready: Prepared
+    parameters: Mapping[str, Tensor]  # those that are differentiated
     records: list[ShardRecord]
     num_rows: NumRows
     checkpoint: JobCheckpoint
@@ -41,40 +41,25 @@ class RangeOnDevice:
     second: Checkpoint | None
     kept: KeptPass | None = None
 
-    def parts(self, cotangents: RangeCotangents, ready: Prepared) -> dict[Position, Outputs]:
-        """Return each shard's cotangents on the device."""
-        given = cotangents.cotangents
-        whole = {group: to_device(named, ready.device) for group, named in given.items()}
-        positions = [record.position for record in self.records]
-        return ShardRows(ready.calls.groups, self.num_rows, positions=positions).parts(whole)
-
-    def free_unusable(
-        self, cotangents: RangeCotangents, ready: Prepared, selection: Selection
-    ) -> None:
+    def free_unusable(self, cotangents: RangeCotangents) -> None:
         """Free graphs of an earlier job that differentiate other things than this one."""
         if self.kept is None:
             return
-        groups = ready.calls.groups
+        groups = self.ready.calls.groups
         positions = {
             record.position
             for record in self.records
             if cotangents.cotangents.get(groups[record.position.group].name)
         }
-        parameters = frozenset(selection.parameters)
-        self.kept.usable_for(positions, parameters=parameters, inputs=ready.inputs)
+        parameters = frozenset(self.parameters)
+        self.kept.usable_for(positions, parameters=parameters, inputs=self.ready.inputs)
 
-    def for_a_later_job(
-        self, ready: Prepared, selection: Selection, overlay_bytes: int
-    ) -> KeptPass:
-        """Return the range with the graphs that a later job may use."""
-        parameters = frozenset(selection.parameters)
-        return KeptPass(self.records, parameters, ready.inputs, self.num_rows, overlay_bytes)
-
-    def replay(
-        self, cotangents: RangeCotangents, ready: Prepared, observer: Observer
-    ) -> ReplayProgress:
+    def replay(self, cotangents: RangeCotangents, observer: Observer) -> ReplayProgress:
         """Carry the cotangents back, into `sums`; raises as `scaled_replay` does."""
-        parts = self.parts(cotangents, ready)
+        ready, given = self.ready, cotangents.cotangents
+        whole = {group: to_device(named, ready.device) for group, named in given.items()}
+        positions = [record.position for record in self.records]
+        parts = ShardRows(ready.calls.groups, self.num_rows, positions=positions).parts(whole)
         needed = {position: parts[position] for position in cotangents.needed}
         free_graphs(self.records, parts.keys() - needed.keys())
         return scaled_replay(
@@ -92,17 +77,15 @@ class RangeOnDevice:
         values = [value.double() for record in self.records for value in record.penalties]
         return (torch.stack(values) if values else torch.zeros(0).double()).cpu()
 
-    def gradient(
-        self, ready: Prepared, selection: Selection, replayed: ReplayProgress, *, seconds: float
-    ) -> RangeGradient:
+    def gradient(self, replayed: ReplayProgress, *, seconds: float) -> RangeGradient:
         """Return what the replay of the range came to."""
         return RangeGradient(
             sums=self.sums.reached(),
             parameters={
                 name: GradientForm(tuple(p.shape), accumulation_dtype(p.dtype))
-                for name, p in selection.parameters.items()
+                for name, p in self.parameters.items()
             },
-            inputs={group: tuple(names) for group, names in ready.inputs.items()},
+            inputs={group: tuple(names) for group, names in self.ready.inputs.items()},
             input_grads={
                 position: {n: None if g is None else g.cpu() for n, g in named.items()}
                 for position, named in replayed.input_grads.items()
