@@ -38,7 +38,8 @@ from torch import Tensor, nn
 
 from gradbox_engine.checkpoint import Checkpoints
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.mixed.phases import differentiate_outer, first_pass, sketch
+from gradbox_engine.mixed.first_pass import first_pass, sketch
+from gradbox_engine.mixed.outer import differentiate_outer
 from gradbox_engine.mixed.prepared import prepared_mixed
 from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.mixed.tangents import TangentProgress, tangent_pass

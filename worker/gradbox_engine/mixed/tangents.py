@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.errors import ModelCallFailed
+from gradbox_engine.mixed.first_pass import DFDZ, sketch
 from gradbox_engine.mixed.inner import Contraction, norm
 from gradbox_engine.mixed.jacobian_products import Linearised, missing_rule
-from gradbox_engine.mixed.phases import DFDZ, sketch
 from gradbox_engine.mixed.prepared import PreparedMixed
 from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.model.calling.outputs import Outputs

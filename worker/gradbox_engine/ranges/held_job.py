@@ -32,7 +32,7 @@ from gradbox_engine.model.prepared import Prepared, prepared
 from gradbox_engine.model.wrt import select
 from gradbox_engine.ranges import norm_statistics
 from gradbox_engine.ranges.graphs_between_jobs import NONE_BETWEEN_JOBS, GraphsBetweenJobs
-from gradbox_engine.ranges.independence import check_independence
+from gradbox_engine.ranges.independence import check_independence, compared_by_replay
 from gradbox_engine.ranges.protocol import (
     EarlierOutputs,
     NormStatistics,
@@ -228,10 +228,8 @@ class HeldJob:
 
         with clock.timed("replay"), self.ready.changes.refused():
             held.free_unusable(cotangents)
-            # A replay compares the shard as well, but under the state of its own range.
             first = held.records[0]
-            in_replay = first.graph is None and first.position in cotangents.needed
-            in_replay = in_replay and not first.after.differs_beyond_buffers
+            in_replay = first.graph is None and compared_by_replay(first, cotangents)
             checked = held.kept is not None  # by the job that kept it
             if not checked and (cotangents.norms or not in_replay):
                 self._check_independence(part, held, cotangents.norms)

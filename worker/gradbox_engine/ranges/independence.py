@@ -30,7 +30,7 @@ from gradbox_engine.ranges.norm_statistics import (
     statistics_of,
     with_statistics,
 )
-from gradbox_engine.ranges.protocol import NormStatistics, NormUpdate
+from gradbox_engine.ranges.protocol import NormStatistics, NormUpdate, RangeCotangents
 from gradbox_engine.replay.comparison import relative_difference
 from gradbox_engine.replay.shard_record import ShardRecord
 
@@ -83,6 +83,15 @@ def check_independence(
                 f"s ← (1 − momentum) s + momentum x, but it does not; {ONE_DEVICE}",
                 name=buffer,
             )
+
+
+def compared_by_replay(record: ShardRecord, cotangents: RangeCotangents) -> bool:
+    """Return whether the replay of a range's first shard makes this check, where no norm moves.
+
+    It runs the shard once more under the buffers that the range began with, as this check does. But
+    it restores attributes, what lies inside them and hooks, so it does not show what comes of one that the shard changed.
+    """
+    return record.position in cotangents.needed and not record.after.differs_beyond_buffers
 
 
 def _moved(ready: Prepared, found: Tensor, expected: Tensor) -> bool:

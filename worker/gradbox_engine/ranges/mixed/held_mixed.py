@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from gradbox_engine.checkpoint import Checkpoints, NoCheckpoints
 from gradbox_engine.errors import BadInputs
-from gradbox_engine.mixed.phases import DFDZ, first_pass, sketch
+from gradbox_engine.mixed.first_pass import DFDZ, first_pass, sketch
 from gradbox_engine.mixed.prepared import PreparedMixed, prepared_mixed
 from gradbox_engine.mixed.sums import LeafSums
 from gradbox_engine.mixed.tangents import TangentProgress, tangent_pass
 from gradbox_engine.model.calling.outputs import BARE
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.ranges import norm_statistics
-from gradbox_engine.ranges.independence import check_independence
+from gradbox_engine.ranges.independence import check_independence, compared_by_replay
 from gradbox_engine.ranges.protocol import (
     EarlierOutputs,
     GradientForm,
@@ -162,10 +162,7 @@ class HeldMixed:
         held, clock = self._held[part.index], PhaseTimer(*self._ready.devices)
         records, sums, progress = held.records, held.sums, held.progress
         with clock.timed("replay"), self._ready.changes.refused():
-            first = records[0]
-            in_replay = first.position in cotangents.needed
-            in_replay = in_replay and not first.after.differs_beyond_buffers
-            if cotangents.norms or not in_replay:
+            if cotangents.norms or not compared_by_replay(records[0], cotangents):
                 self._check(part, cotangents.norms)
             if not progress.num_done:
                 sums.add({name: g.to(self._ready.device) for name, g in cotangents.direct.items()})

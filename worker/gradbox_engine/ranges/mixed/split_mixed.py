@@ -21,7 +21,7 @@ from typing import Unpack
 
 import torch
 
-from gradbox_engine.mixed.phases import OuterDifferentiated, outer_at
+from gradbox_engine.mixed.outer import OuterDifferentiated, outer_at
 from gradbox_engine.mixed.tangents import largest_product
 from gradbox_engine.model.calling.outputs import BARE
 from gradbox_engine.model.calling.shard_rng import generators_restored

@@ -1,40 +1,22 @@
-"""The first pass of a mixed gradient, for v, a and dfdz of every shard, and outer's derivatives."""
+"""The first pass of a mixed gradient: vᵢ, aᵢ and dfdzᵢ of every shard, through its own graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
-import torch
-from torch import Tensor
-
 from gradbox_engine.errors import BadInputs
 from gradbox_engine.mixed.prepared import PreparedMixed
-from gradbox_engine.model.calling.outputs import BARE, Outputs
+from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position
-from gradbox_engine.replay.cotangents import differentiate, nonzero
 from gradbox_engine.replay.shard_record import ShardRecord
-from gradbox_engine.replay.z import ShardRows, concatenated
-from gradbox_engine.requests import SOLE_GROUP, CallOptions, Group, Objective
 
 SKETCH_ENTRIES = 4096
 """How many entries of v are kept of each shard and output, at equal distances, to compare with."""
 
 DFDZ = "dfdz"
 """What dfdz_i is called in a shard's record, beside the entries of v."""
-
-
-@dataclass(frozen=True)
-class OuterDifferentiated:
-    """t and its derivatives: by y directly, and u = ∂t/∂dfdz by shard where it is not zero."""
-
-    value: float
-    direct: dict[str, Tensor]  # without what outer itself does not reach
-    directions: dict[Position, Tensor]  # views of the next
-    whole_directions: Tensor | None  # u of all shards in their order
-    dfdz: Tensor
 
 
 def first_pass(
@@ -73,61 +55,6 @@ def first_pass(
         job.ready.feed.prefetch(None if following is None else Position(0, following))
     observer.step("forward", num_shards, num_shards)
     return records
-
-
-def differentiate_outer(
-    job: PreparedMixed,
-    outer: Objective,
-    records: Sequence[ShardRecord],
-) -> OuterDifferentiated:
-    """Evaluate t at dfdz and differentiate it there."""
-    job.observer.step("cotangents", 0, 1)
-    ready = job.ready
-    group = ready.calls.groups[0]
-    whole, num_rows = concatenated([group], {r.position: {BARE: r.outputs[DFDZ]} for r in records})
-    rows = ShardRows([group], num_rows)
-    for record, part in zip(records, rows.parts(whole).values(), strict=True):
-        record.outputs[DFDZ] = part[BARE]  # a view of the whole, which is thus held once
-    found = outer_at(whole, group, rows, outer, options=ready.options, device=ready.device)
-    job.observer.step("cotangents", 1, 1)
-    return found
-
-
-def outer_at(
-    dfdz: Mapping[str, Outputs],
-    group: Group,
-    rows: ShardRows,
-    outer: Objective,
-    *,
-    options: CallOptions,
-    device: torch.device,
-) -> OuterDifferentiated:
-    """Evaluate t at dfdz of all shards and differentiate it there.
-
-    Args:
-        dfdz: by the group's name, in the order of the shards.
-    """
-    unnamed = replace(group, name=SOLE_GROUP)  # outer is not told what the group is called
-    found = differentiate(
-        outer,
-        {SOLE_GROUP: dfdz[group.name]},
-        [unnamed],
-        device=device,
-        seed=options.seed,
-        widened=options.widened,
-        called="outer",
-    )
-    seen = found.seen[SOLE_GROUP]
-    assert isinstance(seen, Tensor)
-    cotangents = found.cotangents[SOLE_GROUP]
-    directions = nonzero(rows.parts({group.name: cotangents}))
-    return OuterDifferentiated(
-        value=found.loss,
-        direct={n: g for n, g in found.parameters.items() if n not in found.unreached},
-        directions={position: part[BARE] for position, part in directions.items()},
-        whole_directions=cotangents[BARE],
-        dfdz=seen,
-    )
 
 
 def sketch(outputs: Outputs) -> Outputs:

@@ -1,0 +1,84 @@
+"""t = outer(dfdz, x) and its derivatives: the only step that sees the dfdz of all shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradbox_engine.mixed.first_pass import DFDZ
+from gradbox_engine.mixed.prepared import PreparedMixed
+from gradbox_engine.model.calling.outputs import BARE, Outputs
+from gradbox_engine.model.calling.shard_feed import Position
+from gradbox_engine.replay.cotangents import differentiate, nonzero
+from gradbox_engine.replay.shard_record import ShardRecord
+from gradbox_engine.replay.z import ShardRows, concatenated
+from gradbox_engine.requests import SOLE_GROUP, CallOptions, Group, Objective
+
+
+@dataclass(frozen=True)
+class OuterDifferentiated:
+    """t and its derivatives: by y directly, and u = ∂t/∂dfdz by shard where it is not zero."""
+
+    value: float
+    direct: dict[str, Tensor]  # without what outer itself does not reach
+    directions: dict[Position, Tensor]  # views of the next
+    whole_directions: Tensor | None  # u of all shards in their order
+    dfdz: Tensor
+
+
+def differentiate_outer(
+    job: PreparedMixed,
+    outer: Objective,
+    records: Sequence[ShardRecord],
+) -> OuterDifferentiated:
+    """Evaluate t at dfdz and differentiate it there."""
+    job.observer.step("cotangents", 0, 1)
+    ready = job.ready
+    group = ready.calls.groups[0]
+    whole, num_rows = concatenated([group], {r.position: {BARE: r.outputs[DFDZ]} for r in records})
+    rows = ShardRows([group], num_rows)
+    for record, part in zip(records, rows.parts(whole).values(), strict=True):
+        record.outputs[DFDZ] = part[BARE]  # a view of the whole, which is thus held once
+    found = outer_at(whole, group, rows, outer, options=ready.options, device=ready.device)
+    job.observer.step("cotangents", 1, 1)
+    return found
+
+
+def outer_at(
+    dfdz: Mapping[str, Outputs],
+    group: Group,
+    rows: ShardRows,
+    outer: Objective,
+    *,
+    options: CallOptions,
+    device: torch.device,
+) -> OuterDifferentiated:
+    """Evaluate t at dfdz of all shards and differentiate it there.
+
+    Args:
+        dfdz: by the group's name, in the order of the shards.
+    """
+    unnamed = replace(group, name=SOLE_GROUP)  # outer is not told what the group is called
+    found = differentiate(
+        outer,
+        {SOLE_GROUP: dfdz[group.name]},
+        [unnamed],
+        device=device,
+        seed=options.seed,
+        widened=options.widened,
+        called="outer",
+    )
+    seen = found.seen[SOLE_GROUP]
+    assert isinstance(seen, Tensor)
+    cotangents = found.cotangents[SOLE_GROUP]
+    directions = nonzero(rows.parts({group.name: cotangents}))
+    return OuterDifferentiated(
+        value=found.loss,
+        direct={n: g for n, g in found.parameters.items() if n not in found.unreached},
+        directions={position: part[BARE] for position, part in directions.items()},
+        whole_directions=cotangents[BARE],
+        dfdz=seen,
+    )
