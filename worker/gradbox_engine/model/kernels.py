@@ -46,14 +46,12 @@ def compiled_code_run_eagerly() -> AbstractContextManager[object]:
     return eagerly
 
 
-@contextmanager
-def checkpoints_inlined() -> Iterator[None]:
-    """Let reentrant checkpoints simply call their function.
+def checkpoints_inlined() -> AbstractContextManager[None]:
+    """Return a context in which reentrant checkpoints simply call their function.
 
     They know neither forward mode nor `torch.autograd.grad`. The random numbers drawn are the same.
     """
-    with replaced(torch.utils.checkpoint, "CheckpointFunction", _Inlined):
-        yield
+    return replaced(torch.utils.checkpoint, "CheckpointFunction", _Inlined)
 
 
 @contextmanager
@@ -71,16 +69,14 @@ def forward_mode_checkpoints() -> Iterator[None]:
             yield
 
 
-@contextmanager
-def checkpoints_reached() -> Iterator[None]:
-    """Let reentrant checkpoints have a graph also where none of their inputs requires grad.
+def checkpoints_reached() -> AbstractContextManager[None]:
+    """Return a context in which reentrant checkpoints of inputs without grad have a graph, too.
 
     They are functions of their inputs alone: with frozen layers below, or at the start of a model,
     the parameters inside get no gradient, without an error. There torch's other kind of checkpoint
     takes their place, which draws the same random numbers.
     """
-    with replaced(torch.utils.checkpoint, "CheckpointFunction", _Reached):
-        yield
+    return replaced(torch.utils.checkpoint, "CheckpointFunction", _Reached)
 
 
 @contextmanager

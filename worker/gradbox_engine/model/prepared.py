@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,7 +68,7 @@ def configured(
     differentiated = {id(parameter) for parameter in parameters.values()}
     with (
         torch.inference_mode(False),
-        unwritten_parameters(model, options.mode, is_laid_over=_laid_over(model, options)) as watch,
+        unwritten_parameters(model, options.mode, overlaid=_overlaid(model, options)) as watch,
         restored(model) as registered,
         generators_restored(),
         arithmetic(options.precision),
@@ -87,15 +87,11 @@ def configured(
         changes.refuse_new()
 
 
-def _laid_over(model: nn.Module, options: CallOptions) -> Callable[[Tensor], bool]:
-    """Return what tells of a parameter whether the job has numbers of its own in it."""
-    if options.widened:
-        return lambda _: True
-    if not options.weights:
-        return lambda _: False
-    registered = dict(model.named_parameters(remove_duplicate=False))
-    given = {id(registered[name]) for name in options.weights if name in registered}
-    return lambda parameter: id(parameter) in given
+def _overlaid(model: nn.Module, options: CallOptions) -> set[int]:
+    """Return the ids of the parameters in which the job has numbers of its own."""
+    given = options.weights or {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {id(parameter) for name, parameter in named if options.widened or name in given}
 
 
 @contextmanager

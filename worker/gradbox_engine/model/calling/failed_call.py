@@ -128,10 +128,13 @@ def hint(
 ) -> str | None:
     """Return a sentence on what may help, or None if the error is not a known one."""
     message = f"{type(error).__name__}: {error}"
-    for pattern, advise in _HINTS:
-        found = pattern.search(message)
-        if found is not None:
-            return advise(FailedCall(found, model, module, arguments))
+    for pattern, advice in _HINTS:
+        found = re.search(pattern, message)
+        if found is None:
+            continue
+        if isinstance(advice, str):
+            return advice.format(**found.groupdict())
+        return advice(FailedCall(found, model, module, arguments))
     return None
 
 
@@ -161,10 +164,6 @@ def _dtype(call: FailedCall) -> str:
     )
 
 
-def _int64(call: FailedCall) -> str:
-    return "ids, indices and class labels are int64: convert them with .to(torch.int64)"
-
-
 def _index(call: FailedCall) -> str:
     rows = getattr(call.module, "num_embeddings", None)
     ranges = {
@@ -183,28 +182,6 @@ def _index(call: FailedCall) -> str:
             f"are positions"
         )
     return f"an index is out of range{f': {named}' if named else ''}"
-
-
-def _index_on_gpu(call: FailedCall) -> str:
-    # Nothing is read of the arguments: the device refuses all further work.
-    return (
-        "most often an index is out of range: ids out of the vocabulary, or a sequence longer than "
-        "there are positions; the same job on a CPU says which"
-    )
-
-
-def _device(call: FailedCall) -> str:
-    return (
-        "the model makes a tensor on a device of its own choice: in its forward use "
-        "device=x.device, and register constants with register_buffer"
-    )
-
-
-def _graph_used_twice(call: FailedCall) -> str:
-    return (
-        "most often the model keeps a tensor with its graph from one call to the next, as a cache "
-        "in an attribute: detach it, or clear it at the beginning of its forward"
-    )
 
 
 def _missing(call: FailedCall) -> str:
@@ -239,46 +216,40 @@ def _product(call: FailedCall) -> str:
     )
 
 
-def _channels(call: FailedCall) -> str:
-    return (
-        f"a convolution takes (samples, {call.found['wanted']} channels, …), and gets "
-        f"{call.found['got']} channels: is dim 1 the channels, or is it another model's input?"
-    )
-
-
-def _broadcast(call: FailedCall) -> str:
-    return (
-        f"sizes {call.found['left']} and {call.found['right']} cannot be combined entry by entry: "
-        f"they must be equal, or one of them 1"
-    )
-
-
-_HINTS: Final[tuple[tuple[re.Pattern[str], Callable[[FailedCall], str]], ...]] = (
-    (re.compile(r"device-side assert"), _index_on_gpu),
-    (re.compile(r"backward through the graph a second time"), _graph_used_twice),
-    (re.compile(r"same device|not on the expected device|different from other tensors"), _device),
+_HINTS: Final[tuple[tuple[str, str | Callable[[FailedCall], str]], ...]] = (
     (
-        re.compile(
-            r"target dtype to be|expected scalar type Long|types: Long|Expected dtype int64|"
-            r"used as indices must be"
-        ),
-        _int64,
+        r"device-side assert",  # after which no argument can be read: the device refuses all work
+        "most often an index is out of range: ids out of the vocabulary, or a sequence longer than "
+        "there are positions; the same job on a CPU says which",
     ),
     (
-        re.compile(
-            r"expected scalar type|same dtype|should be the same|expected .* dtype|mixed dtype"
-        ),
-        _dtype,
-    ),
-    (re.compile(r"index out of range|out of bounds|indices should be"), _index),
-    (re.compile(r"TypeError: .*(missing|unexpected keyword|positional argument)"), _missing),
-    (re.compile(r"cannot be multiplied \(\d+x(?P<width>\d+) and (?P<rows>\d+)x\d+\)"), _product),
-    (
-        re.compile(r"to have (?P<wanted>\d+) channels, but got (?P<got>\d+) channels"),
-        _channels,
+        r"backward through the graph a second time",
+        "most often the model keeps a tensor with its graph from one call to the next, as a cache "
+        "in an attribute: detach it, or clear it at the beginning of its forward",
     ),
     (
-        re.compile(r"size of tensor a \((?P<left>\d+)\) must match .* b \((?P<right>\d+)\)"),
-        _broadcast,
+        r"same device|not on the expected device|different from other tensors",
+        "the model makes a tensor on a device of its own choice: in its forward use "
+        "device=x.device, and register constants with register_buffer",
+    ),
+    (
+        r"target dtype to be|expected scalar type Long|types: Long|Expected dtype int64|"
+        r"used as indices must be",
+        "ids, indices and class labels are int64: convert them with .to(torch.int64)",
+    ),
+    (r"expected scalar type|same dtype|should be the same|expected .* dtype|mixed dtype", _dtype),
+    (r"index out of range|out of bounds|indices should be", _index),
+    (r"TypeError: .*(missing|unexpected keyword|positional argument)", _missing),
+    (r"cannot be multiplied \(\d+x(?P<width>\d+) and (?P<rows>\d+)x\d+\)", _product),
+    (
+        r"to have (?P<wanted>\d+) channels, but got (?P<got>\d+) channels",
+        "a convolution takes (samples, {wanted} channels, …), and gets {got} channels: is dim 1 "
+        "the channels, or is it another model's input?",
+    ),
+    (
+        r"size of tensor a \((?P<left>\d+)\) must match .* b \((?P<right>\d+)\)",
+        "sizes {left} and {right} cannot be combined entry by entry: they must be equal, or one of "
+        "them 1",
     ),
 )
+"""Patterns of messages, and what may help: a sentence with the pattern's groups, or a function."""

@@ -66,10 +66,7 @@ class Changes:
             self._refuse_new_hooks()
 
     def _refuse_new_parameters(self) -> None:
-        known = {id(None), *map(id, self._registered)}
-        modules = self._model.modules()
-        if all(id(p) in known for m in modules for p in m._parameters.values()):
-            return
+        known = set(map(id, self._registered))
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise ModelCallFailed(
@@ -79,11 +76,10 @@ class Changes:
                 )
 
     def _refuse_new_hooks(self) -> None:
-        if [len(p._backward_hooks or ()) for p in self._registered] == self._num_hooks:
-            return
         before = dict(zip(map(id, self._registered), self._num_hooks, strict=True))
         for name, parameter in self._model.named_parameters():
-            if len(parameter._backward_hooks or ()) != before.get(id(parameter)):
+            num = len(parameter._backward_hooks or ())
+            if num != before.get(id(parameter), num):
                 raise ModelCallFailed(
                     f"parameter {name!r}: expected its hooks to stay as they were registered, got "
                     f"others after the forward pass, which every pass would add to; register them "

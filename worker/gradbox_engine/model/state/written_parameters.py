@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -46,8 +46,8 @@ class ParameterWatch:
     """What is known of a model's parameters, by name.
 
     In a job `parameters` are the model's, `first` those of them whose first job it is, and
-    `is_laid_over` tells which hold numbers of the job's. `written` is one that was written to;
-    `keeps_state` tells of state kept elsewhere.
+    `overlaid` the ids of those that hold numbers of the job's own. `written` is one that was written
+    to; `keeps_state` tells of state kept elsewhere.
     """
 
     # By mode: what a job has left as it was.
@@ -56,7 +56,7 @@ class ParameterWatch:
     versions: dict[str, int] = field(default_factory=dict)
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
     first: Sequence[str] = ()
-    is_laid_over: Callable[[Tensor], bool] = lambda _: False
+    overlaid: Collection[int] = ()
     written: str | None = None
     keeps_state: bool = False
 
@@ -64,10 +64,10 @@ class ParameterWatch:
         self,
         parameters: Mapping[str, Tensor],
         first: Sequence[str],
-        is_laid_over: Callable[[Tensor], bool],
+        overlaid: Collection[int],
     ) -> None:
         """Note what they hold whose first job this is, and which others the caller changed."""
-        self.parameters, self.first, self.is_laid_over = parameters, first, is_laid_over
+        self.parameters, self.first, self.overlaid = parameters, first, overlaid
         versions = _versions(parameters)
         for name in self._moved(versions):
             self.sums.pop(name, None)
@@ -76,8 +76,8 @@ class ParameterWatch:
 
     def look(self, model: nn.Module) -> None:
         """Note one that was written to so far, while the job is not over."""
-        put_back = renormed(model.modules())
-        own = {n for n, p in self.parameters.items() if id(p) in put_back or self.is_laid_over(p)}
+        put_back = renormed(model.modules()).union(self.overlaid)
+        own = {name for name, parameter in self.parameters.items() if id(parameter) in put_back}
         self._look(_versions(self.parameters), but=own)
 
     def end(self) -> None:
@@ -126,14 +126,14 @@ _watches: weakref.WeakKeyDictionary[nn.Module, ParameterWatch] = weakref.WeakKey
 
 @contextmanager
 def unwritten_parameters(
-    model: nn.Module, mode: str, *, is_laid_over: Callable[[Tensor], bool] = lambda _: False
+    model: nn.Module, mode: str, *, overlaid: Collection[int] = ()
 ) -> Iterator[ParameterWatch]:
     """See that what runs in here leaves the numbers of all parameters as they are.
 
     Gives what may be asked before the end.
 
     Args:
-        is_laid_over: tells of a parameter whether it holds numbers of the job's in here.
+        overlaid: the ids of parameters that hold numbers of the job's own in here.
 
     Raises:
         ModelCallFailed: it has not, or an earlier job of the model has not.
@@ -142,8 +142,8 @@ def unwritten_parameters(
     watch.refuse()
     parameters = _parameters(model)
     checked = watch.checked[mode]
-    first = [n for n, p in parameters.items() if n not in checked and not is_laid_over(p)]
-    watch.begin(parameters, first, is_laid_over)
+    first = [n for n, p in parameters.items() if n not in checked and id(p) not in overlaid]
+    watch.begin(parameters, first, overlaid)
     try:
         yield watch
     except torch.AcceleratorError:  # the device tells nothing any more
