@@ -63,7 +63,7 @@ class Checkpoints(Protocol):
     def write(self, checkpoint: Checkpoint) -> None:
         """Keep this state, its tensors in their order, in place of the one before.
 
-        The tensors are only lent.
+        The tensors are to be copied or written out: the job goes on adding to them.
         """
 
     def read(self) -> Checkpoint | None:

@@ -31,7 +31,7 @@ class PlanInUse:
 
     plan: Plan
     made_on: int | None  # the shard on which this job made it; None: an earlier job did
-    since: int  # the shard from which on it is used; -1: none, it was doubted
+    since: int  # the first shard that it is used for; -1 once it was unconfirmed
     samples: int = SAMPLES  # of that shard in the probe runs
     compared: bool = False  # whether this process has compared rows
     confirmed: frozenset[str] = frozenset()  # parameters whose rows an earlier process compared
@@ -40,7 +40,7 @@ class PlanInUse:
         """Tell whether rows are confirmed on a shard later than the first with these shapes."""
         return self.since != index and bool(found & (self.plan.unconfirmed - self.confirmed))
 
-    def doubt(self, parameters: Collection[str]) -> None:
+    def unconfirm(self, parameters: Collection[str]) -> None:
         """Have all rows compared again, as those of a plan from elsewhere."""
         self.plan.unconfirmed |= set(parameters)
         self.since, self.confirmed = -1, frozenset()

@@ -44,7 +44,7 @@ class Collector(ABC):
 
     @abstractmethod
     def state(self, samples: int) -> Checkpoint:
-        """Return what is left of the terms so far, which were of this many samples."""
+        """Return what was collected of so many samples, for another process."""
 
     @abstractmethod
     def resume(self, found: Checkpoint) -> None:

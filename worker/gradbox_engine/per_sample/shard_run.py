@@ -219,7 +219,7 @@ class ShardRun:
         if alone and not self.plan.alone:
             self._used.compared = False
         else:
-            self._used.doubt(self._parameters)
+            self._used.unconfirm(self._parameters)
         self.graph = self._graph()
         return self._terms(outputs, last=last)
 

@@ -19,7 +19,7 @@ class GraphsBetweenJobs:
     Attributes:
         of: returns the first pass of a range that an earlier job kept, or None.
         keep: is given that of a range whose graphs are to wait for a later job.
-        older: takes its memory from the same budget.
+        older: graphs of earlier jobs, freed where the budget has no room for new ones.
         records: returns all records whose graphs are there.
     """
 

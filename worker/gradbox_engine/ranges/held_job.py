@@ -210,7 +210,7 @@ class HeldJob:
         )
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> RangeGradient:
-        """Carry the cotangents back; the range is given up.
+        """Carry the cotangents back; the device keeps no more of the range.
 
         The sums of the answer are `NamedSums` on this device.
 
@@ -252,7 +252,7 @@ class HeldJob:
         return None if resumed.second is not None else self.graphs.of(part)
 
     def check(self, part: Range, norms: Mapping[str, NormStatistics]) -> int:
-        """Put the range's first shard through the model once more; the range is given up.
+        """Put the range's first shard through once more; only graphs for a later job are kept.
 
         Returns:
             How many shards' graphs are kept for a later job.

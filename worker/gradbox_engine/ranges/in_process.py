@@ -1,7 +1,7 @@
 """All ranges of a job on one device, one after the other.
 
-It defines what the same ranges on many devices have to return. There is no reason to compute like
-this but that, and tests: `set_gradient` needs no second range.
+It defines what the same ranges on many devices have to return, and is for tests: on one device,
+`set_gradient` needs no second range.
 """
 
 from __future__ import annotations

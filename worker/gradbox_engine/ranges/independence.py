@@ -4,7 +4,7 @@ Every range but the first begins with the registered buffers, on a model that ha
 shards before. That is right for a model whose outputs do not depend on those. It is not taken for
 granted: the range's first shard is put through the model once more, under the buffers that one pass
 would have shown it, and has to give the z of the range's first pass and the statistics that
-`norm_statistics` foretells. A model that reads running statistics of batch norm in training mode, a
+`norm_statistics` predicts. A model that reads running statistics of batch norm in training mode, a
 batch norm of another update rule, a counter in an object, a cache, a generator of its own: all of
 them fail here, where a job on one device may well be right.
 
@@ -54,7 +54,7 @@ def check_independence(
         compared: makes the same of the z that it gives now.
 
     Raises:
-        CoupledShards: it gives another z, or other statistics than its update foretells.
+        CoupledShards: it gives another z, or other statistics than its update predicts.
     """
     start = with_statistics(record.before, norms)
     ready.buffers.restore(start)
@@ -73,10 +73,10 @@ def check_independence(
             )
     made = ready.buffers.advance(start).values
     for name in updates.keys() & norms.keys():
-        foretold = after(norms[name], updates[name], module=name)
+        predicted = after(norms[name], updates[name], module=name)
         found = statistics_of(made, name)
-        mean_moved = _moved(ready, found.mean, foretold.mean)
-        if mean_moved or _moved(ready, found.var, foretold.var):
+        mean_moved = _moved(ready, found.mean, predicted.mean)
+        if mean_moved or _moved(ready, found.var, predicted.var):
             buffer = f"{name}.{MEAN if mean_moved else VAR}"
             raise CoupledShards(
                 f"{where}: expected buffer {buffer!r} to follow batch norm's update rule, "

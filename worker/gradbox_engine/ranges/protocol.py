@@ -164,7 +164,7 @@ class RangeDevice(Protocol):
         """Carry the cotangents back; `forward` or `resume` of the range came before, here."""
 
     def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[int]:
-        """Check the range's first shard, see `independence`, and give the range up.
+        """Check the range's first shard, see `independence`; the device keeps no more of it.
 
         For a job without a replay, which would do it; also after `forward` on this device.
 
@@ -192,5 +192,6 @@ class Devices(Protocol):
     def fetched(self, sums: Sums) -> Future[NamedSums]:
         """Bring sums to the coordinator, or to where the result is.
 
-        Those that the result has then are returned as tensors on `meta`, for their names.
+        Sums that were brought to the result itself come back as `meta` tensors: of these, only the
+        names are read.
         """

@@ -28,8 +28,8 @@ from gradbox_engine.requests import Observer
 class RangeOnDevice:
     """A range that was put through the model.
 
-    `sums` are what an earlier run of its replay came to, `second` how far that was. `kept` is there
-    if an earlier job put it through, and left its graphs.
+    `sums` and `second` are the sums and the progress of a replay that was interrupted. `kept` is
+    there if an earlier job put the range through, and left its graphs.
     """
 
     ready: Prepared
@@ -78,7 +78,7 @@ class RangeOnDevice:
         return (torch.stack(values) if values else torch.zeros(0).double()).cpu()
 
     def gradient(self, replayed: ReplayProgress, *, seconds: float) -> RangeGradient:
-        """Return what the replay of the range came to."""
+        """Return the answer to the coordinator, once the range was replayed."""
         return RangeGradient(
             sums=self.sums.reached(),
             parameters={

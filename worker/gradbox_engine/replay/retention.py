@@ -122,7 +122,7 @@ def graph_budget(
             the one with the least free counts for each.
         sums_bytes: what the sums of gradients will take, which "auto" leaves free.
         overlay_bytes: what the graphs hold beside what they saved.
-        older: graphs that the budget has to do for, too.
+        older: graphs of earlier passes, whose memory comes out of the same budget.
     """
     if retain == "auto":
         taken_bytes = sums_bytes + overlay_bytes

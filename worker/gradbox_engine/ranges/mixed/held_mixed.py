@@ -151,7 +151,7 @@ class HeldMixed:
         )
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> RangeTangents:
-        """Add ∂⟨a_i(y, v_i), J_i u_i⟩/∂y over a range's shards; the range is given up.
+        """Add ∂⟨a_i(y, v_i), J_i u_i⟩/∂y over a range's shards; nothing of it is kept.
 
         Raises:
             CoupledShards: the range's shards depend on the shards before them.
@@ -199,7 +199,7 @@ class HeldMixed:
         raise BadInputs("mixed gradient: expected its first pass in the same job, got outputs")
 
     def check(self, part: Range, norms: dict[str, NormStatistics]) -> int:
-        """Put the range's first shard through the model once more; the range is given up.
+        """Put the range's first shard through the model once more; nothing of it is kept.
 
         Returns:
             0, for graphs that are kept.

@@ -88,7 +88,7 @@ class GramOfRanges:
         done: Container[tuple[int, int]],
         error: DeviceLost,
     ) -> None:
-        """Make the rows of the ranges that must be lost, or else of all that may be."""
+        """Compute lost rows again; where it cannot be told whose are lost, all that may be."""
         concerned = sorted({number for pair in missing for number in pair})
         lost = [number for number in concerned if (number, number) not in done] or concerned
         parts = [self._parts[number] for number in lost]
