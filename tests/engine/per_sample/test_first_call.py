@@ -87,12 +87,12 @@ def test_the_order_of_a_merged_dim_is_told_by_the_replaced_sample(axis: BatchAxi
     first, second = (torch.randn(2, axis.length(samples), 5) for samples in (3, 4))
     third = second.clone()
     axis.lead(third)[1] += 1
-    assert find(first, second, third, 3, 1) == axis
+    assert find(first, second, third, 3) == axis
 
 
 def test_samples_that_all_differ_have_no_order_in_a_merged_dim() -> None:
     first, second, third = torch.randn(9, 5), torch.randn(12, 5), torch.randn(12, 5)
-    assert find(first, second, third, 3, 1) is None
+    assert find(first, second, third, 3) is None
 
 
 def _tensors() -> Mapping[str, Tensor]:

@@ -19,6 +19,7 @@ from gradbox_engine.errors import CoupledSamples
 from gradbox_engine.model.tensor_equality import same_values
 from gradbox_engine.per_sample.planning.probed_use import ProbeUses
 from gradbox_engine.per_sample.recording.batch_axis import (
+    CHANGED,
     EXTRA,
     BatchAxis,
     changed_dim,
@@ -34,12 +35,12 @@ class Mixing(NamedTuple):
     seen: bool  # whether another sample than the replaced one differs in it
 
 
-def others_differ(second: Tensor, third: Tensor, axis: BatchAxis, *, changed: int) -> bool:
-    """Return whether a sample other than number `changed` differs beyond rounding."""
-    if others_equal(second, third, axis, changed):
+def others_differ(second: Tensor, third: Tensor, axis: BatchAxis) -> bool:
+    """Return whether a sample other than `CHANGED` differs beyond rounding."""
+    if others_equal(second, third, axis):
         return False  # no rounding to be told from a difference
     differs = samples_that_differ(second, third, axis)
-    differs[changed] = False
+    differs[CHANGED] = False
     return bool(differs.any())
 
 
@@ -87,4 +88,4 @@ def _mixed(a: Tensor, b: Tensor, c: Tensor, uses: ProbeUses) -> bool | None:
     merged = (a.shape[dim], b.shape[dim]) != (uses.samples, uses.samples + EXTRA)
     if merged or b.shape != c.shape:  # rows that data chose may be as many as samples
         return None
-    return True if others_differ(b, c, BatchAxis(dim), changed=uses.changed) else None
+    return True if others_differ(b, c, BatchAxis(dim)) else None

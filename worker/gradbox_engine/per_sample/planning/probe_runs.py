@@ -31,6 +31,7 @@ from gradbox_engine.per_sample.planning.plan import Plan, make_plan
 from gradbox_engine.per_sample.planning.probed_use import ProbeUses
 from gradbox_engine.per_sample.planning.unseen_uses import unseen_uses
 from gradbox_engine.per_sample.recording.batch_axis import (
+    CHANGED,
     EXTRA,
     BatchAxis,
     samples_that_differ,
@@ -40,7 +41,6 @@ from gradbox_engine.per_sample.recording.index_selections import Selection, may_
 from gradbox_engine.per_sample.recording.use_log import Edge, Use, UseLog, edges_of, same_calls
 
 SAMPLES = 3
-CHANGED = 1  # samples before it and behind it may see it
 
 Axes = Mapping[str, int]
 
@@ -75,9 +75,9 @@ def plan_for(
         third = _probe(model, _replaced(probed, axes, noise=False), index)
     rounding = _coarsest(first.uses, model.rounding)
     selects = may_reorder(first.selections, second.selections)
-    uses = ProbeUses(first.uses, second.uses, third.uses, samples, CHANGED, selects)
+    uses = ProbeUses(first.uses, second.uses, third.uses, samples, selects)
     if "coupling" not in model.unchecked:
-        coupled = others_differ(second.z, third.z, BatchAxis(0), changed=CHANGED)
+        coupled = others_differ(second.z, third.z, BatchAxis(0))
         if not coupled and rounding.itemsize == 2:  # so rough that the rows may not tell it
             moved = _probe(model, _others_moved(probed, axes), index)
             coupled = bool(samples_that_differ(second.z, moved.z, BatchAxis(0))[CHANGED])

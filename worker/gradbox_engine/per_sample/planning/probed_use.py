@@ -34,13 +34,12 @@ VMAP = "vmap"
 
 @dataclass(frozen=True)
 class ProbeUses:
-    """The uses of the three probe runs, and the sample that the third one replaced."""
+    """The uses of the three probe runs, of which the first was on so many samples."""
 
     first: Sequence[Use]
     second: Sequence[Use]
     third: Sequence[Use]
     samples: int
-    changed: int
     selects: bool = False  # whether data may decide which samples go where
 
     @property
@@ -70,7 +69,7 @@ class ProbedUse:
         first, second, third = (
             tensors(run)[index] for run in (self.first, self.second, self.third)
         )
-        axis = find(first, second, third, self.probes.samples, self.probes.changed)
+        axis = find(first, second, third, self.probes.samples)
         if axis is not None and axis.merged and self.probes.selects:
             # Sorted numbers of experts fit an order that they do not have.
             shown = first.is_floating_point() and not torch.equal(second, third)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 EXTRA = 1
+CHANGED = 1
+"""The sample that differs in the third run: samples before it and behind it may see it."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,13 @@ def changed_dim(first: torch.Size, second: torch.Size) -> int | None:
     return dims[0] if len(dims) == 1 else -1
 
 
-def find(
-    first: Tensor, second: Tensor, third: Tensor, samples: int, changed: int
-) -> BatchAxis | None:
+def find(first: Tensor, second: Tensor, third: Tensor, samples: int) -> BatchAxis | None:
     """Return which dim of a tensor holds the samples, None if that cannot be told.
 
     Args:
         first: the tensor in a run on `samples` samples.
         second: the same in a run on `samples + EXTRA`.
-        third: the same as `second`, with sample number `changed` replaced.
+        third: the same as `second`, with sample `CHANGED` replaced.
     """
     dim = changed_dim(first.shape, second.shape)
     if dim is None or dim < 0:
@@ -93,26 +93,26 @@ def find(
         return None
     if copies == 1:
         return BatchAxis(dim)
-    return _order(second, third, BatchAxis(dim, copies, 1), changed)
+    return _order(second, third, BatchAxis(dim, copies, 1))
 
 
-def _order(second: Tensor, third: Tensor, guess: BatchAxis, changed: int) -> BatchAxis | None:
-    """Settle how a merged dim is laid out: every position that differs must be sample `changed`."""
+def _order(second: Tensor, third: Tensor, guess: BatchAxis) -> BatchAxis | None:
+    """Settle how a merged dim is laid out: every position that differs must be sample `CHANGED`."""
     if second.shape != third.shape:
         return None
     copies = guess.before
     for before in range(1, copies + 1):
         after, rest = divmod(copies, before)
         axis = BatchAxis(guess.dim, before, after)
-        if not rest and others_equal(second, third, axis, changed):
+        if not rest and others_equal(second, third, axis):
             return axis
     return None
 
 
-def others_equal(second: Tensor, third: Tensor, axis: BatchAxis, changed: int) -> bool:
-    """Return whether two tensors have the same numbers for all samples but number `changed`."""
+def others_equal(second: Tensor, third: Tensor, axis: BatchAxis) -> bool:
+    """Return whether two tensors have the same numbers for all samples but `CHANGED`."""
     led = axis.lead(second), axis.lead(third)
-    others = slice(changed), slice(changed + 1, None)
+    others = slice(CHANGED), slice(CHANGED + 1, None)
     return all(torch.equal(*(x[part] for x in led)) for part in others)
 
 
