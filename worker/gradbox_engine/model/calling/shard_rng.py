@@ -56,7 +56,7 @@ def generators_restored() -> Iterator[None]:
     Jobs that overlap may end in another order than they began: of what is open, the one that began
     next then puts back what this one found.
     """
-    before = _Before(_generator_states(), _exchange_numpy())
+    before = _Before.found()
     _open.append(before)
     try:
         yield
@@ -131,53 +131,39 @@ def _restore_generators(states: dict[str, Any]) -> None:
 
 @dataclass(eq=False)
 class _Before:
-    """What a `generators_restored` found."""
+    """What a `generators_restored` found; of NumPy nothing where there is none."""
 
     generators: dict[str, Any]
-    of_numpy: _NumpyState | None
+    bit_generator: Any = None  # what NumPy's functions drew from
+    numpy_state: Any = None  # its state, and the normal number that is kept for the next call
+    meanwhile: Any = None  # what they draw from until then
+
+    @classmethod
+    def found(cls) -> _Before:
+        """Note all states, and let NumPy's functions draw from another bit generator."""
+        before = cls(_generator_states())
+        if numpy is not None:
+            functions: Any = numpy.random  # whose stubs lack some of it
+            before.bit_generator = functions.get_bit_generator()
+            before.numpy_state = functions.get_state(legacy=False)
+            before.meanwhile = _spare_twisters.pop() if _spare_twisters else functions.MT19937(0)
+            functions.set_bit_generator(before.meanwhile)
+            functions.seed(0)
+        return before
 
     def put_back(self) -> None:
         """Let all functions draw from that again."""
         _restore_generators(self.generators)
-        if self.of_numpy is not None:
-            _put_back_numpy(self.of_numpy)
+        if numpy is not None:
+            functions: Any = numpy.random
+            functions.set_bit_generator(self.bit_generator)
+            if self.numpy_state["has_gauss"]:  # forgotten by the setter
+                functions.set_state(self.numpy_state)
+            _spare_twisters.append(self.meanwhile)
 
     def take_over(self, earlier: _Before) -> None:
         """Put back later what an earlier one, which ends now, would have put back."""
+        if earlier.meanwhile is not None:
+            _spare_twisters.append(earlier.meanwhile)
         self.generators = earlier.generators
-        if self.of_numpy is not None and earlier.of_numpy is not None:
-            _spare_twisters.append(earlier.of_numpy.meanwhile)
-            self.of_numpy.bit_generator = earlier.of_numpy.bit_generator
-            self.of_numpy.state = earlier.of_numpy.state
-
-
-@dataclass
-class _NumpyState:
-    """What NumPy's functions drew from, and what they draw from meanwhile."""
-
-    bit_generator: Any
-    state: dict[str, Any]
-    meanwhile: Any
-
-
-def _exchange_numpy() -> _NumpyState | None:
-    if numpy is None:
-        return None
-    functions = _numpy_functions()
-    twister = _spare_twisters.pop() if _spare_twisters else numpy.random.MT19937(0)
-    before = _NumpyState(functions.get_bit_generator(), functions.get_state(legacy=False), twister)
-    functions.set_bit_generator(twister)
-    functions.seed(0)
-    return before
-
-
-def _put_back_numpy(before: _NumpyState) -> None:
-    functions = _numpy_functions()
-    functions.set_bit_generator(before.bit_generator)
-    if before.state["has_gauss"]:  # a normal number kept for the next call, forgotten by the setter
-        functions.set_state(before.state)
-    _spare_twisters.append(before.meanwhile)
-
-
-def _numpy_functions() -> Any:
-    return numpy.random  # whose stubs lack some of it
+        self.bit_generator, self.numpy_state = earlier.bit_generator, earlier.numpy_state
