@@ -143,5 +143,5 @@ def _answer(
         seconds=clock.seconds,
         kept=kept if kept.num_kept else None,
         retained=kept.num_kept,
-        changed_attributes=ready.buffers.changed_attributes(first.after),
+        changed_attributes=ready.buffers.changed_attributes(after),
     )

@@ -81,9 +81,8 @@ class TurnRunner:
         Raises:
             DeviceNotStarted: the job is queued again, but the worker had better end.
         """
-        # Before the job is begun: where Redis does not answer, no attempt is lost.
-        spec, lease_s = self._spec(job_id), self.patience.lease_s
-        record = self.records.update(job_id, self._begun, lease_s=lease_s)
+        spec = self._spec(job_id)  # before the job is begun: without Redis no attempt is lost
+        record = self.records.update(job_id, self._begun, lease_s=self.patience.lease_s)
         if record is None:
             log.info("job %s is not queued any more, or not for this worker", job_id)
             return "skipped"

@@ -46,8 +46,8 @@ class ParameterWatch:
     """What is known of a model's parameters, by name.
 
     In a job `parameters` are the model's, `first` those of them whose first job it is, and
-    `overlaid` the ids of those that hold numbers of the job's own. `written` is one that was written
-    to; `keeps_state` tells of state kept elsewhere.
+    `overlaid` the ids of those that hold numbers of the job's own. `written` is one that was
+    written to; `keeps_state` tells of state kept elsewhere.
     """
 
     # By mode: what a job has left as it was.
