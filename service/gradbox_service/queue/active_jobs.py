@@ -4,6 +4,10 @@ Records are the truth. A change tells the record that it left, or its record is 
 Everything is read when this process begins to lead and after entries of the stream were trimmed
 unread; what still slips through (a change that no entry tells) is found by comparing ids now and
 then.
+
+    waiting    posted, or its turn was withdrawn or lost; ranked by priority, share and age
+    fed        it has a turn in RQ's short list, or one that a worker has just taken from there
+    running    a worker has begun it and renews its lease; put back to `waiting` when that ends
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What can change inside without being bound anew, and what was in it at one moment.
 
-Entries of a container, attributes of an object, a variable that a function closes over, a NumPy
-array, a random generator.
+Entries of a container, attributes of an object, a NumPy array, a random generator.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import random
 import sys
 from collections.abc import Callable
 from operator import is_
-from types import CellType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
 import torch
@@ -58,8 +57,6 @@ def mutable(path: str, value: Any) -> Mutable | None:
     """
     if isinstance(value, CONTAINERS):
         return _Entries(path, value, of=value)
-    if isinstance(value, CellType):
-        return _Variable(path, value)
     if isinstance(value, random.Random):
         return _Generator(path, value, value.getstate, value.setstate)
     if isinstance(value, torch.Generator):
@@ -82,22 +79,10 @@ def attributes_of(value: Any) -> dict[str, Any]:
     """Return the live attributes of an object; nothing of one that is left alone."""
     if isinstance(value, (type, Tensor, enum.Enum)):
         return {}
-    if is_of_library(type(value)) and not isinstance(value, (nn.Module, SimpleNamespace)):
+    of_library = type(value).__module__.partition(".")[0] in LIBRARIES
+    if of_library and not isinstance(value, (nn.Module, SimpleNamespace)):
         return {}
     return getattr(value, "__dict__", None) or {}
-
-
-def is_of_library(made: Any) -> bool:
-    """Tell whether a class or a function is one of Python's library, torch's or NumPy's."""
-    return str(made.__module__).partition(".")[0] in LIBRARIES
-
-
-def contents_of(cell: CellType) -> list[Any]:
-    """Return what a variable that a function closes over is bound to, if it is."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
 
 
 def global_generators() -> set[int]:
@@ -134,28 +119,6 @@ class _Entries:
     @property
     def _parts(self) -> list[Any]:
         return self._entries[1::2] if isinstance(self._container, dict) else self._entries
-
-
-class _Variable:
-    """A variable that a function closes over."""
-
-    def __init__(self, path: str, cell: CellType) -> None:
-        self.path, self.owner = path, cell
-        self._contents = contents_of(cell)
-
-    def changed(self) -> bool:
-        now = contents_of(self.owner)
-        return len(now) != len(self._contents) or not all(map(_same, now, self._contents))
-
-    def restore(self) -> None:
-        if self._contents:
-            self.owner.cell_contents = self._contents[0]
-        elif contents_of(self.owner):
-            del self.owner.cell_contents
-
-    def new(self, registered: Mutable | None) -> list[Any] | None:
-        before = registered._contents if isinstance(registered, _Variable) else []
-        return [part for part in self._contents if not any(part is known for known in before)]
 
 
 class _Array:

@@ -4,25 +4,25 @@ A schedule that counts in an object, a NumPy array that is written to, a list in
 generator of the model's own: all of it belongs to S₀ … Sₙ, as the attributes themselves do (see
 `attributes`), and is put back after the job.
 
-Followed from every attribute and every hook of a submodule: dicts, lists, sets, deques and tuples,
-the attributes of objects and of modules that are registered nowhere, what a bound method or a
-`functools.partial` holds, and what a function closes over. Objects of Python's library, torch and
-NumPy have states of their own and are left alone, but for NumPy's arrays and the random generators
-of all three.
+Followed from every attribute of a submodule: dicts, lists, sets, deques and tuples, the attributes
+of objects and of modules that are registered nowhere, what a bound method or a `functools.partial`
+holds. Objects of Python's library, torch and NumPy have states of their own and are left alone, but
+for NumPy's arrays and the random generators of all three. So is what a function closes over: a hook
+may note something there for whoever registered it.
 
 What shards changed is kept where it is small and holds no tensor that came since: n snapshots would
 keep n of them, each with its graph. Else it stays as it is, as with `attributes`.
 
 Cost: a walk over all of it when a job begins, a comparison by identity after each shard. Not
-covered: global variables, iterators, objects with `__slots__`, arrays beyond 16 MiB, and tensors
-that are overwritten in place, which are put back after the job alone.
+covered: global variables, iterators, objects with `__slots__`, arrays beyond 16 MiB; tensors that
+are overwritten in place are put back after the job alone.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -30,19 +30,16 @@ from torch import Tensor, nn
 
 from gradbox_engine.model.state.attributes import OF_TORCH
 from gradbox_engine.model.state.containers import CONTAINERS
-from gradbox_engine.model.state.hooks import TABLES
 from gradbox_engine.model.state.mutables import (
     VALUES,
     Mutable,
     attributes_of,
-    contents_of,
     global_generators,
-    is_of_library,
     mutable,
 )
 
 # Of most attributes: nothing is inside these.
-ATOMS: Final = frozenset({*VALUES, torch.Size, slice, type, type(len)})
+ATOMS: Final = frozenset({*VALUES, torch.Size, slice, type, type(len), FunctionType})
 
 ObjectState = Mapping[int, Mutable | None] | None
 """By id, what differs from when the job began, and what came since; its values are None where that
@@ -107,7 +104,7 @@ class Objects:
 
 
 def _places(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Return what a submodule's attributes and hooks hold; these are its own state themselves."""
+    """Return what a submodule's attributes hold; these are its own state themselves."""
     attributes = vars(module)
     for name in attributes.keys() - OF_TORCH:
         value = attributes[name]
@@ -118,8 +115,6 @@ def _places(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield from _parts(place, value)
         else:
             yield place, value
-    for table in filter(None, map(attributes.get, TABLES)):
-        yield from _parts(f"hooks of {path}", table)
 
 
 def _parts(path: str, value: Any) -> Iterable[tuple[str, Any]]:
@@ -132,12 +127,7 @@ def _parts(path: str, value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, functools.partial):
         return [(path, value.func), (path, value.args), (path, value.keywords)]
     if isinstance(value, MethodType):
-        return [(path, value.__self__), (path, value.__func__)]
-    if isinstance(value, FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        return () if is_of_library(value) else [(f"{path}:{name}", cell) for name, cell in cells]
-    if isinstance(value, CellType):
-        return [(path, part) for part in contents_of(value)]
+        return [(path, value.__self__)]
     attributes = list(attributes_of(value).items())
     return [(f"{path}.{name}", part) for name, part in attributes if type(part) not in ATOMS]
 
