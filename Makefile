@@ -81,7 +81,6 @@ cuda:
 
 # The site, in build/docs: a link, an anchor or a name that leads nowhere ends it with an error.
 docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:

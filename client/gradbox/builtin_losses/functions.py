@@ -113,7 +113,9 @@ def vicreg(
     Args:
         left: (N, D); or (2N, D), both views one after the other, when `right` is left out.
         right: (N, D).
-        invariance, variance, covariance: the weights λ, μ and ν.
+        invariance: λ.
+        variance: μ.
+        covariance: ν.
 
     Source: Bardes et al. 2022, with the means of the authors' code: the paper's eq. 5 and 6 divide
     the invariance by N alone and do not halve the variance.

@@ -23,7 +23,7 @@ class Penalty:
 
     Args:
         at: a submodule by one of its names, whose output is the tap, or an element of that output:
-            "encoder.layer.3", "encoder.layer.3[0]", "encoder[last_hidden_state]", "lstm[1][0]". One
+            `encoder.layer.3`, `encoder.layer.3[0]`, `encoder[last_hidden_state]`, `lstm[1][0]`. One
             that a shard goes through several times is tapped each time.
         loss: tap → scalar, traced as every loss is. Parameters of its own are held constant.
         weight: the factor before it.
