@@ -324,6 +324,15 @@ def test_what_a_model_holds_of_libraries_is_left_alone():
     assert model.kept["counter"].calls == 0
 
 
+def test_a_model_that_holds_a_trainer_and_its_data_is_not_searched():
+    model = _Reversing()
+    model.kept.latest = SimpleNamespace(data=[{"text": str(i)} for i in range(20_000)])
+    objects = Objects(model.named_modules())
+    model.kept.calls = 1
+    assert objects.state() is None
+    assert not objects.tensors
+
+
 def test_what_a_hook_notes_for_others_stays():
     model, seen = _Reversing(), []
     model.register_forward_hook(lambda *_: seen.append(1))

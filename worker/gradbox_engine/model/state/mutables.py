@@ -82,7 +82,13 @@ def attributes_of(value: Any) -> dict[str, Any]:
     of_library = type(value).__module__.partition(".")[0] in LIBRARIES
     if of_library and not isinstance(value, (nn.Module, SimpleNamespace)):
         return {}
-    return getattr(value, "__dict__", None) or {}
+    try:
+        found: dict[str, Any] = object.__getattribute__(
+            value, "__dict__"
+        )  # and of no proxy's object
+    except AttributeError:
+        return {}
+    return found
 
 
 def global_generators() -> set[int]:

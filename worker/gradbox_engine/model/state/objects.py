@@ -15,7 +15,8 @@ keep n of them, each with its graph. Else it stays as it is, as with `attributes
 
 Cost: a walk over all of it when a job begins, a comparison by identity after each shard. Not
 covered: global variables, iterators, objects with `__slots__`, arrays beyond 16 MiB; tensors that
-are overwritten in place are put back after the job alone.
+are overwritten in place are put back after the job alone. Nothing is looked at of a model that
+holds more than 10,000 entries so, a trainer with its data, say.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from gradbox_engine.model.state.mutables import (
 
 # Of most attributes: nothing is inside these.
 ATOMS: Final = frozenset({*VALUES, torch.Size, slice, type, type(len), FunctionType})
+MOST_INSIDE: Final = 10_000
 
 ObjectState = Mapping[int, Mutable | None] | None
 """By id, what differs from when the job began, and what came since; its values are None where that
@@ -88,6 +90,7 @@ class Objects:
         """Return all that can change, by id, and the tensors that are in it."""
         found: dict[int, Mutable] = {}
         tensors: list[Tensor] = []
+        num_entries = 0
         seen = {id(module) for _, module in self._modules} | global_generators()
         left = [place for path, module in self._modules for place in _places(path, module)]
         while left:
@@ -95,6 +98,9 @@ class Objects:
             if type(value) in ATOMS or id(value) in seen:
                 continue
             seen.add(id(value))
+            num_entries += len(value) if isinstance(value, (*CONTAINERS, tuple)) else 1
+            if num_entries > MOST_INSIDE:
+                return {}, []
             if isinstance(value, Tensor):
                 tensors.append(value)
             elif (inside := mutable(path, value)) is not None:
