@@ -90,6 +90,8 @@ def configured(
 def _overlaid(model: nn.Module, options: CallOptions) -> set[int]:
     """Return the ids of the parameters in which the job has numbers of its own."""
     given = options.weights or {}
+    if not given and not options.widened:
+        return set()
     named = model.named_parameters(remove_duplicate=False)
     return {id(parameter) for name, parameter in named if options.widened or name in given}
 

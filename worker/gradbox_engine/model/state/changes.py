@@ -61,25 +61,18 @@ class Changes:
         Raises:
             ModelCallFailed: there are some.
         """
-        if self._differentiated:
-            self._refuse_new_parameters()
-            self._refuse_new_hooks()
-
-    def _refuse_new_parameters(self) -> None:
-        known = set(map(id, self._registered))
+        if not self._differentiated:
+            return
+        num_hooks = dict(zip(map(id, self._registered), self._num_hooks, strict=True))
         for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known:
-                raise ModelCallFailed(
-                    f"parameter {name!r}: expected the model to have it when it was registered, "
-                    f"got it in the forward pass, so it has no gradient; call the model once where "
-                    f"it is built, or make it there"
-                )
-
-    def _refuse_new_hooks(self) -> None:
-        before = dict(zip(map(id, self._registered), self._num_hooks, strict=True))
-        for name, parameter in self._model.named_parameters():
-            num = len(parameter._backward_hooks or ())
-            if num != before.get(id(parameter), num):
+            if id(parameter) not in num_hooks:
+                if parameter.requires_grad:
+                    raise ModelCallFailed(
+                        f"parameter {name!r}: expected the model to have it when it was "
+                        f"registered, got it in the forward pass, so it has no gradient; call the "
+                        f"model once where it is built, or make it there"
+                    )
+            elif len(parameter._backward_hooks or ()) != num_hooks[id(parameter)]:
                 raise ModelCallFailed(
                     f"parameter {name!r}: expected its hooks to stay as they were registered, got "
                     f"others after the forward pass, which every pass would add to; register them "
