@@ -28,6 +28,8 @@ from gradbox.errors import ServiceUnavailable, Unauthorized
 
 FILE: Final = "client.toml"
 DATA: Final = "gradbox-data"
+# In a box's data folder: what its service was started with, but for defaults.
+NOTED: Final = "settings.json"
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,18 @@ def login_file(environment: Mapping[str, str] | None = None) -> Path:
     config = environment.get("XDG_CONFIG_HOME")
     folder = Path(config) if config else Path.home() / ".config"
     return folder / "gradbox" / FILE
+
+
+def noted_reserve_bytes(data: Path) -> int | None:
+    """Return what the last box on a data folder was told to leave free; None if it was not told.
+
+    `gradbox storage` and `gradbox doctor` look at a box from beside it, and are to see it as it is.
+    """
+    try:
+        found = json.loads((data / NOTED).read_bytes())["disk_reserve_bytes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def write_settings(path: Path, settings: ClientSettings) -> None:

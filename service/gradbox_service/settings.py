@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gradbox.errors import GradboxError
+from gradbox.settings import NOTED
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ Bytes = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-# In the data folder: what its service was started with.
-NOTED = "settings.json"
 # Settings of the Redis that `gradbox up` brings; a service alone has none.
 EMBEDDED = ("fsync", "redis_memory_bytes")
 
@@ -159,7 +157,7 @@ class Settings(BaseSettings):
             )
 
     def note(self) -> None:
-        """Write into the data folder what this service was started with; see `noted`.
+        """Write into the data folder what this service was started with.
 
         Raises:
             OSError: the disk takes nothing.
@@ -167,18 +165,6 @@ class Settings(BaseSettings):
         beside = self.data / f".{NOTED}"
         beside.write_text(self.model_dump_json(exclude_defaults=True, exclude={"redis_url"}))
         beside.replace(self.data / NOTED)
-
-
-def noted(data: Path) -> dict[str, Any]:
-    """Return the settings, but defaults, that the last service on a data folder was started with.
-
-    `gradbox storage` and `gradbox doctor` look at a box from beside it, and are to see it as it is.
-    """
-    try:
-        found = json.loads((data / NOTED).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _warn_of_near_misses(names: Iterable[str]) -> None:

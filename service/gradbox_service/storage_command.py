@@ -20,12 +20,13 @@ import typer
 from gradbox.cli.exits import DONE, UNREACHABLE, WRONG_USAGE
 from gradbox.cli.output import AsJson, say_table
 from gradbox.printable import printable
+from gradbox.settings import noted_reserve_bytes
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.cleaning.expiry import Stored
 from gradbox_service.commands import DataFolder, RedisUrl, at_redis, said_of_refusal
 from gradbox_service.jobs.refusals import store_refuses
-from gradbox_service.settings import DAY_S, BadSettings, Settings, noted
+from gradbox_service.settings import DAY_S, BadSettings, Settings
 from gradbox_service.store.room import in_units
 
 SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S}
@@ -111,8 +112,9 @@ def _with_cleaner(
     """Run one of the commands above on the box that its options name."""
     try:
         settings = Settings.read(redis_url=at_redis(redis_url, data), data=data)
-        reserve_bytes = noted(settings.data).get("disk_reserve_bytes", settings.disk_reserve_bytes)
-        settings = settings.model_copy(update={"disk_reserve_bytes": reserve_bytes})
+        reserve_bytes = noted_reserve_bytes(settings.data)
+        if reserve_bytes is not None:
+            settings = settings.model_copy(update={"disk_reserve_bytes": reserve_bytes})
         box = Backing.on_redis(settings)
         cleaner = Cleaner(
             settings,

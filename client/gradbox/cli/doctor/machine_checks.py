@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -13,14 +12,13 @@ from pathlib import Path
 from typing import Final
 
 from gradbox.cli.doctor.finding import Finding, fine, problem, skipped
+from gradbox.settings import noted_reserve_bytes
 
 GIB: Final = 2**30
 RESERVE_SHARE: Final = 0.05
 TIMEOUT_S: Final = 120.0
 SERVERS: Final = ("valkey-server", "redis-server")
 MODELS_FILE: Final = "models.toml"
-# Where a box's service notes its settings.
-NOTED: Final = "settings.json"
 # Present where NVIDIA's driver is.
 DRIVER: Final = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 ASK_TORCH: Final = "import torch; print(torch.version.cuda or '', torch.cuda.device_count())"
@@ -111,7 +109,7 @@ def _disk(data: Path) -> Finding:
         folder for folder in (data.absolute(), *data.absolute().parents) if folder.is_dir()
     )
     usage = shutil.disk_usage(folder)
-    told_bytes = _noted_reserve_bytes(data)
+    told_bytes = noted_reserve_bytes(data)
     reserve_bytes = max(GIB, int(RESERVE_SHARE * usage.total)) if told_bytes is None else told_bytes
     free = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB are free at {folder}"
     if usage.free > reserve_bytes:
@@ -121,12 +119,3 @@ def _disk(data: Path) -> Finding:
         f"{free}, and a box leaves {reserve_bytes / GIB:.1f} GiB free: it takes nothing more",
         fix=f"gradbox storage clean --older-than 3d --data {data}, or a larger disk",
     )
-
-
-def _noted_reserve_bytes(data: Path) -> int | None:
-    """Return what the last box on this folder was told to leave free; None if it was not told."""
-    try:
-        found = json.loads((data / NOTED).read_bytes())["disk_reserve_bytes"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found if isinstance(found, int) else None
