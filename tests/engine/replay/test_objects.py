@@ -100,6 +100,37 @@ class _InArray(_Reversing):
         return float(self.kept.sum())
 
 
+class _InTensor(_Reversing):
+    """A tensor that is a plain attribute, as `.to()` does not find it."""
+
+    def begin(self) -> Any:
+        return torch.zeros(2)
+
+    def strength(self) -> float:
+        self.kept[1] += 1
+        return float(self.kept.sum())
+
+
+class _InTensorBehindItsBack(_Reversing):
+    def begin(self) -> Any:
+        return {"calls": torch.zeros((), dtype=torch.int64)}
+
+    def strength(self) -> float:
+        self.kept["calls"].data += 1
+        return float(self.kept["calls"])
+
+
+class _InLargeTensor(_Reversing):
+    """Too large for n snapshots."""
+
+    def begin(self) -> Any:
+        return SimpleNamespace(moved=torch.zeros(20_000))
+
+    def strength(self) -> float:
+        self.kept.moved += 1
+        return float(self.kept.moved[0])
+
+
 class _InUnregisteredModule(_Reversing):
     def begin(self) -> Any:
         module = nn.Identity()
@@ -172,6 +203,8 @@ KEPT = [
     _InDictInDict,
     _InListInTuple,
     _InArray,
+    _InTensor,
+    _InTensorBehindItsBack,
     _InUnregisteredModule,
     _BehindBoundMethod,
     _InObjectMadeAnew,
@@ -180,7 +213,7 @@ KEPT = [
     _NumpysRandomState,
     _PythonsGenerator,
 ]
-KINDS = [*KEPT, _BesideTensor]
+KINDS = [*KEPT, _InLargeTensor, _BesideTensor]
 
 
 def _groups() -> list[Group]:
@@ -276,6 +309,36 @@ def test_a_killed_job_begins_again(kind):
     found = set_gradient(kind(), _groups(), Objective(_loss), **how)
     assert how["checkpoints"].num_written == 0
     assert all(same_bits(found.grads[name], grad) for name, grad in expected.grads.items())
+
+
+class _Averaging(nn.Module):
+    """Scales its output by a mean of its outputs so far, a tensor that its graphs save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(5, 3, dtype=torch.float64, device=DEVICE)
+        self.mean = torch.ones(3, dtype=torch.float64, device=DEVICE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x)
+        self.mean.mul_(0.5).add_(z.detach().mean(0))
+        return z * self.mean  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("retain", [0, 1000, 10**9])
+def test_a_graph_that_saved_an_unregistered_tensor_finds_its_numbers(retain):
+    model, mean = _Averaging(), torch.ones(3, dtype=torch.float64, device=DEVICE)
+    zs = []
+    for shard in _groups()[0].shards:
+        z = model.linear(shard["x"].to(DEVICE))
+        mean = 0.5 * mean + z.detach().mean(0)
+        zs.append(z * mean)
+    _loss(torch.cat(zs)).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    found = set_gradient(model, _groups(), Objective(_loss), mode="train", retain=retain)
+    assert difference(found.grads, expected) <= TOLERANCE
+    assert torch.equal(model.mean, torch.ones_like(model.mean))
 
 
 class _Caching(_Reversing):

@@ -11,8 +11,8 @@ second pass as it began the first. If a number or word was among it, that one is
 pass takes all shards in their order, and the job writes no checkpoint from there on, for another
 process could not go on from the number.
 
-Cost: a look at every submodule's attributes once a shard. Not covered: the inside of plain
-objects, and tensors that are overwritten in place.
+Cost: a look at every submodule's attributes once a shard. What lies inside objects, and tensors
+that are overwritten in place, are kept by `objects`.
 """
 
 from __future__ import annotations

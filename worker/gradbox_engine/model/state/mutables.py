@@ -1,6 +1,7 @@
 """What can change inside without being bound anew, and what was in it at one moment.
 
-Entries of a container, attributes of an object, a NumPy array, a random generator.
+Entries of a container, attributes of an object, a NumPy array, a random generator, a tensor that is
+registered nowhere.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from gradbox_engine.model.state.attributes import MOST_ENTRIES
 from gradbox_engine.model.state.containers import CONTAINERS, entries_of, refill
+from gradbox_engine.model.tensor_equality import equal_numbers, form, is_plain, writable
 
 try:
     import numpy.random  # which NumPy imports on first use
@@ -29,7 +31,7 @@ except ImportError:
 VALUES: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # Their objects have states of their own, and are left alone.
 LIBRARIES: Final = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
-MOST_BYTES: Final = 2**24  # of an array
+MOST_BYTES: Final = 2**24  # of an array or a tensor
 MOST_KEPT_BYTES: Final = 2**16  # of one in each of n snapshots
 
 
@@ -57,6 +59,8 @@ def mutable(path: str, value: Any) -> Mutable | None:
     """
     if isinstance(value, CONTAINERS):
         return _Entries(path, value, of=value)
+    if isinstance(value, Tensor):
+        return _Numbers(path, value) if _can_be_put_back(value) else None
     if isinstance(value, random.Random):
         return _Generator(path, value, value.getstate, value.setstate)
     if isinstance(value, torch.Generator):
@@ -89,6 +93,17 @@ def attributes_of(value: Any) -> dict[str, Any]:
     except AttributeError:
         return {}
     return found
+
+
+def _can_be_put_back(tensor: Tensor) -> bool:
+    """Tell whether a tensor is small, the model's own and no parameter, and can be written to."""
+    return (
+        tensor.is_leaf
+        and is_plain(tensor)
+        and writable(tensor)
+        and tensor.nbytes <= MOST_BYTES
+        and not (isinstance(tensor, nn.Parameter) or tensor.is_inference() or tensor.is_meta)
+    )
 
 
 def global_generators() -> set[int]:
@@ -140,6 +155,30 @@ class _Array:
 
     def new(self, registered: Mutable | None) -> list[Any] | None:
         return [0] if self.owner.nbytes <= MOST_KEPT_BYTES else None
+
+
+class _Numbers:
+    """A tensor's, with its version counter: a graph that saved it finds the version it saved."""
+
+    def __init__(self, path: str, tensor: Tensor) -> None:
+        self.path, self.owner = path, tensor
+        self._values, self._version = tensor.detach().clone(), tensor._version
+
+    def changed(self) -> bool:
+        now, before = self.owner, self._values
+        return form(now) != form(before) or not equal_numbers(now, before)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        if self.owner.grad_fn is not None:
+            self.owner.detach_()
+        if self.changed():
+            self.owner.data.copy_(self._values)
+        torch._C._autograd._unsafe_set_version_counter((self.owner,), (self._version,))
+
+    def new(self, registered: Mutable | None) -> list[Any] | None:
+        small = self.owner.nbytes <= MOST_KEPT_BYTES
+        return [0] if small and self.owner.grad_fn is None else None
 
 
 class _Generator:

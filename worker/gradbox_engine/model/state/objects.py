@@ -1,8 +1,8 @@
 """State inside what submodules keep as plain attributes: objects, nested containers, generators.
 
-A schedule that counts in an object, a NumPy array that is written to, a list in a dict, a random
-generator of the model's own: all of it belongs to S₀ … Sₙ, as the attributes themselves do (see
-`attributes`), and is put back after the job.
+A schedule that counts in an object, a NumPy array or an unregistered tensor that is written to, a
+list in a dict, a random generator of the model's own: all of it belongs to S₀ … Sₙ, as the
+attributes themselves do (see `attributes`), and is put back after the job.
 
 Followed from every attribute of a submodule: dicts, lists, sets, deques and tuples, the attributes
 of objects and of modules that are registered nowhere, what a bound method or a `functools.partial`
@@ -13,10 +13,10 @@ may note something there for whoever registered it.
 What shards changed is kept where it is small and holds no tensor that came since: n snapshots would
 keep n of them, each with its graph. Else it stays as it is, as with `attributes`.
 
-Cost: a walk over all of it when a job begins, a comparison by identity after each shard. Not
-covered: global variables, iterators, objects with `__slots__`, arrays beyond 16 MiB; tensors that
-are overwritten in place are put back after the job alone. Nothing is looked at of a model that
-holds more than 10,000 entries so, a trainer with its data, say.
+Cost: a walk over all of it and a copy of its numbers when a job begins, a comparison after each
+shard, of tensors and arrays by value. Not covered: global variables, iterators, objects with
+`__slots__`, arrays and tensors beyond 16 MiB. Nothing is looked at of a model that holds more than
+10,000 entries so, a trainer with its data, say.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Objects:
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._modules = list(modules)
-        self._first, self.tensors = self._inside()
+        found, tensors = self._inside()
+        self._first = found | _numbers(tensors)
+        self.tensors = [tensor for _, tensor in tensors]
         self.lost = False
         """Whether a `state` left out a number or a word that a shard had changed."""
 
@@ -61,14 +63,15 @@ class Objects:
         """Return what is inside now that was not when this was made."""
         if not any(found.changed() for found in self._first.values()):
             return None
-        inside, _ = self._inside()
+        found, tensors = self._inside()
+        inside = found | _numbers((path, t) for path, t in tensors if id(t) in self._first)
         differing: dict[int, Mutable | None] = {}
         num_plain, all_kept = 0, True
-        for key, found in inside.items():
+        for key, now in inside.items():
             registered = self._first.get(key)
             if registered is not None and not registered.changed():
                 continue
-            differing[key], new = found, found.new(registered)
+            differing[key], new = now, now.new(registered)
             num_plain += new is None or any(isinstance(part, VALUES) for part in new)
             all_kept = all_kept and new is not None and all(_can_be_kept(p, inside) for p in new)
         if all_kept:
@@ -86,12 +89,14 @@ class Objects:
             if found is not None:
                 found.restore()
 
-    def _inside(self) -> tuple[dict[int, Mutable], list[Tensor]]:
-        """Return all that can change, by id, and the tensors that are in it."""
+    def _inside(self) -> tuple[dict[int, Mutable], list[tuple[str, Tensor]]]:
+        """Return all that can change but tensors, by id, and the unregistered tensors by path."""
         found: dict[int, Mutable] = {}
-        tensors: list[Tensor] = []
+        tensors: list[tuple[str, Tensor]] = []
         num_entries = 0
         seen = {id(module) for _, module in self._modules} | global_generators()
+        for _, module in self._modules:
+            seen.update(map(id, (*module._parameters.values(), *module._buffers.values())))
         left = [place for path, module in self._modules for place in _places(path, module)]
         while left:
             path, value = left.pop()
@@ -102,7 +107,7 @@ class Objects:
             if num_entries > MOST_INSIDE:
                 return {}, []
             if isinstance(value, Tensor):
-                tensors.append(value)
+                tensors.append((path, value))
             elif (inside := mutable(path, value)) is not None:
                 found[id(value)] = inside
             left += _parts(path, value)
@@ -114,7 +119,7 @@ def _places(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     attributes = vars(module)
     for name in attributes.keys() - OF_TORCH:
         value = attributes[name]
-        if type(value) in ATOMS or isinstance(value, Tensor):
+        if type(value) in ATOMS:
             continue
         place = f"{path}.{name}" if path else name
         if isinstance(value, CONTAINERS):
@@ -136,6 +141,10 @@ def _parts(path: str, value: Any) -> Iterable[tuple[str, Any]]:
         return [(path, value.__self__)]
     attributes = list(attributes_of(value).items())
     return [(f"{path}.{name}", part) for name, part in attributes if type(part) not in ATOMS]
+
+
+def _numbers(tensors: Iterable[tuple[str, Tensor]]) -> dict[int, Mutable]:
+    return {id(t): found for path, t in tensors if (found := mutable(path, t)) is not None}
 
 
 def _can_be_kept(part: Any, inside: Mapping[int, Mutable]) -> bool:
