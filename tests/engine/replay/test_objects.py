@@ -6,6 +6,7 @@ import functools
 import random
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,6 +72,22 @@ class _InNamespace(_Reversing):
     def strength(self) -> float:
         self.kept.counter.calls += 1
         return float(self.kept.counter.calls)
+
+
+@dataclass(slots=True)
+class _Slotted:
+    calls: int = 0
+    latest: list[int] = field(default_factory=list)
+
+
+class _InSlots(_Reversing):
+    def begin(self) -> Any:
+        return _Slotted()
+
+    def strength(self) -> float:
+        self.kept.calls += 1
+        self.kept.latest.append(self.kept.calls)
+        return float(sum(self.kept.latest))
 
 
 class _InDictInDict(_Reversing):
@@ -200,6 +217,7 @@ class _BesideTensor(_Reversing):
 KEPT = [
     _Reversing,
     _InNamespace,
+    _InSlots,
     _InDictInDict,
     _InListInTuple,
     _InArray,

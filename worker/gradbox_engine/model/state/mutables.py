@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Callable
 from operator import is_
-from types import SimpleNamespace
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any, Final, Protocol
 
 import torch
@@ -76,23 +76,38 @@ def mutable(path: str, value: Any) -> Mutable | None:
         write = functools.partial(setattr, bits, "state")
         return _Generator(path, value, lambda: bits.state, write)
     attributes = attributes_of(value)
-    return _Entries(path, value, of=attributes) if attributes else None
+    if not attributes:
+        return None
+    return _Slots(path, value) if slots_of(value) else _Entries(path, value, of=attributes)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the live attributes of an object; nothing of one that is left alone."""
+    """Return an object's attributes, the live dict if it has one; none of one left alone."""
     if isinstance(value, (type, Tensor, enum.Enum)):
         return {}
     of_library = type(value).__module__.partition(".")[0] in LIBRARIES
     if of_library and not isinstance(value, (nn.Module, SimpleNamespace)):
         return {}
     try:
-        found: dict[str, Any] = object.__getattribute__(
+        found: dict[str, Any] = object.__getattribute__(  # and of no proxy's object
             value, "__dict__"
-        )  # and of no proxy's object
+        )
     except AttributeError:
-        return {}
+        return {name: getattr(value, name) for name in slots_of(value) if hasattr(value, name)}
     return found
+
+
+def slots_of(value: Any) -> list[str]:
+    """Return the names of the slots of an object that has no dict, as dataclasses may be."""
+    if hasattr(value, "__dict__"):
+        return []
+    return [
+        name
+        for kind in type(value).__mro__
+        if "__slots__" in vars(kind)
+        for name, descriptor in vars(kind).items()
+        if isinstance(descriptor, MemberDescriptorType)
+    ]
 
 
 def _can_be_put_back(tensor: Tensor) -> bool:
@@ -140,6 +155,28 @@ class _Entries:
     @property
     def _parts(self) -> list[Any]:
         return self._entries[1::2] if isinstance(self._container, dict) else self._entries
+
+
+class _Slots:
+    def __init__(self, path: str, owner: Any) -> None:
+        self.path, self.owner = path, owner
+        self._values = attributes_of(owner)
+
+    def changed(self) -> bool:
+        now, before = attributes_of(self.owner), self._values
+        return now.keys() != before.keys() or not all(_same(now[n], before[n]) for n in now)
+
+    def restore(self) -> None:
+        for name in slots_of(self.owner):
+            if name in self._values:
+                object.__setattr__(self.owner, name, self._values[name])
+            elif hasattr(self.owner, name):
+                object.__delattr__(self.owner, name)
+
+    def new(self, registered: Mutable | None) -> list[Any] | None:
+        before = registered._values.values() if isinstance(registered, _Slots) else ()
+        known = set(map(id, before))
+        return [value for value in self._values.values() if id(value) not in known]
 
 
 class _Array:

@@ -14,9 +14,9 @@ What shards changed is kept where it is small and holds no tensor that came sinc
 keep n of them, each with its graph. Else it stays as it is, as with `attributes`.
 
 Cost: a walk over all of it and a copy of its numbers when a job begins, a comparison after each
-shard, of tensors and arrays by value. Not covered: global variables, iterators, objects with
-`__slots__`, arrays and tensors beyond 16 MiB. Nothing is looked at of a model that holds more than
-10,000 entries so, a trainer with its data, say.
+shard, of tensors and arrays by value. Not covered: global variables, iterators, arrays and tensors
+beyond 16 MiB. Nothing is looked at of a model that holds more than 10,000 entries so, a trainer
+with its data, say.
 """
 
 from __future__ import annotations
