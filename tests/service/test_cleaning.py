@@ -14,6 +14,7 @@ import pytest
 import redis
 
 from gradbox.errors import StorageFull
+from gradbox.protocol import JobSpec
 from gradbox_service.admission.shares import check_quota
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
@@ -304,6 +305,40 @@ def test_a_full_redis_forgets_old_jobs_of_whoever_has_most(
     assert left == {"ann-new", "ann-unread", "ann-waits"}
     assert [record.id for record in box.records.owned("bob")] == ["bob"]
     assert not box.results.path("ann0", attempt=1).exists()
+
+
+def continues(forward: str, *, blob: str) -> JobSpec:
+    """Return the spec of a job that reads another one's result."""
+    return a_spec(
+        inputs=[{"shards": [{"blob": blob, "prefix": "0/"}]}],
+        loss={
+            "kind": "cotangents",
+            "forward": forward,
+            "tensors": {"z": {"blob": blob, "tensor": "x"}},
+        },
+        loss_inputs={},
+    )
+
+
+@pytest.mark.parametrize("why", ["age", "memory"])
+def test_no_job_is_forgotten_whose_result_another_one_is_to_read(
+    why: str, redis_settings: Settings, connection: redis.Redis
+) -> None:
+    box = Backing.on_redis(redis_settings)
+    for job_id in ("f" * 32, "other"):
+        ended(box, job_id, quarters=99)
+    box.records.create(a_record("waits"), spec=continues("f" * 32, blob=put_blob(box)))
+    used = connection.info("memory")["used_memory"]
+    connection.config_set("maxmemory", int(1.3 * used) if why == "memory" else 0)
+    settings = {"record_age_s": 0.001} if why == "age" else {}
+    time.sleep(0.01)
+    try:
+        for _ in range(20):
+            cleaner_of(box, redis_settings.data, **settings).clean()
+    finally:
+        connection.config_set("maxmemory", 0)
+    assert {record.id for record in box.records.owned("ann")} == {"f" * 32, "waits"}
+    assert box.results.path("f" * 32, attempt=1).exists()
 
 
 def test_as_many_jobs_are_forgotten_as_make_the_room(backing: Backing) -> None:

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import TypeVar
 
@@ -79,14 +79,7 @@ class Cleaner(RepeatingThread):
         """Remove what has expired; return the files that went."""
         self._tokens.reconcile()
         now_s = time.time()
-        self._end_records(
-            [
-                *self._records.ended(
-                    before_s=now_s - self._settings.record_age_s, limit=MAX_RECORDS
-                ),
-                *crowding(self._records, may_go=partial(self._may_end, now_s=now_s)),
-            ]
-        )
+        self._end_records(now_s=now_s)
         self._blobs.sweep()
         self._results.sweep(is_written=self._is_written, unused_since_s=now_s - SPARED_S)
         self._sweep_checkpoints(unused_since_s=now_s - SPARED_S)
@@ -159,20 +152,31 @@ class Cleaner(RepeatingThread):
             wanted_bytes={owner: self._owners.wanted_by(owner) for owner in owners},
         )
 
-    def _end_records(self, job_ids: Iterable[str]) -> None:
-        for job_id in job_ids:
+    def _end_records(self, *, now_s: float) -> None:
+        """Forget jobs whose time is over, or that crowd Redis, but none that another one reads."""
+        needed = cache(self._needed.names)  # specs are read only where something could go
+
+        def may_go(record: JobRecord) -> bool:
+            return self._is_idle(record, now_s=now_s) and record.id not in needed()
+
+        before_s = now_s - self._settings.record_age_s
+        old = self._records.ended(before_s=before_s, limit=MAX_RECORDS)
+        crowded = crowding(self._records, may_go=may_go)
+        for job_id in [*(job_id for job_id in old if job_id not in needed()), *crowded]:
             record = self._records.get(job_id)
             if record is not None:
                 self._results.discard(job_id, attempt=record.attempt)
             self._records.forget(job_id)
 
-    def _may_end(self, record: JobRecord, *, now_s: float) -> bool:
-        """Tell whether a job has ended long enough ago to make room in Redis."""
+    def _is_idle(self, record: JobRecord, *, now_s: float) -> bool:
+        """Tell whether a job ended, and its result was used, long enough ago to make room."""
         if record.finished_s is None:
             return False
         found = use_of(self._results.path(record.id, attempt=record.attempt))
-        waits = found is not None and not _was_read(found, record)
-        return now_s - record.finished_s > (SPARED_S if waits else SETTLED_SPARED_S)
+        if found is None:
+            return now_s - record.finished_s > SETTLED_SPARED_S
+        spared_s = SETTLED_SPARED_S if _was_read(found, record) else SPARED_S
+        return now_s - max(record.finished_s, found.used_s) > spared_s
 
     def _sweep_checkpoints(self, *, unused_since_s: float) -> None:
         """Remove what jobs left that ended while no worker could."""
