@@ -205,6 +205,36 @@ def test_a_blob_used_since_it_was_chosen_stays(backing: Backing, tmp_path: Path)
     assert cleaner.clean() == []
 
 
+def test_a_result_used_since_it_was_chosen_stays(backing: Backing, tmp_path: Path) -> None:
+    path = put_result(backing, "read", days=99)
+    cleaner = cleaner_of(backing, tmp_path / "data")
+    chosen = list(cleaner.stored())
+    assert backing.results.touch("read", attempt=1)
+    assert cleaner.remove(chosen) == []
+    record = backing.records.get("read")
+    assert path.exists()
+    assert record is not None
+    assert record.result_gone_s is None
+
+
+def test_what_a_lost_attempt_left_goes_without_the_jobs_result(
+    backing: Backing, tmp_path: Path
+) -> None:
+    backing.records.create(a_record("twice"), spec=a_spec())
+    begin(backing.records, "twice")
+    left = backing.results.path("twice", attempt=1)
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"written, and the worker killed before the record said so")
+    age(left, days=8)
+    backing.records.update("twice", partial(JobRecord.requeue, attempt=1, reason="", now_s=1.0))
+    finish(backing, "twice", attempt=begin(backing.records, "twice").attempt, data=b"result")
+    assert len(cleaner_of(backing, tmp_path / "data").clean()) == 1
+    record = backing.records.get("twice")
+    assert (left.exists(), backing.results.path("twice", attempt=2).exists()) == (False, True)
+    assert record is not None
+    assert record.result_gone_s is None
+
+
 def test_what_somebody_removed_by_hand_counts_no_more(backing: Backing, tmp_path: Path) -> None:
     gone, kept = put_blob(backing, size=1), put_blob(backing, size=2)
     result, other = put_result(backing, "gone"), put_result(backing, "kept")

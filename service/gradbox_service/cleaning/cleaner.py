@@ -198,8 +198,13 @@ class Cleaner(RepeatingThread):
         record = self._records.get(file.name)
         if record is not None and not record.state.final:
             return False  # its attempt has written it, and its end is not noted yet
-        self._records.update(file.name, partial(JobRecord.drop_result, now_s=time.time()))
-        return self._results.remove(file.name)
+        if record is not None and not self._is_used(record, since_s=file.used_s):
+            self._records.update(record.id, partial(JobRecord.drop_result, now_s=time.time()))
+        return self._results.remove(file.name, unused_since_s=file.used_s)
+
+    def _is_used(self, record: JobRecord, *, since_s: float) -> bool:
+        found = use_of(self._results.path(record.id, attempt=record.attempt))
+        return found is not None and found.used_s > since_s
 
 
 def _was_read(file: FileUse, record: JobRecord) -> bool:

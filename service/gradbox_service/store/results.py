@@ -49,12 +49,19 @@ class ResultStore:
         """Note that the result is used now; False if it is not here."""
         return touch(self.path(job_id, attempt=attempt))
 
-    def remove(self, job_id: str) -> bool:
-        """Remove what every attempt at a job committed; tell whether there was anything."""
-        found = [path for path in files_of(self._root, job_id) if path.suffix == ".safetensors"]
-        for path in found:
-            path.unlink(missing_ok=True)
-        return bool(found)
+    def remove(self, job_id: str, *, unused_since_s: float) -> bool:
+        """Remove what attempts at a job committed, but what was used after a time.
+
+        Returns:
+            Whether anything went.
+        """
+        gone = []
+        for path in files_of(self._root, job_id):
+            found = use_of(path) if path.suffix == ".safetensors" else None
+            if found is not None and found.used_s <= unused_since_s:
+                path.unlink(missing_ok=True)
+                gone.append(path)
+        return bool(gone)
 
     def sweep(self, *, is_written: Callable[[str, int], bool], unused_since_s: float) -> None:
         """Remove what attempts left half written.
