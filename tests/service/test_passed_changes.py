@@ -82,6 +82,20 @@ def test_an_older_record_does_not_take_the_place_of_a_newer() -> None:
     assert not jobs.running
 
 
+def test_a_job_told_late_by_who_took_it_does_not_hide_that_it_runs() -> None:
+    passed = PassedChanges()
+    jobs = ActiveJobs(
+        MemoryRecords(), None, half_life_s=60.0, clock=time.time, changes=passed.changes
+    )
+    jobs.sync()
+    queued = a_record()
+    running = queued.begin(worker="w", now_s=2.0)
+    passed.pass_on("2-0", [Change("job1", "state", record=running)])
+    passed.tell(queued)
+    jobs.sync()
+    assert list(jobs.running) == [running]
+
+
 def test_the_end_of_a_job_is_not_undone_by_what_came_before() -> None:
     queued = a_record(created_s=time.time())
     over = queued.request_cancel(now_s=time.time() + 1.0)

@@ -39,7 +39,8 @@ class PassedChanges:
         So a job is handed to a worker without waiting for the reader.
         """
         with self._passed:
-            self._untaken.append(Change(record.id, "state", record=record))
+            # First: whatever the reader has passed on about the job came after its post.
+            self._untaken.insert(0, Change(record.id, "state", record=record))
             self._passed.notify()
 
     def changes(self, after: str | None, *, wait_s: float) -> tuple[str, Sequence[Change]]:
