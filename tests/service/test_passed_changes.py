@@ -59,14 +59,14 @@ def reading(*told: JobRecord) -> ActiveJobs:
         return "0-0", [] if after is None else [left.pop(0)]
 
     jobs = ActiveJobs(MemoryRecords(), None, half_life_s=60.0, clock=time.time, changes=changes)
-    jobs.sync()
+    jobs.begin()
     return jobs
 
 
 def test_what_is_known_already_is_nothing_new() -> None:
     jobs = reading(a_record(), a_record())
-    assert jobs.sync()
-    assert not jobs.sync()
+    assert jobs.sync().jobs
+    assert not jobs.sync().jobs
 
 
 def test_an_older_record_does_not_take_the_place_of_a_newer() -> None:
@@ -87,7 +87,7 @@ def test_a_job_told_late_by_who_took_it_does_not_hide_that_it_runs() -> None:
     jobs = ActiveJobs(
         MemoryRecords(), None, half_life_s=60.0, clock=time.time, changes=passed.changes
     )
-    jobs.sync()
+    jobs.begin()
     queued = a_record()
     running = queued.begin(worker="w", now_s=2.0)
     passed.pass_on("2-0", [Change("job1", "state", record=running)])

@@ -32,7 +32,8 @@ from gradbox.tensors.safetensors_header import read_header
 from gradbox.tracing.trace import trace
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
-from gradbox_service.queue.dispatch import TURN_GRACE_S, Dispatcher
+from gradbox_service.queue.dispatch import Dispatcher
+from gradbox_service.queue.short_list import TURN_GRACE_S
 from gradbox_service.settings import Settings
 from gradbox_service.up.embedded_redis import EmbeddedRedis
 from tests.device import DEVICE

@@ -1,4 +1,4 @@
-"""The queued and running jobs in memory, fed by the stream of changes.
+"""The queued and running jobs in memory, kept up to date by the stream of changes.
 
 Records are the truth. A change tells the record that it left, or its record is read again.
 Everything is read when this process begins to lead and after entries of the stream were trimmed
@@ -7,7 +7,7 @@ then.
 
     waiting    posted, or its turn was withdrawn or lost; ranked by priority, share and age
     fed        it has a turn in RQ's short list, or one that a worker has just taken from there
-    running    a worker has begun it and renews its lease; put back to `waiting` when that ends
+    running    a worker has begun it and renews its lease; `waiting` again when that ends
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from gradbox.protocol import JobState
 from gradbox_service.jobs import Change, JobRecord, Records, Usage
@@ -34,6 +34,13 @@ class ReadChanges(Protocol):
     def __call__(self, after: str | None, *, wait_s: float) -> tuple[str, Sequence[Change]]: ...
 
 
+class News(NamedTuple):
+    """Whether a read of the changes found something new."""
+
+    jobs: bool  # about a job's state, or everything was read again
+    box: bool  # about a worker, or about what the box's owner says
+
+
 class ActiveJobs:
     """What waits, what was handed out and what runs, with each owner's share."""
 
@@ -47,7 +54,7 @@ class ActiveJobs:
         ended: Callable[[JobRecord], None] = lambda _: None,
         changes: ReadChanges | None = None,
     ) -> None:
-        """Hold no job yet.
+        """Hold no job yet; `begin` comes first.
 
         Args:
             changes: where changes are read; the records' own stream if None.
@@ -58,7 +65,6 @@ class ActiveJobs:
         self.waiting = Waiting(self.shares.key)
         self.lag_s = 0.0  # between the last change and when it was read here
         self.version = 0  # counts what could move a job's place
-        self.box_changed = True  # a worker, or what the box's owner says; who reads it puts it back
         self._records = records
         self._changes = changes or records.changes
         self._usage = usage
@@ -70,12 +76,13 @@ class ActiveJobs:
         self._num_of: dict[str, int] = {}  # active jobs by owner
         self._cursor: str | None = None
         self._compared_at = 0.0
-        self._began_s = 0.0  # since when this process leads, or leads again
-        self._noted_ends: dict[str, None] = {}
+        self._began_s = 0.0  # to lead
+        self._noted_ends: dict[str, None] = {}  # the newest last
 
-    def forget(self) -> None:
-        """Hold nothing: everything is read again at the next `sync`."""
-        self._cursor = None
+    def begin(self) -> None:
+        """Read everything, in place of what is here: this process leads from now on."""
+        self._began_s = self._clock()
+        self._load()
 
     @property
     def running(self) -> Collection[JobRecord]:
@@ -96,48 +103,44 @@ class ActiveJobs:
         queued = [record for record in jobs if record.state is JobState.QUEUED]
         return queued, [record for record in jobs if record.state is JobState.RUNNING]
 
-    def sync(self, *, wait_s: float = 0.0) -> bool:
-        """Read what changed, waiting for it; True if something that matters here did."""
-        if self._cursor is None:
-            self._began_s = self._clock()
-            self._load()
-            return True
-        before = self._cursor
-        self._cursor, changes = self._changes(before, wait_s=wait_s)
-        if any(change.kind == "missed" for change in changes):
+    def sync(self, *, wait_s: float = 0.0) -> News:
+        """Read what changed, waiting for it."""
+        cursor, changes = self._changes(self._cursor, wait_s=wait_s)
+        kinds = {change.kind for change in changes}
+        if "missed" in kinds:
             known = self._jobs.keys() | {change.job_id for change in changes if change.final}
             self._load()
             self.read(known - self._jobs.keys())  # they have ended meanwhile
-            return True
-        if self._cursor != before:
-            self._note_lag(self._cursor)
-        self.box_changed |= any(change.kind in ("worker", "wake") for change in changes)
+            return News(jobs=True, box=True)
+        if cursor != self._cursor:
+            self._cursor = cursor
+            self._note_lag(cursor)
         newest = {change.job_id: change.record for change in changes if change.kind == "state"}
         unread = [job_id for job_id, record in newest.items() if record is None]
-        told = [record for record in newest.values() if record is not None]
-        num_new = sum(self._note(record) for record in told)
+        num_new = sum(self._note(record) for record in newest.values() if record is not None)
         self.read(unread)
         if time.monotonic() - self._compared_at > COMPARE_S:
             self._compare()
-        return num_new > 0 or bool(unread) or any(change.kind == "wake" for change in changes)
+        wake = "wake" in kinds
+        return News(jobs=num_new > 0 or bool(unread) or wake, box=wake or "worker" in kinds)
 
     def read(self, job_ids: Collection[str]) -> None:
         """Read records again."""
-        ids = [job_id for job_id in job_ids if job_id]
+        ids = list(job_ids)
         for start in range(0, len(ids), READ_AT_ONCE):
             some = ids[start : start + READ_AT_ONCE]
             found = {record.id: record for record in self._records.many(some)}
             for job_id in some:
                 self._put(job_id, found.get(job_id))
 
-    def feed(self, record: JobRecord) -> None:
-        """Note that a turn was fed for a job: it is ranked no more, and holds what it may take."""
+    def note_fed(self, record: JobRecord) -> None:
+        """Note that a job has a turn: it is ranked no more, and holds what it may take."""
         self.waiting.remove(record.id)
         self._fed[record.id] = record
         self._hold(record, self.durations.expected_s(record))
 
-    def take_back(self, job_id: str) -> None:
-        """Note that a job's turn is gone."""
+    def note_unfed(self, job_id: str) -> None:
+        """Note that a job's turn is gone: it waits again."""
         record = self._fed.pop(job_id, None)
         if record is not None:
             self._free(record)
@@ -175,7 +178,6 @@ class ActiveJobs:
             self.waiting.move_all()
 
     def _load(self) -> None:
-        self.box_changed = True
         # The cursor first: a change while the rest is read is read again.
         self._cursor, _ = self._changes(None, wait_s=0.0)
         now_s = self._clock()
@@ -227,7 +229,7 @@ class ActiveJobs:
             self._running[job_id] = record
             self._hold(record, self.durations.expected_s(record))
         elif was_fed and before is not None and before.attempt == record.attempt:
-            self.feed(record)
+            self.note_fed(record)
         else:
             self.waiting.add(record)
 

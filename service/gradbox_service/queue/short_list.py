@@ -1,0 +1,122 @@
+"""The turns in RQ's list, and those that a worker has just taken from there.
+
+A turn says nothing but which job to begin. It waits in the list, is taken, and its job is begun
+within milliseconds; one whose job is not is taken for lost, and the job waits for another.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gradbox_service.jobs import JobRecord, Turn, Turns
+from gradbox_service.queue.active_jobs import ActiveJobs
+
+# A turn that left the list so long ago, and whose job waits still, is lost.
+TURN_GRACE_S: Final = 5.0
+
+
+@dataclass
+class _Fed:
+    """When a turn was fed, by the clock of records, and last seen in the list, by the monotonic."""
+
+    fed_s: float
+    seen_at: float
+
+
+class ShortList:
+    """RQ's list, kept as long as there is room for by `feed`, and looked at by `look`."""
+
+    def __init__(
+        self, turns: Turns, jobs: ActiveJobs, *, grace_s: float, clock: Callable[[], float]
+    ) -> None:
+        """Know of no turn yet.
+
+        Args:
+            jobs: is told which of them have a turn.
+        """
+        self._turns = turns
+        self._jobs = jobs
+        self._grace_s = grace_s
+        self._clock = clock
+        self._in_list: list[Turn] = []
+        self._fed: dict[Turn, _Fed] = {}  # the same, and those that left the list a moment ago
+
+    def __len__(self) -> int:
+        return len(self._in_list)
+
+    def forget(self) -> None:
+        """Know of no turn any more: another process may have fed the list."""
+        self._in_list, self._fed = [], {}
+
+    def look(self) -> None:
+        """Read the list, and note which jobs have a turn and which have lost theirs."""
+        now = time.monotonic()
+        # Fed twice, or for a job that has ended or runs, a turn does no harm and counts for none.
+        self._in_list = [turn for turn in dict.fromkeys(self._turns.waiting()) if self._due(turn)]
+        for turn in self._in_list:  # one that is not known was fed by an earlier leader
+            self._fed.setdefault(turn, _Fed(math.inf, now)).seen_at = now
+        self._fed = {
+            turn: fed
+            for turn, fed in self._fed.items()
+            if now - fed.seen_at < self._grace_s and self._due(turn)
+        }
+        have_turns = {turn.job_id for turn in self._fed}
+        lost = [record.id for record in self._jobs.fed if record.id not in have_turns]
+        for job_id in lost:
+            self._jobs.note_unfed(job_id)
+        self._jobs.read(lost)  # the turn may have been taken, and the change lost
+        for job_id in have_turns - {record.id for record in self._jobs.fed}:
+            record = self._jobs.queued(job_id)
+            if record is not None:
+                self._jobs.note_fed(record)
+
+    def feed(self, record: JobRecord) -> None:
+        """Append the turn of a job that waits."""
+        turn = _turn_of(record)
+        self._turns.feed(turn)
+        self._in_list.append(turn)
+        self._fed[turn] = _Fed(self._clock(), time.monotonic())
+        self._jobs.note_fed(record)
+
+    def empty(self) -> None:
+        """Remove all turns; their jobs wait, as the next look notes."""
+        self._turns.take_back()
+        self.forget()
+
+    def withdraw_outranked(self) -> None:
+        """Remove the last turn if a job was posted since that goes before its job.
+
+        A turn waits in the list while all workers are busy, so that the next job begins at once;
+        who comes meanwhile and is to go first need not wait for that job as well.
+        """
+        first = next(self._jobs.ranked(), None)
+        if first is None or not self._in_list:
+            return
+        last = self._in_list[-1]
+        its_job = self._jobs.queued(last.job_id)
+        if (
+            its_job is not None
+            and first.created_s > self._fed[last].fed_s
+            and self._jobs.precedes(first, its_job)
+            and self._turns.withdraw(last)
+        ):
+            self._in_list.pop()
+            del self._fed[last]
+            self._jobs.note_unfed(last.job_id)
+
+    def next_up(self) -> Sequence[JobRecord]:
+        """Return the jobs that have a turn, those first whose turn was taken."""
+        return sorted(self._jobs.fed, key=lambda record: _turn_of(record) in self._in_list)
+
+    def _due(self, turn: Turn) -> bool:
+        """Tell whether a turn's attempt is the one that its job waits for."""
+        record = self._jobs.queued(turn.job_id)
+        return record is not None and _turn_of(record) == turn
+
+
+def _turn_of(record: JobRecord) -> Turn:
+    return Turn(record.id, record.attempt + 1)
