@@ -14,8 +14,6 @@ from functools import cache, partial
 from itertools import islice
 from typing import TypeVar
 
-import redis
-
 from gradbox_service.cleaning.crowding import crowding
 from gradbox_service.cleaning.expiry import (
     SETTLED_SPARED_S,
@@ -27,7 +25,7 @@ from gradbox_service.cleaning.expiry import (
 from gradbox_service.cleaning.needed import Needed
 from gradbox_service.cleaning.removed import RemovedByHand
 from gradbox_service.jobs import JobRecord, Records
-from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.jobs.refusals import unless_refused
 from gradbox_service.ownership import BlobOwners
 from gradbox_service.queue.leadership import Leadership
 from gradbox_service.repeating_thread import RepeatingThread
@@ -129,13 +127,10 @@ class Cleaner(RepeatingThread):
 
     def _step(self) -> None:
         pause_s = min(LEADER_TTL_S, self._settings.clean_every_s)
-        try:
+        with unless_refused("nothing is cleaned up"):
             if self._leadership.hold(ttl_s=LEADER_TTL_S):
                 pause_s = self._settings.clean_every_s
                 self.clean()
-        except redis.RedisError as error:
-            if not store_refuses(error):
-                raise
         self._stopping.wait(pause_s)
 
     def _limits(self, files: Sequence[Stored]) -> Limits:

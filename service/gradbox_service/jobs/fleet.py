@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from gradbox.protocol import DeviceMemory, ModelView
 from gradbox_service.jobs import redis_changes
 from gradbox_service.jobs.redis_script import ConditionalCommands
-from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.jobs.refusals import unless_refused
 
 log = logging.getLogger(__name__)
 
@@ -117,17 +117,10 @@ class RedisFleet:
         found = cast("list[bytes | None]", self._redis.mget(keys)) if keys else []
         gone = [name for name, text in zip(names, found, strict=True) if text is None]
         if gone:
-            self._forget(gone)
+            with unless_refused():  # a later look forgets them
+                self._redis.srem(WORKERS, *gone)
         workers = [_parsed(WorkerPresence, text) for text in found if text is not None]
         return [worker for worker in workers if worker is not None]
-
-    def _forget(self, names: Sequence[str]) -> None:
-        """Remove the names of workers that are gone; where Redis refuses, with a later look."""
-        try:
-            self._redis.srem(WORKERS, *names)
-        except redis.RedisError as error:
-            if not store_refuses(error):
-                raise
 
     def model(self, name: str, *, version: str) -> ModelView | None:
         text = cast("bytes | None", self._redis.hget(MODELS, f"{name}@{version}"))

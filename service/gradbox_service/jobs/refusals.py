@@ -10,14 +10,20 @@
 
 Everything else (a wrong password, a wrong type, an unknown command) is an error of the set-up or of
 ours. Whoever catches a `redis.RedisError` asks `store_refuses`, so that workers, the service and
-`gradbox tokens` wait for the same things, and `why_refused` for what a person is to be told.
+`gradbox tokens` wait for the same things, and `why_refused` for what a person is to be told. What
+can as well be done the next time stands in `unless_refused`.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import redis
+
+log = logging.getLogger(__name__)
 
 _FAIL_OVER: Final = "is a replica, or has none: try again once its fail-over is over"
 # How a server's reply begins, and what a person is told: a clause that goes on behind "Redis".
@@ -53,6 +59,22 @@ def store_refuses(error: BaseException) -> bool:
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):
         return True
     return _code(error) in _SAYS
+
+
+@contextmanager
+def unless_refused(not_done: str = "", *of: object) -> Iterator[None]:
+    """End the block, and not the caller, where Redis refuses for now; other errors come through.
+
+    Args:
+        not_done: what the log is to say then, a clause with a "%s" for each of `of`; "": nothing.
+    """
+    try:
+        yield
+    except redis.RedisError as error:
+        if not store_refuses(error):
+            raise
+        if not_done:
+            log.warning(f"{not_done}: Redis refuses for now: %s", *of, error)
 
 
 def why_refused(error: BaseException) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import socket
 import time
@@ -11,14 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import redis
-
 from gradbox.protocol import DeviceMemory, ModelView
 from gradbox_service.jobs import Fleet, WorkerPresence
-from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.jobs.refusals import unless_refused
 from gradbox_worker.errors import NameTaken
-
-log = logging.getLogger(__name__)
 
 # `gradbox up` kills a worker that lets its entry lapse: see its watchdog.
 PRESENCE_TTL_S: Final = 8.0
@@ -113,16 +108,9 @@ class Announcer:
             silent_s = ANNOUNCE_S if memory == said.memory else MEMORY_S
             if now_s - self._said_at < silent_s:
                 return
-        try:
+        with unless_refused("%s is %s, which nobody hears", saying.name, state):
             self._fleet.announce(saying, ttl_s=PRESENCE_TTL_S)
-        except redis.RedisError as error:
-            if not store_refuses(error):
-                raise
-            log.warning(
-                "Redis refuses for now to hear that %s is %s: %s", saying.name, state, error
-            )
-            return
-        self._said, self._said_at = saying, now_s
+            self._said, self._said_at = saying, now_s
 
     def retire(self) -> None:
         """Say that the worker has stopped."""

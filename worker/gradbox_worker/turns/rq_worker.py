@@ -27,7 +27,7 @@ from rq.worker.base import WorkerStatus
 
 from gradbox.protocol import ModelView
 from gradbox_service.jobs import QUEUE, SERIALIZER, RedisFleet, RedisRecords
-from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.jobs.refusals import store_refuses, unless_refused
 from gradbox_service.store import ResultStore
 from gradbox_worker.device import DeviceProcess
 from gradbox_worker.errors import DeviceNotStarted, ModelsFileError
@@ -136,13 +136,9 @@ class GradboxWorker(BookkeepingWorker):
 
     def teardown(self) -> None:
         self._device.close()
-        try:
+        with unless_refused("the worker's end is not noted"):
             self._announcer.retire()
             super().teardown()  # type: ignore[no-untyped-call]
-        except redis.RedisError as error:
-            if not store_refuses(error):
-                raise
-            log.warning("Redis does not note that the worker ends: %s", error)
 
     def dequeue_job_and_maintain_ttl(self, *args: Any, **kwargs: Any) -> tuple[Job, Queue] | None:
         """Wait for a turn, also while Redis refuses: RQ alone waits for lost connections only."""
@@ -206,12 +202,8 @@ class GradboxWorker(BookkeepingWorker):
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_S
-            try:
+            with unless_refused("RQ's heartbeat is not noted"):
                 self.maintain_heartbeats(self._turn)
-            except redis.RedisError as error:
-                if not store_refuses(error):
-                    raise
-                log.warning("RQ's heartbeat is not noted, Redis refuses for now: %s", error)
 
     def _until_taken(self, call: Callable[[], T]) -> T:
         """Call until Redis does not refuse only for now; return what the call returns.

@@ -6,22 +6,17 @@ at the job's record, and says whether and why the job is to stop.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-import redis
-
 from gradbox.protocol import ProgressView
 from gradbox.spans import Spans
 from gradbox_service.jobs import Records
-from gradbox_service.jobs.refusals import store_refuses
+from gradbox_service.jobs.refusals import unless_refused
 from gradbox_worker.work import StopOrder
-
-log = logging.getLogger(__name__)
 
 WORKER: Final = Spans("gradbox-worker")
 # A replayed shard costs a forward and a backward, about three forwards.
@@ -127,34 +122,25 @@ class Watch:
         view = ProgressView(
             phase=phase, done=done, total=total, seconds_left=self._seconds_left(now, done, total)
         )
-        try:
+        with unless_refused("job %s: its progress is not noted", self._job_id):
             self._records.update(
                 self._job_id, lambda record: record.advance(attempt=self._attempt, progress=view)
             )
-        except redis.RedisError as error:
-            if not store_refuses(error):
-                raise
-            log.warning("job %s: its progress is not noted: %s", self._job_id, error)
 
     def phase_ended(self, phase: str, *, began_s: float, ended_s: float) -> None:
         """Record the phase as a span."""
         WORKER.record(phase, parent=self._traceparent, began_s=began_s, ended_s=ended_s)
 
     def _beat(self) -> None:
-        try:
+        with unless_refused("job %s: its lease is not renewed", self._job_id):
             record = self._records.beat(
                 self._job_id, attempt=self._attempt, lease_s=self._patience.lease_s
             )
             self._alive()
-        except redis.RedisError as error:
-            if not store_refuses(error):
-                raise
-            log.warning("job %s: no beat, Redis refuses for now: %s", self._job_id, error)
-            return
-        if record is None or not record.held_by(self._attempt):
-            self.stop_reason = StopReason.NOT_OURS
-        elif record.cancel_requested:
-            self.stop_reason = StopReason.CANCELLED
+            if record is None or not record.held_by(self._attempt):
+                self.stop_reason = StopReason.NOT_OURS
+            elif record.cancel_requested:
+                self.stop_reason = StopReason.CANCELLED
 
     def _seconds_left(self, now: float, done: int, total: int) -> float | None:
         """Extrapolate this phase, and the replay from the forward pass."""
