@@ -49,20 +49,21 @@ class ScriptedDevice:
 
 
 class LosesAnswers(MemoryRecords):
-    """The first change to `done` is made, and its answer lost.
+    """The first change to a state is made, and its answer lost.
 
     redis-py sends the script again, and `RedisRecords` finds that the transition applies no more;
     if it cannot connect again, it raises.
     """
 
-    def __init__(self, error: Exception | None) -> None:
+    def __init__(self, state: JobState, error: Exception | None) -> None:
         super().__init__()
         self.lost = False
+        self._state = state
         self._error = error
 
     def update(self, job_id: str, transition: Transition, **given: Any) -> JobRecord | None:
         after = super().update(job_id, transition, **given)
-        if self.lost or after is None or after.state is not JobState.DONE:
+        if self.lost or after is None or after.state is not self._state:
             return after
         self.lost = True
         if self._error is not None:
@@ -109,16 +110,17 @@ def test_a_finished_job_is_done_and_keeps_its_result(box: Box) -> None:
     assert box.backing.results.path(job, attempt=1).exists()
 
 
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.DONE])
 @pytest.mark.parametrize("error", [None, redis.ConnectionError("reset")], ids=["watch", "away"])
-def test_a_result_is_kept_where_the_answer_to_its_record_is_lost(
-    error: Exception | None, tmp_path: Path
+def test_no_attempt_is_lost_with_the_answer_to_its_begin_or_its_end(
+    error: Exception | None, state: JobState, tmp_path: Path
 ) -> None:
-    records = LosesAnswers(error)
+    records = LosesAnswers(state, error)
     box = Box(tmp_path, dataclasses.replace(Backing.in_memory(tmp_path), records=records))
     job = box.submit(box.spec(shards_of(1)))
     assert runner(box, writes_result).run(job) == "done"
     assert records.lost
-    assert box.record(job).state is JobState.DONE
+    assert (box.record(job).state, box.record(job).attempt) == (JobState.DONE, 1)
     assert box.backing.results.path(job, attempt=1).read_bytes() == b"abc"
 
 

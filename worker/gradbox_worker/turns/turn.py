@@ -23,20 +23,14 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import redis
 
 from gradbox.errors import GradboxError, JobFailed, JobTimedOut, OutOfMemory, WorkerLost
-from gradbox.protocol import (
-    CotangentsLoss,
-    GradientSpec,
-    JobSpec,
-    JobState,
-    Problem,
-    SampleSpec,
-)
+from gradbox.protocol import CotangentsLoss, GradientSpec, JobSpec, JobState, Problem, SampleSpec
 from gradbox_service.jobs import Fleet, JobRecord, Records, Transition
 from gradbox_service.jobs.fleet import may_be_run
 from gradbox_service.jobs.refusals import store_refuses
@@ -48,14 +42,11 @@ from gradbox_worker.work import Device, Died, Failed, Finished, Outcome, Work
 log = logging.getLogger(__name__)
 
 STORE_RETRY_S: Final = 0.5
+KILLED: Final = "the worker itself was killed"
 
 
 def run_turn(job_id: str) -> str:
-    """Run a job in the worker whose process this is; the task that RQ's turns name.
-
-    Returns:
-        The state that the job is left in, or "skipped".
-    """
+    """Run a job in the worker whose process this is: the task that RQ's turns name."""
     return CURRENT.get().run(job_id)
 
 
@@ -82,7 +73,8 @@ class TurnRunner:
             DeviceNotStarted: the job is queued again, but the worker had better end.
         """
         spec = self._spec(job_id)  # before the job is begun: without Redis no attempt is lost
-        record = self.records.update(job_id, self._begun, lease_s=self.patience.lease_s)
+        lease_s = self.patience.lease_s
+        record = self._change(job_id, self._begun, made=self._is_ours, lease_s=lease_s)
         if record is None:
             log.info("job %s is not queued any more, or not for this worker", job_id)
             return "skipped"
@@ -120,13 +112,19 @@ class TurnRunner:
         Only for a worker that is sure to be the only one of its name.
         """
         for record in self.records.active():
-            if record.state is JobState.RUNNING and record.worker == self.worker:
+            if self._is_ours(record):
                 log.warning("job %s was held when a worker of this name was killed", record.id)
-                self._end(record, _requeue(record.attempt, "the worker itself was killed"))
+                lose = partial(
+                    JobRecord.requeue, attempt=record.attempt, reason=KILLED, now_s=time.time()
+                )
+                self._end(record, lose)
+
+    def _is_ours(self, record: JobRecord) -> bool:
+        return record.state is JobState.RUNNING and record.worker == self.worker
 
     def _begun(self, record: JobRecord) -> JobRecord | None:
-        mine = not self._is_for_others(record)
-        return record.begin(worker=self.worker, now_s=time.time()) if mine else None
+        for_others = self._is_for_others(record)
+        return None if for_others else record.begin(worker=self.worker, now_s=time.time())
 
     def _is_for_others(self, record: JobRecord) -> bool:
         """Tell whether this device lacks the job's model while another worker may have it.
@@ -185,49 +183,52 @@ class TurnRunner:
         return self.results.path(earlier.id, attempt=earlier.attempt)
 
     def _end(self, record: JobRecord, transition: Transition | None) -> str:
-        """Change the record, waiting while Redis refuses, and keep a result only if it counts.
-
-        Raises:
-            redis.RedisError: Redis still refuses when the worker is asked to end.
-        """
-        after = None if transition is None else self._update(record, transition)
-        if after is None:
-            log.warning("job %s: attempt %d does not count any more", record.id, record.attempt)
+        """Change the record, and keep a result only if it counts."""
+        after = None
+        if transition is not None:
+            done = (JobState.DONE, record.attempt)
+            after = self._change(record.id, transition, made=lambda r: (r.state, r.attempt) == done)
         if after is None or after.state is not JobState.DONE:
             self.results.discard(record.id, attempt=record.attempt)
         if after is None:
+            log.warning("job %s: attempt %d does not count any more", record.id, record.attempt)
             return "skipped"
-        if after.state not in (JobState.QUEUED, JobState.RUNNING):
+        if after.state.final:
             self.results.remove_checkpoint(record.id)
         log.info("job %s: attempt %d left it %s", record.id, record.attempt, after.state)
         return str(after.state)
 
-    def _update(self, held: JobRecord, transition: Transition) -> JobRecord | None:
+    def _change(
+        self,
+        job_id: str,
+        transition: Transition,
+        *,
+        made: Callable[[JobRecord], bool],
+        lease_s: float | None = None,
+    ) -> JobRecord | None:
         """Change the record as soon as Redis takes it.
 
         However long that is: the dispatcher takes no job from a worker that Redis would not let
         beat, and if it did all the same, the transition does not apply.
+
+        Args:
+            made: tells of a record that the transition does not apply to whether it was made: its
+                answer may have been lost. Only this worker can have made it.
+
+        Raises:
+            redis.RedisError: Redis still refuses when the worker is asked to end.
         """
         while True:
             try:
-                after = self.records.update(held.id, transition)
-                return after or self._done_before(held)
+                after = self.records.update(job_id, transition, lease_s=lease_s)
+                if after is None and (found := self.records.get(job_id)) and made(found):
+                    return found
+                return after
             except redis.RedisError as error:
                 if not store_refuses(error) or self.leaving():
                     raise
-                log.warning("job %s: its end is not noted yet: %s", held.id, error)
+                log.warning("job %s: its record is not changed yet: %s", job_id, error)
                 time.sleep(STORE_RETRY_S)
-
-    def _done_before(self, held: JobRecord) -> JobRecord | None:
-        """Return the record if this attempt is done already.
-
-        A change whose answer was lost is made, and does not apply again. Only the attempt's own
-        worker can have made this one.
-        """
-        record = self.records.get(held.id)
-        if record is None or (record.state, record.attempt) != (JobState.DONE, held.attempt):
-            return None
-        return record
 
 
 # The runner that `run_turn` speaks to: RQ hands a task nothing but its arguments.
@@ -294,7 +295,3 @@ def _out_of_time(record: JobRecord) -> JobTimedOut:
 
 def _release(attempt: int) -> Transition:
     return lambda record: record.release(attempt=attempt, now_s=time.time())
-
-
-def _requeue(attempt: int, reason: str) -> Transition:
-    return lambda record: record.requeue(attempt=attempt, reason=reason, now_s=time.time())
