@@ -1,15 +1,21 @@
-"""The address that the service listens on, and who can overhear it there."""
+"""The address that the service listens on, who can overhear it there, and whether TLS will do."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
 import socket
+import ssl
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
 
 from gradbox.errors import GradboxError
 from gradbox_service.settings import BadSettings, Settings
 
 BACKLOG = 2048
+# OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED.
+WRONG_DATES: Final = (9, 10)
 
 
 class CannotListen(GradboxError):
@@ -50,7 +56,7 @@ def url_of(bound: socket.socket, *, tls: bool = False) -> str:
 
 
 def check_exposure(settings: Settings) -> str | None:
-    """Return what to say aloud about who can read along, if there is something to say.
+    """Return what to say aloud about who can read along, or who will not connect, if anything.
 
     Raises:
         BadSettings: tokens and tensors would cross a network in the clear and nobody said that
@@ -61,7 +67,9 @@ def check_exposure(settings: Settings) -> str | None:
     for path in (settings.tls_cert, settings.tls_key):
         if path is not None and not path.is_file():
             raise BadSettings(f"TLS: expected a PEM file at {path}, found none")
-    if settings.tls_cert is not None or is_loopback(settings.host):
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        return _wrong_dates(settings.tls_cert, settings.tls_key)
+    if is_loopback(settings.host):
         return None
     exposed = (
         f"{settings.host} is reached over the network, and without TLS whoever is on the way reads "
@@ -74,6 +82,38 @@ def check_exposure(settings: Settings) -> str | None:
             f"yours alone"
         )
     return f"INSECURE: {exposed}"
+
+
+def _wrong_dates(cert: Path, key: Path) -> str | None:
+    """Return what to say of a certificate that clients will refuse for its dates.
+
+    It is asked by a handshake in memory, with a client that trusts this certificate. What else is
+    wrong with the files is said when they are loaded to serve.
+    """
+    server, client = (
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+    )
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    try:
+        server.load_cert_chain(cert, key, password="")
+        client.load_verify_locations(cert)
+        here = server.wrap_bio(to_server, to_client, server_side=True)
+        there = client.wrap_bio(to_client, to_server)
+        for end in (there, here, there):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code in WRONG_DATES:
+            return (
+                f"{cert}: {error.verify_message}: clients will refuse it; renew it (or set this "
+                f"machine's clock), and start again"
+            )
+    except OSError:  # an SSLError is one, too
+        pass
+    return None
 
 
 def is_loopback(host: str) -> bool:
