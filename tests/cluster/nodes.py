@@ -1,8 +1,9 @@
-"""Three nodes of a Ray cluster on this machine: `python -m tests.cluster.nodes`.
+"""Nodes of a Ray cluster on this machine: `python -m tests.cluster.nodes FOLDER NUMBER`.
 
 Prints the address once all are there; then each line of its input kills one node that is not the
-first, or adds one ("join"), which may find a folder empty, as do all later ones ("join without
-FOLDER", which wants root). It ends with its input.
+first, has an actor of another program take a core ("take"), or adds a node ("join"), which may find
+a folder empty, as do all later ones ("join without FOLDER", which wants root). It ends with its
+input.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 CLONE_NEWNS = 0x00020000  # of sched.h
 
@@ -27,17 +29,34 @@ def main() -> None:
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )
-    others = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    others = [cluster.add_node(num_cpus=1) for _ in range(int(sys.argv[2]) - 1)]
+    taken = []
     print(cluster.address, flush=True)
     for line in sys.stdin:
         if line.startswith("join without "):
             _hide(line.split()[-1])
         if line.startswith("join"):
             others.append(cluster.add_node(num_cpus=1))
+        elif line.startswith("take"):
+            taken.append(_core_taken(cluster.address))
         else:
             cluster.remove_node(others.pop(), allow_graceful=False)
         print("done", flush=True)
     cluster.shutdown()
+
+
+def _core_taken(address: str) -> object:
+    """Have an actor with a core, until what is returned is forgotten."""
+    import ray
+
+    class Taking:
+        def is_there(self) -> bool:
+            return True
+
+    ray.init(address)
+    taking: Any = ray.remote(Taking).options(num_cpus=1).remote()
+    assert ray.get(taking.is_there.remote())
+    return taking
 
 
 def _hide(folder: str) -> None:

@@ -32,12 +32,28 @@ def test_a_device_has_as_many_gpus_as_models_want(
     has: int, asked: list[str], num_gpus: int, expected: list[tuple[str, dict[str, float]]]
 ) -> None:
     facts = {"Resources": {"CPU": 8.0, "GPU": float(has)} if has else {"CPU": 8.0}}
-    assert devices_of(facts, asked, num_gpus=num_gpus) == expected
+    assert devices_of(facts, asked, num_gpus=num_gpus, with_gpus=has > 0) == expected
+
+
+@pytest.mark.parametrize(
+    ("resources", "asked", "with_gpus"),
+    [
+        ({}, ["cpu", "cpu"], False),
+        ({}, ["auto"], False),
+        ({"CPU": 8.0}, ["auto"], True),
+        ({"CPU": 8.0}, ["cuda:0"], True),
+    ],
+    ids=["no core", "no core, auto", "cores beside other machines' GPUs", "no GPU"],
+)
+def test_a_machine_may_have_no_device(
+    resources: dict[str, float], asked: list[str], with_gpus: bool
+) -> None:
+    assert devices_of({"Resources": resources}, asked, num_gpus=1, with_gpus=with_gpus) == []
 
 
 @pytest.mark.parametrize("asked", [3, 7, 24])
 def test_more_cpu_devices_than_cores_have_a_part_of_one_each(asked: int) -> None:
-    found = devices_of({"Resources": {"CPU": 2.0}}, ["cpu"] * asked, num_gpus=1)
+    found = devices_of({"Resources": {"CPU": 2.0}}, ["cpu"] * asked, num_gpus=1, with_gpus=False)
     shares = [resources["num_cpus"] for _, resources in found]
     assert len(shares) == asked
     assert min(shares) > 0

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class Nodes:
     temporary: Path
 
     def order(self, what: str) -> None:
-        """Kill a node, or have one join."""
+        """See `tests.cluster.nodes`."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(what + "\n")
@@ -63,10 +64,9 @@ def models_in_a_folder(folder: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def nodes_and_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Nodes, ClusterBox]]:
-    folder = tmp_path_factory.mktemp("nodes")
-    mark = uuid.uuid4().hex
+@contextmanager
+def running_nodes(number: int, *, mark: str) -> Iterator[Nodes]:
+    """Run a cluster of nodes with a core each; what is started meanwhile finds its token."""
     with (
         pytest.MonkeyPatch.context() as patch,
         tempfile.TemporaryDirectory(prefix="gr-") as ray_folder,
@@ -75,7 +75,7 @@ def nodes_and_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[No
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.cluster.nodes", ray_folder],
+            [sys.executable, "-m", "tests.cluster.nodes", ray_folder, str(number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -83,13 +83,20 @@ def nodes_and_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[No
         )
         assert process.stdout is not None
         address = next(line for line in process.stdout if line.startswith("127.0.0.1:")).strip()
-        file = models_in_a_folder(folder / "models")
-        arguments = ("--cluster", address, "--device", "cpu", "--no-template")
         try:
-            with running_box(folder / "data", models=file, arguments=arguments) as box:
-                yield Nodes(address, process, Path(ray_folder)), ClusterBox(box, mark, file)
+            yield Nodes(address, process, Path(ray_folder))
         finally:
             process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def nodes_and_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Nodes, ClusterBox]]:
+    folder, mark = tmp_path_factory.mktemp("nodes"), uuid.uuid4().hex
+    file = models_in_a_folder(folder / "models")
+    with running_nodes(3, mark=mark) as nodes:
+        arguments = ("--cluster", nodes.address, "--device", "cpu", "--no-template")
+        with running_box(folder / "data", models=file, arguments=arguments) as box:
+            yield nodes, ClusterBox(box, mark, file)
 
 
 @pytest.fixture(scope="module")

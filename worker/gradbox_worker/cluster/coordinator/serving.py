@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 from typing import Final
 
 from gradbox.errors import JobFailed
-from gradbox.protocol import Problem
 from gradbox_engine.errors import CoupledShards
 from gradbox_worker.cluster.coordinator.joined import ClusterGone, JoinedCluster
 from gradbox_worker.cluster.coordinator.waiting_graphs import WaitingGraphs
@@ -42,10 +41,6 @@ from gradbox_worker.work import Work
 log = logging.getLogger(__name__)
 
 AUTO: Final = "auto"
-NO_FILES: Final = (
-    "expected a device that sees the box's data folder, which a job of this computation needs, but "
-    "no machine of the cluster with a device has it; the box's owner mends that (docs/cluster.md)"
-)
 # What a lease asks for that takes all that is idle.
 ALL: Final = 2**31
 
@@ -163,34 +158,34 @@ class Coordinator:
     def _run_on(
         self, work: Work, lent: list[Lent], wish: Wish, waiting: WaitingGraphs | None
     ) -> Outcome:
+        """Run a job in ranges, or whole on a single device that sees the box's files.
+
+        A single device that does not see them has the job as its one range.
+        """
         in_ranges = waiting is not None and len(waiting.ranges) > 0
-        if in_ranges or len(lent) > 1 or (not lent[0].sees_files and can_be_split(work.spec)):
-            job = WideJob(
-                work,
-                self._cluster,
-                lent,
-                wish=wish,
-                waiting=waiting,
-                settings=self._settings,
-                tell=self._tell,
-                stop_requested=self._stop_requested,
+        if lent[0].sees_files and len(lent) == 1 and not in_ranges:
+            return run_whole(
+                work, lent[0], self._cluster, tell=self._tell, stop_requested=self._stop_requested
             )
-            found = self._run_wide(work, job)
-            if not isinstance(found, CoupledShards):
-                return found
-            work = replace(work, not_split=str(found))
-            left = [one for one in job.lent if one.sees_files or not lent[0].sees_files]
-            for device in job.lent:
-                if device not in left[:1]:
-                    self._cluster.give_back(device)
-            if not left:
-                raise DiedBefore
-            lent = left[:1]
-        if not lent[0].sees_files:
-            return RunFailed(problem=Problem.of(JobFailed(NO_FILES)))
-        return run_whole(
-            work, lent[0], self._cluster, tell=self._tell, stop_requested=self._stop_requested
+        job = WideJob(
+            work,
+            self._cluster,
+            lent,
+            wish=wish,
+            waiting=waiting,
+            settings=self._settings,
+            tell=self._tell,
+            stop_requested=self._stop_requested,
         )
+        found = self._run_wide(work, job)
+        if not isinstance(found, CoupledShards):
+            return found
+        if not job.lent:
+            raise DiedBefore
+        one, *others = sorted(job.lent, key=lambda device: not device.sees_files)
+        for device in others:
+            self._cluster.give_back(device)
+        return self._run_on(replace(work, not_split=str(found)), [one], wish, None)
 
     def _check(self) -> None:
         if self._stop_requested():
@@ -203,7 +198,8 @@ class Coordinator:
             StopNow: the job was told to stop.
             ClusterGone: the head of the cluster ended.
         """
-        coupled = (CoupledShards,) if work.spec.devices == AUTO else ()
+        may_be_whole = work.spec.devices == AUTO and not work.not_split
+        coupled = (CoupledShards,) if may_be_whole else ()
         try:
             found = caught(
                 job.run,

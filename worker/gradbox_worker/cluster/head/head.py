@@ -4,6 +4,7 @@ It owns the actors, so that they end with it, on this machine and on others. A m
 gets actors, and one that leaves takes its own along; jobs are told of neither. The devices of a
 machine are its GPUs, one actor each, or as many CPU actors as it is told, each with a share of the
 cores. Where models.toml has a model that wants several GPUs of a device, each actor has so many.
+This machine may have none, or none that is free: then jobs run on the others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gradbox_worker.cluster.actor.device_actor import CONTROL, ROWS, DeviceActor
@@ -34,7 +35,8 @@ from gradbox_worker.models.models_file import gpus_of_a_device, read_models_file
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
-# So long after the first device is ready jobs may run, without those that are not.
+# So long after the first device is ready jobs may run, without those that are not: for those of
+# this machine, whose models' versions count, the ready ones of others wait so long.
 LATE_S: Final = 60.0
 # Ray reserves parts of a core in steps of this.
 CORE_STEPS: Final = 10_000
@@ -87,7 +89,8 @@ class Head:
             .remote(settings.models_file)
         )
         self._starting: list[_Starting] = []
-        self._too_small: dict[str, str] = {}  # by machine, why none of its GPUs is used
+        self._late_s = math.inf  # when no other device is waited for, by the monotonic clock
+        self._without: dict[str, str] = {}  # by machine, why it has no device
         self._of_node: dict[str, list[str]] = {}
         self._actors: dict[str, Any] = {}  # while a handle lives, so does the actor
 
@@ -104,19 +107,13 @@ class Head:
             DeviceNotStarted: none can be used; the message says why.
         """
         self.look()
-        problems: list[str] = list(self._too_small.values())
-        deadline = math.inf
-        while self._starting and time.monotonic() < deadline and not stopping.wait(0.05):
+        problems: list[str] = list(self._without.values())
+        while self._starting and time.monotonic() < self._late_s and not stopping.wait(0.05):
             problems += self._hear_of_ready_ones()
-            if self._actors:
-                deadline = min(deadline, time.monotonic() + LATE_S)
+        problems += self._hear_of_ready_ones()
         found: int = ray.get(self._pool.num_devices.remote())
         if not found and not stopping.is_set():
-            raise DeviceNotStarted(
-                "; ".join(dict.fromkeys(problems))
-                or "expected a machine with devices in the cluster, found none: give --device cpu "
-                "where there is no GPU"
-            )
+            raise DeviceNotStarted("; ".join(dict.fromkeys(problems)))
         return found
 
     def look(self) -> None:
@@ -130,8 +127,11 @@ class Head:
             self._starting = [one for one in self._starting if one.node != node]
         if new := {node: facts for node, facts in alive.items() if node not in self._of_node}:
             free: Mapping[str, float] = ray.available_resources()
+            with_gpus = any(facts["Resources"].get("GPU") for facts in alive.values())
             reserved = [
-                one for node, facts in new.items() for one in self._start_devices(node, facts)
+                one
+                for node, facts in new.items()
+                for one in self._start_devices(node, facts, with_gpus=with_gpus)
             ]
             for argument, kind in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
                 wanted, has = sum(one.get(argument, 0) for one in reserved), free.get(kind, 0)
@@ -147,18 +147,21 @@ class Head:
             return True
         return False
 
-    def _start_devices(self, node: str, facts: Mapping[str, Any]) -> list[dict[str, float]]:
+    def _start_devices(
+        self, node: str, facts: Mapping[str, Any], *, with_gpus: bool
+    ) -> list[dict[str, float]]:
         """Have the actors of a machine; returns what Ray is to reserve for each."""
         names = self._of_node[node] = []
         models = None if node == self._here else POOL
-        found = devices_of(facts, self._devices, num_gpus=self._num_gpus)
+        found = devices_of(facts, self._devices, num_gpus=self._num_gpus, with_gpus=with_gpus)
         if not found:
-            self._too_small[node] = (
-                f"{facts['NodeManagerHostname']}: expected {self._num_gpus} GPUs for a device, as "
-                f"gpus_per_device in models.toml asks for, got "
-                f"{int(facts['Resources'].get('GPU', 0))}; its GPUs are not used"
+            has = facts["Resources"]
+            self._without[node] = (
+                f"{facts['NodeManagerHostname']} has no device: expected {self._num_gpus} GPU(s) "
+                f"for each (gpus_per_device in models.toml), or --device cpu and a core, got "
+                f"{has.get('GPU', 0):g} GPU(s) and {has.get('CPU', 0):g} core(s)"
             )
-            log.warning("%s", self._too_small[node])
+            log.warning("%s", self._without[node])
         elif len(found) < len(self._devices):
             told = (facts["NodeManagerHostname"], len(self._devices), len(found))
             log.warning("%s: expected %d devices, got GPUs for %d; the rest is left out", *told)
@@ -182,17 +185,19 @@ class Head:
         """Lend the devices that are ready; logs and returns why others cannot be used."""
         problems = []
         for one in list(self._starting):
-            if one.node != self._here and self._first_is_starting_here():
-                continue
             if not ray.wait([one.described], timeout=0)[0]:
                 continue
-            self._starting.remove(one)
+            here = one.node == self._here
             try:
                 described = ray.get(one.described)
-            except (RayActorError, RayTaskError) as error:
+            except RayError as error:
+                self._starting.remove(one)
                 problems.append(f"device {one.name} did not start: {_first_lines(error)}")
                 continue
-            here = one.node == self._here
+            self._late_s = min(self._late_s, time.monotonic() + LATE_S)
+            if not here and self._first_is_awaited_here():
+                continue
+            self._starting.remove(one)
             refused = ray.get(self._pool.add.remote(one.name, one.actor, described, here))
             if refused:
                 problems.append(refused)
@@ -205,9 +210,11 @@ class Head:
             log.warning("%s", problem)
         return problems
 
-    def _first_is_starting_here(self) -> bool:
+    def _first_is_awaited_here(self) -> bool:
         """Tell whether to wait for a device of this machine, whose models' versions count."""
-        return not self._actors and any(one.node == self._here for one in self._starting)
+        if self._actors or time.monotonic() >= self._late_s:
+            return False
+        return any(one.node == self._here for one in self._starting)
 
 
 def run(
@@ -251,26 +258,29 @@ def run(
 
 
 def devices_of(
-    facts: Mapping[str, Any], devices: Sequence[str], *, num_gpus: int
+    facts: Mapping[str, Any], devices: Sequence[str], *, num_gpus: int, with_gpus: bool
 ) -> list[tuple[str, dict[str, float]]]:
     """Return the devices of a machine, each with what Ray is to reserve for it.
 
+    What would wait for ever is left out: for more GPUs than there are, for a core where Ray was
+    told of none.
+
     Args:
         facts: what Ray says of the machine.
-        devices: ["auto"], or one by one; which GPUs those are Ray decides. Those that want a GPU
-            more than there are would wait for it forever, and are left out.
+        devices: ["auto"], or one by one; which GPUs those are Ray decides.
         num_gpus: of one device.
+        with_gpus: whether any machine of the cluster has GPUs, so that "auto" means these alone.
     """
     has = facts["Resources"]
-    found = int(has.get("GPU", 0))
     of_gpus: tuple[str, dict[str, float]] = ("cuda:0", {"num_gpus": num_gpus, "num_cpus": 0})
+    on_gpus = [of_gpus] * (int(has.get("GPU", 0)) // num_gpus)
     if list(devices) == [AUTO]:
-        if found:
-            return [of_gpus] * (found // num_gpus)
+        if with_gpus:
+            return on_gpus
         devices = [CPU]
-    on_cpu = (CPU, {"num_cpus": _share(int(has.get("CPU", 1)), len(devices))})
-    on_gpus = iter([of_gpus] * (found // num_gpus))
-    each = [on_cpu if device == CPU else next(on_gpus, None) for device in devices]
+    cores, gpus_left = int(has.get("CPU", 0)), iter(on_gpus)
+    on_cpu = (CPU, {"num_cpus": _share(cores, len(devices))}) if cores else None
+    each = [on_cpu if device == CPU else next(gpus_left, None) for device in devices]
     return [device for device in each if device is not None]
 
 
