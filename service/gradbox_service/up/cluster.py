@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from gradbox_service.up.part import Part, PartFailed, ended
-from gradbox_service.up.saying import NotReady, say
+from gradbox_service.up.saying import NotReady
 
 MODULE: Final = "gradbox_worker.cluster"
 NAME: Final = "cluster"
 # Written by the head once jobs can run; removed when it ends.
 ADDRESS_FILE: Final = "cluster.json"
 LOOK_S: Final = 0.1
-# After so long it is said what stands in the head's log.
-SAY_S: Final = 15.0
 
 
 @dataclass(frozen=True)
@@ -55,15 +51,12 @@ def num_devices(head: Part, *, data: Path, stop: threading.Event) -> int:
         PartFailed: it ended before.
     """
     not_ready = NotReady()
-    say_s = time.monotonic() + SAY_S
     while not stop.wait(LOOK_S):
         code = head.exit_code()
         if code is not None:
             raise PartFailed.of(head, f"{ended(code)} before it had devices", code=code)
         if os.path.exists(address_file(data)):
             return int(json.loads(address_file(data).read_text())["num_devices"])
-        not_ready.because("the cluster has not said which devices it has")
-        if time.monotonic() > say_s and (said := head.tail()):
-            say(f"the cluster is not ready yet; its log says:\n{said}")
-            say_s = math.inf
+        last = next(reversed(head.lines()), "nothing yet")
+        not_ready.because(f"the cluster waits for devices; its log ends with: {last}")
     return 0

@@ -142,12 +142,15 @@ class Part:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
-    def tail(self) -> str:
-        """Return the last lines that the process wrote since it was started."""
+    def lines(self) -> list[str]:
+        """Return the lines that the process wrote since it was started."""
         with self.log.open("rb") as file:
             file.seek(self._log_start)
-            lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
+            return file.read().decode(errors="replace").splitlines()
+
+    def tail(self) -> str:
+        """Return the last of these lines, indented."""
+        return "\n".join(f"  | {line}" for line in self.lines()[-TAIL_LINES:])
 
 
 def ended(code: int) -> str:
