@@ -18,6 +18,7 @@ from torch.fx import Proxy
 
 from gradbox.graphs import allow_list
 from gradbox.tracing.current import TRACED
+from gradbox.tracing.module_state import restored, submodules
 from gradbox.tracing.recording import Recording
 from gradbox.tracing.refusals import COMPILED, instead_of
 from gradbox.tracing.source_location import untraceable
@@ -44,57 +45,10 @@ def intercepting(function: Callable[..., Any], recording: Recording) -> Iterator
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(TRACED.by(recording))
-        for module in submodules(function):
-            stack.enter_context(_restored(module))
+        stack.enter_context(restored(function))
         stack.enter_context(_intercepted(function))
         stack.enter_context(recorded_modules())
         yield
-
-
-def trainable_parameters(function: Callable[..., Any]) -> dict[int, str]:
-    """Return the names of the trainable parameters of the module behind a function."""
-    root = _root(function)
-    if root is None:
-        return {}
-    return {id(p): name for name, p in root.named_parameters() if p.requires_grad}
-
-
-def buffers(function: Callable[..., Any]) -> dict[int, str]:
-    """Return the names of the buffers of the module behind a function."""
-    root = _root(function)
-    return {} if root is None else {id(buffer): name for name, buffer in root.named_buffers()}
-
-
-def _root(function: Callable[..., Any]) -> torch.nn.Module | None:
-    while isinstance(function, functools.partial):
-        function = function.func
-    owner = getattr(function, "__self__", function)
-    return owner if isinstance(owner, torch.nn.Module) else None
-
-
-def submodules(function: Callable[..., Any]) -> list[torch.nn.Module]:
-    """Return the module behind a function and all modules in it; none of a plain function."""
-    root = _root(function)
-    return [] if root is None else list(root.modules())
-
-
-@contextmanager
-def _restored(module: torch.nn.Module) -> Iterator[None]:
-    """Put a module's attributes back, one level into its containers."""
-    state = vars(module)
-    before = dict(state)
-    contents = {
-        name: value.copy() for name, value in state.items() if isinstance(value, dict | list | set)
-    }
-    try:
-        yield
-    finally:
-        state.clear()
-        state.update(before)
-        for name, copy in contents.items():
-            kept = state[name]
-            kept.clear()
-            kept.extend(copy) if isinstance(kept, list) else kept.update(copy)
 
 
 @contextmanager

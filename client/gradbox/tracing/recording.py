@@ -32,8 +32,8 @@ class Recording(GraphAppendingTracer):
 
     Args:
         graph: where the nodes go.
-        parameters: the names of the tensors whose gradients are wanted, by their identity.
-        buffers: likewise those of a module's buffers, which keep their names.
+        parameters: the tensors whose gradients are wanted, by name.
+        buffers: those of a module's buffers, which keep their names.
         structured: any public attribute of a symbol may be a field.
 
     Attributes:
@@ -44,8 +44,8 @@ class Recording(GraphAppendingTracer):
         self,
         graph: FxGraph,
         *,
-        parameters: Mapping[int, str],
-        buffers: Mapping[int, str],
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
         structured: bool,
     ) -> None:
         super().__init__(graph)
@@ -55,8 +55,8 @@ class Recording(GraphAppendingTracer):
         self.writes = False
         self.refused: list[UntraceableLoss] = []
         self.structured = structured
-        self._names = parameters
-        self._buffers = buffers
+        self._names = {id(tensor): name for name, tensor in parameters.items()}
+        self._buffers = {id(tensor): name for name, tensor in buffers.items()}
         self._nodes: dict[int, Node] = {}
         self._grad_enabled = True
         self._autocast = _autocast_state()

@@ -26,11 +26,12 @@ from gradbox.graphs.call_signature import bound_names
 from gradbox.graphs.check import check_graph
 from gradbox.graphs.schema import Graph
 from gradbox.tracing.encode import encode
-from gradbox.tracing.interception import (
+from gradbox.tracing.interception import intercepting
+from gradbox.tracing.module_state import (
     buffers,
-    intercepting,
     submodules,
     trainable_parameters,
+    write_replaced_buffers,
 )
 from gradbox.tracing.recording import Recorder, Recording
 from gradbox.tracing.refusals import SCRIPTED, TRANSFORMED
@@ -105,16 +106,15 @@ def trace(
     options = dict(options or {})
     keywords = tuple(arguments or ())
     names = bound_names(function, positional, keywords, tuple(options))
+    held = buffers(function)
     recording = Recording(
-        FxGraph(),
-        parameters=trainable_parameters(function),
-        buffers=buffers(function),
-        structured=structured,
+        FxGraph(), parameters=trainable_parameters(function), buffers=held, structured=structured
     )
     symbols = [recording.argument(name) for name in (*names, *keywords)]
     given = dict(zip(keywords, symbols[len(names) :], strict=True))
     with intercepting(function, recording), Recorder(recording):
         result = _call(function, symbols[: len(names)], {**given, **options})
+        write_replaced_buffers(recording, held, buffers(function))
     for error in recording.refused:  # caught by the function, which went on without the value
         raise error
     _check_result(result, of=function, structured=structured)
