@@ -105,6 +105,26 @@ def test_an_attribute_that_no_tensor_has_is_not_there() -> None:
     assert build(traced.graph, {}, device="cpu")(z) == loss(z)
 
 
+class LastMean:
+    def __init__(self) -> None:
+        self.last = torch.zeros(3)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        mean = z.mean(0).detach()
+        value = (z - self.last).square().sum()
+        self.last = mean
+        return value
+
+
+def test_what_an_earlier_trace_left_is_not_read_as_a_value_of_this_one() -> None:
+    loss = LastMean()
+    trace(loss, positional=1)
+    with pytest.raises(
+        UntraceableLoss, match=r"self\.last.*earlier trace.*buffer of an nn\.Module"
+    ):
+        trace(loss, positional=1)
+
+
 def test_a_written_buffer_is_not_read_into_another_dtype() -> None:
     mean = torch.zeros(3)
 

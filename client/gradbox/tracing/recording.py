@@ -20,7 +20,7 @@ from gradbox.graphs.schema import MAX_NODES
 from gradbox.tracing.default_dtype import TYPES_OF_PYTHON, check_default_dtype
 from gradbox.tracing.dropouts import drops_nothing
 from gradbox.tracing.plain_method import is_method, plain_method
-from gradbox.tracing.refusals import HOOKED, ON_YOUR_SIDE, instead_of
+from gradbox.tracing.refusals import HOOKED, KEPT, ON_YOUR_SIDE, instead_of
 from gradbox.tracing.source_location import untraceable
 from gradbox.tracing.symbols import VIEWS, Symbol
 from gradbox.tracing.torch_modules.losses import FORMULAS
@@ -100,6 +100,8 @@ class Recording(GraphAppendingTracer):
         return self.graph.create_node(kind, target, args, kwargs, name, type_expr)
 
     def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Proxy) and a.tracer is not self:
+            raise self.refusal(*KEPT)
         if isinstance(a, torch.Tensor):
             return self._tensor(a)
         if type(a).__module__ == "numpy":

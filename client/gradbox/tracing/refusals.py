@@ -18,6 +18,11 @@ _RANDOM = (
 )
 _GRADIENT = "a loss is differentiated by the box; write the formula of the derivative instead"
 HOOKED: Final = "the box would not call it: write what it does to the gradient with .detach()"
+KEPT: Final = (
+    "the function reads what an earlier trace of it left in a variable, a list or an attribute",
+    "keep running state in a buffer of an nn.Module, and make a tensor that is cached outside the "
+    "function: docs/graphs.md",
+)
 _ORIGINAL = "use the function or module that it was made from"
 COMPILED: Final = ("what torch.compile made cannot be traced", _ORIGINAL)
 SCRIPTED: Final = ("what torch.jit made cannot be traced", _ORIGINAL)
