@@ -254,6 +254,7 @@ class GradClient:
         Raises:
             UnknownModel: there is none of that name.
             UnusableModel: the box cannot build it.
+            ModuleNotFoundError: torch is not installed here.
         """
         from gradbox.remote.model import JobOptions, RemoteModel
 

@@ -1,4 +1,12 @@
-"""The built-in losses by name: `from gradbox.losses import info_nce`."""
+"""The built-in losses by name: `from gradbox.losses import info_nce`; they need torch."""
+
+from gradbox.tensors.tensor_bytes import is_torch_importable
+
+if not is_torch_importable():
+    raise ModuleNotFoundError(
+        "gradbox.losses: expected torch on this machine, found none: "
+        "pip install 'gradbox[torch]', or name the loss for the box, as in Builtin('info_nce')"
+    )
 
 from gradbox.builtin_losses.functions import (
     BUILTIN,

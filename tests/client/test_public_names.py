@@ -66,6 +66,25 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=500)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["from gradbox.losses import info_nce", "GradClient('http://127.0.0.1:1', 't').model('m')"],
+)
+def test_what_needs_torch_says_how_to_install_it(line: str) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = None
+from gradbox import GradClient
+try:
+    {line}
+except ModuleNotFoundError as error:
+    assert "pip install 'gradbox[torch]', or" in str(error), error
+else:
+    raise SystemExit("it took no torch")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=500)
+
+
 def test_importing_is_quick_because_it_loads_only_the_errors() -> None:
     code = "import sys, gradbox; print(sorted(m for m in sys.modules if m.startswith('gradbox')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -20,6 +20,14 @@ outputs a `grad_fn`, made of the functions in `autograd`, whose backward runs th
 changed them, as `rounded_weights` if they are to; `buffers` go from one job to the next.
 """
 
+from gradbox.tensors.tensor_bytes import is_torch_importable
+
+if not is_torch_importable():
+    raise ModuleNotFoundError(
+        "client.model: expected torch on this machine, whose autograd a remote model joins, found "
+        "none: pip install 'gradbox[torch]', or submit a Forward and a Gradient"
+    )
+
 from gradbox.remote.model import RemoteModel
 from gradbox.remote.output import RemoteOutput
 
