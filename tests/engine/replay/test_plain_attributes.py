@@ -98,6 +98,17 @@ class _ByFlag(_Counting):
         return 1 + self.part.training
 
 
+class _InTurns(_Counting):
+    """Ends as it began, for there are five shards."""
+
+    def begin(self) -> None:
+        self.phase = 0
+
+    def counted(self) -> int:
+        self.phase = (self.phase + 1) % 5
+        return 1 + self.phase
+
+
 class _BesideTensor(_Counting):
     """Keeps a tensor with a graph, too."""
 
@@ -106,7 +117,7 @@ class _BesideTensor(_Counting):
         return self.latest
 
 
-KINDS = [_Counting, _InDict, _InDeque, _Late, _Gone, _ByFlag, _BesideTensor]
+KINDS = [_Counting, _InDict, _InDeque, _Late, _Gone, _ByFlag, _InTurns, _BesideTensor]
 
 
 def _shards() -> list[dict[str, Tensor]]:

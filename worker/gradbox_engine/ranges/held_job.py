@@ -49,7 +49,11 @@ from gradbox_engine.replay.kept_graphs import KeptPass, bytes_beside, places_of
 from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.replay.retention import NONE_OLDER, GraphBudget, graph_budget
 from gradbox_engine.replay.set_gradient import GRADS_ALONE
-from gradbox_engine.replay.shard_record import ShardRecord, retried_without_kept_graphs
+from gradbox_engine.replay.shard_record import (
+    ShardRecord,
+    any_changed_state,
+    retried_without_kept_graphs,
+)
 from gradbox_engine.replay.z import ShardRows, concatenated
 from gradbox_engine.requests import (
     CallKeywords,
@@ -181,7 +185,7 @@ class HeldJob:
             penalties=held.penalties(),
             norms=norms,
             parameters=frozenset(self.parameters),
-            stateful=not after.equals(ready.buffers.first),
+            stateful=any_changed_state(records),
             seconds=clock.seconds["forward"],
             buffers=on_host(ready.buffers.named(after)) if with_buffers else None,
         )

@@ -28,7 +28,7 @@ from gradbox_engine.replay.gradient_sums import GradientSums
 from gradbox_engine.replay.kept_graphs import KeptPass, bytes_beside, places_of
 from gradbox_engine.replay.phase_timer import PhaseTimer
 from gradbox_engine.replay.retention import NONE_OLDER, OlderGraphs, graph_budget
-from gradbox_engine.replay.shard_record import ShardRecord
+from gradbox_engine.replay.shard_record import ShardRecord, any_changed_state
 from gradbox_engine.replay.z import concatenated, ordered
 from gradbox_engine.requests import (
     CallKeywords,
@@ -139,7 +139,7 @@ def _answer(
         outputs={group.name: as_z(ordered(whole[group.name], group)) for group in groups},
         rows=rows,
         buffers=ready.buffers.named(after),
-        stateful=lost or not after.equals(ready.buffers.first),
+        stateful=lost or any_changed_state(records),
         seconds=clock.seconds,
         kept=kept if kept.num_kept else None,
         retained=kept.num_kept,

@@ -42,6 +42,14 @@ def free_graphs(records: Iterable[ShardRecord], positions: Container[Position]) 
             record.free_graph()
 
 
+def any_changed_state(records: Iterable[ShardRecord]) -> bool:
+    """Return whether any shard left other buffers, attributes or hooks than it found.
+
+    The last shard may leave what the first one found: a flag that every second call sets.
+    """
+    return any(not record.after.equals(record.before) for record in records)
+
+
 def retried_without_kept_graphs(
     step: Callable[[], T], records: Sequence[ShardRecord], *, undo: Callable[[], None]
 ) -> T:

@@ -110,7 +110,7 @@ class Snapshot:
             return False
         own, others = self.values, other.values
         return own.keys() == others.keys() and all(
-            (a is b is None) or (a is not None and b is not None and same_values(a, b))
+            a is b or (a is not None and b is not None and same_values(a, b))
             for a, b in ((own[slot], others[slot]) for slot in own)
         )
 

@@ -37,7 +37,7 @@ from gradbox_engine.ranges.protocol import (
 )
 from gradbox_engine.replay.checkpoint import JobCheckpoint
 from gradbox_engine.replay.phase_timer import PhaseTimer
-from gradbox_engine.replay.shard_record import ShardRecord
+from gradbox_engine.replay.shard_record import ShardRecord, any_changed_state
 from gradbox_engine.replay.z import ShardRows, concatenated
 from gradbox_engine.requests import (
     CallKeywords,
@@ -146,7 +146,7 @@ class HeldMixed:
             penalties=torch.zeros(0, dtype=torch.float64),
             norms=norms,
             parameters=frozenset(self._leaves),
-            stateful=not records[-1].after.equals(self._ready.buffers.first),
+            stateful=any_changed_state(records),
             seconds=clock.seconds["forward"],
         )
 
