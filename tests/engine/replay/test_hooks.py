@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine import Group, Objective, set_gradient
+from gradbox_engine import CoupledShards, Group, Objective, set_gradient
 from gradbox_engine.per_sample import jacobian
 from tests.device import DEVICE
 from tests.engine.interrupted import Kept, Killed, KilledAt
 from tests.engine.per_sample import naive as rows
+from tests.engine.ranges.running import even, set_gradient_in_ranges
 from tests.oracle import TOLERANCE, difference
 
 
@@ -90,6 +91,13 @@ def test_rows_are_those_of_the_first_call(kind):
     expected = rows.flat(rows.rows(naive(**shard)[1], dict(naive.named_parameters())))
     found = jacobian(kind(), [shard], output=1)
     assert rows.difference(rows.flat(found.arrays), expected) <= rows.TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_that_change_them_are_not_split(kind):
+    groups = [Group("z", _shards())]
+    with pytest.raises(CoupledShards, match=r"hooks|attribute 'hooked'"):
+        set_gradient_in_ranges(kind(), even(groups, 3), groups, Objective(_loss), output=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

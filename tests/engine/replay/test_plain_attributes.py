@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -109,6 +112,60 @@ class _InTurns(_Counting):
         return 1 + self.phase
 
 
+class _Strength(enum.Enum):
+    WEAK = 1
+    STRONG = 3
+
+    def other(self) -> _Strength:
+        return _Strength.STRONG if self is _Strength.WEAK else _Strength.WEAK
+
+
+class _ByEnumeration(_Counting):
+    def begin(self) -> None:
+        self.strength = _Strength.WEAK
+
+    def counted(self) -> int:
+        self.strength = self.strength.other()
+        return self.strength.value
+
+
+class _ByNumpysNumber(_Counting):
+    def begin(self) -> None:
+        self.calls = np.int64(0)
+
+
+class _InFrozenObject(_Counting):
+    """Keeps its count in an object that every call replaces."""
+
+    def begin(self) -> None:
+        self.state = _Frozen(0)
+
+    def counted(self) -> int:
+        self.state = replace(self.state, calls=self.state.calls + 1)
+        return self.state.calls
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    calls: int
+
+
+class _InReplacedDict(_Counting):
+    """Keeps its count in a dict that every call replaces, beside a tensor."""
+
+    def begin(self) -> None:
+        self.state = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = super().forward(x)
+        self.state["latest"] = z  # type: ignore[assignment]
+        return z
+
+    def counted(self) -> int:
+        self.state = {"calls": self.state["calls"] + 1}
+        return self.state["calls"]
+
+
 class _BesideTensor(_Counting):
     """Keeps a tensor with a graph, too."""
 
@@ -117,7 +174,20 @@ class _BesideTensor(_Counting):
         return self.latest
 
 
-KINDS = [_Counting, _InDict, _InDeque, _Late, _Gone, _ByFlag, _InTurns, _BesideTensor]
+KINDS = [
+    _Counting,
+    _InDict,
+    _InDeque,
+    _Late,
+    _Gone,
+    _ByFlag,
+    _InTurns,
+    _ByEnumeration,
+    _ByNumpysNumber,
+    _InFrozenObject,
+    _InReplacedDict,
+    _BesideTensor,
+]
 
 
 def _shards() -> list[dict[str, Tensor]]:
@@ -209,10 +279,11 @@ def test_the_tangent_pass_of_a_mixed_gradient_finds_them():
     assert difference(result.grads, {"y": expected}) <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", [_Counting, _InDict, _InDeque, _Late])
+@pytest.mark.parametrize("kind", KINDS)
 def test_shards_that_change_them_are_not_split(kind):
     groups = [Group("z", _shards())]
-    with pytest.raises(CoupledShards, match=r"attribute '(calls|state|sizes)'"):
+    names = r"attribute '(calls|state|sizes|phase|strength|part.training|the model)'"
+    with pytest.raises(CoupledShards, match=names):
         set_gradient_in_ranges(kind(), even(groups, 2), groups, Objective(_loss), mode="train")
 
 

@@ -170,7 +170,7 @@ class HeldJob:
                 )
             )
             after = records[-1].after
-            norms = {} if part.is_whole else norm_statistics.updates(ready.model, records)
+            norms = {} if part.is_whole else norm_statistics.updates(ready, records)
             joined = partial(
                 concatenated, ready.calls.groups, {r.position: r.outputs for r in records}
             )
@@ -286,7 +286,7 @@ class HeldJob:
     ) -> None:
         if part.index > 0:
             first = held.records[0]
-            updates = norm_statistics.updates(self.ready.model, [first])
+            updates = norm_statistics.updates(self.ready, [first])
             self._freeing_graphs(partial(check_independence, self.ready, first, norms, updates))
 
     def _freeing_graphs(

@@ -12,8 +12,9 @@ range made of S₀ therefore tells what it makes of any T:
 with N₀, N the number of batches in S₀ and T, and c of them in the range. Exact but for rounding. A
 batch without samples is counted, and no update is made: such a range is composed with no other.
 
-Any other buffer that changes is refused, and any plain attribute: `updates`. That no output depends
-on the running ones is not taken for granted either: see `independence`.
+Any other buffer that changes is refused, and so are numbers kept as attributes or inside them, and
+hooks: `updates`. That no output depends on the running ones is not taken for granted either: see
+`independence`.
 
 Not supported: running statistics of instance norm, which counts no batches.
 """
@@ -24,11 +25,12 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradbox_engine.errors import CoupledShards
-from gradbox_engine.model.state.attributes import restorable
+from gradbox_engine.model.prepared import Prepared
+from gradbox_engine.model.state.buffers import Buffers
 from gradbox_engine.model.state.snapshots import Live, Slot, Snapshot
 from gradbox_engine.model.tensor_equality import form, same_values
 from gradbox_engine.ranges.protocol import NormStatistics, NormUpdate, RangeOutputs
@@ -41,16 +43,17 @@ ONE_DEVICE = (
 )
 
 
-def updates(model: nn.Module, records: Sequence[ShardRecord]) -> dict[str, NormUpdate]:
+def updates(ready: Prepared, records: Sequence[ShardRecord]) -> dict[str, NormUpdate]:
     """Return what a range did to the running statistics of batch norms, by module.
 
     Raises:
-        CoupledShards: a shard changed any other buffer, or a number kept as an attribute.
+        CoupledShards: a shard changed any other buffer, a number kept as an attribute or inside
+            one, or hooks.
     """
-    _refuse_attributes(records)
+    _refuse_beyond_buffers(ready.buffers, records)
     norms = {
         name: module
-        for name, module in model.named_modules()
+        for name, module in ready.model.named_modules()
         if isinstance(module, _BatchNorm) and module.training
     }
     composable = {(name, buffer) for name in norms for buffer in (MEAN, VAR, COUNT)}
@@ -81,17 +84,18 @@ def updates(model: nn.Module, records: Sequence[ShardRecord]) -> dict[str, NormU
     }
 
 
-def _refuse_attributes(records: Sequence[ShardRecord]) -> None:
+def _refuse_beyond_buffers(buffers: Buffers, records: Sequence[ShardRecord]) -> None:
+    expected = (
+        f"expected none to change from shard to shard, since each device begins with the "
+        f"registered ones; {ONE_DEVICE}"
+    )
     for record in records:
-        kept = restorable(record.after.attributes or {})
-        names = [_join(module, name) for module, found in kept.items() for name in found]
-        inside = (record.after.objects or {}).values()
-        for name in [*names, *(held.path for held in inside if held is not None)]:
-            raise CoupledShards(
-                f"attribute {name!r}: expected none to change from shard to shard, since each "
-                f"device begins with the registered ones; {ONE_DEVICE}",
-                name=name,
-            )
+        for name in buffers.changed_attributes(record.after):
+            raise CoupledShards(f"attribute {name!r}: {expected}", name=name)
+        if record.after.hooks is not None:
+            raise CoupledShards(f"hooks: {expected}")
+    if buffers.attributes_lost:
+        raise CoupledShards(f"numbers in objects beside tensors: {expected}")
 
 
 def statistics_of(values: Live, module: str) -> NormStatistics:

@@ -7,9 +7,9 @@ first calls), so that no comparison of outputs would notice another count in the
 A submodule's attributes are kept after a shard where whatever it changed is a number, a word or
 None, or a short dict, list, set or deque of these. A submodule that changed anything else as well
 (a cached tensor, an object) stays as it is, for half of its state is worse than none; it begins a
-second pass as it began the first. If a number or word was among it, that one is lost: the second
-pass takes all shards in their order, and the job writes no checkpoint from there on, for another
-process could not go on from the number.
+second pass as it began the first. If a number or word was among it, or in it, that one is lost: the
+second pass takes all shards in their order, and the job writes no checkpoint from there on, for
+another process could not go on from the number.
 
 Cost: a look at every submodule's attributes once a shard. What lies inside objects, and tensors
 that are overwritten in place, are kept by `objects`.
@@ -24,12 +24,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradbox_engine.model.state.containers import CONTAINERS, entries_of, refill, same_entries
+from gradbox_engine.model.state.containers import (
+    CONTAINERS,
+    MOST_ENTRIES,
+    VALUES,
+    entries_of,
+    refill,
+    same_entries,
+)
+from gradbox_engine.model.state.mutables import holds_values
 from gradbox_engine.model.state.scripted import bind, scripted_attributes
 
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)
-MOST_ENTRIES = 64  # of a container: n snapshots of a list that grows would take n² places
 
 ModuleAttributes = dict[str, Any]
 State = Mapping[str, ModuleAttributes | None]
@@ -124,7 +130,7 @@ class _Registered:
         entries = {id(container): kept for container, kept in self._containers}
         found: ModuleAttributes = {}
         gone = any(name not in self._live for name in self._first)
-        all_kept = not gone
+        all_kept, lost = not gone, gone
         for name, value in own.items():
             kept = entries.get(id(value))
             if value is self._first.get(name, entries) and (
@@ -134,10 +140,10 @@ class _Registered:
             if _is_plain(value):
                 found[name] = value.copy() if isinstance(value, CONTAINERS) else value
             else:
-                all_kept = False
+                all_kept, lost = False, lost or holds_values(value)
         if all_kept:
             return found
-        self.lost = self.lost or gone or bool(found)
+        self.lost = self.lost or lost or bool(found)
         return None
 
     def differing(self, attributes: ModuleAttributes) -> list[str]:
@@ -212,10 +218,10 @@ def _equal(a: Any, b: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (*CONTAINERS, tuple)):
         return len(value) <= MOST_ENTRIES and all(map(_is_constant, entries_of(value)))
-    return isinstance(value, PLAIN)
+    return isinstance(value, VALUES)
 
 
 def _is_constant(value: Any) -> bool:
     if isinstance(value, tuple):
         return len(value) <= MOST_ENTRIES and all(map(_is_constant, value))
-    return isinstance(value, PLAIN)
+    return isinstance(value, VALUES)

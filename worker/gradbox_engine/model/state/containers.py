@@ -6,11 +6,25 @@ that refuse it.
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from operator import is_
-from typing import Any
+from typing import Any, Final
+
+import torch
+
+try:
+    import numpy
+except ImportError:
+    numpy = None  # type: ignore[assignment]
 
 CONTAINERS = (dict, list, set, deque)
+# Equal ones of these are the same, and nothing in them can change.
+VALUES: Final[tuple[type, ...]] = (
+    *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum),
+    *(() if numpy is None else (numpy.generic,)),
+)
+MOST_ENTRIES: Final = 64  # kept of one: n snapshots of a list that grows would take n² places
 
 
 def entries_of(container: Any) -> list[Any]:

@@ -18,8 +18,13 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine.model.state.attributes import MOST_ENTRIES
-from gradbox_engine.model.state.containers import CONTAINERS, entries_of, refill
+from gradbox_engine.model.state.containers import (
+    CONTAINERS,
+    MOST_ENTRIES,
+    VALUES,
+    entries_of,
+    refill,
+)
 from gradbox_engine.model.tensor_equality import equal_numbers, form, is_plain, writable
 
 try:
@@ -27,8 +32,6 @@ try:
 except ImportError:
     numpy = None  # type: ignore[assignment]
 
-# Equal ones of these are the same.
-VALUES: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # Their objects have states of their own, and are left alone.
 LIBRARIES: Final = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
 MOST_BYTES: Final = 2**24  # of an array or a tensor
@@ -119,6 +122,26 @@ def _can_be_put_back(tensor: Tensor) -> bool:
         and tensor.nbytes <= MOST_BYTES
         and not (isinstance(tensor, nn.Parameter) or tensor.is_inference() or tensor.is_meta)
     )
+
+
+def holds_values(whole: Any) -> bool:
+    """Tell whether a number or a word is in something, however deep; keys do not count."""
+    left, seen = [whole], set()
+    while left:
+        value = left.pop()
+        is_array = numpy is not None and isinstance(value, numpy.ndarray)
+        if is_array or (isinstance(value, VALUES) and value is not None):
+            return True
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, (*CONTAINERS, tuple)):
+            left += value
+        else:
+            left += attributes_of(value).values()
+    return False
 
 
 def global_generators() -> set[int]:

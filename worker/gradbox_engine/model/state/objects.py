@@ -30,9 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine.model.state.attributes import OF_TORCH
-from gradbox_engine.model.state.containers import CONTAINERS
+from gradbox_engine.model.state.containers import CONTAINERS, VALUES
 from gradbox_engine.model.state.mutables import (
-    VALUES,
     Mutable,
     attributes_of,
     global_generators,

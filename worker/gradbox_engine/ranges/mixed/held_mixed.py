@@ -134,7 +134,7 @@ class HeldMixed:
                 shards=range(part.start, part.stop),
                 after_shard=checkpoint.after_first_call,
             )
-            norms = {} if part.is_whole else norm_statistics.updates(self._ready.model, records)
+            norms = {} if part.is_whole else norm_statistics.updates(self._ready, records)
             parts = {record.position: {BARE: record.outputs[DFDZ]} for record in records}
             whole, num_rows = concatenated([self._group], parts)
             for record in records:
@@ -215,7 +215,7 @@ class HeldMixed:
     def _check(self, part: Range, norms: Mapping[str, NormStatistics]) -> None:
         if part.index > 0:
             first = self._held[part.index].records[0]
-            updates = norm_statistics.updates(self._ready.model, [first])
+            updates = norm_statistics.updates(self._ready, [first])
             entries = {name: value for name, value in first.outputs.items() if name != DFDZ}
             check_independence(
                 self._ready, first, norms, updates, expected=entries, compared=sketch
