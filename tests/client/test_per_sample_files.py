@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,35 @@ def test_one_parameter_of_a_factored_result_comes_alone(
     assert torch.allclose(weight.flatten(1).norm(dim=1), kept.parameter_norms()["2.weight"].float())
     assert torch.equal(torch.stack(list(weight)), weight[:])
     assert kept.numpy()["2.weight"].shape == (6, 512, 512)
+
+
+def test_saving_a_result_that_stays_on_its_box_goes_on_where_it_broke(
+    twin: TestBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was left in a file of another name each time would fill the disk, and never be read."""
+    path = tmp_path / "kept.safetensors"
+    with twin.client() as client:
+        x = torch.ones(2, 64)
+        job = client.submit(Jacobian(model="wide", inputs=[x], wrt=["2.*"], form="dense"))
+        result = job.open(WAIT_S)
+
+        def stopped(have: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(result._file, "_downloading", lambda: nullcontext(stopped))
+        with pytest.raises(KeyboardInterrupt):
+            result.save(path)
+        (part,) = tmp_path.iterdir()
+        assert 0 < part.stat().st_size < job.view.result.size_bytes
+        seen: list[int] = []
+        monkeypatch.setattr(
+            result._file, "_downloading", lambda: nullcontext(lambda have, total: seen.append(have))
+        )
+        left_bytes = part.stat().st_size
+        result.save(path)
+    assert seen[0] > left_bytes
+    assert list(tmp_path.iterdir()) == [path]
+    assert GradResult.load(path).grads["2.weight"].shape == (2, 8, 512, 512)
 
 
 def test_a_result_that_changed_is_not_read_on(twin: TestBox) -> None:

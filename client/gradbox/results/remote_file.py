@@ -16,7 +16,7 @@ from gradbox.http.connection import Connection
 from gradbox.http.download import OnBytes, download
 from gradbox.protocol import ResultView
 from gradbox.results.factor_checks import StoredTensor
-from gradbox.results.result_files import ReadInPlace, beside, dtype_name, tensor_of
+from gradbox.results.result_files import ReadInPlace, dtype_name, tensor_of
 from gradbox.results.rounded_tensors import rounded_tensors
 from gradbox.tensors.lazy_tensor import LazyTensor, Region, array_of
 from gradbox.tensors.safetensors_header import (
@@ -83,11 +83,11 @@ class RemoteFile(ReadInPlace):
         return LazyTensor(entry.shape, read, dtype=dtype)
 
     def copy_to(self, path: Path) -> None:
-        with beside(path) as part, self._downloading() as on_bytes:
+        with self._downloading() as on_bytes:
             download(
                 self._connection,
                 self._url_path,
-                part,
+                path,
                 expected=self._expected,
                 on_bytes=on_bytes,
             )
