@@ -112,7 +112,7 @@ class RowReductions:
             return found
         whole = self._reduced("gram")
         if whole is not None:
-            return whole if self._squeezed else whole.diagonal(dim1=1, dim2=3).sum(-1)
+            return whole if self._squeezed else whole.diagonal(0, 1, 3).sum(-1)  # torch or NumPy
         return self._rows("gram_trace").gram(trace=True)
 
     def jvp(self, tangents: Mapping[str, Any] | None = None) -> Any:
@@ -223,16 +223,21 @@ class RowReductions:
                 f"that of a {self.manifest.computation} with reduce={self.manifest.reduce!r}; "
                 f"submit the job with reduce='none' or reduce={wanted!r}"
             )
-        if not is_torch_importable():
-            raise InvalidJob(
-                f"{wanted}: expected torch on this machine to reduce rows with, found none: "
-                f"pip install 'gradbox[torch]', or have the box reduce them"
-            )
         return self._factored
 
     @cached_property
     def _factored(self) -> Factored:
-        """The rows as terms: the file's factors, or its arrays."""
+        """The rows as terms: the file's factors, or its arrays.
+
+        Raises:
+            InvalidJob: there is no torch on this machine.
+        """
+        if not is_torch_importable():
+            raise InvalidJob(
+                "expected torch on this machine to multiply factors out or to reduce rows, found "
+                "none: pip install 'gradbox[torch]', or have the box do it, by form='dense' or "
+                "reduce="
+            )
         if FACTORS in self._file.metadata:
             return read_factors(
                 self._file.metadata[FACTORS],
