@@ -223,7 +223,7 @@ class AsyncJob:
         Indexing its tensors blocks; do so in a thread where that matters.
         """
         await self.wait(progress=progress)
-        return await self._calls.run(self._job.open)
+        return await self._calls.run(self._job.open, progress=progress)
 
     async def fetch(self, path: str | Path, *, progress: bool | None = None) -> None:
         """Write the result of a job that is over to `path`, as `Job.fetch` does."""

@@ -246,7 +246,11 @@ class Job:
 
     async def _awaited(self) -> GradResult:
         await self.wait_async()
-        return await asyncio.to_thread(self._fetched, progress=None)
+        stop = threading.Event()
+        try:
+            return await asyncio.to_thread(self._fetched, progress=None, stop=stop)
+        finally:
+            stop.set()  # a task that was cancelled downloads no further
 
     def _download(
         self, path: Path, *, progress: bool | None, stop: threading.Event | None = None

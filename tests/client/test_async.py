@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import httpx
@@ -24,8 +25,9 @@ from gradbox import (
     JobNotFound,
     JobState,
     ServiceUnavailable,
+    progress,
 )
-from gradbox.protocol import JobList
+from gradbox.protocol import JobList, ResultView
 from tests.boxes import TestBox
 from tests.client.wires import QUICK, answer, client_of, job_view
 
@@ -249,6 +251,54 @@ def test_an_upload_stops_when_its_task_is_cancelled() -> None:
 
     ran(main)
     assert not posted.is_set()
+
+
+class SlowBody(httpx.SyncByteStream):
+    """A body of a hundred pieces, twenty a second."""
+
+    def __init__(self) -> None:
+        self.num_given = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for _ in range(100):
+            self.num_given += 1
+            yield b"x" * 1000
+            time.sleep(0.05)
+
+
+def test_a_download_stops_when_its_task_is_cancelled() -> None:
+    body = SlowBody()
+    done = job_view(JobState.DONE, result=ResultView(size_bytes=100_000, sha256="0" * 64))
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/result"):
+            return httpx.Response(200, stream=body)
+        return answer(done)
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await client_of(handler).job("j1")
+
+    ran(main)  # the event loop waits for the thread that downloads
+    assert 0 < body.num_given < 50
+
+
+def test_a_bar_that_was_asked_for_shows_a_result_that_is_saved_later(
+    twin: TestBox,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "SHOWN_BYTES", 1)
+
+    async def main() -> None:
+        async with async_client(twin) as client:
+            job = await client.submit(gradient(8))
+            (await job.open(progress=True)).save(tmp_path / "shown")
+            assert "fetching" in capsys.readouterr().err
+
+    ran(main)
 
 
 def test_losses_are_traced_before_the_first_await(twin: TestBox) -> None:
