@@ -68,7 +68,7 @@ class Calls:
 
     def close(self) -> None:
         self._closed = True
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False)  # calls that wait for a thread find the client closed
 
 
 class AsyncGradClient:
