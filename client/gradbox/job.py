@@ -170,7 +170,7 @@ class Job:
     def _fetched(self, *, progress: bool | None, stop: threading.Event | None = None) -> GradResult:
         """Open what came already, or fetch it into a folder that is removed with the result."""
         if (small := self._take_small()) is not None:
-            return GradResult(HeldFile(bytearray(small)))
+            return GradResult(HeldFile(bytes(small)))
         folder = Path(tempfile.mkdtemp(prefix="gradbox-"))
         try:
             path = folder / f"{self.id}.safetensors"

@@ -57,7 +57,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
         path = tmp_path / "result.safetensors"
         save_file(stored, path, metadata={"format": "pt", "gradbox": receipt.model_dump_json()})
         if request.param == "held":
-            return GradResult(HeldFile(bytearray(path.read_bytes())))
+            return GradResult(HeldFile(path.read_bytes()))
         return GradResult.load(path)
 
     return result
@@ -175,6 +175,13 @@ def test_saving_writes_the_same_file_and_loading_reads_it(make: Make, tmp_path: 
     kept = (tmp_path / "kept.safetensors").read_bytes()
     assert kept == (tmp_path / "result.safetensors").read_bytes()
     assert GradResult.load(tmp_path / "kept.safetensors").manifest == result.manifest
+
+
+def test_saving_keeps_what_the_box_computed(make: Make, tmp_path: Path) -> None:
+    result = make({"a": torch.ones(2)})
+    result.grads["a"].mul_(0)  # as an optimizer may, to which it was handed as `.grad`
+    result.save(tmp_path / "kept.safetensors")
+    assert torch.equal(GradResult.load(tmp_path / "kept.safetensors").grads["a"], torch.ones(2))
 
 
 def test_a_fetched_file_is_removed_with_its_result(make: Make, tmp_path: Path) -> None:

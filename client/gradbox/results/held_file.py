@@ -14,17 +14,18 @@ from gradbox.tensors.safetensors_header import LENGTH_BYTES, header_length, pars
 
 
 class HeldFile:
-    """A result's bytes in memory; its tensors lie in them, but for those that are widened.
+    """A result's bytes, and a copy in which its tensors lie; those that are widened lie apart.
 
     Raises:
         ProtocolError: they are not a safetensors file.
     """
 
-    def __init__(self, content: bytearray) -> None:
-        self._content = content
+    def __init__(self, content: bytes) -> None:
+        self._content = content  # `copy_to` writes it, whatever was written into a tensor
+        self._of_tensors = bytearray(content)
         try:
-            length = header_length(bytes(content[:LENGTH_BYTES]), file_bytes=len(content))
-            text = bytes(content[LENGTH_BYTES : LENGTH_BYTES + length])
+            length = header_length(content[:LENGTH_BYTES], file_bytes=len(content))
+            text = content[LENGTH_BYTES : LENGTH_BYTES + length]
             self._header = parse_header(text, file_bytes=len(content))
         except BlobRejected as error:
             raise ProtocolError(f"expected a result file of gradbox: {error}") from None
@@ -42,7 +43,7 @@ class HeldFile:
 
     def tensor(self, name: str) -> Any:
         entry, start = self._header.tensors[name], self._header.data_start
-        data = memoryview(self._content)[start + entry.begin : start + entry.end]
+        data = memoryview(self._of_tensors)[start + entry.begin : start + entry.end]
         return tensor_of(data, entry, shape=entry.shape, wider=self._rounded.get(name))
 
     def copy_to(self, path: Path) -> None:
