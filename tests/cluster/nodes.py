@@ -24,6 +24,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 def main() -> None:
     os.environ["RAY_TMPDIR"] = sys.argv[1]
     Path(sys.argv[1], "ray").mkdir()
+    import ray
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
@@ -42,6 +43,7 @@ def main() -> None:
         else:
             cluster.remove_node(others.pop(), allow_graceful=False)
         print("done", flush=True)
+    ray.shutdown()
     cluster.shutdown()
 
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from gradbox import GradClient, Gradient, Jacobian
-from tests.boxes import running_box
+from tests.boxes import TestBox, running_box
 from tests.cases import CASES
 from tests.client.test_scenarios import gradient_of
+from tests.cluster.processes import wait_until
+from tests.cluster.test_failures import long_job
 from tests.cluster.test_jobs import WAIT_S, shards, sum_of_squares
-from tests.cluster.test_nodes import models_in_a_folder, running_nodes
+from tests.cluster.test_nodes import Nodes, models_in_a_folder, running_nodes
 from tests.oracle import TOLERANCE, difference, naive
 
 pytestmark = [
@@ -24,18 +26,21 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GradClient]:
+def nodes_and_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Nodes, TestBox]]:
     folder = tmp_path_factory.mktemp("elsewhere")
     file = models_in_a_folder(folder / "models")
     with running_nodes(1, mark=uuid.uuid4().hex) as nodes:
         nodes.order("take")
         nodes.order(f"join without {folder}")
         arguments = ("--cluster", nodes.address, "--device", "cpu", "--no-template")
-        with (
-            running_box(folder / "data", models=file, arguments=arguments) as box,
-            box.client() as client,
-        ):
-            yield client
+        with running_box(folder / "data", models=file, arguments=arguments) as box:
+            yield nodes, box
+
+
+@pytest.fixture(scope="module")
+def client(nodes_and_box: tuple[Nodes, TestBox]) -> Iterator[GradClient]:
+    with nodes_and_box[1].client() as client:
+        yield client
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -66,3 +71,16 @@ def test_shards_that_depend_on_each_other_run_there_too(client: GradClient) -> N
     result = client.submit(job).result(WAIT_S)
     assert result.grads
     assert [(run.start, run.stop) for run in result.manifest.ranges or ()] == [(0, 4)]
+
+
+def test_a_device_that_joins_later_runs_jobs_beside_the_others(
+    nodes_and_box: tuple[Nodes, TestBox], client: GradClient
+) -> None:
+    def num_devices() -> int:
+        jobs = [client.submit(long_job()) for _ in range(2)]
+        ranges = [run for job in jobs for run in job.result(WAIT_S).manifest.ranges or ()]
+        return len({run.device for run in ranges})
+
+    assert num_devices() == 1
+    nodes_and_box[0].order("join")
+    wait_until(lambda: num_devices() == 2, what="a worker for the second device")

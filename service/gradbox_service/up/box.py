@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -17,13 +17,13 @@ from typing import Final
 from gradbox.protocol import OperationMode
 from gradbox_service.http.listening import bind, check_exposure, url_of
 from gradbox_service.settings import EMBEDDED, Settings, arguments_of
-from gradbox_service.up.cluster import Cluster, address_file, num_devices
+from gradbox_service.up.cluster import Cluster, address_file, devices_now, num_devices
 from gradbox_service.up.credentials import Credentials, takes_changes
 from gradbox_service.up.data_folder import lock_folder
 from gradbox_service.up.drain import Drain
 from gradbox_service.up.embedded_redis import LOG as REDIS_LOG
 from gradbox_service.up.embedded_redis import EmbeddedRedis, NoRedis
-from gradbox_service.up.part import Part, PartFailed, ended, rotate
+from gradbox_service.up.part import Part, PartFailed, ended, rotate_logs
 from gradbox_service.up.reached import how_to_reach, left_out
 from gradbox_service.up.saying import NotReady, say
 from gradbox_service.up.script import Script
@@ -32,6 +32,7 @@ from gradbox_service.up.watchdog import REDIS, Watchdog, why_not_ready
 READY: Final = "gradbox ready at"
 # Of a box in the background, among the logs of the parts.
 LOG: Final = "up.log"
+OTHER_LOGS: Final = (f"logs/{LOG}", f"redis/{REDIS_LOG}")
 LOOK_S: Final = 0.1
 # A worker stops within a shard; what takes longer is killed, and its job is queued again.
 WORKER_STOP_S: Final = 45.0
@@ -47,7 +48,8 @@ class Box:
     """One box.
 
     Args:
-        devices: the device of each worker; none given with a cluster is a worker for each of its.
+        devices: the device of each worker; none given with a cluster is a worker for each of its,
+            those that join later too.
         template: whether workers fork their device processes from one that has imported torch.
         cluster: whose devices run the jobs; None: those of the workers.
         public_url: how others reach the box, where the owner knows better than the machine.
@@ -115,18 +117,19 @@ class Box:
                 operation = drain.forget()
             if operation.mode is OperationMode.PAUSED:
                 say(f"the box is {operation}; `gradbox resume` lets jobs run")
-            heads = self._heads(stack)
+            heads, found = self._heads(stack)
             if self._stop.is_set():
                 return self._stopped()
             service = self._service(bound, self._redis.url)
-            workers = self._workers(self._redis.url)
+            workers = [self._worker(*one) for one in enumerate(self._devices or found * [CLUSTER])]
+            parts = [*heads, service, *workers]
             say(f"starting a service and {len(workers)} worker(s); logs in {service.log.parent}")
-            stack.callback(self._rotate_logs([*heads, service, *workers]))
+            stack.callback(rotate_logs(parts, [self._data / name for name in OTHER_LOGS]))
             stack.callback(self._stop_parts, [service], within_s=SERVICE_STOP_S)
             stack.callback(self._stop_parts, workers, within_s=WORKER_STOP_S)
             for part in (service, *workers):
                 part.start()
-            if not self._stop.is_set() and self._until_ready(url, [*heads, service, *workers]):
+            if not self._stop.is_set() and self._until_ready(url, parts):
                 stack.callback(credentials.withdraw)
                 credentials.publish(url, token)
                 self._say_ready(url, self._redis.url)
@@ -137,17 +140,24 @@ class Box:
                 watchdog = Watchdog(url, redis_url=self._redis.url, workers=names)
                 watchdog.start()
                 stack.callback(watchdog.close)
-                self._supervise([*heads, service, *workers], watchdog, drain)
+                while self._goes_on(drain):
+                    self._keep_redis(watchdog)
+                    for worker in self._for_new_devices(workers):
+                        worker.start()
+                        watchdog.watch(worker.name)
+                        workers.append(worker)
+                        parts.append(worker)
+                    self._keep_running(parts, watchdog)
             return self._stopped()
 
     def _stopped(self) -> int:
         say("stopping")
         return 0 if self._script is None else self._script.stop()
 
-    def _heads(self, stack: ExitStack) -> list[Part]:
-        """Start the head of the cluster, if there is to be one, and wait for its devices."""
+    def _heads(self, stack: ExitStack) -> tuple[list[Part], int]:
+        """Start the head of the cluster, if there is to be one; returns how many devices it has."""
         if self._cluster is None:
-            return []
+            return [], 0
         head = self._cluster.part(data=self._data, models_file=self._models_file)
         stack.callback(self._stop_parts, [head], within_s=CLUSTER_STOP_S)
         say(f"starting a cluster; its log is {head.log}")
@@ -155,8 +165,7 @@ class Box:
         found = num_devices(head, data=self._data, stop=self._stop)
         if found:
             say(f"the cluster has {found} device(s)")
-        self._devices = self._devices or [CLUSTER] * found
-        return [head]
+        return [head], found
 
     def _service(self, bound: socket.socket, redis_url: str) -> Part:
         settings = self._settings.model_copy(update={"data": self._data, "redis_url": redis_url})
@@ -169,22 +178,28 @@ class Box:
             pass_fds=[bound.fileno()],
         )
 
-    def _workers(self, redis_url: str) -> list[Part]:
-        found = []
-        for index, device in enumerate(self._devices):
-            name = f"worker-{index}-{device.replace(':', '-')}"
-            arguments = ["--models", str(self._models_file), "--device", device, "--name", name]
-            arguments += ["--data", str(self._data), "--redis-url", redis_url]
-            if self._settings.disk_reserve_bytes is not None:
-                arguments += ["--disk-reserve-bytes", str(self._settings.disk_reserve_bytes)]
-            if self._cluster is not None:
-                arguments += ["--cluster", str(address_file(self._data))]
-            logs = self._data / "logs"
-            arguments += ["--device-log", str(logs / f"{name}.device.log")]
-            arguments += [] if self._template else ["--no-template"]
-            log = logs / f"{name}.log"
-            found.append(Part(name, "gradbox_worker", arguments, log=log))
-        return found
+    def _worker(self, index: int, device: str) -> Part:
+        assert self._redis is not None  # since `run` started it
+        name = f"worker-{index}-{device.replace(':', '-')}"
+        arguments = ["--models", str(self._models_file), "--device", device, "--name", name]
+        arguments += ["--data", str(self._data), "--redis-url", self._redis.url]
+        if self._settings.disk_reserve_bytes is not None:
+            arguments += ["--disk-reserve-bytes", str(self._settings.disk_reserve_bytes)]
+        if self._cluster is not None:
+            arguments += ["--cluster", str(address_file(self._data))]
+        logs = self._data / "logs"
+        arguments += ["--device-log", str(logs / f"{name}.device.log")]
+        arguments += [] if self._template else ["--no-template"]
+        return Part(name, "gradbox_worker", arguments, log=logs / f"{name}.log")
+
+    def _for_new_devices(self, workers: Sequence[Part]) -> list[Part]:
+        """Return the workers, not started, that the cluster's devices want by now besides these."""
+        if self._cluster is None or self._devices:
+            return []
+        wanted = devices_now(self._data)
+        if wanted > len(workers):
+            say(f"the cluster has {wanted} device(s): starting a worker for each new one")
+        return [self._worker(index, CLUSTER) for index in range(len(workers), wanted)]
 
     def _until_ready(self, url: str, parts: Sequence[Part]) -> bool:
         """Wait until jobs can run; False if told to stop before."""
@@ -200,31 +215,6 @@ class Box:
             not_ready.because(why)
         return False
 
-    def _rotate_logs(self, parts: Sequence[Part]) -> Callable[[], None]:
-        """Keep logs short in a thread of its own, for Redis may take a while to start again.
-
-        Returns:
-            What ends it.
-        """
-        ending = threading.Event()
-        others = [self._data / "logs" / LOG, self._data / "redis" / REDIS_LOG]
-
-        def rotate_all() -> None:
-            while not ending.wait(LOOK_S):
-                for part in parts:
-                    part.rotate_log()
-                for log in others:
-                    rotate(log)
-
-        thread = threading.Thread(target=rotate_all, name="gradbox-logs", daemon=True)
-        thread.start()
-
-        def end() -> None:
-            ending.set()
-            thread.join()
-
-        return end
-
     def _say_ready(self, url: str, redis_url: str) -> None:
         # Before `READY`, with which `--wait` ends.
         for line in left_out(redis_url):
@@ -235,23 +225,27 @@ class Box:
         host, public = self._settings.host, self._public_url
         say(how_to_reach(url, host=host, public_url=public, data=self._data))
 
-    def _supervise(self, parts: Sequence[Part], watchdog: Watchdog, drain: Drain) -> None:
-        while not self._stop.wait(LOOK_S):
-            if self._script is not None and self._script.exit_code() is not None:
-                return
-            if drain.is_over():
-                say("drained: nothing runs any more")
-                return
-            self._keep_redis(watchdog)
-            for part in parts:
-                if watchdog.heard_s(part.name) > part.started_s:
-                    part.settle()
-                if part.running and watchdog.hangs(part.name, started_s=part.started_s):
-                    say(f"{part.name} does not answer any more: killing it")
-                    part.signal(signal.SIGKILL)
-                said = part.keep_running()
-                if said:
-                    say(said)
+    def _goes_on(self, drain: Drain) -> bool:
+        """Wait a moment; False once the box is to end."""
+        if self._stop.wait(LOOK_S):
+            return False
+        if self._script is not None and self._script.exit_code() is not None:
+            return False
+        if drain.is_over():
+            say("drained: nothing runs any more")
+            return False
+        return True
+
+    def _keep_running(self, parts: Sequence[Part], watchdog: Watchdog) -> None:
+        for part in parts:
+            if watchdog.heard_s(part.name) > part.started_s:
+                part.settle()
+            if part.running and watchdog.hangs(part.name, started_s=part.started_s):
+                say(f"{part.name} does not answer any more: killing it")
+                part.signal(signal.SIGKILL)
+            said = part.keep_running()
+            if said:
+                say(said)
 
     def _start_redis(self) -> EmbeddedRedis:
         return EmbeddedRedis.start(

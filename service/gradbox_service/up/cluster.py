@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from gradbox_service.up.saying import NotReady
 
 MODULE: Final = "gradbox_worker.cluster"
 NAME: Final = "cluster"
-# Written by the head once jobs can run; removed when it ends.
+# Written by the head once jobs can run, and when devices come or go; removed when it ends.
 ADDRESS_FILE: Final = "cluster.json"
 LOOK_S: Final = 0.1
 
@@ -44,6 +43,14 @@ def address_file(data: Path) -> Path:
     return data / ADDRESS_FILE
 
 
+def devices_now(data: Path) -> int:
+    """Return how many devices the cluster has, 0 while its head is not ready."""
+    try:
+        return int(json.loads(address_file(data).read_text())["num_devices"])
+    except FileNotFoundError:
+        return 0
+
+
 def num_devices(head: Part, *, data: Path, stop: threading.Event) -> int:
     """Wait until the head is ready; return how many devices it has, 0 if told to stop.
 
@@ -55,8 +62,8 @@ def num_devices(head: Part, *, data: Path, stop: threading.Event) -> int:
         code = head.exit_code()
         if code is not None:
             raise PartFailed.of(head, f"{ended(code)} before it had devices", code=code)
-        if os.path.exists(address_file(data)):
-            return int(json.loads(address_file(data).read_text())["num_devices"])
+        if found := devices_now(data):
+            return found
         last = next(reversed(head.lines()), "nothing yet")
         not_ready.because(f"the cluster waits for devices; its log ends with: {last}")
     return 0

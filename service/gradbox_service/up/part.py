@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,7 @@ TAIL_LINES: Final = 12
 # A longer log is put aside, at most so much of it; the log that was put aside before goes.
 # A part writes its own lines alone, so that looking ten times a second is soon enough.
 LONGEST_LOG_BYTES: Final = 8 * 2**20
+LOOK_S: Final = 0.1
 
 
 class PartFailed(GradboxError):
@@ -158,6 +160,35 @@ def ended(code: int) -> str:
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
+
+
+def rotate_logs(parts: Sequence[Part], others: Sequence[Path]) -> Callable[[], None]:
+    """Keep logs short in a thread of its own, for whoever supervises the parts may wait for one.
+
+    Args:
+        parts: may grow meanwhile.
+        others: logs of none of them.
+
+    Returns:
+        What ends it.
+    """
+    ending = threading.Event()
+
+    def rotate_all() -> None:
+        while not ending.wait(LOOK_S):
+            for part in tuple(parts):
+                part.rotate_log()
+            for log in others:
+                rotate(log)
+
+    thread = threading.Thread(target=rotate_all, name="gradbox-logs", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ending.set()
+        thread.join()
+
+    return end
 
 
 def rotate(log: Path) -> bool:

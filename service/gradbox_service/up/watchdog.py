@@ -53,9 +53,13 @@ class Watchdog(RepeatingThread):
         self._url = url
         self._connection = connect(redis_url, retries=0, timeout_s=ANSWER_S)
         self._fleet = RedisFleet(self._connection)
-        self._workers = tuple(workers)
+        self._workers = list(workers)
         self._heard: dict[str, float] = {}
         self._num_unanswered: Counter[str] = Counter()  # in a row, by part
+
+    def watch(self, worker: str) -> None:
+        """Watch one more worker, which is being started."""
+        self._workers.append(worker)
 
     def close(self) -> None:
         """End it, and wait until it has ended."""

@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace, *, file: Path, stopping: threading.Event) 
     else:
         reach(options.address)
     # Only now: Ray reads its environment when it is imported.
-    from gradbox_worker.cluster.head import head, ray_session
+    from gradbox_worker.cluster.head import head, machine, ray_session
 
     namespace = f"gradbox-{uuid.uuid4().hex[:12]}"
     devices = [part.strip() for part in options.device.split(",") if part.strip()]
@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace, *, file: Path, stopping: threading.Event) 
         joined = ray_session.start_here(
             namespace=namespace,
             folder=ray_session.new_folder(options.data),
-            num_cpus=head.cpus_here(),
+            num_cpus=machine.cpus_here(),
         )
     else:
         ray_session.check_address(options.address)

@@ -113,7 +113,7 @@ class JoinedCluster:
             ClusterGone: it ended, and perhaps another one has its place.
         """
         try:
-            same = ClusterAddress.read(self._path) == self._address
+            same = ClusterAddress.read(self._path).namespace == self._address.namespace
         except DeviceNotStarted:
             same = False
         if not same:

@@ -1,6 +1,7 @@
 """The process that owns the cluster's actors, so that they end with it.
 
 head                has one actor for every device of every machine, and the pool
+machine             which devices a machine has
 leases, pool        which device runs for whom; `coordinator_watch` takes back what a dead
                     coordinator had
 ray_session         Ray started on this machine, or joined; `ray_environment` is what it is told

@@ -28,7 +28,7 @@ class ClusterAddress(BaseModel):
         namespace: in which the pool has its name; another one each time a head starts.
         token: of Ray's token authentication; "" where the environment has it.
         raylet: the socket of Ray's own process on this machine, which answers while it lives.
-        num_devices: how many devices there were when the head was ready.
+        num_devices: how many devices there are.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,17 +1,14 @@
 """The head of a cluster: has one actor for every device, and the pool that lends them.
 
 It owns the actors, so that they end with it, on this machine and on others. A machine that joins
-gets actors, and one that leaves takes its own along; jobs are told of neither. The devices of a
-machine are its GPUs, one actor each, or as many CPU actors as it is told, each with a share of the
-cores. Where models.toml has a model that wants several GPUs of a device, each actor has so many.
-This machine may have none, or none that is free: then jobs run on the others.
+gets actors, and one that leaves takes its own along; jobs are told of neither. This machine may
+have none, or none that is free: then jobs run on the others.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 import uuid
@@ -26,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gradbox_worker.cluster.actor.device_actor import CONTROL, ROWS, DeviceActor
 from gradbox_worker.cluster.head.address_file import ClusterAddress
+from gradbox_worker.cluster.head.machine import devices_of
 from gradbox_worker.cluster.head.pool import POOL, Pool
 from gradbox_worker.cluster.head.ray_session import RayOnThisMachine
 from gradbox_worker.device.child import DeviceSettings
@@ -38,14 +36,11 @@ LOOK_S: Final = 1.0
 # So long after the first device is ready jobs may run, without those that are not: for those of
 # this machine, whose models' versions count, the ready ones of others wait so long.
 LATE_S: Final = 60.0
-# Ray reserves parts of a core in steps of this.
-CORE_STEPS: Final = 10_000
 SOME_WAIT: Final = (
     "new devices want %g %ss, of which the cluster has %g free: another box or program has the "
     "rest, and devices that find none wait for it"
 )
-AUTO: Final = "auto"
-CPU: Final = "cpu"
+ENDED: Final = "Ray on this machine ended, or the pool of devices"
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ class Head:
         while self._starting and time.monotonic() < self._late_s and not stopping.wait(0.05):
             problems += self._hear_of_ready_ones()
         problems += self._hear_of_ready_ones()
-        found: int = ray.get(self._pool.num_devices.remote())
+        found = self.num_devices()
         if not found and not stopping.is_set():
             raise DeviceNotStarted("; ".join(dict.fromkeys(problems)))
         return found
@@ -139,13 +134,14 @@ class Head:
                     log.warning(SOME_WAIT, wanted, kind, has)
         self._hear_of_ready_ones()
 
-    def ended(self) -> bool:
-        """Tell whether the pool has ended, without which no job runs."""
-        try:
-            ray.get(self._pool.num_devices.remote())
-        except RayActorError:
-            return True
-        return False
+    def num_devices(self) -> int:
+        """Return how many devices there are.
+
+        Raises:
+            RayActorError: the pool has ended, without which no job runs.
+        """
+        found: int = ray.get(self._pool.num_devices.remote())
+        return found
 
     def _start_devices(
         self, node: str, facts: Mapping[str, Any], *, with_gpus: bool
@@ -230,7 +226,7 @@ def run(
     """Keep the devices of a cluster that was joined until told to stop.
 
     Args:
-        file: written once jobs can run, and removed at the end.
+        file: written once jobs can run, and when devices come or go; removed at the end.
 
     Raises:
         DeviceNotStarted: no device can be used.
@@ -250,50 +246,18 @@ def run(
     log.info("the cluster at %s has %d devices", joined.address, found)
     try:
         while not stopping.wait(LOOK_S):
-            if not address.answers() or head.ended():
-                raise DeviceNotStarted("Ray on this machine ended, or the pool of devices")
+            if not address.answers():
+                raise DeviceNotStarted(ENDED)
             head.look()
+            if address.num_devices != (found := head.num_devices()):
+                address = address.model_copy(update={"num_devices": found})
+                address.write(file)
+    except RayActorError:
+        raise DeviceNotStarted(ENDED) from None
     finally:
         file.unlink(missing_ok=True)
-
-
-def devices_of(
-    facts: Mapping[str, Any], devices: Sequence[str], *, num_gpus: int, with_gpus: bool
-) -> list[tuple[str, dict[str, float]]]:
-    """Return the devices of a machine, each with what Ray is to reserve for it.
-
-    What would wait for ever is left out: for more GPUs than there are, for a core where Ray was
-    told of none.
-
-    Args:
-        facts: what Ray says of the machine.
-        devices: ["auto"], or one by one; which GPUs those are Ray decides.
-        num_gpus: of one device.
-        with_gpus: whether any machine of the cluster has GPUs, so that "auto" means these alone.
-    """
-    has = facts["Resources"]
-    of_gpus: tuple[str, dict[str, float]] = ("cuda:0", {"num_gpus": num_gpus, "num_cpus": 0})
-    on_gpus = [of_gpus] * (int(has.get("GPU", 0)) // num_gpus)
-    if list(devices) == [AUTO]:
-        if with_gpus:
-            return on_gpus
-        devices = [CPU]
-    cores, gpus_left = int(has.get("CPU", 0)), iter(on_gpus)
-    on_cpu = (CPU, {"num_cpus": _share(cores, len(devices))}) if cores else None
-    each = [on_cpu if device == CPU else next(gpus_left, None) for device in devices]
-    return [device for device in each if device is not None]
-
-
-def _share(cores: int, num_devices: int) -> float:
-    """Return each device's share of the cores: whole ones, or what there is of one."""
-    return cores // num_devices or cores * CORE_STEPS // num_devices / CORE_STEPS
 
 
 def _first_lines(error: BaseException) -> str:
     cause = error.cause if isinstance(error, RayTaskError) else error
     return str(cause).strip().splitlines()[-1][:500] if str(cause).strip() else repr(cause)
-
-
-def cpus_here() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
