@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.boxes import ROOT
+from tests.client.conftest import write_models
 from tests.cluster.conftest import ClusterBox
 from tests.cluster.processes import wait_until
 from tests.cluster.test_jobs import num_ranges
@@ -31,3 +33,11 @@ def test_a_lease_that_has_ended_has_no_device_and_takes_none_from_another(
             "ended": 0,
         }
         wait_until(lambda: num_ranges(client) == 2, what="both devices")
+
+
+@pytest.mark.slow  # starts Ray, and devices of its own
+def test_a_device_that_cannot_be_made_empty_is_started_anew_and_lent_again(tmp_path: Path) -> None:
+    write_models(tmp_path / "models.toml")
+    command = [sys.executable, "-m", "tests.cluster.lending", str(tmp_path)]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert json.loads(said.splitlines()[-1]) == {"not made empty": 3}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from gradbox_worker.cluster.exchange.shipped_models import FilesToShip
 from gradbox_worker.cluster.head.coordinator_watch import CoordinatorWatch
@@ -194,32 +194,31 @@ class Pool:
         """End a lease whose coordinator died."""
         self._begin(self.end(lease))
 
-    def _take_back(self, name: str, *, at_rest: bool = False) -> asyncio.Task[None]:
-        """Have a device made empty and lent again, once; the task ends when it is."""
+    def _take_back(self, name: str, *, at_rest: bool = False) -> None:
+        """Have a device made empty and lent again, unless that is on its way."""
         if name not in self._taking_back:
             task = self._taking_back[name] = self._begin(self._taken_back(name, at_rest))
             task.add_done_callback(lambda _: self._taking_back.pop(name))
-        return self._taking_back[name]
 
     async def _taken_back(self, name: str, at_rest: bool) -> None:
-        """Have a device drop what it holds, and lend it again; one that died, once it is back."""
+        """Make a device empty, as another process if this one cannot be, and lend it again."""
         while (actor := self._actors.get(name)) is not None:
             try:
                 if not at_rest:
                     await actor.stop_all.remote()  # up to the next `empty`
-                left_s = await asyncio.wait_for(_empty(actor), ABANDON_S)
-                self._have_graphs_dropped(name, actor, after_s=left_s)
-                self._leases.free(name)
-                self._grant()
-                return
-            except TimeoutError:
-                log.warning("device %s does not stop: killing it", name)
-                ray.kill(actor, no_restart=False)
+                left_s: float | None = await asyncio.wait_for(actor.empty.remote(), ABANDON_S)
             except ActorDiedError as error:
                 log.warning("device %s is gone for good: %s", name, error)
                 await self.remove(name)
             except RayActorError:
                 await asyncio.sleep(PAUSE_S)  # it is starting again
+            except (TimeoutError, RayTaskError) as error:
+                log.warning("device %s cannot be made empty, so it is killed: %r", name, error)
+                ray.kill(actor, no_restart=False)
+            else:
+                self._have_graphs_dropped(name, actor, after_s=left_s)
+                self._free(name)
+                return
 
     def _have_graphs_dropped(self, name: str, actor: Any, *, after_s: float | None) -> None:
         """Have a device drop the graphs that it keeps for a later job, unless that comes before."""
@@ -282,11 +281,6 @@ async def _restarted(actor: Any) -> Mapping[str, Any]:
             ray.kill(actor, no_restart=False)
         elif described["process"] != before:
             return described
-
-
-async def _empty(actor: Any) -> float | None:
-    left_s: float | None = await actor.empty.remote()
-    return left_s
 
 
 async def _graphs_dropped(actor: Any, after_s: float) -> None:

@@ -1,0 +1,103 @@
+"""A pool with devices of its own, and what it lends: `python -m tests.cluster.lending FOLDER`.
+
+Prints as JSON how many devices a lease gets after one could not be made empty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from gradbox_worker.cluster.head import ray_environment
+from gradbox_worker.device import DeviceSettings
+
+DEADLINE_S = 60.0
+
+
+class NeverEmpty:
+    """A device whose first process fails to put its model back."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def stop_all(self) -> None:
+        pass
+
+    def empty(self) -> None:
+        if not self._mark.exists():
+            self._mark.touch()
+            raise RuntimeError("it cannot be put back")
+
+
+class Lending:
+    """The pool of a head, whose devices are leased by this process."""
+
+    def __init__(self, folder: Path) -> None:
+        from gradbox_worker.cluster.head import ray_session
+
+        ray_session.start_here(
+            namespace="lending", folder=ray_session.new_folder(folder), num_cpus=4
+        )
+        import ray
+
+        from gradbox_worker.cluster.head.head import Head
+        from gradbox_worker.cluster.head.pool import POOL
+
+        self._ray, self.folder = ray, folder
+        self.settings = DeviceSettings(folder / "models.toml", folder, device="cpu")
+        self._head = Head(self.settings, devices=["cpu", "cpu"], mark=folder / "mark")
+        self._head.start(stopping=threading.Event())
+        self._pool = ray.get_actor(POOL)
+
+    def close(self) -> None:
+        """End Ray and what runs on it."""
+        from gradbox_worker.cluster.head import ray_session
+
+        ray_session.leave()
+        ray_session.remove_folder(self.folder)
+
+    def asked(self, name: str, *arguments: Any) -> Any:
+        """Return what a method of the pool does."""
+        return self._ray.get(getattr(self._pool, name).remote(*arguments))
+
+    def num_lent(self, *, wanted: int) -> int:
+        """Return how many devices a lease gets, once it gets so many; or after a while."""
+        from gradbox_worker.cluster.head.leases import Wish
+
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            found = len(self.asked("lease", Wish("all", "", at_most=9), os.getpid()))
+            self.asked("end", "all")
+            if found >= wanted or time.monotonic() > deadline:
+                return found
+            time.sleep(0.5)
+
+    def after_one_was_not_made_empty(self) -> int:
+        """Return how many of three devices are lent after one has failed."""
+        described = self._ray.get(self.asked("any_device").describe.remote())
+        remote = self._ray.remote(max_restarts=-1)(NeverEmpty)
+        failing = remote.options(num_cpus=0).remote(self.folder / "failed")
+        self.asked("add", "failing", failing, described, False)
+        assert self.num_lent(wanted=3) == 3
+        found = self.num_lent(wanted=3)
+        self.asked("remove", "failing")
+        return found
+
+
+def main(folder: Path) -> dict[str, int]:
+    ray_environment.start_here(secrets.token_hex(32))
+    lending = Lending(folder)
+    try:
+        return {"not made empty": lending.after_one_was_not_made_empty()}
+    finally:
+        lending.close()
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))
