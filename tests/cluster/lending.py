@@ -1,6 +1,8 @@
 """A pool with devices of its own, and what it lends: `python -m tests.cluster.lending FOLDER`.
 
-Prints as JSON how many devices a lease gets after one could not be made empty.
+Prints as JSON how many devices a lease gets: after one could not be made empty; after models were
+changed while they were read again, and were read again once more; after a device joined that had
+begun before that.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from typing import Any
 from gradbox_worker.cluster.head import ray_environment
 from gradbox_worker.device import DeviceSettings
 
-DEADLINE_S = 60.0
+DEADLINE_S = 20.0
+MODELS = """
+from torch import nn
+from tests.case_models import seeded
+
+@seeded
+def later():
+    return nn.Linear(5, {width})
+"""
 
 
 class NeverEmpty:
@@ -50,6 +60,9 @@ class Lending:
         from gradbox_worker.cluster.head.pool import POOL
 
         self._ray, self.folder = ray, folder
+        self.write_model(width=1)
+        entry = '[models.later]\nbuilder = "python"\nsource = "later.py:later"\n'
+        (folder / "models.toml").write_text(entry)
         self.settings = DeviceSettings(folder / "models.toml", folder, device="cpu")
         self._head = Head(self.settings, devices=["cpu", "cpu"], mark=folder / "mark")
         self._head.start(stopping=threading.Event())
@@ -78,6 +91,42 @@ class Lending:
                 return found
             time.sleep(0.5)
 
+    def write_model(self, *, width: int) -> None:
+        """Write another version of the model."""
+        (self.folder / "later.py").write_text(MODELS.format(width=width))
+
+    def after_a_change_while_models_were_read(self) -> int:
+        """Return how many of two devices are lent, of which one read the model late."""
+        from gradbox_worker.cluster.head.leases import Wish
+
+        self.asked("have_models", 0)
+        self.asked("lease", Wish("busy", ""), os.getpid())
+        self.write_model(width=2)
+        reading = self._pool.have_models.remote(1)
+        self.asked("lease", Wish("next", ""), os.getpid())  # the other device has read it by now
+        self.asked("end", "next")
+        self.write_model(width=4)
+        self.asked("end", "busy")
+        self._ray.get(reading)
+        assert self.num_lent(wanted=1) == 1
+        self.asked("have_models", 2)
+        return self.num_lent(wanted=2)
+
+    def after_one_joined_that_began_earlier(self) -> int:
+        """Return how many of three devices are lent, of which one began with an older model."""
+        from gradbox_worker.cluster.actor.device_actor import CONTROL, ROWS, DeviceActor
+
+        groups = {CONTROL: 1, ROWS: 1}
+        remote = self._ray.remote(max_restarts=-1, concurrency_groups=groups)(DeviceActor)
+        actor = remote.options(num_cpus=0).remote(self.settings, (self.folder / "mark", ""), None)
+        described = self._ray.get(actor.describe.remote())
+        self.write_model(width=6)
+        reading = self._pool.have_models.remote(3)
+        assert self.asked("add", "late", actor, described, False) == ""
+        self._ray.get(reading)
+        self.asked("have_models", 3)
+        return self.num_lent(wanted=3)
+
     def after_one_was_not_made_empty(self) -> int:
         """Return how many of three devices are lent after one has failed."""
         described = self._ray.get(self.asked("any_device").describe.remote())
@@ -94,7 +143,11 @@ def main(folder: Path) -> dict[str, int]:
     ray_environment.start_here(secrets.token_hex(32))
     lending = Lending(folder)
     try:
-        return {"not made empty": lending.after_one_was_not_made_empty()}
+        return {
+            "not made empty": lending.after_one_was_not_made_empty(),
+            "changed meanwhile": lending.after_a_change_while_models_were_read(),
+            "began earlier": lending.after_one_joined_that_began_earlier(),
+        }
     finally:
         lending.close()
 

@@ -125,12 +125,14 @@ class Leases:
         return self._give(wish)
 
     def take(self, device: str, lease: str) -> bool:
-        """Give a lease one certain device; False if it is not idle."""
-        if device not in self._idle:
+        """Give a lease one certain device, which it may have; False if another lease has it."""
+        held = self._devices[device]
+        if held.lease not in (None, lease):
             return False
-        self._idle.remove(device)
-        self._devices[device].lease = lease
-        self._devices[device].models.clear()
+        if held.lease is None:
+            self._idle.remove(device)
+        held.lease = lease
+        held.models.clear()
         return True
 
     def granted(self) -> Iterator[tuple[Wish, list[str]]]:

@@ -32,6 +32,8 @@ PAUSE_S: Final = 0.25
 # So long a lease of several devices, or of a certain one, waits for those that have just ended
 # their part.
 IDLE_S: Final = 1.0
+# Of devices that build their models anew, and of those whose models were others then: they stay
+# with it until the next reload.
 REBUILDING: Final = "rebuilding"
 
 
@@ -80,13 +82,15 @@ class Pool:
             Why it is refused; "" if it is not.
         """
         self._files.forget()
-        problem = self._problem(name, described)
-        if problem:
+        if self._rebuilding is None and (problem := self._problem(name, described)):
             return problem
         self._actors[name] = actor
         if here and described["sees_files"]:
             self._writing.add(name)
         self._leases.add(name, sees_files=described["sees_files"])
+        if self._rebuilding is not None:  # it may have begun before the models were read again
+            self._leases.take(name, REBUILDING)
+            self._rebuild([name])
         self._grant()
         return ""
 
@@ -100,7 +104,7 @@ class Pool:
             self._reloads = reloads
         if reloads > self._reloads:
             self._reloads = reloads
-            self._rebuilding = self._begin(self._rebuilt())
+            self._rebuild()
         if self._rebuilding is not None:
             await asyncio.shield(self._rebuilding)
 
@@ -115,8 +119,9 @@ class Pool:
         return self._leases.num_devices
 
     async def any_device(self) -> Any:
-        """Return the actor of some device; None if there is none."""
-        return next(iter(self._actors.values()), None)
+        """Return the actor of some device that is lent; None if there is none."""
+        others = self._leases.of(REBUILDING)
+        return next((self._actors[name] for name in self._actors if name not in others), None)
 
     async def lease(self, wish: Wish, pid: int) -> list[Lent]:
         """Wait for one device, and return it with what else is idle then.
@@ -228,22 +233,28 @@ class Pool:
         if after_s is not None:
             self._dropping[name] = self._begin(_graphs_dropped(actor, after_s + PAUSE_S))
 
-    async def _rebuilt(self) -> None:
-        """Have all devices build their models anew, first those whose versions count."""
-        self._versions = ModelVersions()
-        self._files.forget()
-        here = [name for name in self._actors if name in self._writing]
-        others = [name for name in self._actors if name not in self._writing]
-        for names in (here, others):
-            await asyncio.gather(*(self._rebuilt_on(name) for name in names))
+    def _rebuild(self, names: Sequence[str] = ()) -> None:
+        """Begin to have devices build their models anew; all of them if none is named."""
+        self._rebuilding = self._begin(self._rebuilt(names, after=self._rebuilding))
+
+    async def _rebuilt(self, names: Sequence[str], *, after: asyncio.Task[None] | None) -> None:
+        """Do so once an earlier reload has ended, first on those whose versions count."""
+        if after is not None:
+            await asyncio.wait([after])
+        if not names:
+            names = list(self._actors)
+            self._versions = ModelVersions()
+            self._files.forget()
+        for writing in (True, False):
+            some = [name for name in names if (name in self._writing) is writing]
+            await asyncio.gather(*(self._rebuilt_on(name) for name in some))
 
     async def _rebuilt_on(self, name: str) -> None:
         """Start a device anew once it is idle, and lend it again if its models are the others'."""
-        while not self._leases.take(name, REBUILDING):
-            if not self._leases.has(name):
-                return
+        while self._leases.has(name) and not self._leases.take(name, REBUILDING):
             await asyncio.sleep(PAUSE_S)
-        actor = self._actors[name]
+        if (actor := self._actors.get(name)) is None:
+            return
         try:
             described = await _restarted(actor)
         except ActorDiedError as error:
@@ -253,8 +264,6 @@ class Pool:
         problem = self._problem(name, described)
         if problem:
             log.warning("%s", problem)
-            ray.kill(actor)
-            await self.remove(name)
             return
         self._free(name)
 
