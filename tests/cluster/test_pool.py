@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from tests.boxes import ROOT
 from tests.cluster.conftest import ClusterBox
 from tests.cluster.processes import wait_until
-from tests.cluster.test_jobs import num_ranges
+from tests.cluster.test_failures import long_job, when_in
+from tests.cluster.test_jobs import num_ranges, shards
 
 
 @pytest.mark.slow  # a process that joins the cluster
@@ -31,6 +33,32 @@ def test_a_lease_that_has_ended_has_no_device_and_takes_none_from_another(
             "its_own": True,
             "ended": 0,
         }
+        wait_until(lambda: num_ranges(client) == 2, what="both devices")
+
+
+JOINING = """
+import sys
+from pathlib import Path
+from gradbox_worker.cluster.head.address_file import ClusterAddress
+from gradbox_worker.cluster.head.ray_environment import reach
+path = Path(sys.argv[1], "cluster.json")
+found = ClusterAddress.read(path)
+reach(found.address, token=found.token)
+from gradbox_worker.cluster.coordinator.joined import JoinedCluster
+JoinedCluster(path)
+"""
+
+
+@pytest.mark.slow  # a process that joins the cluster
+def test_a_coordinator_joins_while_all_devices_are_busy(cluster: ClusterBox) -> None:
+    with cluster.box.client() as client:
+        wait_until(lambda: num_ranges(client) == 2, what="both devices")
+        job = client.submit(replace(long_job(devices=2), inputs=shards(4000)))
+        when_in("forward", job)
+        command = [sys.executable, "-c", JOINING, str(cluster.box.data)]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+        assert job.refresh().state == "running"
+        job.cancel()
         wait_until(lambda: num_ranges(client) == 2, what="both devices")
 
 

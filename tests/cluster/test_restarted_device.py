@@ -100,8 +100,8 @@ def test_rows_of_a_process_that_died_are_told_as_lost(device: ClusterDevice, nam
         OF_SAMPLES[name](device)
 
 
-WITHOUT_A_JOB = {"describe", "import_for_jobs", "run", "open", "empty", "drop_idle_graphs"}
-BESIDE_A_JOB = {"take_rows", "place_rows", "news", "holds", "stop", "stop_all"}
+WITHOUT_A_JOB = {"import_for_jobs", "run", "open", "empty", "drop_idle_graphs"}
+BESIDE_A_JOB = {"take_rows", "place_rows", "describe", "news", "holds", "stop", "stop_all"}
 FOR_A_JOB = {name for name in vars(DeviceActor) if not name.startswith("_")}
 
 

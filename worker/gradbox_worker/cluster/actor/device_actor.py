@@ -1,8 +1,8 @@
 """A device as an actor: has a `ClusterDevice` do what it is asked, in a process of its own.
 
 The head, which makes the actors, knows this class and imports no torch; an actor's process imports
-the device when it begins. Calls that compute run one after the other. `news` and the stops run
-beside them, in a group of their own, and so do calls that hand rows over.
+the device when it begins. Calls that compute run one after the other. What is asked and told of
+them runs beside them, in a group of its own, and so do calls that hand rows over.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class DeviceActor:
 
         self.device = ClusterDevice(settings, mark, models)
 
-    describe = _asks("describe")
     import_for_jobs = _asks("import_for_jobs")
     run = _asks("run")
     open = _asks("open")
@@ -81,6 +80,7 @@ class DeviceActor:
     drop_idle_graphs = _asks("drop_idle_graphs")
     take_rows = _asks("take_rows", group=ROWS)
     place_rows = _asks("place_rows", group=ROWS)
+    describe = _asks("describe", group=CONTROL)
     news = _asks("news", group=CONTROL)
     holds = _asks("holds", group=CONTROL)
     stop = _asks("stop", group=CONTROL)
