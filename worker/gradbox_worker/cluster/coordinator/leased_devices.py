@@ -134,7 +134,7 @@ class LeasedDevices:
     def future(
         self,
         reference: Any,
-        then: Callable[[Any], Any],
+        then: Callable[[Any], Any] = lambda found: found,
         *,
         devices: Sequence[LeasedDevice],
         meanwhile: Callable[[], object] = lambda: None,

@@ -192,4 +192,4 @@ class RayRangeDevice:
     def check(self, part: Range, norms: dict[str, NormStatistics]) -> Future[int]:
         """Check the range's first shard, and give the range up."""
         answer = self._device.ask("check", part, as_buffers(norms))
-        return self._leased.future(answer, lambda found: found, devices=(self._device,))
+        return self._leased.future(answer, devices=(self._device,))

@@ -13,7 +13,7 @@ What crosses processes, as NumPy buffers in the object store:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -192,11 +192,11 @@ class RaySampleDevice:
         """Count the samples of each shard of a range."""
         blocks = self._devices.blocks(part, of_others=of_others)
         answer = self._device.ask("count", part, blocks, of_others, self._device.opened)
-        return self._future(answer, lambda found: found)
+        return self._future(answer)
 
     def smaller(self, part: Range, task: SampleTask) -> Future[bool]:
         """Say whether `form="auto"` keeps factors."""
-        return self._future(self._call("smaller", part, task), lambda found: found)
+        return self._future(self._call("smaller", part, task))
 
     def run(self, part: Range, task: SampleTask) -> Future[RangeSamples]:
         """Compute a range."""
@@ -227,9 +227,9 @@ class RaySampleDevice:
     def _future(
         self,
         answer: Any,
-        then: Callable[[Any], Any],
+        then: Callable[[Any], Any] = lambda found: found,
         *,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> Future[Any]:
-        devices: Sequence[LeasedDevice] = (self._device,)
-        return self._devices.leased.future(answer, then, devices=devices, meanwhile=meanwhile)
+        leased, devices = self._devices.leased, (self._device,)
+        return leased.future(answer, then, devices=devices, meanwhile=meanwhile)

@@ -189,7 +189,7 @@ class WideJob:
         """
         self._check()
         if phase != "cotangents":
-            self._hear()
+            self._note_progress()
             running = [n for found, n in self._done.values() if found == phase]
             done = min(total, max(done, sum(running)))
         self._tell(ProgressMade(phase=phase, done=done, total=total))
@@ -199,7 +199,7 @@ class WideJob:
             raise StopNow
         self._cluster.check()
 
-    def _hear(self) -> None:
+    def _note_progress(self) -> None:
         """Note how far each device is."""
         assert self._leased is not None
         for device in list(self._leased.alive):

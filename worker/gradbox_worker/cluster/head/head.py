@@ -104,8 +104,8 @@ class Head:
         self.look()
         problems: list[str] = list(self._without.values())
         while self._starting and time.monotonic() < self._late_s and not stopping.wait(0.05):
-            problems += self._hear_of_ready_ones()
-        problems += self._hear_of_ready_ones()
+            problems += self._lend_ready_ones()
+        problems += self._lend_ready_ones()
         found = self.num_devices()
         if not found and not stopping.is_set():
             raise DeviceNotStarted("; ".join(dict.fromkeys(problems)))
@@ -132,7 +132,7 @@ class Head:
                 wanted, has = sum(one.get(argument, 0) for one in reserved), free.get(kind, 0)
                 if wanted > has:
                     log.warning(SOME_WAIT, wanted, kind, has)
-        self._hear_of_ready_ones()
+        self._lend_ready_ones()
 
     def num_devices(self) -> int:
         """Return how many devices there are.
@@ -177,7 +177,7 @@ class Head:
             self._starting.append(_Starting(name, node, actor, actor.describe.remote()))
         return [resources for _, resources in found]
 
-    def _hear_of_ready_ones(self) -> list[str]:
+    def _lend_ready_ones(self) -> list[str]:
         """Lend the devices that are ready; logs and returns why others cannot be used."""
         problems = []
         for one in list(self._starting):

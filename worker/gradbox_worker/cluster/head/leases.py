@@ -120,10 +120,6 @@ class Leases:
         """Return the devices that a lease has."""
         return [name for name, device in self._devices.items() if device.lease == lease]
 
-    def take_idle(self, wish: Wish) -> list[str]:
-        """Give a lease what is idle now, though others may wait for it; no device if none is."""
-        return self._give(wish)
-
     def take(self, device: str, lease: str) -> bool:
         """Give a lease one certain device, which it may have; False if another lease has it."""
         held = self._devices[device]
@@ -138,12 +134,13 @@ class Leases:
     def granted(self) -> Iterator[tuple[Wish, list[str]]]:
         """Give idle devices to those that wait, and say to whom."""
         for wish in list(self._waiting):
-            devices = self._give(wish)
+            devices = self.take_idle(wish)
             if devices:
                 self._waiting.remove(wish)
                 yield wish, devices
 
-    def _give(self, wish: Wish) -> list[str]:
+    def take_idle(self, wish: Wish) -> list[str]:
+        """Give a lease what is idle now, though others may wait for it; no device if none is."""
         chosen = self._best(wish)
         for name in chosen:
             device = self._devices[name]

@@ -15,11 +15,6 @@ class ModelVersions:
         self._expected: dict[str, str] = {}
         self._software = ""
 
-    @property
-    def known(self) -> bool:
-        """Whether a device has said which they are."""
-        return bool(self._expected)
-
     def problem(self, device: str, models: Sequence[str], *, software: str) -> str:
         """Say why a device may not be used, or "".
 

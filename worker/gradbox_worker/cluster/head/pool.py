@@ -29,8 +29,7 @@ POOL: Final = "pool"
 # After its coordinator's death a device may take so long to come to its next shard.
 ABANDON_S: Final = 30.0
 PAUSE_S: Final = 0.25
-# So long a lease of several devices, or of a certain one, waits for those that have just ended
-# their part.
+# So long a lease of several devices, or of certain ones, waits for those that are being made empty.
 IDLE_S: Final = 1.0
 # Of devices that build their models anew, and of those whose models were others then: they stay
 # with it until the next reload.
@@ -175,13 +174,9 @@ class Pool:
         self._grant()
 
     def _grant(self) -> None:
-        for wish, names in list(self._leases.granted()):
-            granted = self._granted.get(wish.lease)
-            if granted is None or granted.done():
-                for name in names:
-                    self._leases.free(name)
-                continue
-            granted.set_result(self._lent(names, wish.lease))
+        """Answer the leases that waited for what is idle now; each of them has a future."""
+        for wish, names in self._leases.granted():
+            self._granted[wish.lease].set_result(self._lent(names, wish.lease))
 
     def _lent(self, names: Sequence[str], lease: str) -> list[Lent]:
         return [
