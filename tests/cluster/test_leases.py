@@ -60,6 +60,17 @@ def test_a_whole_job_gets_a_device_that_sees_the_files_first() -> None:
     leases = leases_of("far", "near", without_files=("far",))
     leases.ask(Wish("one", "m", at_most=2, with_files=True))
     assert granted(leases) == {"one": ["near", "far"]}
+    leases.free("far")
+    leases.ask(Wish("whole", "m", with_files=True))
+    assert granted(leases) == {}
+
+
+def test_a_job_in_ranges_waits_for_no_device_that_sees_the_files() -> None:
+    leases = leases_of("far", "near", without_files=("far",))
+    leases.ask(Wish("one", "m"))
+    assert granted(leases) == {"one": ["near"]}
+    leases.ask(Wish("wide", "m", at_most=2))
+    assert granted(leases) == {"wide": ["far"]}
 
 
 def test_a_lease_that_is_withdrawn_gets_nothing() -> None:

@@ -121,7 +121,7 @@ class Coordinator:
             uuid.uuid4().hex,
             work.model,
             at_most=at_most if waiting is None else waiting.num_devices,
-            with_files=True,
+            with_files=at_most == 1,
             job=str(work.result_path),
             follows="" if waiting is None else waiting.job,
         )

@@ -5,8 +5,9 @@ what it asked for. Waiting leases are served in the order in which they asked, w
 which the dispatcher let their jobs begin, so that owners take turns here as they do there. A device
 that ends its part is free at once, and goes to the lease that waits first.
 
-Of the idle devices a lease gets those that ran the job which it follows, for graphs may wait there,
-then those that have its model loaded, then those that were idle longest.
+Of the idle devices a lease gets one that sees the box's files, where there is one, then those that
+ran the job which it follows, for graphs may wait there, then those that have its model loaded, then
+those that were idle longest.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Wish:
         at_most: how many devices it can use.
         job: what it will be remembered by on its devices.
         follows: the `job` of an earlier lease, whose graphs wait on the devices that it had.
-        with_files: whether its first device must see the box's data folder, where any does, as
-            one must that runs a whole job.
+        with_files: whether its first device must see the box's data folder, where any does, so that
+            a job runs whole; else one that does is preferred.
     """
 
     lease: str
@@ -158,10 +159,10 @@ class Leases:
                 wish.model not in self._devices[name].models,
             ),
         )
-        if wish.with_files and any(device.sees_files for device in self._devices.values()):
-            first = next((n for n in warm_first if self._devices[n].sees_files), None)
-            if first is None:
-                return []
+        first = next((n for n in warm_first if self._devices[n].sees_files), None)
+        if first is not None:
             warm_first.remove(first)
             warm_first.insert(0, first)
+        elif wish.with_files and any(device.sees_files for device in self._devices.values()):
+            return []
         return warm_first[: wish.at_most]
