@@ -16,11 +16,11 @@ import redis
 
 from gradbox_service.jobs import connect
 from gradbox_service.settings import MIB
-from gradbox_service.up import embedded_redis
+from gradbox_service.up import embedded_redis, saying
 from gradbox_service.up.embedded_redis import (
     EmbeddedRedis,
     NoRedis,
-    _answers,
+    _said,
     server_binary,
     url_in,
 )
@@ -91,7 +91,7 @@ def kill_supervisor_of(folder: Path, *, arranged: bool) -> int:
     code = f"""
 import sys
 from pathlib import Path
-from gradbox_service.up import embedded_redis
+from gradbox_service.up import embedded_redis, saying
 if not {arranged}:
     embedded_redis.die_with_parent = lambda number: None
 print(embedded_redis.EmbeddedRedis.start(Path({str(folder)!r})).pid, flush=True)
@@ -254,10 +254,69 @@ def test_a_server_whose_disk_is_full_answers(tmp_path: Path) -> None:
                 connection.set(f"key{number}", bytes(10_000))
         with pytest.raises(redis.ResponseError, match="No space left on device"):
             connection.ping()
-        assert _answers(connection)
+        assert _said(connection) == "ready"
         server.kill()
         server.stop()
-        assert not _answers(connection)
+        assert _said(connection) == "nothing"
         again = EmbeddedRedis.start(disk / "redis")
-        assert _answers(connection)
+        assert _said(connection) == "ready"
         again.stop()
+
+
+NUM_KEYS = 6000
+
+
+def loading_slowly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have servers on a folder take some seconds to load it; they answer every 1024 commands."""
+    server = EmbeddedRedis.start(folder)
+    with connect(server.url).pipeline(transaction=False) as pipe:
+        for number in range(NUM_KEYS):
+            pipe.set(f"key{number}", "value")
+        pipe.execute()
+    server.stop()
+    options = embedded_redis._options
+    slow = {"key-load-delay": "500"}
+    monkeypatch.setattr(
+        embedded_redis, "_options", lambda *given, **named: options(*given, **named) | slow
+    )
+
+
+def test_a_long_load_is_said_and_takes_the_time_that_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loading_slowly(tmp_path, monkeypatch)
+    monkeypatch.setattr(embedded_redis, "START_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(saying, "WAITS_S", 0.5)
+    server = EmbeddedRedis.start(tmp_path)
+    try:
+        assert connect(server.url).dbsize() == NUM_KEYS
+    finally:
+        server.stop()
+    assert "not ready yet: Redis reads its records" in capsys.readouterr().err
+
+
+def test_who_is_told_to_stop_waits_for_no_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading_slowly(tmp_path, monkeypatch)
+    server = EmbeddedRedis.start(tmp_path, stopped=(tmp_path / "redis.sock").exists)
+    server.stop()
+    assert "shutdown signal during loading" in (tmp_path / "redis.log").read_text()
+
+
+def test_a_server_that_outlived_its_supervisor_is_replaced_while_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading_slowly(tmp_path, monkeypatch)
+    options = embedded_redis._options(
+        tmp_path, tmp_path / "redis.sock", appendfsync="everysec", memory_bytes=0
+    )
+    orphan = embedded_redis._spawn(server_binary(), options)
+    while not (tmp_path / "redis.sock").exists():
+        time.sleep(0.01)
+    server = EmbeddedRedis.start(tmp_path)
+    try:
+        assert orphan.wait(timeout=60.0) is not None
+        assert connect(server.url).dbsize() == NUM_KEYS
+    finally:
+        server.stop()

@@ -107,6 +107,8 @@ class Box:
                 stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
             self._redis = self._start_redis()
             stack.callback(self._stop_redis)
+            if self._stop.is_set():
+                return self._stopped()
             url = url_of(bound, tls=self._settings.tls_cert is not None)
             credentials = Credentials(self._data)
             token = credentials.owner_token(self._redis.url)
@@ -252,6 +254,7 @@ class Box:
             self._data / "redis",
             appendfsync=self._settings.fsync,
             memory_bytes=self._settings.redis_memory_bytes,
+            stopped=self._stop.is_set,
         )
 
     def _keep_redis(self, watchdog: Watchdog) -> None:

@@ -15,9 +15,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +27,7 @@ from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.up.append_only_file import cut_zeros
 from gradbox_service.up.lifeline import die_with_parent
+from gradbox_service.up.saying import NotReady
 
 AppendFsync = Literal["everysec", "always", "no"]
 
@@ -36,8 +36,9 @@ log = logging.getLogger(__name__)
 LOG = "redis.log"
 # The kernel's limit on a socket's path, with its ending zero byte, is 108 (104 on macOS).
 MAX_SOCKET_PATH = 100
-# A large append-only file takes a while to load.
+# To say something; to load a large append-only file takes what it takes.
 START_TIMEOUT_S = 60.0
+LOOK_S = 0.01
 STOP_TIMEOUT_S = 15.0
 
 
@@ -72,10 +73,12 @@ class EmbeddedRedis:
         *,
         appendfsync: AppendFsync = "everysec",
         memory_bytes: int = 0,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> EmbeddedRedis:
         """Start a server whose data is in `folder`, and wait until it answers.
 
         Args:
+            stopped: tells whether to wait no longer.
             memory_bytes: how much memory it may take before it refuses changes; 0 is no bound.
             appendfsync: `everysec` may lose the last second of accepted jobs when the machine (not
                 the server) dies; `always` loses nothing and costs a disk flush a change.
@@ -100,7 +103,7 @@ class EmbeddedRedis:
             raise
         server = cls(process, socket=socket, lock=lock)
         try:
-            server._wait_until_ready(folder / LOG)
+            server._wait_until_ready(folder / LOG, stopped)
         except BaseException:
             process.kill()
             server.stop()
@@ -116,9 +119,9 @@ class EmbeddedRedis:
         self._process.kill()
 
     def stop(self) -> None:
-        """Save and end the server: SHUTDOWN, then SIGTERM, then SIGKILL."""
+        """Save and end the server: SIGTERM, then SIGKILL."""
         if self.alive():
-            for end in (partial(_shut_down, self.url), self._process.terminate, self._process.kill):
+            for end in (self._process.terminate, self._process.kill):
                 end()
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(STOP_TIMEOUT_S)
@@ -129,25 +132,23 @@ class EmbeddedRedis:
             os.close(self._lock)
             self._lock = -1
 
-    def _wait_until_ready(self, log_file: Path) -> None:
-        connection = connect(self.url, retries=0)
+    def _wait_until_ready(self, log_file: Path, stopped: Callable[[], bool]) -> None:
+        not_ready = NotReady()
         deadline = time.monotonic() + START_TIMEOUT_S
-        try:
-            while time.monotonic() < deadline:
+        with closing(connect(self.url, retries=0)) as connection:
+            while not stopped():
                 if not self.alive():
-                    raise NoRedis(
-                        f"the embedded Redis ended with code {self._process.returncode} while it "
-                        f"started; the end of {log_file}: {_tail(log_file)}"
-                    )
-                if _answers(connection):
+                    code = self._process.returncode
+                    raise _not_started(f"ended with code {code} while it started", log_file)
+                if time.monotonic() > deadline:
+                    raise _not_started(f"did not answer within {START_TIMEOUT_S:.0f} s", log_file)
+                said = _said(connection)
+                if said == "ready":
                     return
-                time.sleep(0.01)
-        finally:
-            connection.close()
-        raise NoRedis(
-            f"the embedded Redis did not answer within {START_TIMEOUT_S:.0f} s; the end of "
-            f"{log_file}: {_tail(log_file)}"
-        )
+                if said == "loading":  # as long as it takes
+                    deadline = time.monotonic() + START_TIMEOUT_S
+                    not_ready.because("Redis reads its records from the disk")
+                time.sleep(LOOK_S)
 
 
 def url_in(folder: Path) -> str:
@@ -258,36 +259,34 @@ def _socket_path(folder: Path) -> Path:
 
 def _stop_orphan(url: str) -> None:
     """End a server that outlived its supervisor: we hold the folder's lock, so it is ours."""
-    connection = connect(url, retries=0)
-    try:
-        if not _answers(connection):
+    with closing(connect(url, retries=0)) as connection:
+        while (said := _said(connection)) == "loading":  # and takes no SHUTDOWN
+            time.sleep(LOOK_S)
+        if said == "nothing":
             return
-    finally:
-        connection.close()
-    log.warning("a Redis of an earlier run still answers at %s: stopping it", url)
-    _shut_down(url)
+        log.warning("a Redis of an earlier run still answers at %s: stopping it", url)
+        try:
+            connection.shutdown(nosave=True)  # the append-only file has it all
+        except redis.RedisError as error:
+            log.warning("SHUTDOWN was not taken (%s)", error)
 
 
-def _answers(connection: redis.Redis) -> bool:
-    """Tell whether a server answers, be it that its disk or its memory is full."""
+def _said(connection: redis.Redis) -> Literal["nothing", "loading", "ready"]:
+    """Return what a server answers; it is ready, too, while its disk or its memory is full."""
     try:
         connection.ping()
+    except redis.BusyLoadingError:
+        return "loading"
     except (redis.ConnectionError, redis.TimeoutError):
-        return False
+        return "nothing"
     except redis.ResponseError as error:
         if not store_refuses(error):
             raise
-    return True
+    return "ready"
 
 
-def _shut_down(url: str) -> None:
-    connection = connect(url, retries=0)
-    try:
-        connection.shutdown(nosave=True)  # the append-only file has it all
-    except redis.RedisError as error:
-        log.warning("SHUTDOWN was not taken (%s)", error)
-    finally:
-        connection.close()
+def _not_started(what: str, log_file: Path) -> NoRedis:
+    return NoRedis(f"the embedded Redis {what}; the end of {log_file}: {_tail(log_file)}")
 
 
 def _tail(path: Path) -> str:
