@@ -20,6 +20,7 @@ import redis
 from pydantic import BaseModel, ConfigDict
 
 from gradbox.errors import GradboxError
+from gradbox_service.jobs.redis_script import ConditionalCommands
 from gradbox_service.jobs.refusals import store_refuses
 from gradbox_service.revocations import Revocations
 
@@ -94,11 +95,14 @@ class RedisTokens:
             revocations: where those are noted that Redis refuses; without it they fail.
         """
         self._redis = connection
+        self._commands = ConditionalCommands(connection, over_bound=True)
         self._revocations = revocations
 
     def create(self, name: str, *, admin: bool = False) -> str:
         token, digest, info = _fresh(name, admin=admin)
-        self._redis.hset(TOKENS, digest, info.model_dump_json())
+        pipe = self._redis.pipeline()
+        pipe.hset(TOKENS, digest, info.model_dump_json())
+        self._commands.run(pipe, where={})
         return token
 
     def list(self) -> Sequence[TokenInfo]:

@@ -12,7 +12,9 @@ import redis
 
 from gradbox.protocol import JobState, OperationMode
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, WorkerPresence
+from gradbox_service.jobs import JobRecord, Turn, WorkerPresence
+from gradbox_service.queue import dispatch
+from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.settings import Settings
 from tests.service.boxes import a_record, a_spec, begin, finish, submit
 from tests.service.conftest import Box, client_with, serve
@@ -96,6 +98,34 @@ def test_a_worker_stays_known(backing: Backing, connection: redis.Redis) -> None
     assert [worker.name for worker in backing.fleet.workers()] == ["w"]
     backing.fleet.retire("w")
     assert list(backing.fleet.workers()) == []
+
+
+def test_the_owner_makes_tokens(backing: Backing, connection: redis.Redis) -> None:
+    fill(connection)
+    assert backing.tokens.find(backing.tokens.create("ann")) is not None
+
+
+@pytest.mark.parametrize("fed", [False, True])
+def test_a_lost_job_is_put_back_while_others_wait(
+    fed: bool, backing: Backing, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "REFUSED_GRACE_S", 1.0)
+    for job_id in ("lost", "waits"):
+        backing.records.create(a_record(job_id), spec=a_spec())
+    begin(backing.records, "lost", lease_s=0.001)
+    if fed:
+        backing.turns.feed(Turn("waits", 1))
+    fill(connection)
+    dispatcher = Dispatcher(backing.records, backing.turns, backing.fleet, backing.leadership)
+    dispatcher.start()
+    try:
+        give_up = time.monotonic() + 30
+        while state_of(backing, "lost") is not JobState.QUEUED:
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+    finally:
+        dispatcher.close()
+        dispatcher.join()
 
 
 def test_users_cancel_and_delete_and_the_owner_pauses(box: Box, connection: redis.Redis) -> None:

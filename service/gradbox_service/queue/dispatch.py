@@ -107,7 +107,8 @@ class Dispatcher(RepeatingThread):
             self._wait()
         except redis.RedisError as error:
             self.leads = False
-            self._spare_leases()
+            if not isinstance(error, redis.OutOfMemoryError):  # then workers beat all the same
+                self._spare_leases()
             log.warning("Redis does not do its part (%s); trying again", error)
             self._stopping.wait(TICK_S)
         except Exception:
