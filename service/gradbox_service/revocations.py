@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ NUM_LINES: Final = 1000
 LINE_BYTES: Final = 65
 EMPTY: Final = b" " * (LINE_BYTES - 1) + b"\n"
 DIGEST: Final = re.compile(rb"[0-9a-f]{64}")
+# More than a tick of any file system's clock.
+TICK_S: Final = 2.0
 
 
 class NotRevoked(GradboxError):
@@ -62,7 +65,7 @@ class Revocations:
                 os.fsync(descriptor)
 
     def digests(self) -> frozenset[str]:
-        """Return the hashes that are noted; read again only when the file has changed."""
+        """Return the hashes that are noted; read again only when the file may have changed."""
         try:
             found = self.path.stat()
         except FileNotFoundError:
@@ -72,7 +75,9 @@ class Revocations:
             self._digests = frozenset(
                 line.decode() for line in self.path.read_bytes().split() if DIGEST.fullmatch(line)
             )
-            self._seen = version
+            # Two changes within a tick of the file system's clock have one time.
+            is_settled = time.time() - found.st_mtime > TICK_S
+            self._seen = version if is_settled else None
         return self._digests
 
     def add(self, digests: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,6 +110,17 @@ def test_a_token_is_revoked_while_redis_refuses_changes(
     assert RedisTokens(refusing).find(eve) is None
     assert Revocations(tmp_path).digests() == frozenset()
     assert owner_of(service_side, ann) == "ann"
+
+
+def test_a_revocation_within_one_tick_of_the_file_systems_clock_counts(tmp_path: Path) -> None:
+    noted = Revocations(tmp_path)
+    noted.prepare()
+    noted.add(["a" * 64])
+    before = noted.path.stat()
+    assert noted.digests() == {"a" * 64}
+    Revocations(tmp_path).add(["b" * 64])
+    os.utime(noted.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert noted.digests() == {"a" * 64, "b" * 64}
 
 
 def test_a_note_takes_no_room_on_the_disk(tmp_path: Path) -> None:
