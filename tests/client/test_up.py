@@ -136,12 +136,14 @@ def test_a_box_in_the_background_runs_until_it_is_drained_or_taken_down(
 ) -> None:
     data = tmp_path / "data"
     monkeypatch.setenv("GRADBOX_DATA", str(data))
+    monkeypatch.setenv("GRADBOX_REDIS_URL", "redis://127.0.0.1:1")
     monkeypatch.delenv("GRADBOX_URL", raising=False)
     with models.open("a") as file:
         file.write('[models.lost]\nbuilder = "python"\nsource = "nowhere.py:make"\n')
     code, said = start("--wait").finish()
     assert code == 0, said
     assert "the model 'lost' cannot be used" in said
+    assert "GRADBOX_REDIS_URL is not used" in said
     assert f"gradbox down --data {data}" in said
     assert holder_of(data) is not None
     credentials = data / "client.toml"

@@ -21,6 +21,8 @@ from gradbox_service.settings import BadSettings, Settings, arguments_of, takes_
 
 MODELS_FILE: Final = "models.toml"
 WORKER_PACKAGES: Final = ("torch", "rq")
+# Settings of a service alone: a box has a Redis of its own.
+NOT_OURS: Final = ("redis_url",)
 EXAMPLE: Final = """\
   [models.minilm]
   builder = "hf"
@@ -86,7 +88,7 @@ Exec = Annotated[
 ]
 
 
-@takes_settings(leave_out=("redis_url",))
+@takes_settings(leave_out=NOT_OURS)
 def run(
     given: dict[str, Any],
     *,
@@ -124,7 +126,6 @@ def run(
             raise BadSettings("expected --wait or --exec, got both: --exec waits by itself")
         public_url = None if public_url is None else checked_url(public_url)
         settings = Settings.read(**given)
-        # Read for the service alone: a Redis of somebody else's would not be ours to stop.
         if os.environ.get("GRADBOX_REDIS_URL"):
             say("GRADBOX_REDIS_URL is not used, up runs its own")
         found = models_file(models, data=settings.data)
@@ -134,7 +135,7 @@ def run(
             again += [] if public_url is None else ["--public-url", public_url]
             again += [] if template else ["--no-template"]
             again += [] if cluster is None else ["--cluster", cluster]
-            again += arguments_of(settings)
+            again += arguments_of(settings, leave_out=NOT_OURS)
             return background.start(again, settings=settings)
         box = Box(
             settings,
