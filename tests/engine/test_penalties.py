@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from gradbox_engine import BadPenalty, Group, LossNotFinite, Objective, Penalty, set_gradient
 from gradbox_engine.model.calling.shard_rng import shard_stream
-from tests.cases import CASES, Case
+from tests.case_models import seeded
+from tests.cases import CASES, Case, whitening
 from tests.device import DEVICE, moved, same_bits
 from tests.engine.memory import peak_bytes
 from tests.engine.replay.running import answer
@@ -265,6 +266,29 @@ def test_a_penaltys_gradient_passes_through_hooks_on_the_activation():
     found = answer(case, penalties=penalties)
     loss, grads = _naive(case, penalties)
     assert found.loss == pytest.approx(loss)
+    assert difference(found.grads, grads) <= TOLERANCE
+
+
+class _Slope(nn.Module):
+    """Returns an energy's derivative by its input, as models of forces do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.energy = nn.Linear(5, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.energy(self.hidden(x).sin())
+        return torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("retain", [0, 10**9])
+def test_a_penalty_is_not_in_what_the_model_itself_differentiates(retain):
+    case = Case(seeded(_Slope), CASES["mlp"]().groups, whitening)
+    penalties = [Penalty("hidden", _square, 0.3)]
+    loss, grads = _naive(case, penalties)
+    found = answer(case, penalties=penalties, retain=retain)
+    assert found.loss == pytest.approx(loss, rel=1e-12)
     assert difference(found.grads, grads) <= TOLERANCE
 
 

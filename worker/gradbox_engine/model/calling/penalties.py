@@ -50,7 +50,7 @@ class Tap:
         value = activation.detach()
         self._value = value.clone() if copied else value
         self._version = self._value._version
-        self._z: Outputs = {}
+        self._z: Outputs | None = None  # until the backward pass from z
         self._factor = 1.0
         if activation.requires_grad:
             activation.register_hook(self._add_gradient)  # type: ignore[no-untyped-call]
@@ -86,6 +86,8 @@ class Tap:
         return self._value.new_zeros(()).expand(self._value.shape)
 
     def _add_gradient(self, cotangent: Tensor) -> Tensor:
+        if self._z is None:  # the model differentiates in its forward pass, and L is not in that
+            return cotangent
         with blaming("its loss", f"penalty at {self._penalty.at!r}"):
             leaf = _leaf(self._value)
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
@@ -95,13 +97,13 @@ class Tap:
             (gradient,) = torch.autograd.grad(value, leaf, allow_unused=True)
             if gradient is None:
                 return cotangent
-            return cotangent + (self._scaled(gradient) * self._factor).to(cotangent.dtype)
+            return cotangent + (self._scaled(gradient, self._z) * self._factor).to(cotangent.dtype)
 
-    def _scaled(self, gradient: Tensor) -> Tensor:
+    def _scaled(self, gradient: Tensor, z: Outputs) -> Tensor:
         if self._penalty.per_sample_scale is None:
             return gradient
         with torch.no_grad():
-            scale_b = self._penalty.per_sample_scale(as_z(self._z))
+            scale_b = self._penalty.per_sample_scale(as_z(z))
         num_samples = gradient.shape[0] if gradient.ndim else 0
         if not isinstance(scale_b, Tensor) or scale_b.shape != (num_samples,):
             raise BadPenalty(
