@@ -241,8 +241,9 @@ def _backward(
 
 def _grouped(image: Tensor, other: Tensor, window: Geometry, out: Tensor | None) -> Tensor:
     N, C, K = image.shape[0], image.shape[1], other.shape[1]
+    # By way of one dim: the stride of a single position may make torch take channels for the last.
     block = _backward(
-        image.reshape(1, N * C, *image.shape[2:]),
+        image.flatten().view(1, N * C, *image.shape[2:]),
         other.reshape(1, N * K, *other.shape[2:]),
         window,
         N,
