@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradbox_engine.per_sample import jacobian, per_sample_gradient, pieces
 from tests.engine.per_sample import naive
-from tests.engine.per_sample.zoo import build
+from tests.engine.per_sample.zoo import Written, build
 
 
 class Gathered:
@@ -46,6 +46,24 @@ def test_pieces_make_up_the_dense_result_within_the_budget(name: str, budget_byt
     assert naive.difference(naive.flat(sink.arrays), naive.flat(expected)) <= naive.TOLERANCE
     row_bytes = max(x[0, 0].nbytes // (x.shape[2] if x.dim() > 2 else 1) for x in expected.values())
     assert sink.largest_bytes <= max(budget_bytes, row_bytes)
+
+
+def _by_types(m: Any, ids: Tensor, types: Tensor) -> Tensor:
+    """Types of tokens are embedded with time first, by the table of ids."""
+    of_types = m.e(types.T.flatten()).unflatten(0, types.T.shape).transpose(0, 1)
+    weighted = of_types * m.e(ids).detach().cumsum(1)
+    return torch.cat([m.a(m.e(ids)).tanh().sum(1), weighted.sum(1)], 1)
+
+
+def test_outputs_of_every_piece_confirm_a_new_plan() -> None:
+    """Types that are all alike do not tell in which order samples and positions are merged."""
+    torch.manual_seed(0)
+    model = Written(_by_types, e=nn.Embedding(3, 4), a=nn.Linear(4, 4)).double()
+    ids = torch.randint(0, 3, (4, 3))
+    inputs = {"ids": ids, "types": torch.zeros_like(ids)}
+    expected = naive.flat(naive.jacobian(model, inputs))
+    found = naive.flat(jacobian(model, [inputs], budget_bytes=2000).arrays)
+    assert naive.difference(found, expected) <= naive.TOLERANCE
 
 
 def test_running_out_of_cuda_memory_halves_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,7 @@ class ShardRun:
     def start(self) -> None:
         """Run the shard forward, again where it has run."""
         self._used = self._model.plan(self._arguments, self._index)
+        self._confirmed: set[str] = set()  # by the outputs so far
         self.graph = self._graph()
         if self.graph.deviated:
             self._plan_anew(on_all_samples=True)
@@ -118,7 +119,7 @@ class ShardRun:
         self._used.compared = True
         terms = self.graph.terms(outputs, keep_graph=not last or expected is not None)
         if expected is not None:
-            terms = self._compared(terms, expected, outputs)
+            terms = self._compared(terms, expected, outputs, last=last)
         if last:
             self.graph.free()
         if row is not None:
@@ -153,14 +154,17 @@ class ShardRun:
             check_slopes(z, value, slopes, seed=self._seed)
         return slopes
 
-    def _compared(self, terms: Terms, expected: Reference, outputs: range) -> Terms:
-        """Return the terms if they are autograd's, else those of a new plan or of a loop."""
+    def _compared(self, terms: Terms, expected: Reference, outputs: range, *, last: bool) -> Terms:
+        """Return the terms if they are autograd's, else those of a new plan or of a loop.
+
+        The last outputs confirm the plan: one may be reached by other uses than those before.
+        """
         found = compare(expected, terms, rounding=self.plan.rounding)
         # A gradient that was zero until now may have hidden a dependence between samples as well.
         late = self._used.late(found.confirmed, self._index)
         if late or (found.wrong and self._used.made_on != self._index):
             self._plan_anew()
-            return self._terms(outputs, last=False)
+            return self._terms(outputs, last=last)
         if found.wrong:
             why = "its rule's result differed from autograd's"
             self.plan.loop(found.wrong, why)
@@ -168,8 +172,10 @@ class ShardRun:
                 self.graph.free()
                 self.graph = self._graph()
             terms = self.graph.terms(outputs, keep_graph=True)
-        self.plan.unconfirmed -= found.confirmed | found.wrong
-        self.plan.confirmed_calls.add(self.graph.calls)
+        self._confirmed |= found.confirmed | found.wrong
+        if last:
+            self.plan.unconfirmed -= self._confirmed
+            self.plan.confirmed_calls.add(self.graph.calls)
         return terms
 
     @property
@@ -226,6 +232,7 @@ class ShardRun:
     def _plan_anew(self, *, on_all_samples: bool = False) -> None:
         samples = self._model.count(self._arguments, self._index) if on_all_samples else SAMPLES
         self.graph.free()  # one graph at a time
+        self._confirmed.clear()
         self._used = self._model.plan_anew(self._arguments, self._index, samples=samples)
         self.graph = self._graph()
         if self.graph.deviated:
