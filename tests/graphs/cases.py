@@ -201,6 +201,16 @@ def types_of_python(z: Tensor) -> Tensor:
         return (z @ z.T)[others].logsumexp(0) + (z.sum(1) * counts).mean()
 
 
+def older_spellings(z: Tensor, log_scale: Tensor) -> Tensor:
+    device = torch.device("cuda") if z.is_cuda else torch.device("cpu")
+    kept = torch.ones(D, device=device).type(torch.DoubleTensor)
+    if z.device != kept.device or z.device.type == "cuda":
+        kept = kept.to(z.device)
+    weight = (1 - z.sigmoid().data) ** 2 * log_scale.data * z.new_tensor([0.1, 2, 3, 4, 5])
+    weight.data.clamp_(max=0.5)
+    return (weight * z * kept).sum() + log_scale * z.new_tensor(2, dtype=torch.float32)
+
+
 def learned_closure_constant() -> Callable[..., Any]:
     weights = torch.linspace(0.1, 1.0, D, dtype=torch.float64)
     return lambda z: (z * weights).square().sum() / len(weights)
@@ -243,6 +253,7 @@ CASES = [
     Case("triplets", lambda: triplets),
     Case("pieces", lambda: pieces),
     Case("types of Python", lambda: types_of_python),
+    Case("older spellings", lambda: older_spellings, {"log_scale": log_scale}, ("log_scale",)),
     Case("closure constant", learned_closure_constant),
     Case("partial", partial_function, {"labels": classes}),
     Case("a torch function", lambda: torch.sum),

@@ -124,7 +124,8 @@ def backward(z: Tensor) -> Tensor:
 
 
 def data(z: Tensor) -> Tensor:
-    return (z - z.data).sum()  # here
+    z.data = z.exp()  # here
+    return z.sum()
 
 
 def uninitialised(z: Tensor) -> Tensor:
@@ -193,7 +194,7 @@ def one_of_a_set(z: Tensor) -> Tensor:
 
 
 def text(z: Tensor) -> Tensor:
-    return z.sum() if "cpu" in str(z.device) else z.mean()  # here
+    return z.sum() if "float16" in str(z.dtype) else z.mean()  # here
 
 
 def formatted(z: Tensor) -> Tensor:
@@ -266,7 +267,7 @@ FUNCTIONS = [
     (dropout, "loss_inputs"),
     (differentiated, "formula"),
     (backward, "formula"),
-    (data, ".detach()"),
+    (data, "copy_"),
     (uninitialised, "torch.zeros"),
     (outer_parameter, "nn.Module"),
     (outer_graph, "loss_inputs"),

@@ -1,4 +1,4 @@
-"""Dtypes that torch takes from elsewhere: its default dtype, and Python's own types.
+"""Dtypes that torch takes from elsewhere: its default dtype, Python's types, its old tensor types.
 
 An operation may have torch's default dtype, which the author may have changed; the box has float32.
 Not seen, because a symbol has no dtype: integers that an operation turns into
@@ -15,7 +15,7 @@ import torch
 from gradbox.tracing.source_location import untraceable
 
 # What torch makes of Python's types where it takes a dtype.
-TYPES_OF_PYTHON: Final[dict[type, torch.dtype]] = {
+_TYPES_OF_PYTHON: Final[dict[type, torch.dtype]] = {
     bool: torch.bool,
     int: torch.int64,
     float: torch.float64,
@@ -28,6 +28,13 @@ _ALWAYS: Final = frozenset(
     """.split()
 )
 _OF_FLOATS: Final = frozenset({"arange"})
+
+
+def dtype_meant(value: Any) -> Any:
+    """Return the dtype for which torch takes a type, `bool` or `torch.FloatTensor`; else itself."""
+    if isinstance(value, type(torch.FloatTensor)):
+        return value.dtype
+    return _TYPES_OF_PYTHON.get(value, value) if isinstance(value, type) else value
 
 
 def check_default_dtype(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -17,10 +17,10 @@ from gradbox.graphs import allow_list, targets
 from gradbox.graphs.argument_rules import argument
 from gradbox.graphs.check import is_zero
 from gradbox.graphs.schema import MAX_NODES
-from gradbox.tracing.default_dtype import TYPES_OF_PYTHON, check_default_dtype
+from gradbox.tracing.default_dtype import check_default_dtype, dtype_meant
 from gradbox.tracing.dropouts import drops_nothing
 from gradbox.tracing.plain_method import is_method, plain_method
-from gradbox.tracing.refusals import HOOKED, KEPT, ON_YOUR_SIDE, instead_of
+from gradbox.tracing.refusals import HOOKED, KEPT, ON_YOUR_SIDE, foreign, instead_of
 from gradbox.tracing.source_location import untraceable
 from gradbox.tracing.symbols import VIEWS, Symbol
 from gradbox.tracing.torch_modules.losses import FORMULAS
@@ -108,9 +108,7 @@ class Recording(GraphAppendingTracer):
             return self.create_arg(_number(a))
         if isinstance(a, range):
             return list(a)
-        if isinstance(a, type) and a in TYPES_OF_PYTHON:
-            return TYPES_OF_PYTHON[a]
-        return super().create_arg(a)
+        return super().create_arg(dtype_meant(a))
 
     def refusal(self, what: str, instead: str) -> UntraceableLoss:
         """Return an error to raise, and keep it: a function that catches it goes another way."""
@@ -161,7 +159,7 @@ class Recording(GraphAppendingTracer):
         known = self._names.get(id(tensor))
         if tensor.requires_grad:
             if known is None:
-                raise self.refusal(_foreign(tensor), _GIVE)
+                raise self.refusal(*foreign(tensor))
             if tensor._backward_hooks:
                 raise self.refusal(f"the parameter {known} has a hook", HOOKED)
             self.parameters[known] = tensor
@@ -179,11 +177,6 @@ class Recording(GraphAppendingTracer):
         self.constants[name] = tensor
         return name
 
-
-_GIVE: Final = (
-    "its gradient would be lost: pass it in loss_inputs, or make the loss an nn.Module that holds "
-    "it as a parameter or submodule, or detach it"
-)
 
 # Not operations: what torch.no_grad() calls, and a value that `encode` writes down.
 _SURROUNDINGS: Final = (torch._C._set_grad_enabled, torch.device)
@@ -236,9 +229,11 @@ class Recorder(TorchFunctionMode):
 
     def _property(self, func: Any, kind: str, args: tuple[Any, ...]) -> Any:
         name = func.__self__.__name__
+        if kind == "__get__" and name == "data":
+            return self._recording.create_proxy("call_method", "detach", args, {})
         if kind == "__get__" and name in VIEWS:
             return self._recording.create_proxy("call_function", getattr, (args[0], name), {})
-        if kind == "__set__" or name in ("data", "grad"):
+        if kind == "__set__" or name == "grad":
             raise self._recording.refusal(
                 f"the attribute .{name} is not recorded", instead_of("data")
             )
@@ -268,13 +263,6 @@ class Recorder(TorchFunctionMode):
                     f"{name} reads a tensor that has a gradient or was written to",
                     instead_of("item"),
                 )
-
-
-def _foreign(tensor: torch.Tensor) -> str:
-    shape = tuple(tensor.shape)
-    if tensor.grad_fn is not None:
-        return f"a tensor of shape {shape} was computed from trainable tensors outside the function"
-    return f"a tensor of shape {shape} that requires grad is not a parameter of the loss"
 
 
 def _number(value: Any) -> Any:

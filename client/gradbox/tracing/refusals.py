@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
+
 ON_YOUR_SIDE: Final = (
     "or keep the code as it is and run it on your side, on the outputs of client.model(...): "
     "docs/remote_autograd.md"
@@ -53,7 +55,7 @@ INSTEAD: Final[dict[str, str]] = {
         _RANDOM,
     ),
     **dict.fromkeys("grad backward requires_grad_ retain_grad register_hook".split(), _GRADIENT),
-    **dict.fromkeys("data __set__".split(), _DETACH),
+    **dict.fromkeys("data __set__ detach_".split(), _DETACH),
     **dict.fromkeys("empty empty_like new_empty empty_strided new".split(), _FILLED),
     **dict.fromkeys("tensor as_tensor asarray from_numpy new_tensor".split(), _STACK),
     **dict.fromkeys("grid_sample grid_sampler".split(), _UNCHECKED),
@@ -63,6 +65,10 @@ INSTEAD: Final[dict[str, str]] = {
     "type": _DTYPE,
 }
 
+_GIVE = (
+    "its gradient would be lost: pass it in loss_inputs, or make the loss an nn.Module that holds "
+    "it as a parameter or submodule, or detach it"
+)
 GENERAL: Final = (
     "write it with the functions that docs/graphs.md lists, or ask for this one to be added to "
     "gradbox.graphs.allow_list"
@@ -72,3 +78,15 @@ GENERAL: Final = (
 def instead_of(name: str) -> str:
     """Return what to do instead of calling the torch function or method of that name."""
     return INSTEAD.get(name, GENERAL)
+
+
+def foreign(tensor: torch.Tensor) -> tuple[str, str]:
+    """Return what is wrong with a tensor that requires grad and is not the loss's, and what to do.
+
+    Its gradient would be lost.
+    """
+    shape = tuple(tensor.shape)
+    what = f"a tensor of shape {shape} that requires grad is not a parameter of the loss"
+    if tensor.grad_fn is not None:
+        what = f"a tensor of shape {shape} was computed from trainable tensors outside the function"
+    return what, _GIVE

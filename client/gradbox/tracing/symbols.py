@@ -52,9 +52,14 @@ VIEWS: Final = frozenset("H T imag mH mT real".split())
 _PIECES: Final = frozenset(
     "chunks indices sections split_size split_size_or_sections split_sizes".split()
 )
-# What is so of every tensor of a graph.
-_DENSE: Final = {
+# What is so of every tensor while a function is traced. On the box any device is the job's.
+_OF_EVERY_TENSOR: Final = {
+    "device": torch.device("cpu"),
+    "is_cpu": True,
+    "is_cuda": False,
+    "is_meta": False,
     "is_mkldnn": False,
+    "is_mps": False,
     "is_nested": False,
     "is_quantized": False,
     "is_sparse": False,
@@ -74,8 +79,10 @@ class Symbol(Proxy):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not (self.tracer.structured or name in _PUBLIC):
             raise AttributeError(f"a tensor has no attribute {name!r}")
-        if name in _DENSE and not self.tracer.structured:
-            return _DENSE[name]
+        if name in _OF_EVERY_TENSOR and not self.tracer.structured:
+            return _OF_EVERY_TENSOR[name]
+        if name == "data" and not self.tracer.structured:
+            return self.detach()
         return SymbolAttribute(self, name)
 
     @property  # type: ignore[misc]
@@ -222,7 +229,10 @@ class SymbolAttribute(Symbol):
             self._node = proxy.node
         return self._node
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Proxy:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.attr == "new_tensor":
+            kwargs = {name: value for name, value in kwargs.items() if value is not None}
+            return torch.tensor(*args, **{"dtype": self.root.dtype, **kwargs})
         result: Proxy = self.tracer.create_proxy(
             "call_method", self.attr, (self.root, *args), kwargs
         )
