@@ -185,6 +185,8 @@ def pieces(z: Tensor) -> Tensor:
     left, *others = z.chunk(2)
     spread = sum(part.var() * (i + 1) for i, part in enumerate(torch.tensor_split(z, 3, dim=1)))
     first, second = torch.split(left, split_size_or_sections=[1, 4], dim=1)
+    for place in range(len(halves := z.split([2, 3], dim=1))):
+        spread = spread + halves[place].std() * len(halves)
     ends = sum(row.norm() for row in z[:2]) - sum(row.norm() for row in z[-3:-1])
     return (
         ends * F.mse_loss(*z.chunk(chunks=2))

@@ -56,7 +56,14 @@ def argument(z: Tensor) -> Tensor:
     return z.sum() if isinstance(z, Tensor) and torch.is_tensor(z) and rank(z) is not None else z
 
 
-CHECKS = [rank, not_all_positive, either, both, raise_behind, length, tensor, argument]
+def between(z: Tensor) -> Tensor:
+    assert 1 <= z.dim() < 3, f"expected a vector or a matrix, got {z.dim()}"
+    if not 0 < z.shape[0] <= 4 or not 2 < z.shape[-1] <= 3 <= z.shape[1]:
+        raise ValueError("expected three columns")
+    return z.sum()
+
+
+CHECKS = [between, rank, not_all_positive, either, both, raise_behind, length, tensor, argument]
 
 
 def another_value(z: Tensor) -> Tensor:
@@ -80,6 +87,12 @@ def any_of(z: Tensor) -> Tensor:
 def only_if_both(z: Tensor) -> Tensor:
     if z.dim() != 2 and z.dim() != 3:
         raise ValueError("expected a matrix or a batch of them")
+    return z.sum()
+
+
+def outside(z: Tensor) -> Tensor:
+    if 2 < z.dim() < 9:
+        raise ValueError("expected a matrix")
     return z.sum()
 
 
@@ -115,6 +128,7 @@ NO_CHECKS = [
     both_raise,
     any_of,
     only_if_both,
+    outside,
     listed,
     no_list,
     other_way,

@@ -86,7 +86,7 @@ def scipy(z: Tensor) -> Tensor:
 
 
 def random_noise(z: Tensor) -> Tensor:
-    noise = torch.randn(3)  # here
+    noise = torch.randn(z.shape[0], 3)  # here
     return (z + noise).sum()
 
 
@@ -129,7 +129,7 @@ def data(z: Tensor) -> Tensor:
 
 
 def uninitialised(z: Tensor) -> Tensor:
-    return torch.empty(3).sum() + z.sum()  # here
+    return torch.empty(z.shape[0], 3).sum() + z.sum()  # here
 
 
 def outer_parameter(z: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def passing_truth(frame: FrameType, *, called: bool = False) -> bool | None:
     if not jump.opname.endswith(("IF_TRUE", "IF_FALSE")):
         return None
     jumps_if = jump.opname.endswith("IF_TRUE")
-    there, here = _only_raises(_following(frame, jump.argval)), _only_raises(following)
+    there, here = _only_raises(frame, jump.argval), _only_raises(frame, next(following).offset)
     return None if there == here else jumps_if != there
 
 
@@ -49,10 +49,12 @@ def _following(frame: FrameType, offset: int) -> Iterator[dis.Instruction]:
             yield instruction
 
 
-def _only_raises(instructions: Iterator[dis.Instruction]) -> bool:
-    for instruction in instructions:
+def _only_raises(frame: FrameType, offset: int) -> bool:
+    for instruction in _following(frame, offset):
         if instruction.opname == "RAISE_VARARGS":
             return True
+        if instruction.opname == "JUMP_FORWARD":  # to where `a < b < c` is not so
+            return _only_raises(frame, instruction.argval)
         if instruction.opcode in _JUMPS or instruction.opname.startswith(("RETURN", "YIELD")):
             return False
     return False

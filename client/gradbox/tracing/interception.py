@@ -22,6 +22,7 @@ from gradbox.tracing.module_state import restored, submodules
 from gradbox.tracing.recording import Recording
 from gradbox.tracing.refusals import COMPILED, instead_of
 from gradbox.tracing.source_location import untraceable
+from gradbox.tracing.symbols import length_of
 from gradbox.tracing.torch_modules.table import recorded_modules
 from gradbox.tracing.type_tests import type_test
 
@@ -30,7 +31,7 @@ Namespace = dict[str, Any]
 _LOCK: Final = threading.RLock()
 _ABSENT: Final = object()
 # What is replaced in torch's own namespace, which is too large to be searched for every loss.
-OF_TORCH: Final = ("finfo", "iinfo", "is_tensor", "ones", "zeros")
+OF_TORCH: Final = "empty finfo iinfo is_tensor ones rand randn zeros".split()
 
 
 @contextmanager
@@ -132,7 +133,7 @@ def _replacements(generators: tuple[Any, ...]) -> dict[int, Callable[..., Any]]:
     found[id(len)] = _recorded_length(len)
     for test in (isinstance, callable, torch.is_tensor):
         found[id(test)] = type_test(test)
-    for factory in (torch.zeros, torch.ones):
+    for factory in (torch.empty, torch.ones, torch.rand, torch.randn, torch.zeros):
         found[id(factory)] = _sized(factory)
     for module in generators:
         shared = module.random.__self__
@@ -173,7 +174,7 @@ def _recorded_length(original: Callable[..., int]) -> Callable[..., Any]:
 
     def length(value: Any, /) -> Any:
         if issubclass(type(value), Proxy) and TRACED.recording:
-            return TRACED.recording.create_proxy("call_function", original, (value,), {})
+            return length_of(value)
         return original(value)
 
     return length

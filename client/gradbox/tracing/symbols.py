@@ -183,13 +183,26 @@ class Symbol(Proxy):
         )
 
 
+def length_of(value: Symbol) -> Any:
+    """Record how many entries a value has; of a tensor's pieces return how many were asked for."""
+    num = _num_pieces(value.node)
+    if num is None:
+        return value.tracer.create_proxy("call_function", _LENGTH, (value,), {})
+    value._check_length(num, brief_location(sys._getframe(2)))
+    return num
+
+
 def _num_entries(node: Node) -> int | None:
     """Return how many entries a node asks for, as pieces or by a slice; None if it does not say."""
+    if node.target is operator.getitem and isinstance(node.args[1], slice):
+        return _num_sliced(node.args[1])
+    return _num_pieces(node)
+
+
+def _num_pieces(node: Node) -> int | None:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     named = (value for key, value in node.kwargs.items() if key in _PIECES)
     asked = node.args[1] if len(node.args) > 1 else next(named, None)
-    if name == "getitem" and isinstance(asked, slice):
-        return _num_sliced(asked)
     if isinstance(asked, int):
         return asked if name in ("chunk", "tensor_split") else None
     if name in ("split", "split_with_sizes", "tensor_split") and isinstance(asked, list | tuple):
