@@ -165,6 +165,12 @@ def differences(z: Tensor) -> Tensor:
     return torch.ldexp(first, exponent[:, :2]).square().sum() + second.type(z.dtype).sum()
 
 
+def hardest(z: Tensor, labels: Tensor) -> Tensor:
+    losses = F.cross_entropy(z, labels, reduction="none")
+    worst = losses.topk(min(max(1, math.trunc(0.3 * len(z))), 4)).values
+    return worst.mean() + max(losses.mean() - 1.5, worst.min() / 2, 0.1 * z[0, 0])
+
+
 def triplets(z: Tensor) -> Tensor:
     return F.triplet_margin_with_distance_loss(
         z,
@@ -252,6 +258,7 @@ CASES = [
     Case("a module of torch's", lambda: nn.CrossEntropyLoss(CLASS_WEIGHTS), {"target": classes}),
     Case("spectrograms", lambda: spectrograms, shape=(64,)),
     Case("differences", lambda: differences),
+    Case("hardest samples", lambda: hardest, {"labels": classes}),
     Case("triplets", lambda: triplets),
     Case("pieces", lambda: pieces),
     Case("types of Python", lambda: types_of_python),

@@ -164,6 +164,7 @@ FIELD: Final = "gradbox.field"
 ATTRIBUTE: Final = "builtins.getattr"
 TYPE_LIMITS: Final = frozenset({"torch.finfo", "torch.iinfo"})
 LENGTH: Final = "builtins.len"
+EXTREMES: Final = ("builtins.max", "builtins.min")
 ASSERT: Final = "torch._assert"
 
 # In the order in which a function with several names is looked up.
@@ -187,6 +188,7 @@ FUNCTIONS: Final[tuple[str, ...]] = tuple(
             *sorted(TYPE_LIMITS),
             ATTRIBUTE,
             LENGTH,
+            *EXTREMES,
             ASSERT,
             FIELD,
             GRAD_MODE,

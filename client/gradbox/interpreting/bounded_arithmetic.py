@@ -44,7 +44,7 @@ def with_bounds(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """
     if name in _HOLDERS:
         return _item(name, function)
-    if name in ("operator.eq", "operator.ne"):
+    if name in ("operator.eq", "operator.ne", *allow_list.EXTREMES):
         return _compare(name, function)
     if name in allow_list.OPERATORS or name in allow_list.MATH:
         return _calculate(name, function)

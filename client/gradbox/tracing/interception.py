@@ -131,6 +131,8 @@ def _replacements(generators: tuple[Any, ...]) -> dict[int, Callable[..., Any]]:
     originals += [torch.finfo, torch.iinfo]
     found = {id(original): _recorded(original) for original in originals}
     found[id(len)] = _recorded_length(len)
+    for original in (max, min):
+        found[id(original)] = _recorded_extreme(original)
     for test in (isinstance, callable, torch.is_tensor):
         found[id(test)] = type_test(test)
     for factory in (torch.empty, torch.ones, torch.rand, torch.randn, torch.zeros):
@@ -178,6 +180,22 @@ def _recorded_length(original: Callable[..., int]) -> Callable[..., Any]:
         return original(value)
 
     return length
+
+
+def _recorded_extreme(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `max(n // 10, 1)` be recorded as the larger of two values, one after another."""
+
+    def of_two(left: Any, right: Any) -> Any:
+        recording: Any = TRACED.recording
+        return recording.create_proxy("call_function", original, (left, right), {})
+
+    def extreme(*values: Any, **kwargs: Any) -> Any:
+        several = len(values) > 1 and not kwargs and TRACED.recording
+        if several and any(issubclass(type(value), Proxy) for value in values):
+            return functools.reduce(of_two, values)
+        return original(*values, **kwargs)
+
+    return extreme
 
 
 def _sized(factory: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,9 +22,9 @@ from gradbox.tracing.refusals import ON_YOUR_SIDE
 from gradbox.tracing.source_location import brief_location, is_user_code, untraceable
 
 NO_NUMBER: Final = (
-    "sizes and tensors have no value while the function is traced, so int(), float(), range(), "
-    "max() and min() of them cannot be recorded: use //, torch.arange, torch.clamp or math "
-    f"functions called as math.sqrt(...); {ON_YOUR_SIDE}"
+    "sizes and tensors have no value while the function is traced, so int(), float() and range() "
+    "of them cannot be recorded: use //, torch.arange, torch.clamp or math functions called as "
+    f"math.sqrt(...) or math.trunc(...); {ON_YOUR_SIDE}"
 )
 _CONTROL_FLOW = (
     "write it with torch.where, a mask or torch.clamp; a choice that does not depend on tensors "
