@@ -63,7 +63,26 @@ def between(z: Tensor) -> Tensor:
     return z.sum()
 
 
-CHECKS = [between, rank, not_all_positive, either, both, raise_behind, length, tensor, argument]
+def sizes(z: Tensor) -> Tensor:
+    num, width = z.shape[0], z.shape[-1]
+    if (num, width, z.dim()) != (z.size(0), 3, 2):
+        raise ValueError("expected three columns")
+    assert (z.dim(), width) == (2, 3), "expected three columns"
+    return z.sum()
+
+
+CHECKS = [
+    sizes,
+    between,
+    rank,
+    not_all_positive,
+    either,
+    both,
+    raise_behind,
+    length,
+    tensor,
+    argument,
+]
 
 
 def another_value(z: Tensor) -> Tensor:

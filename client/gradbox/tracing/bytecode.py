@@ -17,21 +17,24 @@ def unpacked(frame: FrameType) -> int | None:
     return at.argval if at is not None and at.opname == "UNPACK_SEQUENCE" else None
 
 
-def passing_truth(frame: FrameType, *, called: bool = False) -> bool | None:
+def passing_truth(
+    frame: FrameType, *, called: bool = False, of_equality: bool = False
+) -> bool | None:
     """Return the truth value with which a check passes, where the frame raises at the other one.
 
     Checks are `assert value`, `if not value: raise` and each part of `if value or other: raise`.
 
     Args:
         called: the frame has called what will return the truth value, and asks for none itself.
+        of_equality: the value is that of `a == b`, which may be entries of sequences compared.
 
     Returns:
         None where neither or both of the two ways only raise.
     """
     following = _following(frame, frame.f_lasti)
-    jump = next(following, None)
-    # From 3.13 on a comparison asks for a truth value by itself.
-    if jump is not None and jump.opname == ("CALL" if called else "COMPARE_OP"):
+    asking = jump = next(following, None)
+    # A comparison asks about entries of sequences, from 3.13 on about what it returns, too.
+    if asking is not None and asking.opname == ("CALL" if called else "COMPARE_OP"):
         jump = next(following, None)
     if jump is None or not jump.opname.startswith("POP_JUMP"):
         return None
@@ -39,7 +42,10 @@ def passing_truth(frame: FrameType, *, called: bool = False) -> bool | None:
         return None
     jumps_if = jump.opname.endswith("IF_TRUE")
     there, here = _only_raises(frame, jump.argval), _only_raises(frame, next(following).offset)
-    return None if there == here else jumps_if != there
+    passing = None if there == here else jumps_if != there
+    if asking is not jump and of_equality and asking.argval != "==":
+        return True if (asking.argval, passing) == ("!=", False) else None  # all are equal
+    return passing
 
 
 def _following(frame: FrameType, offset: int) -> Iterator[dis.Instruction]:

@@ -111,7 +111,7 @@ class Symbol(Proxy):
 
     def __bool__(self) -> bool:
         caller = sys._getframe(1)
-        passing = passing_truth(caller)
+        passing = passing_truth(caller, of_equality=self.node.target is operator.eq)
         if passing is not None:
             holds = self if passing else operator.eq(self, False)
             message = f"a check of the loss does not hold ({brief_location(caller)})"
