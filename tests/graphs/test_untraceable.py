@@ -36,6 +36,23 @@ def branch_on_a_size(z: Tensor) -> Tensor:
     return z.sum() if z.dim() == 1 else z.mean()  # here
 
 
+def branch_on_a_dtype(z: Tensor) -> Tensor:
+    return z.float().sum() if z.dtype == torch.float16 and 2 * z.dim() > 2 else z.sum()  # here
+
+
+def spread(z: Tensor) -> Tensor:
+    return torch.zeros(*z.shape).sum() + z.sum()  # here
+
+
+def product_of_a_size(z: Tensor) -> Tensor:
+    return z.sum() / np.prod(z.shape[1:])  # here
+
+
+def rest_of_a_size(z: Tensor) -> Tensor:
+    num, *rest = z.shape  # here
+    return z.reshape(num, -1).sum() / len(rest)
+
+
 def loop(z: Tensor) -> Tensor:
     total = 0.0
     for row in z:  # here
@@ -248,6 +265,10 @@ def a_bug(z: Tensor) -> Tensor:
 FUNCTIONS = [
     (branch, "torch.where"),
     (branch_on_a_size, "Python value"),
+    (branch_on_a_dtype, "ranks, sizes and dtypes are not known"),
+    (spread, "z.shape itself"),
+    (product_of_a_size, "z.shape.numel()"),
+    (rest_of_a_size, "as many names"),
     (loop, "batched"),
     (loop_over_a_size, "torch.arange"),
     (loop_over_a_length, "torch.arange"),
@@ -319,6 +340,23 @@ def test_what_needs_values_names_the_way_that_has_them(function: Callable[..., A
 def test_the_line_is_in_the_helper_that_does_it() -> None:
     with pytest.raises(UntraceableLoss, match=f":{marked_line(item)}: "):
         trace(in_a_helper, positional=1)
+
+
+def test_the_line_is_the_users_own_where_a_library_does_it(tmp_path: Path) -> None:
+    path = tmp_path / "site-packages" / "pooling" / "heads.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("def helper(z):\n    return z if z.dim() == 2 else z[0]\n")
+    module: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), module)
+
+    def loss(z: Tensor) -> Tensor:
+        pooled: Tensor = module["helper"](z)
+        return pooled.sum()
+
+    with pytest.raises(UntraceableLoss, match=r"`pooled: .*helper.*`: in pooling/heads\.py:2: "):
+        trace(loss, positional=1)
+    with pytest.raises(UntraceableLoss, match=r"heads\.py:2: `return z if z\.dim\(\) == 2 "):
+        trace(module["helper"], positional=1)
 
 
 def test_another_thread_may_draw_random_numbers_meanwhile() -> None:

@@ -13,6 +13,11 @@ from gradbox.errors import UntraceableLoss
 
 _OURS = f"{Path(__file__).parents[1]}/"  # the client, whose losses are no user's code either
 _TORCH = f"{Path(torch.__file__).parent}/"
+_TRACE = str(Path(__file__).with_name("trace.py"))
+_STANDARD = f"{Path(linecache.__file__).parent}/"
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+
+_Line = tuple[str, int]
 
 
 def untraceable(what: str, instead: str) -> UntraceableLoss:
@@ -26,24 +31,22 @@ def untraceable(what: str, instead: str) -> UntraceableLoss:
 
 
 def current_line() -> str:
-    """Describe the innermost frame of user code that is running; empty when there is none."""
+    """Describe the line of user code that is running; empty when there is none."""
+    lines: list[_Line] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_user_code(frame.f_code.co_filename):
-            return _describe(frame.f_code.co_filename, frame.f_lineno)
+    while frame is not None and frame.f_code.co_filename != _TRACE:
+        lines.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    return ""
+    return _describe(lines)
 
 
 def raised_line(traceback: TracebackType | None) -> str:
-    """Describe the innermost line of user code in a traceback; empty when there is none."""
-    found = ""
+    """Describe the line of user code that raised; empty when there is none."""
+    lines: list[_Line] = []
     while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if is_user_code(filename):
-            found = _describe(filename, traceback.tb_lineno)
+        lines.insert(0, (traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return found
+    return _describe(lines)
 
 
 def brief_location(frame: FrameType) -> str:
@@ -58,6 +61,22 @@ def is_user_code(filename: str) -> bool:
     return not filename.startswith((_OURS, _TORCH, "<frozen"))
 
 
-def _describe(filename: str, line: int) -> str:
-    source = linecache.getline(filename, line).strip()
-    return f"{filename}:{line}: {f'`{source}`: ' if source else ''}"
+def _describe(lines: list[_Line]) -> str:
+    """Describe the innermost line of the user's own, and where in a library it led to.
+
+    Args:
+        lines: file and number, from the innermost on.
+    """
+    lines = [line for line in lines if is_user_code(line[0])]
+    if not lines:
+        return ""
+    own = next((line for line in lines if not _is_library(line[0])), lines[0])
+    source = linecache.getline(*own).strip()
+    found = f"{own[0]}:{own[1]}: {f'`{source}`: ' if source else ''}"
+    if own is lines[0]:
+        return found
+    return f"{found}in {'/'.join(Path(lines[0][0]).parts[-2:])}:{lines[0][1]}: "
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith(_STANDARD) or not _INSTALLED.isdisjoint(Path(filename).parts)

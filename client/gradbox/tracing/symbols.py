@@ -31,7 +31,12 @@ _CONTROL_FLOW = (
     f"can be an argument with a Python value; {ON_YOUR_SIDE}"
 )
 
-_KNOWN = "decide outside the function, or by an argument with a Python value"
+_FORM = (
+    "ranks, sizes and dtypes are not known while the function is traced: leave the way that your "
+    f"tensors take, or choose by an argument with a Python value; {ON_YOUR_SIDE}"
+)
+_SIZE = "write z.shape itself, z.shape.numel() for the product, or as many names as there are"
+_KNOWN = f"decide outside the function, or by an argument with a Python value; {ON_YOUR_SIDE}"
 _TEXT = "the text of a value is asked for that is not known yet"
 _NO_TEXT = (
     'leave print() out (returns=("grads", "outputs") brings z back), or decide outside the '
@@ -47,6 +52,14 @@ _PUBLIC: Final = allow_list.ATTRIBUTES.union(
 
 # Attributes that are views: whether gradients flow through one is settled where it is read.
 VIEWS: Final = frozenset("H T imag mH mT real".split())
+
+# What of a tensor is its form. Its device is known.
+_FORMS: Final = frozenset(
+    (
+        *"dim dtype is_complex is_floating_point ndim ndimension nelement numel shape size".split(),
+        _LENGTH,
+    )
+)
 
 # How torch names the number of pieces, or their sizes, that it is to cut a tensor into.
 _PIECES: Final = frozenset(
@@ -117,10 +130,14 @@ class Symbol(Proxy):
             message = f"a check of the loss does not hold ({brief_location(caller)})"
             self.tracer.create_proxy("call_function", torch._assert, (holds, message), {})
             return passing
+        if _is_form(self.node):
+            raise self.tracer.refusal("Python control flow depends on a tensor's form", _FORM)
         raise self.tracer.refusal("Python control flow depends on a value", _CONTROL_FLOW)
 
     def __iter__(self) -> Iterator[Proxy]:
         num_targets = unpacked(sys._getframe(1)) or _num_entries(self.node)
+        if num_targets is None and _is_form(self.node):
+            raise self.tracer.refusal("a size of unknown length is unpacked", _SIZE)
         if num_targets is None:
             raise self.tracer.refusal(
                 "a loop runs over a tensor",
@@ -210,6 +227,15 @@ def _num_pieces(node: Node) -> int | None:
     return None
 
 
+def _is_form(node: Node) -> bool:
+    """Tell whether a value is made of tensors' ranks, sizes and dtypes alone."""
+    asked = node.args[1] if node.target is getattr else node.target
+    if asked in _FORMS:
+        return True
+    of_python = getattr(node.target, "__module__", None) in ("_operator", "builtins", "math")
+    return of_python and node.target is not getattr and all(map(_is_form, node.all_input_nodes))
+
+
 def _num_sliced(asked: slice) -> int | None:
     """Return how many entries `value[-4:]` or `value[1:5]` has where the value has enough."""
     start, stop = asked.start or 0, asked.stop
@@ -246,6 +272,8 @@ class SymbolAttribute(Symbol):
         if self.attr == "new_tensor":
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
             return torch.tensor(*args, **{"dtype": self.root.dtype, **kwargs})
+        if self.attr != "numel" and _is_form(self.root.node):
+            raise self.tracer.refusal(f"a size or a number has no .{self.attr}()", _SIZE)
         result: Proxy = self.tracer.create_proxy(
             "call_method", self.attr, (self.root, *args), kwargs
         )
