@@ -68,6 +68,11 @@ def _gathered(m: Any, x: Tensor) -> Tensor:
     return h.reshape(len(x), -1).tanh()
 
 
+def _used_twice(m: Any, x: Tensor) -> Tensor:
+    """What is vectorised depends on its own parameter by its input as well."""
+    return m.a(m.l(m.a(x))).sum(1)
+
+
 def _masked(forward: Callable[..., Tensor]) -> nn.Module:
     model = Written(forward, table=_p(4))
     model.register_buffer("at", torch.randint(0, 4, (2, T, T)))
@@ -78,6 +83,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "repeat": lambda: Written(_repeated, q=_p(2, 3, 4)),
     "tile": lambda: Written(_tiled, q=_p(2, 2)),
     "einsum": lambda: Written(_written_to, q=_p(2, 3, 4)),
+    "activation used twice": lambda: Written(_used_twice, a=nn.PReLU(), l=nn.Linear(4, 4)),
     "baddbmm": lambda: Written(_heads_first, w=_p(2, 2, 3), b=_p(2, 3)),
     "attention with a table of biases": lambda: _masked(_biased_attention),
     "windows": lambda: Written(_windows, q=_p(1, T // 2, T // 2), s=_p(1)),
@@ -96,6 +102,15 @@ def test_rows_are_those_of_one_backward_a_sample(name: str) -> None:
     result = jacobian(model, [inputs])
     assert naive.difference(naive.flat(result.arrays), naive.flat(expected)) <= naive.TOLERANCE
     assert not result.loops
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_products_of_16_bits_with_a_vector_take_no_loop(precision: Any) -> None:
+    """Their gradients are float32, and as rough as the products."""
+    torch.manual_seed(0)
+    model = Written(lambda m, x: (x @ m.v).softmax(1)[:, None] @ x, v=_p(4)).to(DEVICE)
+    inputs = moved({"0": torch.randn(B, T, 4)})
+    assert not jacobian(model, [inputs], precision=precision).loops
 
 
 class _Rounding(nn.Module):

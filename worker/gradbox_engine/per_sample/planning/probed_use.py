@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from gradbox_engine.errors import CoupledSamples
 from gradbox_engine.model.precision import REPLAY_TOLERANCE
@@ -207,45 +207,58 @@ class ProbedUse:
             return None
         if any(out is one for out in self.first.outputs for one in self.first.inputs):
             return None
+        # Of leaves: the layer's input may depend on the parameter as well, where it is used twice.
+        leaves = {id(x): x.detach().requires_grad_(x.requires_grad) for x in self.first.inputs}
+        args, kwargs = tree_map(
+            lambda x: leaves.get(id(x), x), (self.first.args, self.first.kwargs)
+        )
         # Not what the probe run got from it: later calls may have written to that.
         with torch.enable_grad():
-            expected = self.first.function(*self.first.args, **self.first.kwargs)
+            expected = self.first.function(*args, **kwargs)
         order = tuple(sorted(range(expected.dim()), key=expected.stride, reverse=True))
         step = VmapStep(self.first.function, self.number, VMAP, tuple(axes), output_axis, order)
-        return step if self._reproduces(step, expected) else None
+        tracked = {
+            id(leaves[id(tensor)]): key
+            for tensor, key in zip(self.first.inputs, self.first.keys, strict=True)
+            if key in self.real
+        }
+        return step if _reproduces(step, expected, tracked, args, kwargs) else None
 
     def _plain_arguments(self, use: Use) -> str:
         leaves, tree = tree_flatten((use.args, use.kwargs))
         plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         return f"{plain}{tree}"
 
-    def _reproduces(self, step: VmapStep, expected: Tensor) -> bool:
-        tracked = {
-            id(tensor): key
-            for tensor, key in zip(self.first.inputs, self.first.keys, strict=True)
-            if key in self.real
-        }
-        copied: list[tuple[Tensor, Tensor]] = []  # the copies, and what they are of
-        try:
-            with torch.enable_grad():
-                out = step.vectorised(
-                    tracked,
-                    self.first.args,
-                    self.first.kwargs,
-                    lambda copies, q, _: copied.append((copies, q)),
-                )
-            if out.shape != expected.shape or not _near(out, expected):
-                return False
-            return all(map(_near, *_gradients_of_both(out, expected, copied)))
-        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+
+def _reproduces(
+    step: VmapStep,
+    expected: Tensor,
+    tracked: Mapping[int, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> bool:
+    copied: list[tuple[Tensor, Tensor]] = []  # the copies, and what they are of
+    try:
+        with torch.enable_grad():
+            out = step.vectorised(
+                tracked, args, kwargs, lambda copies, q, _: copied.append((copies, q))
+            )
+        if out.shape != expected.shape or not _near(out, expected, expected.dtype):
             return False
+        # Under autocast gradients have a wider dtype than the products that they are sums of.
+        pairs = zip(*_gradients_of_both(out, expected, copied), strict=True)
+        return all(_near(found, own, expected.dtype) for found, own in pairs)
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+        return False
 
 
-def _near(found: Tensor, expected: Tensor) -> bool:
+def _near(found: Tensor, expected: Tensor, rounding: torch.dtype) -> bool:
     near, at_zero = 1e-3, 1e-5
-    if expected.itemsize == 2:  # a sum of several terms is rounded for each
-        near = REPLAY_TOLERANCE[expected.dtype]
-        at_zero = near * float(expected.float().nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt())
+    if rounding.itemsize == 2:  # a sum of several terms is rounded for each
+        near = REPLAY_TOLERANCE[rounding]
+        at_zero = near * float(
+            expected.detach().float().nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt()
+        )
     return torch.allclose(found, expected, rtol=near, atol=at_zero, equal_nan=True)
 
 
