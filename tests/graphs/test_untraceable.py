@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradbox.errors import GraphRefused, InvalidInputs, UntraceableLoss
-from gradbox.tracing.interception import OF_TORCH, _generators, _replacements
+from gradbox.tracing.stand_ins import OF_TORCH, generators, stand_ins
 from gradbox.tracing.trace import trace
 
 OUTER = nn.Parameter(torch.ones(3))
@@ -489,7 +489,7 @@ def test_tracing_leaves_torch_and_math_as_they_were() -> None:
 
 
 def test_every_name_of_torch_that_is_replaced_is_listed() -> None:
-    replaced = _replacements(_generators())
+    replaced = stand_ins(generators())
     found = {name for name, value in vars(torch).items() if id(value) in replaced}
     assert found == set(OF_TORCH)
 

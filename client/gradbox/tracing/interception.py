@@ -5,92 +5,48 @@ from __future__ import annotations
 import builtins
 import functools
 import math
-import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 from typing import Any, Final
 
 import torch
-from torch.fx import Proxy
 
-from gradbox.graphs import allow_list
 from gradbox.tracing.current import TRACED
 from gradbox.tracing.module_state import restored, submodules
 from gradbox.tracing.recording import Recording
-from gradbox.tracing.refusals import COMPILED, instead_of
-from gradbox.tracing.source_location import untraceable
-from gradbox.tracing.symbols import length_of
+from gradbox.tracing.replacing import methods_replaced, names_replaced
+from gradbox.tracing.stand_ins import OF_TORCH, generators, stand_ins, stand_ins_of_methods
 from gradbox.tracing.torch_modules.table import recorded_modules
-from gradbox.tracing.type_tests import type_test
-
-Namespace = dict[str, Any]
 
 _LOCK: Final = threading.RLock()
-_ABSENT: Final = object()
-# What is replaced in torch's own namespace, which is too large to be searched for every loss.
-OF_TORCH: Final = "empty finfo iinfo is_tensor ones rand randn zeros".split()
 
 
 @contextmanager
 def intercepting(function: Callable[..., Any], recording: Recording) -> Iterator[None]:
-    """Let Python's own calls on symbols be recorded, and leave the function's module as it was.
+    """Let what has no hook for symbols be recorded, and leave everything as it was.
 
-    `math` functions, `torch.finfo`, Python's and NumPy's random numbers and the like are replaced
-    for the duration by functions that behave as before for everybody without symbols and for every
-    other thread.
+    `math` functions, `len`, `torch.finfo`, random numbers and the like are replaced in their own
+    modules and in those of the function, which may have imported them by name.
     """
+    drawing = generators()
+    instead = stand_ins(drawing)
     with _LOCK, ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(TRACED.by(recording))
         stack.enter_context(restored(function))
-        stack.enter_context(_intercepted(function))
+        stack.enter_context(names_replaced(vars(torch), instead, names=OF_TORCH))
+        for module in (builtins, math, *drawing):
+            stack.enter_context(names_replaced(vars(module), instead))
+        for namespace in _globals(function):
+            stack.enter_context(names_replaced(namespace, instead))
+        stack.enter_context(methods_replaced(stand_ins_of_methods()))
         stack.enter_context(recorded_modules())
         yield
 
 
-@contextmanager
-def _intercepted(function: Callable[..., Any]) -> Iterator[None]:
-    generators = _generators()
-    instead = _replacements(generators)
-    with ExitStack() as stack:
-        of_torch = {name: vars(torch)[name] for name in OF_TORCH}
-        stack.enter_context(_changed(vars(torch), _changes(of_torch, instead)))
-        for module in (builtins, math, *generators):
-            stack.enter_context(_changed(vars(module), _changes(vars(module), instead)))
-        for namespace in _globals(function):
-            stack.enter_context(_changed(namespace, _changes(namespace, instead)))
-        stack.enter_context(_no_own_generators())
-        custom: Any = torch.autograd.Function
-        apply = vars(custom)["apply"]
-        stack.callback(setattr, custom, "apply", apply)
-        custom.apply = classmethod(_refuse_custom(apply))
-        yield
-
-
-def _changes(namespace: Namespace, instead: dict[int, Callable[..., Any]]) -> Namespace:
-    identities = zip(namespace, map(id, namespace.values()), strict=True)
-    return {name: instead[identity] for name, identity in identities if identity in instead}
-
-
-@contextmanager
-def _changed(namespace: Namespace, changes: Namespace) -> Iterator[None]:
-    before = {name: namespace.get(name, _ABSENT) for name in changes}
-    namespace.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is _ABSENT:
-                del namespace[name]
-            else:
-                namespace[name] = value
-
-
-def _globals(function: Callable[..., Any]) -> list[Namespace]:
+def _globals(function: Callable[..., Any]) -> list[dict[str, Any]]:
     """Return the namespaces in which the function's code may have imported names."""
     code_owners = [*_wrapped(function), *(type(module).forward for module in submodules(function))]
     found = {
@@ -113,136 +69,3 @@ def _wrapped(function: Any) -> Iterator[Any]:
             function = function.__wrapped__
         elif not hasattr(function, "__globals__") and not isinstance(function, torch.nn.Module):
             function = type(function).__call__
-
-
-def _generators() -> tuple[Any, ...]:
-    """Return the modules whose functions draw from a generator of the whole process."""
-    numpy = sys.modules.get("numpy")
-    return (random, numpy.random) if numpy else (random,)
-
-
-@functools.cache  # a fifth of the time of a trace; made again once NumPy is imported
-def _replacements(generators: tuple[Any, ...]) -> dict[int, Callable[..., Any]]:
-    """Return, by the identity of what it replaces, a function that records calls on symbols.
-
-    Each of them keeps what it replaces, so that no other object has its identity meanwhile.
-    """
-    originals = [getattr(math, name.removeprefix("math.")) for name in sorted(allow_list.MATH)]
-    originals += [torch.finfo, torch.iinfo]
-    found = {id(original): _recorded(original) for original in originals}
-    found[id(len)] = _recorded_length(len)
-    for original in (max, min):
-        found[id(original)] = _recorded_extreme(original)
-    for test in (isinstance, callable, torch.is_tensor):
-        found[id(test)] = type_test(test)
-    for factory in (torch.empty, torch.ones, torch.rand, torch.randn, torch.zeros):
-        found[id(factory)] = _sized(factory)
-    for module in generators:
-        shared = module.random.__self__
-        for draw in vars(module).values():
-            if getattr(draw, "__self__", None) is shared:
-                found[id(draw)] = _refuse_drawing(draw)
-        if hasattr(module, "default_rng"):
-            found[id(module.default_rng)] = _refuse_drawing(module.default_rng)
-    return found
-
-
-@contextmanager
-def _no_own_generators() -> Iterator[None]:
-    """Refuse what a `random.Random` of the function's own draws; NumPy's are refused when made."""
-    own: Any = random.Random
-    draws = {name: getattr(own, name) for name in ("random", "getrandbits")}
-    for name, draw in draws.items():
-        setattr(own, name, _refuse_drawing(draw))
-    try:
-        yield
-    finally:
-        for name in draws:  # inherited, as before
-            delattr(own, name)
-
-
-def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
-    def record_or_call(*args: Any, **kwargs: Any) -> Any:
-        recording = TRACED.recording
-        if recording and any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
-            return recording.create_proxy("call_function", original, args, kwargs)
-        return original(*args, **kwargs)
-
-    return record_or_call
-
-
-def _recorded_length(original: Callable[..., int]) -> Callable[..., Any]:
-    """Do what `_recorded` does, at less cost: torch asks for thousands of lengths in a trace."""
-
-    def length(value: Any, /) -> Any:
-        if issubclass(type(value), Proxy) and TRACED.recording:
-            return length_of(value)
-        return original(value)
-
-    return length
-
-
-def _recorded_extreme(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `max(n // 10, 1)` be recorded as the larger of two values, one after another."""
-
-    def of_two(left: Any, right: Any) -> Any:
-        recording: Any = TRACED.recording
-        return recording.create_proxy("call_function", original, (left, right), {})
-
-    def extreme(*values: Any, **kwargs: Any) -> Any:
-        several = len(values) > 1 and not kwargs and TRACED.recording
-        if several and any(issubclass(type(value), Proxy) for value in values):
-            return functools.reduce(of_two, values)
-        return original(*values, **kwargs)
-
-    return extreme
-
-
-def _sized(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Let torch.zeros(n, d) take symbols for n and d as it takes them in a tuple."""
-
-    def call(*size: Any, **kwargs: Any) -> Any:
-        if len(size) > 1 and any(isinstance(value, Proxy) for value in size):
-            return factory(size, **kwargs)
-        return factory(*size, **kwargs)
-
-    return call
-
-
-def _refuse_drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse a random number to a thread that traces, which would freeze it into the graph."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if TRACED.recording and not _importing(sys._getframe(1)):
-            # The first thing that a compiled function does is to save Python's random state.
-            if sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo"):
-                raise untraceable(*COMPILED)
-            raise untraceable(
-                f"{draw.__name__}() draws random numbers, which would be frozen into the graph",
-                instead_of("rand"),
-            )
-        return draw(*args, **kwargs)
-
-    return call
-
-
-def _importing(frame: FrameType | None) -> bool:
-    """Tell whether a module is being imported, whose numbers are not the function's."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _refuse_custom(apply: Any) -> Callable[..., Any]:
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
-            raise untraceable(
-                f"the custom autograd function {cls.__name__} would lose its backward",
-                "write the formula so that autograd differentiates it, with .detach() where the "
-                "gradient must not flow",
-            )
-        return apply.__get__(None, cls)(*args, **kwargs)
-
-    return refuse

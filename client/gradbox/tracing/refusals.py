@@ -10,6 +10,32 @@ ON_YOUR_SIDE: Final = (
     "or keep the code as it is and run it on your side, on the outputs of client.model(...): "
     "docs/remote_autograd.md"
 )
+NO_NUMBER: Final = (
+    "sizes and tensors have no value while the function is traced, so int(), float() and range() "
+    "of them cannot be recorded: use //, torch.arange, torch.clamp or math functions called as "
+    f"math.sqrt(...) or math.trunc(...); {ON_YOUR_SIDE}"
+)
+CONTROL_FLOW: Final = (
+    "write it with torch.where, a mask or torch.clamp; a choice that does not depend on tensors "
+    f"can be an argument with a Python value; {ON_YOUR_SIDE}"
+)
+FORM: Final = (
+    "ranks, sizes and dtypes are not known while the function is traced: leave the way that your "
+    f"tensors take, or choose by an argument with a Python value; {ON_YOUR_SIDE}"
+)
+SIZE: Final = "write z.shape itself, z.shape.numel() for the product, or as many names as there are"
+LOOP: Final = (
+    "write it with batched operations, unpack into as many names as there are entries, or take "
+    f"pieces by chunk(n); {ON_YOUR_SIDE}"
+)
+OUTSIDE: Final = (
+    f"decide outside the function, or by an argument with a Python value; {ON_YOUR_SIDE}"
+)
+PRINTED: Final = (
+    "the text of a value is asked for that is not known yet",
+    'leave print() out (returns=("grads", "outputs") brings z back), or decide outside the '
+    f"function; {ON_YOUR_SIDE}",
+)
 _VALUE = (
     "keep it a tensor: the function runs once on symbols, before any value is known, and the box "
     f"does the arithmetic; {ON_YOUR_SIDE}"

@@ -1,8 +1,8 @@
 """What a function sees in place of its tensors while it is traced.
 
-A `Symbol` is a torch.fx Proxy that also records item assignment, in-place operators and
-assertions, and that answers every attempt to look at a value with an error that says what to write
-instead.
+A `Symbol` is a torch.fx Proxy, which records operators and methods. It also records item
+assignment, in-place operators and what a function takes for granted: a check, and a length. Every
+other attempt to look at a value is answered with an error that says what to write instead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import dis
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Final, NoReturn
 
 import torch
@@ -18,33 +19,19 @@ from torch.fx import Node, Proxy
 
 from gradbox.graphs import allow_list, targets
 from gradbox.tracing.bytecode import passing_truth, unpacked
-from gradbox.tracing.refusals import ON_YOUR_SIDE
+from gradbox.tracing.node_facts import is_form, num_entries, num_pieces
+from gradbox.tracing.refusals import (
+    CONTROL_FLOW,
+    FORM,
+    LOOP,
+    NO_NUMBER,
+    ON_YOUR_SIDE,
+    OUTSIDE,
+    PRINTED,
+    SIZE,
+)
 from gradbox.tracing.source_location import brief_location, is_user_code, untraceable
 
-NO_NUMBER: Final = (
-    "sizes and tensors have no value while the function is traced, so int(), float() and range() "
-    "of them cannot be recorded: use //, torch.arange, torch.clamp or math functions called as "
-    f"math.sqrt(...) or math.trunc(...); {ON_YOUR_SIDE}"
-)
-_CONTROL_FLOW = (
-    "write it with torch.where, a mask or torch.clamp; a choice that does not depend on tensors "
-    f"can be an argument with a Python value; {ON_YOUR_SIDE}"
-)
-
-_FORM = (
-    "ranks, sizes and dtypes are not known while the function is traced: leave the way that your "
-    f"tensors take, or choose by an argument with a Python value; {ON_YOUR_SIDE}"
-)
-_SIZE = "write z.shape itself, z.shape.numel() for the product, or as many names as there are"
-_KNOWN = f"decide outside the function, or by an argument with a Python value; {ON_YOUR_SIDE}"
-_TEXT = "the text of a value is asked for that is not known yet"
-_NO_TEXT = (
-    'leave print() out (returns=("grads", "outputs") brings z back), or decide outside the '
-    f"function; {ON_YOUR_SIDE}"
-)
-_LENGTH: Final = targets.FUNCTIONS[allow_list.LENGTH]  # `len` itself is replaced meanwhile
-_MATCH_CLASS = dis.opmap["MATCH_CLASS"]
-_LOAD_ATTR = dis.opmap["LOAD_ATTR"]
 # What a value of a graph may be asked for; `hasattr` says no to all else, as it does of a tensor.
 _PUBLIC: Final = allow_list.ATTRIBUTES.union(
     *map(dir, (torch.Tensor, torch.Size, torch.device, torch.dtype, torch.finfo, torch.iinfo))
@@ -53,18 +40,6 @@ _PUBLIC: Final = allow_list.ATTRIBUTES.union(
 # Attributes that are views: whether gradients flow through one is settled where it is read.
 VIEWS: Final = frozenset("H T imag mH mT real".split())
 
-# What of a tensor is its form. Its device is known.
-_FORMS: Final = frozenset(
-    (
-        *"dim dtype is_complex is_floating_point ndim ndimension nelement numel shape size".split(),
-        _LENGTH,
-    )
-)
-
-# How torch names the number of pieces, or their sizes, that it is to cut a tensor into.
-_PIECES: Final = frozenset(
-    "chunks indices sections split_size split_size_or_sections split_sizes".split()
-)
 # What is so of every tensor while a function is traced. On the box any device is the job's.
 _OF_EVERY_TENSOR: Final = {
     "device": torch.device("cpu"),
@@ -81,8 +56,16 @@ _OF_EVERY_TENSOR: Final = {
 }
 
 
+_LENGTH: Final = targets.FUNCTIONS[allow_list.LENGTH]  # `len` itself is replaced meanwhile
+_MATCH_CLASS: Final = dis.opmap["MATCH_CLASS"]
+_LOAD_ATTR: Final = dis.opmap["LOAD_ATTR"]
+
+
 class Symbol(Proxy):
-    """A tensor, size or number that has no value yet."""
+    """A tensor, size or number that has no value yet.
+
+    Its methods in this order: attributes, what is recorded, what is refused.
+    """
 
     tracer: Any  # a Recording
 
@@ -108,11 +91,45 @@ class Symbol(Proxy):
         asked_by = frame.f_code.co_code[frame.f_lasti] if frame.f_lasti >= 0 else None
         if asked_by == _MATCH_CLASS:
             raise self.tracer.refusal(
-                "`match` asks for the type of a value that is not known yet", _KNOWN
+                "`match` asks for the type of a value that is not known yet", OUTSIDE
             )
-        if asked_by == _LOAD_ATTR and is_user_code(frame.f_code.co_filename):
-            raise self.tracer.refusal("the type of a value is asked for", _KNOWN)
+        if asked_by == _LOAD_ATTR and _asked_by_user(frame):
+            raise self.tracer.refusal("the type of a value is asked for", OUTSIDE)
         return type(self)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._record(operator.setitem, index, value)
+
+    def __bool__(self) -> bool:
+        asked_by = sys._getframe(1)
+        passing = passing_truth(asked_by, of_equality=self.node.target is operator.eq)
+        if passing is None:
+            if is_form(self.node):
+                raise self.tracer.refusal("Python control flow depends on a tensor's form", FORM)
+            raise self.tracer.refusal("Python control flow depends on a value", CONTROL_FLOW)
+        holds = self if passing else operator.eq(self, False)
+        self._assert(holds, f"a check of the loss does not hold ({brief_location(asked_by)})")
+        return passing
+
+    def __iter__(self) -> Iterator[Any]:
+        asked_by = sys._getframe(1)
+        num = unpacked(asked_by) or num_entries(self.node)
+        if num is None:
+            if is_form(self.node):
+                raise self.tracer.refusal("a size of unknown length is unpacked", SIZE)
+            raise self.tracer.refusal("a loop runs over a tensor", LOOP)
+        self._assert_length(num, asked_by)
+        return iter([operator.getitem(self, index) for index in range(num)])
+
+    def _assert_length(self, length: int, asked_by: FrameType) -> None:
+        message = f"{length} entries were expected of a value ({brief_location(asked_by)})"
+        self._assert(operator.eq(self._record(_LENGTH), length), message)
+
+    def _assert(self, holds: Any, message: str) -> None:
+        self.tracer.create_proxy("call_function", torch._assert, (holds, message), {})
+
+    def _record(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, *args), {})
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("tracer", "node", "root", "attr", "_node"):
@@ -122,65 +139,29 @@ class Symbol(Proxy):
             f"setting .{name} is not recorded", "use a method such as copy_ instead"
         )
 
-    def __bool__(self) -> bool:
-        caller = sys._getframe(1)
-        passing = passing_truth(caller, of_equality=self.node.target is operator.eq)
-        if passing is not None:
-            holds = self if passing else operator.eq(self, False)
-            message = f"a check of the loss does not hold ({brief_location(caller)})"
-            self.tracer.create_proxy("call_function", torch._assert, (holds, message), {})
-            return passing
-        if _is_form(self.node):
-            raise self.tracer.refusal("Python control flow depends on a tensor's form", _FORM)
-        raise self.tracer.refusal("Python control flow depends on a value", _CONTROL_FLOW)
-
-    def __iter__(self) -> Iterator[Proxy]:
-        num_targets = unpacked(sys._getframe(1)) or _num_entries(self.node)
-        if num_targets is None and _is_form(self.node):
-            raise self.tracer.refusal("a size of unknown length is unpacked", _SIZE)
-        if num_targets is None:
-            raise self.tracer.refusal(
-                "a loop runs over a tensor",
-                "write it with batched operations, unpack into as many names as there are entries, "
-                f"or take pieces by chunk(n); {ON_YOUR_SIDE}",
-            )
-        self._check_length(num_targets, brief_location(sys._getframe(1)))
-        return iter([operator.getitem(self, index) for index in range(num_targets)])
-
-    def _check_length(self, length: int, where: str) -> None:
-        """Record that the value has that many entries, as Python makes sure of when it unpacks."""
-        found = self.tracer.create_proxy("call_function", _LENGTH, (self,), {})
-        message = f"{length} entries were expected of a value ({where})"
-        equal = self.tracer.create_proxy("call_function", operator.eq, (found, length), {})
-        self.tracer.create_proxy("call_function", torch._assert, (equal, message), {})
-
     def __len__(self) -> int:
-        num_pieces = _num_entries(self.node)
-        if num_pieces is not None:
-            return num_pieces
-        raise self.tracer.refusal("len() of a tensor is not known yet", "use z.shape[0]")
+        num = num_entries(self.node)
+        if num is None:
+            raise self.tracer.refusal("len() of a tensor is not known yet", "use z.shape[0]")
+        return num
 
     def __contains__(self, item: Any) -> bool:
         raise self.tracer.refusal("`in` looks at the values of a tensor", "use torch.isin")
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
-
     def __hash__(self) -> int:
-        if is_user_code(sys._getframe(1).f_code.co_filename):
-            raise self.tracer.refusal(
-                "a set or a dict looks up a value that is not known yet", _KNOWN
-            )
+        if _asked_by_user(sys._getframe(1)):
+            what = "a set or a dict looks up a value that is not known yet"
+            raise self.tracer.refusal(what, OUTSIDE)
         return id(self)
 
     def __str__(self) -> str:
-        if is_user_code(sys._getframe(1).f_code.co_filename):
-            raise untraceable(_TEXT, _NO_TEXT)
+        if _asked_by_user(sys._getframe(1)):
+            raise untraceable(*PRINTED)
         return repr(self)
 
     def __format__(self, spec: str) -> str:
-        if is_user_code(sys._getframe(1).f_code.co_filename):
-            raise untraceable(_TEXT, _NO_TEXT)
+        if _asked_by_user(sys._getframe(1)):
+            raise untraceable(*PRINTED)
         return format(repr(self), spec)
 
     def __float__(self) -> NoReturn:
@@ -200,50 +181,17 @@ class Symbol(Proxy):
         )
 
 
-def length_of(value: Symbol) -> Any:
-    """Record how many entries a value has; of a tensor's pieces return how many were asked for."""
-    num = _num_pieces(value.node)
+def _asked_by_user(frame: FrameType) -> bool:
+    return is_user_code(frame.f_code.co_filename)
+
+
+def length_of(symbol: Symbol) -> Any:
+    """Stand for `len` in the traced function: the pieces of a tensor are as many as asked for."""
+    num = num_pieces(symbol.node)
     if num is None:
-        return value.tracer.create_proxy("call_function", _LENGTH, (value,), {})
-    value._check_length(num, brief_location(sys._getframe(2)))
+        return symbol._record(_LENGTH)
+    symbol._assert_length(num, sys._getframe(2))
     return num
-
-
-def _num_entries(node: Node) -> int | None:
-    """Return how many entries a node asks for, as pieces or by a slice; None if it does not say."""
-    if node.target is operator.getitem and isinstance(node.args[1], slice):
-        return _num_sliced(node.args[1])
-    return _num_pieces(node)
-
-
-def _num_pieces(node: Node) -> int | None:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    named = (value for key, value in node.kwargs.items() if key in _PIECES)
-    asked = node.args[1] if len(node.args) > 1 else next(named, None)
-    if isinstance(asked, int):
-        return asked if name in ("chunk", "tensor_split") else None
-    if name in ("split", "split_with_sizes", "tensor_split") and isinstance(asked, list | tuple):
-        return len(asked) + (name == "tensor_split")
-    return None
-
-
-def _is_form(node: Node) -> bool:
-    """Tell whether a value is made of tensors' ranks, sizes and dtypes alone."""
-    asked = node.args[1] if node.target is getattr else node.target
-    if asked in _FORMS:
-        return True
-    of_python = getattr(node.target, "__module__", None) in ("_operator", "builtins", "math")
-    return of_python and node.target is not getattr and all(map(_is_form, node.all_input_nodes))
-
-
-def _num_sliced(asked: slice) -> int | None:
-    """Return how many entries `value[-4:]` or `value[1:5]` has where the value has enough."""
-    start, stop = asked.start or 0, asked.stop
-    if asked.step is not None or not isinstance(start, int):
-        return None
-    if stop is None:
-        return -start if start < 0 else None
-    return max(stop - start, 0) if isinstance(stop, int) and (start < 0) == (stop < 0) else None
 
 
 class SymbolAttribute(Symbol):
@@ -272,8 +220,8 @@ class SymbolAttribute(Symbol):
         if self.attr == "new_tensor":
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
             return torch.tensor(*args, **{"dtype": self.root.dtype, **kwargs})
-        if self.attr != "numel" and _is_form(self.root.node):
-            raise self.tracer.refusal(f"a size or a number has no .{self.attr}()", _SIZE)
+        if self.attr != "numel" and is_form(self.root.node):
+            raise self.tracer.refusal(f"a size or a number has no .{self.attr}()", SIZE)
         result: Proxy = self.tracer.create_proxy(
             "call_method", self.attr, (self.root, *args), kwargs
         )
@@ -281,11 +229,10 @@ class SymbolAttribute(Symbol):
 
 
 def _define_in_place(name: str) -> None:
-    target = getattr(operator, name)
+    function = getattr(operator, name)
 
-    def record(self: Symbol, other: Any) -> Proxy:
-        written: Proxy = self.tracer.create_proxy("call_function", target, (self, other), {})
-        return written
+    def record(self: Symbol, other: Any) -> Any:
+        return self._record(function, other)
 
     record.__name__ = f"__{name}__"
     setattr(Symbol, record.__name__, record)

@@ -34,9 +34,8 @@ from gradbox.tracing.module_state import (
     write_replaced_buffers,
 )
 from gradbox.tracing.recording import Recorder, Recording
-from gradbox.tracing.refusals import SCRIPTED, TRANSFORMED
+from gradbox.tracing.refusals import NO_NUMBER, SCRIPTED, TRANSFORMED
 from gradbox.tracing.source_location import raised_line
-from gradbox.tracing.symbols import NO_NUMBER
 from gradbox.tracing.writes import check_shared_memory
 
 # What a user's function raises when it meets a symbol, or when it is wrong by itself. An exception

@@ -6,8 +6,8 @@ every other thread they are as before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -32,6 +32,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import BackwardHook
 
 from gradbox.tracing.current import TRACED
+from gradbox.tracing.replacing import methods_replaced
 from gradbox.tracing.torch_modules import (
     attention,
     convolution,
@@ -47,17 +48,14 @@ from gradbox.tracing.torch_modules import (
 from gradbox.tracing.torch_modules.assertions import of_rank
 
 
-@contextmanager
-def recorded_modules() -> Iterator[None]:
+def recorded_modules() -> AbstractContextManager[None]:
     """Let these modules be recorded by this thread."""
-    before = [(kind, name, vars(kind).get(name)) for kind, name in _INSTEAD]
-    for (kind, name), recorded in _INSTEAD.items():
-        setattr(kind, name, _while_tracing(getattr(kind, name), recorded))
-    try:
-        yield
-    finally:
-        for kind, name, method in before:
-            setattr(kind, name, method) if method is not None else delattr(kind, name)
+    return methods_replaced(
+        {
+            (kind, name): _while_tracing(getattr(kind, name), recorded)
+            for (kind, name), recorded in _INSTEAD.items()
+        }
+    )
 
 
 def _while_tracing(original: Callable[..., Any], recorded: Callable[..., Any]) -> Any:
