@@ -32,10 +32,10 @@ def passing_truth(
         None where neither or both of the two ways only raise.
     """
     following = _following(frame, frame.f_lasti)
-    asking = jump = next(following, None)
+    asking = next(following)
     # A comparison asks about entries of sequences, from 3.13 on about what it returns, too.
-    if asking is not None and asking.opname == ("CALL" if called else "COMPARE_OP"):
-        jump = next(following, None)
+    before_jump = asking.opname == ("CALL" if called else "COMPARE_OP")
+    jump = next(following, None) if before_jump else asking
     if jump is None or not jump.opname.startswith("POP_JUMP"):
         return None
     if not jump.opname.endswith(("IF_TRUE", "IF_FALSE")):
@@ -43,7 +43,7 @@ def passing_truth(
     jumps_if = jump.opname.endswith("IF_TRUE")
     there, here = _only_raises(frame, jump.argval), _only_raises(frame, next(following).offset)
     passing = None if there == here else jumps_if != there
-    if asking is not jump and of_equality and asking.argval != "==":
+    if before_jump and of_equality and asking.argval != "==":
         return True if (asking.argval, passing) == ("!=", False) else None  # all are equal
     return passing
 
