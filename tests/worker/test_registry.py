@@ -120,6 +120,15 @@ def test_a_model_that_cannot_be_built_says_why_and_the_rest_are_served(tmp_path:
         models.get("raises")
 
 
+def test_a_file_that_imports_what_is_not_installed_says_to_install_it(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("import no_such_package\n")
+    file = tmp_path / "models.toml"
+    file.write_text('[models.m]\nbuilder = "python"\nsource = "f.py:f"\n')
+    (view,) = Registry(read_models_file(file), device=torch.device("cpu")).describe()
+    assert "No module named 'no_such_package' (line 1 of " in view.reason
+    assert "; install what it imports where the box runs, or" in view.reason
+
+
 def test_models_that_are_known_are_not_built_again(tmp_path: Path) -> None:
     entries = registry(tmp_path, "raises", "affine", "tied")._entries
     began: list[str] = []

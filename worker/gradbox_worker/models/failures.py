@@ -59,9 +59,12 @@ def _explained(entry: ModelEntry, error: BaseException) -> GradboxError:
             f'do not ({said}); register it in half precision (kwargs = {{dtype = "bfloat16"}} for '
             f"builder hf), or on a larger device"
         )
+    to_do = "correct it or its kwargs"
+    if isinstance(error, ModuleNotFoundError):
+        to_do = "install what it imports where the box runs, or correct it"
     return UnusableModel(
         f"models.{entry.name}: {entry.builder} {entry.source!r} raised {said}{_place(error)}; "
-        f"correct it or its kwargs; the worker's log has the traceback"
+        f"{to_do}; the worker's log has the traceback"
     )
 
 
