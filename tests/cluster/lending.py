@@ -100,17 +100,26 @@ class Lending:
         from gradbox_worker.cluster.head.leases import Wish
 
         self.asked("have_models", 0)
-        self.asked("lease", Wish("busy", ""), os.getpid())
+        _, other = self.asked("lease", Wish("both", "", at_most=2), os.getpid())
+        before = self._process_of(other)
         self.write_model(width=2)
         reading = self._pool.have_models.remote(1)
-        self.asked("lease", Wish("next", ""), os.getpid())  # the other device has read it by now
-        self.asked("end", "next")
+        self.asked("give_back", other.name, "both")
+        while self._process_of(other) in (before, None):
+            time.sleep(0.1)
         self.write_model(width=4)
-        self.asked("end", "busy")
+        self.asked("end", "both")
         self._ray.get(reading)
         assert self.num_lent(wanted=1) == 1
         self.asked("have_models", 2)
         return self.num_lent(wanted=2)
+
+    def _process_of(self, lent: Any) -> int | None:
+        """Return the process of a device, or None if it is being started."""
+        try:
+            return int(self._ray.get(lent.actor.describe.remote())["process"])
+        except self._ray.exceptions.RayActorError:
+            return None
 
     def after_one_joined_that_began_earlier(self) -> int:
         """Return how many of three devices are lent, of which one began with an older model."""
