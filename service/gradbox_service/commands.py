@@ -6,6 +6,7 @@ import json as jsons
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -154,28 +155,33 @@ def _with_tokens(
     run: Callable[[RedisTokens], int], redis_url: str | None, data: Path | None
 ) -> int:
     """Run one of the commands above against the Redis that its options name."""
-    try:
-        connection = connect(at_redis(redis_url, data))
-        try:
+
+    def run_on_redis() -> int:
+        with closing(connect(at_redis(redis_url, data))) as connection:
             revocations = Revocations(Settings.read(data=data).data)
             return run(RedisTokens(connection, revocations=revocations))
-        finally:
-            connection.close()
+
+    return beside_the_box("tokens", run_on_redis)
+
+
+def beside_the_box(command: str, run: Callable[[], int]) -> int:
+    """Run a command that needs the box's own Redis; where it cannot be done, say why.
+
+    Returns:
+        What `run` returns, or the exit code of why it did not.
+    """
+    try:
+        return run()
     except (BadSettings, BadTokenName) as error:
-        print(f"gradbox tokens: {error}", file=sys.stderr)
-        return WRONG_USAGE
+        said, code = str(error), WRONG_USAGE
     except NotRevoked as error:
-        print(f"gradbox tokens: {error}", file=sys.stderr)
-        return UNREACHABLE
+        said, code = str(error), UNREACHABLE
     except redis.RedisError as error:
         if not store_refuses(error):
             raise
-        print(f"gradbox tokens: {said_of_refusal(error)}", file=sys.stderr)
-        return UNREACHABLE
-
-
-def said_of_refusal(error: redis.RedisError) -> str:
-    """Return what is said to who asks beside a box whose Redis refuses for now."""
-    if isinstance(error, redis.ConnectionError):
-        return f"Redis cannot be reached: {error}; is --data the folder of a running `gradbox up`?"
-    return f"Redis {why_refused(error)}"
+        said, code = f"Redis {why_refused(error)}", UNREACHABLE
+        if isinstance(error, redis.ConnectionError):
+            here = "is --data the folder of a running `gradbox up`?"
+            said = f"Redis cannot be reached: {error}; {here}"
+    print(f"gradbox {command}: {said}", file=sys.stderr)
+    return code

@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import json as jsons
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final
 
-import redis
 import typer
 
-from gradbox.cli.exits import DONE, UNREACHABLE, WRONG_USAGE
+from gradbox.cli.exits import DONE
 from gradbox.cli.output import AsJson, say_table
 from gradbox.printable import printable
 from gradbox.settings import noted_reserve_bytes
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.cleaning.expiry import Stored
-from gradbox_service.commands import DataFolder, RedisUrl, at_redis, said_of_refusal
-from gradbox_service.jobs.refusals import store_refuses
-from gradbox_service.settings import DAY_S, BadSettings, Settings
+from gradbox_service.commands import DataFolder, RedisUrl, at_redis, beside_the_box
+from gradbox_service.settings import DAY_S, Settings
 from gradbox_service.store.room import in_units
 
 SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S}
@@ -110,7 +107,8 @@ def _with_cleaner(
     run: Callable[[Backing, Cleaner], int], redis_url: str | None, data: Path | None
 ) -> int:
     """Run one of the commands above on the box that its options name."""
-    try:
+
+    def run_on_box() -> int:
         settings = Settings.read(redis_url=at_redis(redis_url, data), data=data)
         reserve_bytes = noted_reserve_bytes(settings.data)
         if reserve_bytes is not None:
@@ -126,14 +124,8 @@ def _with_cleaner(
             leadership=box.leadership,
         )
         return run(box, cleaner)
-    except BadSettings as error:
-        print(f"gradbox storage: {error}", file=sys.stderr)
-        return WRONG_USAGE
-    except redis.RedisError as error:
-        if not store_refuses(error):
-            raise
-        print(f"gradbox storage: {said_of_refusal(error)}", file=sys.stderr)
-        return UNREACHABLE
+
+    return beside_the_box("storage", run_on_box)
 
 
 def _print_owners(box: Backing, *, json: bool) -> int:

@@ -27,7 +27,7 @@ from gradbox_service.cleaning.removed import RemovedByHand
 from gradbox_service.jobs import JobRecord, Records
 from gradbox_service.jobs.refusals import unless_refused
 from gradbox_service.ownership import BlobOwners
-from gradbox_service.queue.leadership import Leadership
+from gradbox_service.queue.leadership import LEADER_TTL_S, Leadership
 from gradbox_service.repeating_thread import RepeatingThread
 from gradbox_service.settings import Settings
 from gradbox_service.store import BlobStore, ResultStore
@@ -38,7 +38,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-LEADER_TTL_S = 5.0
 # Of the memory that Redis may take, what it notes of blobs may fill, and what it notes of one.
 BLOBS_SHARE = 0.3
 BLOB_NOTE_BYTES = 512

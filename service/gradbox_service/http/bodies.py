@@ -6,7 +6,6 @@ are checked one after the other: what a check holds at once is that of one body.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
@@ -18,9 +17,9 @@ from fastapi import Request
 
 from gradbox.errors import BlobTooLarge, StorageFull
 from gradbox_service.settings import KIB
+from gradbox_service.store.room import DISK_IS_FULL
 
 LARGE_BYTES = 256 * KIB
-DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Made = TypeVar("Made")
 

@@ -23,7 +23,7 @@ from gradbox_service.jobs import Fleet, JobRecord, Records, Turns, Usage, Worker
 from gradbox_service.jobs.operation import MemoryOperation, Operation
 from gradbox_service.queue.active_jobs import ActiveJobs, ReadChanges
 from gradbox_service.queue.choice import Choice
-from gradbox_service.queue.leadership import Leadership
+from gradbox_service.queue.leadership import LEADER_TTL_S, Leadership
 from gradbox_service.queue.places import Places
 from gradbox_service.queue.short_list import TURN_GRACE_S, ShortList
 from gradbox_service.repeating_thread import RepeatingThread
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 # Nobody beats for a job before this much time after its begin.
 LEASE_GRACE_S = 1.0
-LEADER_TTL_S = 5.0
 LEADER_RENEWAL_S = 1.0
 HALF_LIFE_S = 6 * 3600.0
 # After Redis refused, workers beat again within half a second; until then no lease is judged.

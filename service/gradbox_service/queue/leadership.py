@@ -10,6 +10,8 @@ import redis
 from gradbox_service.jobs.redis_script import ConditionalCommands
 
 LEADER = "gradbox:leader"
+# How long a process leads that has just said so.
+LEADER_TTL_S = 5.0
 
 
 class Leadership(Protocol):

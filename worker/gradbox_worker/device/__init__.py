@@ -1,13 +1,20 @@
 """The device process: computes one job after the other and keeps the models between them.
 
-On the worker's side, without torch: `process` has one that is ready and runs a job on it, `child`
-is one such process from its start to its end, `template` is what it is forked from, and
-`parentage` makes it the worker's own; `exits` says how it ended and whether it would end so again,
-`builds` which model it was building then,
-`descendants` ends what it leaves behind, `output` keeps what it prints. `messages` is what travels
-over the pipe. On the device's side: `main` is its entry point and the template's, `importing` what
-is imported before it is needed, `forking` the template's loop, `serving` its own once torch is
-there, and `warm_device` what that runs jobs on.
+To read in this order:
+
+    process             the worker's side: a process that is ready, and a job that runs on it
+    messages            what travels over the pipe between the two
+    child, parentage    one such process from its start to its end, as the worker's own child
+    exits, builds       how it ended, and whether it would again; which model it was building
+    template            the process that it is forked from
+    descendants         ends what it leaves behind
+    output              keeps what it prints
+    main, importing     the device's side: the entry point of both; what is imported ahead of time
+    forking             the template's loop
+    serving             the device's, once torch is there
+    warm_device         what that runs jobs on
+
+All but the last two, and the template's imports, are without torch.
 """
 
 from gradbox_worker.device.child import DeviceSettings

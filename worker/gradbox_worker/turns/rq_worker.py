@@ -3,8 +3,8 @@
 RQ's own `Worker` forks for every job, which no CUDA context survives, and its `SimpleWorker` runs
 the job in the worker itself, where a crash would take it along. This is a `SimpleWorker` whose
 task, `run_turn`, only watches the device process. RQ does the queue's bookkeeping, as far as
-`rq_bookkeeping` leaves it; the job's
-record, its lease and its time limit are ours, so RQ's own timeouts are switched off.
+`rq_bookkeeping` leaves it; the job's record, its lease and its time limit are ours, so RQ's own
+timeouts are switched off.
 
 This process never imports torch.
 """
