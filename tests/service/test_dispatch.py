@@ -144,18 +144,12 @@ def test_a_cancelled_jobs_turn_takes_no_place(backing: Backing) -> None:
     assert waiting(backing) == ["a", "b"]
 
 
-def start_long_ago(records: Records, job_id: str, *, lease_s: float) -> None:
-    records.update(
-        job_id, partial(JobRecord.begin, worker="w", now_s=time.time() - 60), lease_s=lease_s
-    )
-
-
 def test_a_running_job_without_a_lease_is_queued_and_fed_again(backing: Backing) -> None:
     queue(backing.records, "a")
     dispatcher = dispatcher_of(backing)
     dispatcher.tick()
     take_turns(backing)
-    start_long_ago(backing.records, "a", lease_s=0.001)
+    begin(backing.records, "a", lease_s=0.001)
     time.sleep(0.01)
     dispatcher.tick()
     record = backing.records.get("a")
@@ -164,9 +158,20 @@ def test_a_running_job_without_a_lease_is_queued_and_fed_again(backing: Backing)
     assert waiting(backing) == ["a"]
 
 
+def test_a_lost_job_of_a_worker_whose_clock_is_ahead_is_put_back_as_well(backing: Backing) -> None:
+    queue(backing.records, "a")
+    ahead = partial(JobRecord.begin, worker="w", now_s=time.time() + 3600.0)
+    assert backing.records.update("a", ahead, lease_s=0.001) is not None
+    time.sleep(0.01)
+    dispatcher_of(backing).tick()
+    record = backing.records.get("a")
+    assert record is not None
+    assert record.state is JobState.QUEUED
+
+
 def test_a_running_job_with_a_lease_is_left_alone(backing: Backing) -> None:
     queue(backing.records, "a")
-    start_long_ago(backing.records, "a", lease_s=60.0)
+    begin(backing.records, "a", lease_s=60.0)
     dispatcher_of(backing).tick()
     record = backing.records.get("a")
     assert record is not None
@@ -178,7 +183,7 @@ def test_a_job_whose_workers_always_die_fails_after_the_last_attempt(backing: Ba
     dispatcher = dispatcher_of(backing)
     for _ in range(3):
         take_turns(backing)
-        start_long_ago(backing.records, "a", lease_s=0.001)
+        begin(backing.records, "a", lease_s=0.001)
         time.sleep(0.01)
         dispatcher.tick()
     record = backing.records.get("a")

@@ -30,8 +30,6 @@ from gradbox_service.repeating_thread import RepeatingThread
 
 log = logging.getLogger(__name__)
 
-# Nobody beats for a job before this much time after its begin.
-LEASE_GRACE_S = 1.0
 LEADER_RENEWAL_S = 1.0
 HALF_LIFE_S = 6 * 3600.0
 # After Redis refused, workers beat again within half a second; until then no lease is judged.
@@ -167,8 +165,7 @@ class Dispatcher(RepeatingThread):
         lost = [
             record
             for record in self.jobs.running
-            if time.time() - (record.started_s or 0.0) > LEASE_GRACE_S
-            and not self._records.leased(record.id, attempt=record.attempt)
+            if not self._records.leased(record.id, attempt=record.attempt)
         ]
         for record in lost:
             log.warning("job %s: attempt %d lost: %s", record.id, record.attempt, LOST)
