@@ -10,7 +10,13 @@ import redis
 
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import WorkerPresence
-from gradbox_service.jobs.fleet import may_be_run, offered_versions
+from gradbox_service.jobs.fleet import (
+    DESCRIBED,
+    DESCRIBED_S,
+    MODELS,
+    may_be_run,
+    offered_versions,
+)
 from gradbox_service.settings import Settings
 from tests.service.boxes import MODEL, announce
 
@@ -50,6 +56,26 @@ def test_a_described_model_is_found_by_name_and_version(backing: Backing) -> Non
     backing.fleet.describe([MODEL])
     assert backing.fleet.model("tiny", version=MODEL.version) == MODEL
     assert backing.fleet.model("tiny", version="b" * 64) is None
+
+
+def test_descriptions_of_versions_that_nobody_offers_any_more_go(
+    redis_settings: Settings, connection: redis.Redis
+) -> None:
+    fleet = Backing.on_redis(redis_settings).fleet
+    versions = [letter * 64 for letter in "abcd"]
+    views = [MODEL.model_copy(update={"version": version}) for version in versions]
+    other = MODEL.model_copy(update={"name": "other"})
+    fleet.describe([*views[:3], other])
+    offers = {MODEL.name: versions[0]}
+    fleet.announce(WorkerPresence(name="w", device="cpu", state="idle", models=offers), ttl_s=60.0)
+    long_ago = time.time() - DESCRIBED_S - 1.0
+    old = [*(f"tiny@{version}" for version in versions[:2]), f"other@{other.version}"]
+    connection.zadd(DESCRIBED, dict.fromkeys(old, long_ago))
+    fleet.describe(views[3:])
+    left = [version for version in versions if fleet.model("tiny", version=version) is not None]
+    assert left == [versions[0], *versions[2:]]
+    assert fleet.model("other", version=other.version) == other
+    assert connection.hlen(MODELS) == connection.zcard(DESCRIBED) == 4
 
 
 def test_a_model_described_anew_is_found_as_it_is_described_now(backing: Backing) -> None:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, Protocol, TypeVar, cast
 
@@ -24,6 +24,9 @@ T = TypeVar("T", bound=BaseModel)
 
 WORKERS = "gradbox:workers"
 MODELS = "gradbox:models"
+# When each was described; one that nobody offers goes so long after, with another of its name.
+DESCRIBED = "gradbox:models:described"
+DESCRIBED_S = 30 * 24 * 3600.0
 RELOADS = "gradbox:models:reloads"
 # Announcements remembered as they were parsed, by their bytes; a large model's takes 1 MB.
 PARSED_KEPT = 32
@@ -80,7 +83,7 @@ class Fleet(Protocol):
 
 
 class RedisFleet:
-    """Implements `Fleet`: one key with an expiry a worker, one hash of descriptions."""
+    """Implements `Fleet`: one key with an expiry a worker, and one hash of descriptions."""
 
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
@@ -102,8 +105,23 @@ class RedisFleet:
         self._commands.run(pipe, where={})
 
     def describe(self, models: Iterable[ModelView]) -> None:
-        for view in models:
-            self._redis.hset(MODELS, f"{view.name}@{view.version}", view.model_dump_json())
+        views = {f"{view.name}@{view.version}": view for view in models}
+        with self._redis.pipeline() as pipe:
+            for version in self._superseded({view.name for view in views.values()}):
+                pipe.hdel(MODELS, version)
+                pipe.zrem(DESCRIBED, version)
+            for version, view in views.items():
+                pipe.hset(MODELS, version, view.model_dump_json())
+                pipe.zadd(DESCRIBED, {version: time.time()})
+            pipe.execute()
+
+    def _superseded(self, names: Collection[str]) -> set[str]:
+        """Return the versions of these models that were described long ago and nobody offers."""
+        before_s = time.time() - DESCRIBED_S
+        old = cast("list[bytes]", self._redis.zrangebyscore(DESCRIBED, 0, before_s))
+        offered = {f"{n}@{version}" for w in self.workers() for n, version in w.models.items()}
+        found = {version.decode() for version in old} - offered
+        return {version for version in found if version.partition("@")[0] in names}
 
     def ask_for_reload(self) -> int:
         return self._redis.incr(RELOADS)
