@@ -34,7 +34,7 @@ class ReadChanges(Protocol):
     def __call__(self, after: str | None, *, wait_s: float) -> tuple[str, Sequence[Change]]: ...
 
 
-class News(NamedTuple):
+class FoundNew(NamedTuple):
     """Whether a read of the changes found something new."""
 
     jobs: bool  # about a job's state, or everything was read again
@@ -103,7 +103,7 @@ class ActiveJobs:
         queued = [record for record in jobs if record.state is JobState.QUEUED]
         return queued, [record for record in jobs if record.state is JobState.RUNNING]
 
-    def sync(self, *, wait_s: float = 0.0) -> News:
+    def sync(self, *, wait_s: float = 0.0) -> FoundNew:
         """Read what changed, waiting for it."""
         cursor, changes = self._changes(self._cursor, wait_s=wait_s)
         kinds = {change.kind for change in changes}
@@ -111,7 +111,7 @@ class ActiveJobs:
             known = self._jobs.keys() | {change.job_id for change in changes if change.final}
             self._load()
             self.read(known - self._jobs.keys())  # they have ended meanwhile
-            return News(jobs=True, box=True)
+            return FoundNew(jobs=True, box=True)
         if cursor != self._cursor:
             self._cursor = cursor
             self._note_lag(cursor)
@@ -122,7 +122,7 @@ class ActiveJobs:
         if time.monotonic() - self._compared_at > COMPARE_S:
             self._compare()
         wake = "wake" in kinds
-        return News(jobs=num_new > 0 or bool(unread) or wake, box=wake or "worker" in kinds)
+        return FoundNew(jobs=num_new > 0 or bool(unread) or wake, box=wake or "worker" in kinds)
 
     def read(self, job_ids: Collection[str]) -> None:
         """Read records again."""

@@ -126,10 +126,10 @@ class Dispatcher(RepeatingThread):
             return
         deadline = time.monotonic() + TICK_S
         while (left := deadline - time.monotonic()) > 0 and not self._stopping.is_set():
-            news = self.jobs.sync(wait_s=left)
-            if news.box:
+            found = self.jobs.sync(wait_s=left)
+            if found.box:
                 self._box_due_at = 0.0
-            if news.jobs:
+            if found.jobs:
                 return
 
     def _lead(self) -> bool:
