@@ -58,8 +58,6 @@ class Positions(Term):
     def write(self, out: Tensor, *, accumulate: bool) -> None:
         if accumulate:
             out.add_(self._summed(self.left).transpose(0, 1))
-        elif self.left.shape[self._axis] == 1:
-            out.copy_(self._summed(self.left).transpose(0, 1))
         else:
             torch.sum(self.left.transpose(0, 1), self._axis, out=out)
 

@@ -6,7 +6,6 @@ Source: Goodfellow 2015 (norms of one position); Li et al. 2022, arXiv:2110.0567
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -54,31 +53,22 @@ class Outer(Term):
             part = replace(self, right=self.right[..., start:stop])
         else:
             part = replace(self, left=self.left[..., start:stop])
-        sizes = part._sizes()
-        out = self.left.new_empty(self.samples, self.outputs, *sizes)
+        out = self.left.new_empty(self.samples, self.outputs, *part._sizes())
         part.write(out, accumulate=False)
         return out.view(self.samples, self.outputs, stop - start, *self.shape[1:])
 
-    def _sizes(self) -> tuple[int, int]:
-        sizes = (self.left.shape[-1], self.right.shape[-1])
-        return sizes[::-1] if self.transposed else sizes
-
     def write(self, out: Tensor, *, accumulate: bool) -> None:
-        sizes = self._sizes()
-        if out.shape[2:] != sizes:
-            out = out.view(self.samples, self.outputs, *sizes)
-        if self.right.shape[1] == 1 and not (self.left.is_cpu and _rows_are_short(sizes)):
-            right = self.right.unsqueeze(1)
-            if self.transposed:
-                pair = right.mT, self.left.transpose(0, 1)
-            else:
-                pair = self.left.permute(1, 0, 3, 2), right
-            out.addcmul_(*pair) if accumulate else torch.mul(*pair, out=out)
+        out = out.view(self.samples, self.outputs, *self._sizes())
+        if self.right.shape[1] > 1:
+            self._write_product(out, accumulate=accumulate)
             return
-        self._write_product(out, accumulate=accumulate)
+        column, row = self.left.permute(1, 0, 3, 2), self.right.unsqueeze(1)
+        if self.transposed:
+            column, row = row.mT, column.mT
+        out.addcmul_(column, row) if accumulate else torch.mul(column, row, out=out)
 
     def _write_product(self, out: Tensor, *, accumulate: bool) -> None:
-        """Write J into `out` (B, Y, rows, columns) as matrix products."""
+        """Write J into `out` (B, Y, *_sizes()) as matrix products over T."""
         if self.transposed and not out.is_contiguous():
             # Some outputs of an array with more: only one sample's matrices are contiguous.
             for b in range(self.samples):
@@ -86,17 +76,8 @@ class Outer(Term):
                 self.narrow(one, slice(None)).write(out[one], accumulate=accumulate)
             return
         first, second = self._matrices()
-        # Transposed: BLAS is faster so when T = 1.
-        flat_T = out.view(first.shape[0], first.shape[1], second.shape[2]).mT
-        if accumulate:
-            flat_T.baddbmm_(second.mT, first.mT)
-        elif self.left.is_cpu and self.right.shape[1] > 1 and _fits_the_cache(flat_T):
-            for n, each in enumerate(flat_T):
-                # Filled memory is in the cache when the product is stored there.
-                each.mT.zero_()
-                torch.mm(second[n].mT, first[n].mT, out=each)
-        else:
-            torch.bmm(second.mT, first.mT, out=flat_T)
+        flat = out.view(len(first), first.shape[1], second.shape[2])
+        flat.baddbmm_(first, second, beta=int(accumulate))
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
         """The factors as (N, rows, T) and (N, T, columns) of one batched product."""
@@ -105,6 +86,11 @@ class Outer(Term):
             right = self.right.mT.expand(Y, *self.right.mT.shape).transpose(0, 1)
             return right.reshape(B * Y, -1, T), self.left.transpose(0, 1).reshape(B * Y, T, rows)
         return self.left.permute(1, 0, 3, 2).reshape(B, Y * rows, T), self.right
+
+    def _sizes(self) -> tuple[int, int]:
+        """J's rows and columns: (O, I), or (I, O) where `transposed`."""
+        sizes = (self.left.shape[-1], self.right.shape[-1])
+        return sizes[::-1] if self.transposed else sizes
 
     def squared_norm(self) -> Tensor:
         Y, B, T, rows = self.left.shape
@@ -140,17 +126,11 @@ class Outer(Term):
         bound: Tensor = (lefts * rights).sum(2).square()
         return bound
 
-    def add_gram(self, gram: Tensor, other: Term) -> None:
-        self.add_gram_with(gram, other, shift=0.0)
-
-    def add_gram_with(self, gram: Tensor, other: Term, *, shift: float) -> None:
+    def add_gram(self, gram: Tensor, other: Term, *, shift: float = 0.0) -> None:
         """Add J J'ᵀ, and with `shift` 1 also that of the bias whose factor is `left`."""
         if not isinstance(other, Outer) or not self.pairs_are_cheaper(other):
             return super().add_gram(gram, other)
         T, U = self.right.shape[1], other.right.shape[1]
-        if T == U == 1:
-            gram += gram_of_one_position([(self, other, shift)])
-            return None
         lefts_T = other.left.flatten(0, 2).T
         features_T = other.right.flatten(0, 1).T
         for start, stop in self._sample_chunks(other):
@@ -162,10 +142,7 @@ class Outer(Term):
                 gram[y, start:stop] += paired.mul_(features).sum((1, 4))
         return None
 
-    def add_gram_trace(self, gram: Tensor, other: Term) -> None:
-        self.add_gram_trace_with(gram, other, shift=0.0)
-
-    def add_gram_trace_with(self, gram: Tensor, other: Term, *, shift: float) -> None:
+    def add_gram_trace(self, gram: Tensor, other: Term, *, shift: float = 0.0) -> None:
         """Add Σ_y J_y J'_yᵀ, and with `shift` 1 also that of the bias whose factor is `left`."""
         if not isinstance(other, Outer) or not self.pairs_are_cheaper(other):
             return super().add_gram_trace(gram, other)
@@ -212,76 +189,3 @@ class Outer(Term):
         if not projected.isfinite().all():
             return super().sketch(sketch)
         return projected.transpose(0, 1)
-
-
-def _rows_are_short(sizes: tuple[int, int]) -> bool:
-    """Whether a product of BLAS writes an outer product faster than a broadcast does.
-
-    A broadcast restarts its inner loop at every row, which halves its speed on 300 numbers.
-    """
-    rows, columns = sizes
-    return rows >= 64 and 64 <= columns <= 512
-
-
-def _fits_the_cache(arrays: Tensor) -> bool:
-    """Whether one of several arrays is not tiny, and still in the cache after it is filled."""
-    return len(arrays) > 1 and 2**18 <= arrays[0].nbytes <= 2**22
-
-
-def gram_of_one_position(pairs: Sequence[tuple[Outer, Outer, float]]) -> Tensor:
-    """Return the sum of the Grams of several layers with T = 1, (Y, B, Y', B').
-
-    Output by output through all layers, so that each slice of the result stays in the cache. Each
-    pair has its `shift`, see `add_gram_with`.
-    """
-    first, second, _ = pairs[0]
-    sizes = (first.outputs, first.samples, second.outputs, second.samples)
-    gram = first.left.new_empty(sizes)
-    varying: list[tuple[Tensor, Tensor, Tensor]] = []
-    constant: list[tuple[Tensor, Tensor, Tensor]] = []
-    for mine, other, shift in pairs:
-        feature = mine.right.select(1, 0) @ other.right.select(1, 0).T
-        if shift:
-            feature.add_(shift)
-        both_constant = _is_constant(mine.left) and (other is mine or _is_constant(other.left))
-        (constant if both_constant else varying).append((mine.left, other.left, feature))
-    if varying:
-        _write_slices(gram, varying)
-    else:
-        gram.zero_()
-    for left, right, feature in constant:
-        weights = left[:, 0, 0] @ right[:, 0, 0].T
-        for y, z in weights.nonzero().tolist():
-            gram[y, :, z].add_(feature, alpha=float(weights[y, z]))
-    return gram
-
-
-def _write_slices(gram: Tensor, layers: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """Write Σ (left · right) ∘ feature of all layers to `gram`, one slice y after another.
-
-    Args:
-        layers: left (Y, B, 1, O), right (Y', B', 1, O) and feature (B, B') of each.
-    """
-    B = gram.shape[1]
-    transposed_rights = [right.flatten(0, 2).T for _, right, _ in layers]
-    features = [feature[:, None] for _, _, feature in layers]
-    lefts = [left.select(2, 0) for left, _, _ in layers]
-    scratch = gram.new_empty(gram.shape[1:]) if len(layers) > 1 else gram[0]
-    for y, slice_y in enumerate(gram):
-        torch.mm(lefts[0][y], transposed_rights[0], out=slice_y.view(B, -1))
-        slice_y.mul_(features[0])
-        for left, right, feature in zip(
-            lefts[1:], transposed_rights[1:], features[1:], strict=True
-        ):
-            torch.mm(left[y], right, out=scratch.view(B, -1))
-            slice_y.addcmul_(scratch, feature)
-
-
-def _is_constant(left: Tensor) -> bool:
-    """Whether all samples have the same output gradients, as at z itself: the cotangents.
-
-    A network that ends in a linear layer has them there, and a Gram then needs Y · Y' numbers of
-    that layer instead of a product over all pairs of rows.
-    """
-    one = left[:, :1]
-    return torch.equal(one, left[:, -1:]) and torch.equal(left, one.expand_as(left))

@@ -151,7 +151,7 @@ class Term(ABC):
         """Return what Σ_p J[b, y, p]² may be where nothing cancels, shape (Y, B).
 
         None where `add_gram` sums no pairs of positions, and so keeps its digits. `shift` is that
-        of `Outer.add_gram_with`.
+        of `Outer.add_gram`.
         """
         return None
 
