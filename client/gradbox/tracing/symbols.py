@@ -55,7 +55,6 @@ _OF_EVERY_TENSOR: Final = {
     "layout": torch.strided,
 }
 
-
 _LENGTH: Final = targets.FUNCTIONS[allow_list.LENGTH]  # `len` itself is replaced meanwhile
 _MATCH_CLASS: Final = dis.opmap["MATCH_CLASS"]
 _LOAD_ATTR: Final = dis.opmap["LOAD_ATTR"]
@@ -88,12 +87,12 @@ class Symbol(Proxy):
         They are `case torch.Tensor():`, `z.__class__ is torch.Tensor`, functools.singledispatch.
         """
         frame = sys._getframe(1)
-        asked_by = frame.f_code.co_code[frame.f_lasti] if frame.f_lasti >= 0 else None
-        if asked_by == _MATCH_CLASS:
+        opcode = frame.f_code.co_code[frame.f_lasti] if frame.f_lasti >= 0 else None
+        if opcode == _MATCH_CLASS:
             raise self.tracer.refusal(
                 "`match` asks for the type of a value that is not known yet", OUTSIDE
             )
-        if asked_by == _LOAD_ATTR and _asked_by_user(frame):
+        if opcode == _LOAD_ATTR and _asked_by_user(frame):
             raise self.tracer.refusal("the type of a value is asked for", OUTSIDE)
         return type(self)
 
