@@ -13,7 +13,6 @@ from gradbox.errors import UntraceableLoss
 
 _OURS = f"{Path(__file__).parents[1]}/"  # the client, whose losses are no user's code either
 _TORCH = f"{Path(torch.__file__).parent}/"
-_TRACE = str(Path(__file__).with_name("trace.py"))
 _STANDARD = f"{Path(linecache.__file__).parent}/"
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
@@ -34,7 +33,7 @@ def current_line() -> str:
     """Describe the line of user code that is running; empty when there is none."""
     lines: list[_Line] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != _TRACE:
+    while frame is not None:
         lines.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
     return _describe(lines)
