@@ -52,7 +52,7 @@ def cached_mnrl(texts: Iterable[list[str]], *, scale: float, shard_size: int) ->
     from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
 
     model: Any = SentenceTransformer(str(get_model_path()), device="cpu").eval()
-    model.max_seq_length = MOST_TOKENS
     loss = CachedMultipleNegativesRankingLoss(model, scale=scale, mini_batch_size=shard_size)
-    loss([model.tokenize(side) for side in texts], torch.empty(0)).backward()
+    sides = [tokenised(side, shard_size=len(side))[0] for side in texts]
+    loss(sides, torch.empty(0)).backward()
     return {name: p.grad for name, p in model[0].auto_model.named_parameters()}
