@@ -2,12 +2,13 @@
 
 Prints as JSON how many devices a lease gets: after one could not be made empty; after models were
 changed while they were read again, and were read again once more; after a device joined that had
-begun before that.
+begun before that. The log goes to standard error.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import sys
@@ -64,8 +65,8 @@ class Lending:
         entry = '[models.later]\nbuilder = "python"\nsource = "later.py:later"\n'
         (folder / "models.toml").write_text(entry)
         self.settings = DeviceSettings(folder / "models.toml", folder, device="cpu")
-        self._head = Head(self.settings, devices=["cpu", "cpu"], mark=folder / "mark")
-        self._head.start(stopping=threading.Event())
+        self.head = Head(self.settings, devices=["cpu", "cpu"], mark=folder / "mark")
+        self.head.start(stopping=threading.Event())
         self._pool = ray.get_actor(POOL)
 
     def close(self) -> None:
@@ -149,6 +150,7 @@ class Lending:
 
 
 def main(folder: Path) -> dict[str, int]:
+    logging.basicConfig()
     ray_environment.start_here(secrets.token_hex(32))
     lending = Lending(folder)
     try:
@@ -158,6 +160,7 @@ def main(folder: Path) -> dict[str, int]:
             "began earlier": lending.after_one_joined_that_began_earlier(),
         }
     finally:
+        lending.head.look()
         lending.close()
 
 

@@ -65,9 +65,11 @@ def test_a_coordinator_joins_while_all_devices_are_busy(cluster: ClusterBox) -> 
 @pytest.mark.slow  # starts Ray, and devices of its own
 def test_no_device_is_lost_that_failed_or_has_read_other_models(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.cluster.lending", str(tmp_path)]
-    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert json.loads(said.splitlines()[-1]) == {
+    ended = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert json.loads(ended.stdout.splitlines()[-1]) == {
         "not made empty": 3,
         "changed meanwhile": 2,
         "began earlier": 3,
     }
+    assert "failing cannot be made empty" in ended.stderr
+    assert "is refused: expected model 'later'" in ended.stderr

@@ -112,7 +112,9 @@ class Head:
         return found
 
     def look(self) -> None:
-        """Look which machines there are, and which devices have become ready."""
+        """Look which machines there are, and which devices are ready; log what the pool says."""
+        for message in ray.get(self._pool.messages.remote()):
+            log.warning("%s", message)
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         for node in [node for node in self._of_node if node not in alive]:
             for name in self._of_node.pop(node):

@@ -19,6 +19,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from gradbox_worker.cluster.exchange.shipped_models import FilesToShip
 from gradbox_worker.cluster.head.coordinator_watch import CoordinatorWatch
+from gradbox_worker.cluster.head.kept_messages import KeptMessages
 from gradbox_worker.cluster.head.leases import Leases, Lent, Wish
 from gradbox_worker.cluster.head.model_versions import ModelVersions
 from gradbox_worker.models.shipping import ShippedModels
@@ -45,6 +46,7 @@ class Pool:
         Args:
             models_file: of the box, for machines that do not have it.
         """
+        self._messages = KeptMessages()
         self._leases = Leases()
         self._actors: dict[str, Any] = {}
         self._writing: set[str] = set()  # devices that may write to files of the box
@@ -57,6 +59,10 @@ class Pool:
         self._versions = ModelVersions()
         self._reloads: int | None = None  # those that the devices' models are as of
         self._rebuilding: asyncio.Task[None] | None = None
+
+    async def messages(self) -> list[str]:
+        """Return what was logged since the last call."""
+        return self._messages.taken()
 
     async def models(self) -> ShippedModels:
         """Return the models, for a machine that is not the head's."""
