@@ -14,6 +14,7 @@ import secrets
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,9 @@ class Lending:
 
         deadline = time.monotonic() + DEADLINE_S
         while True:
-            found = len(self.asked("lease", Wish("all", "", at_most=9), os.getpid()))
-            self.asked("end", "all")
+            lease = uuid.uuid4().hex
+            found = len(self.asked("lease", Wish(lease, "", at_most=9), os.getpid()))
+            self.asked("end", lease)
             if found >= wanted or time.monotonic() > deadline:
                 return found
             time.sleep(0.5)
