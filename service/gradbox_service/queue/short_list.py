@@ -62,7 +62,7 @@ class ShortList:
         self._fed = {
             turn: fed
             for turn, fed in self._fed.items()
-            if now - fed.seen_at < self._grace_s and self._due(turn)
+            if now - fed.seen_at <= self._grace_s and self._due(turn)
         }
         have_turns = {turn.job_id for turn in self._fed}
         lost = [record.id for record in self._jobs.fed if record.id not in have_turns]
