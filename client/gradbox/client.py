@@ -256,9 +256,14 @@ class GradClient:
             UnusableModel: the box cannot build it.
             ModuleNotFoundError: torch is not installed here.
         """
-        from gradbox.remote.model import JobOptions, RemoteModel
+        from gradbox.remote.job_options import JobOptions
+        from gradbox.remote.model import RemoteModel
 
+        view = self.model_info(model)
+        if not view.usable:
+            raise UnusableModel(f"the model {view.name!r} cannot be used: {view.reason}")
         options = JobOptions(
+            model=f"{view.name}@{view.version}",
             seed=seed,
             output=output,
             readout=readout,
@@ -271,9 +276,6 @@ class GradClient:
             devices=devices,
             name=name,
         )
-        view = self.model_info(model)
-        if not view.usable:
-            raise UnusableModel(f"the model {view.name!r} cannot be used: {view.reason}")
         return RemoteModel(
             self, view, mode=mode, weights=weights, options=options, progress=progress
         )

@@ -16,7 +16,7 @@ the random stream (seed, 0, i):
 Read `model` first. It records each call (`calls`) and returns a tensor that is fetched when it is
 first used (`output`); `batch` sends all calls so far as one forward job and gives their
 outputs a `grad_fn`, made of the functions in `autograd`, whose backward runs the gradient job of
-`done_batch`. `live_weights` go along where the user
+`done_batch`. All jobs are given the same `job_options`. `live_weights` go along where the user
 changed them, as `rounded_weights` if they are to; `buffers` go from one job to the next.
 """
 

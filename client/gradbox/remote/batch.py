@@ -27,6 +27,7 @@ from gradbox.remote.done_batch import (
     section,
     wrt_of,
 )
+from gradbox.remote.job_options import Mode
 from gradbox.results.result import GradResult
 
 BARE = ""
@@ -63,7 +64,7 @@ class Batch:
     """A run of calls under one mode and the same weights."""
 
     def __init__(
-        self, owner: Runner, *, mode: str, weights: Mapping[str, Any], names: Sequence[str]
+        self, owner: Runner, *, mode: Mode, weights: Mapping[str, Any], names: Sequence[str]
     ) -> None:
         self.mode = mode
         self.weights = weights
@@ -106,15 +107,24 @@ class Batch:
         """
         placed = Placed.all_of(self.calls)
         leaves = [(call.index, name) for call in self.calls for name in call.leaves]
+        options = self._owner.options
         computation = CallsForward(
-            **self._owner.job_options(),
-            mode=self.mode,  # type: ignore[arg-type]  # one of the two that it was given
+            model=options.model,
+            seed=options.seed,
+            output=options.output,
+            readout=options.readout,
+            precision=options.precision,
+            priority=options.priority,
+            timeout_s=options.timeout_s,
+            devices=options.devices,
+            name=options.name,
+            mode=self.mode,
             weights=weights,
-            transfer=self._owner.transfer() if weights else "exact",
+            transfer=options.transfer if weights else "exact",
             calls=self.calls,
             returns=returns,
-            wrt=wrt_of(self._owner, placed, leaves),
-            retain=self._owner.retain_budget() if any(call.recorded for call in self.calls) else 0,
+            wrt=wrt_of(options, placed, leaves),
+            retain=options.retain if any(call.recorded for call in self.calls) else 0,
         )
         try:
             result = self._owner.run_job(computation)

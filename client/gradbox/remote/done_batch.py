@@ -9,41 +9,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
 from gradbox.computations import Cotangents, Forward, Gradient
+from gradbox.computations.computation import listed
 from gradbox.errors import GradboxError
-from gradbox.protocol.spec_fields import Transfer
 from gradbox.remote.calls import Call
+from gradbox.remote.job_options import JobOptions
 from gradbox.results.result import GradResult
 
 Place = tuple[int, str]
-"""A call's index, and the name of one of its outputs or ""."""
+"""A call's index, and the name of one of its inputs or outputs; "" is the only output."""
 
 
 class Owner(Protocol):
     """The remote model that the calls were made of."""
 
     anchor: Tensor
-
-    def job_options(self) -> Mapping[str, Any]:
-        """Return the arguments of every forward job, but for calls, mode and weights."""
+    options: JobOptions
 
     def run_job(self, computation: Forward | Gradient) -> GradResult:
         """Run a job."""
-
-    def wrt_globs(self) -> list[str] | None:
-        """Return the globs over parameters whose gradients are wanted."""
-
-    def transfer(self) -> Transfer:
-        """Return the format of gradients on the wire, and of weights where there are some."""
-
-    def retain_budget(self) -> int | Literal["auto"]:
-        """Return the bytes for graphs that a forward job keeps for its gradient job."""
 
     def add_grads(self, grads: Mapping[str, Tensor]) -> None:
         """Add to the model's gradients."""
@@ -121,10 +111,11 @@ class DoneBatch:
 
     def _run_gradient(self, found: BackwardPass) -> None:
         """Run the gradient job at the cotangents so far."""
-        given, found.cotangents = found.cotangents, {}
+        # One by one: on several devices another thread may note one meanwhile.
+        given = {place: found.cotangents.pop(place) for place in [*found.cotangents]}
         calls = dict.fromkeys(index for index, _ in given)
         reached = [(index, name) for index in calls for name in self._calls[index].leaves]
-        options = self._owner.job_options()
+        options = self._owner.options
         computation = Gradient(
             loss=Cotangents(
                 {
@@ -133,9 +124,12 @@ class DoneBatch:
                 },
                 of=self._job_id,
             ),
-            wrt=wrt_of(self._owner, self._calls, reached),
-            transfer=self._owner.transfer(),
-            **{field: options[field] for field in ("priority", "timeout_s", "devices", "name")},
+            wrt=wrt_of(options, self._calls, reached),
+            transfer=options.transfer,
+            priority=options.priority,
+            timeout_s=options.timeout_s,
+            devices=options.devices,
+            name=options.name,
         )
         try:
             result = self._owner.run_job(computation)
@@ -154,9 +148,11 @@ class DoneBatch:
         return found.to(*call.leaves[name])
 
 
-def wrt_of(owner: Owner, calls: Mapping[int, Placed], inputs: Sequence[Place]) -> list[str] | None:
+def wrt_of(
+    options: JobOptions, calls: Mapping[int, Placed], inputs: Sequence[Place]
+) -> list[str] | None:
     """Return what a job differentiates: the parameters that are wanted, and these inputs."""
-    globs = owner.wrt_globs()
+    globs = None if options.wrt is None else listed(options.wrt)
     if not inputs:
         return globs
     named = [f"inputs.{group_name(calls[index].position)}.{name}" for index, name in inputs]

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from threading import RLock
-from typing import Any, Final, Literal, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gradbox.computations import Computation, Forward, Gradient
-from gradbox.computations.computation import listed
 from gradbox.errors import InvalidInputs
 from gradbox.printable import printable
 from gradbox.protocol import ModelView
-from gradbox.protocol.spec_fields import Transfer
 from gradbox.remote.autograd import NotFetched
 from gradbox.remote.batch import BARE, Batch
 from gradbox.remote.buffers import RemoteBuffers
 from gradbox.remote.calls import read_call
+from gradbox.remote.job_options import JobOptions, Mode
 from gradbox.remote.live_weights import same, snapshot
 from gradbox.remote.output import RemoteOutput
 from gradbox.remote.rounded_weights import rounded_weights
 from gradbox.results.grad_accumulation import add_gradients
 from gradbox.results.result import GradResult
-
-Mode = Literal["eval", "train"]
 
 # The box takes no more groups in one job.
 MAX_CALLS: Final = 1000
@@ -40,23 +36,6 @@ class Client(Protocol):
 
     def run(self, computation: Computation, *, progress: bool | None) -> GradResult:
         """Submit a job, wait for it and return its result."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """The arguments that all jobs of a remote model share; see `gradbox.computations`."""
-
-    seed: int = 0
-    output: str | int | None = None
-    readout: Callable[..., Any] | None = None
-    wrt: str | Sequence[str] | None = None
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
-    retain: int | Literal["auto"] = "auto"
-    transfer: Transfer = "exact"
-    priority: int = 0
-    timeout_s: float = 3600.0
-    devices: int | Literal["auto"] = 1
-    name: str = ""
 
 
 class RemoteModel:
@@ -98,7 +77,7 @@ class RemoteModel:
         self._client = client
         self._view = view
         self._mode: Mode = mode
-        self._options = options
+        self.options = options
         self._progress = progress
         self._names = _output_names(options.readout)
         self._num_calls = 0
@@ -130,7 +109,7 @@ class RemoteModel:
     def __getattr__(self, name: str) -> Any:
         methods = self.__dict__["_view"].methods if "_view" in self.__dict__ else {}
         if name in methods:
-            return partial(self._called, name)
+            return lambda *args, **kwargs: self._call(name, args, kwargs)
         raise AttributeError(
             f"a remote model has no attribute {name!r}: its entry points are {sorted(methods)}; "
             f"its parameters are on the box: give new ones by weights=, take gradients by .grads "
@@ -184,33 +163,6 @@ class RemoteModel:
         """
         add_gradients(module, self.grads, strict=strict)
 
-    def job_options(self) -> Mapping[str, Any]:
-        """Return the arguments of every forward job, but for calls, mode and weights."""
-        options = self._options
-        return {
-            "model": f"{self._view.name}@{self._view.version}",
-            "seed": options.seed,
-            "output": options.output,
-            "readout": options.readout,
-            "precision": options.precision,
-            "priority": options.priority,
-            "timeout_s": options.timeout_s,
-            "devices": options.devices,
-            "name": options.name,
-        }
-
-    def wrt_globs(self) -> list[str] | None:
-        """Return the globs over parameters whose gradients are wanted."""
-        return None if self._options.wrt is None else listed(self._options.wrt)
-
-    def retain_budget(self) -> int | Literal["auto"]:
-        """Return the bytes for graphs that a forward job keeps for its gradient job."""
-        return self._options.retain
-
-    def transfer(self) -> Transfer:
-        """Return the format of gradients and parameters on the wire."""
-        return self._options.transfer
-
     def run_job(self, computation: Forward | Gradient) -> GradResult:
         """Run a job."""
         return self._client.run(computation, progress=self._progress)
@@ -240,21 +192,13 @@ class RemoteModel:
         returns = ("outputs", "buffers") if self._view.buffers else ("outputs",)
         # Buffers go as they are: rounded in every batch, a running average would stand still.
         given, parameters = batch.weights, self._view.parameter_names()
-        sent = rounded_weights(given, parameters, transfer=self._options.transfer)
+        sent = rounded_weights(given, parameters, transfer=self.options.transfer)
         result = batch.run(self._buffers.under(sent, given=given), returns=returns)
         if result is not None:
             self._buffers.advance(result, given=given)
 
-    def _called(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._call(method, args, kwargs)
-
     def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        read = read_call(
-            args,
-            kwargs,
-            method=method,
-            signature=self._view.methods[method],
-        )
+        read = read_call(args, kwargs, method=method, signature=self._view.methods[method])
         # Not above: what was given may be an output of another model, which waits for its lock.
         with self._lock:
             call = replace(read, index=self._num_calls)
