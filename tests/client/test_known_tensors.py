@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from gradbox import GradClient, Gradient
-from gradbox.inputs.known_tensors import MOST_VALUES, KnownTensors, SentTensor
+from gradbox.inputs.known_tensors import MOST_TENSORS, KnownTensors, SentTensor
 from gradbox.inputs.uploads import LONE_BYTES, PACK_BYTES, Uploads
 from gradbox.protocol import TensorRef
 from gradbox.tensors.tensor_bytes import tensor_bytes
@@ -124,8 +124,8 @@ def test_packs_of_changed_tensors_are_bounded() -> None:
 def test_the_oldest_values_are_forgotten() -> None:
     known = KnownTensors()
     ref = TensorRef(blob="0" * 64, tensor="t")
-    known.note(SentTensor("w", str(i), ref) for i in range(MOST_VALUES + 1))
-    assert (known.place("0"), known.place("1")) == (None, ref)
-    assert known.changes("w")
+    known.note(SentTensor("w", str(i), ref) for i in range(MOST_TENSORS + 1))
+    assert (known.ref("0"), known.ref("1")) == (None, ref)
+    assert known.was_sent("w")
     known.forget()
-    assert (known.place("1"), known.changes("w")) == (None, False)
+    assert (known.ref("1"), known.was_sent("w")) == (None, False)

@@ -1,8 +1,9 @@
-"""The large tensors that a client has sent to its box: where each value lies, and which change.
+"""The large tensors that a client has sent to its box: where each lies, and which names change.
 
-A tensor is sent under its value the first time, so that whoever has sent the same one before sends
+A tensor is a blob of its own the first time, so that whoever has sent the same numbers before sends
 nothing. Weights that a training loop changes would then be a request each in every step; so what
-has been sent before with another value travels in one blob with all that changed beside it.
+has been sent under its name before, with other numbers, travels in one blob with all that changed
+beside it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from typing import Final, NamedTuple
 
 from gradbox.protocol import TensorRef
 
-# The values of the last steps; one that was forgotten is sent again.
-MOST_VALUES: Final = 10_000
+# Those of the last steps; one that was forgotten is sent again.
+MOST_TENSORS: Final = 10_000
 
 
 class SentTensor(NamedTuple):
-    """A tensor on its way to the box: what the job calls it, its value's digest, and its place."""
+    """A tensor on its way to the box.
+
+    `name` is what the job calls it, and `digest` that of a blob which holds it alone.
+    """
 
     name: str
-    value: str
+    digest: str
     ref: TensorRef
 
 
@@ -31,19 +35,19 @@ class KnownTensors:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._places: OrderedDict[str, TensorRef] = OrderedDict()
+        self._refs: OrderedDict[str, TensorRef] = OrderedDict()  # by digest
         self._names: set[str] = set()
 
-    def place(self, value: str) -> TensorRef | None:
-        """Return where a value lies, by its digest; None if it was not sent."""
+    def ref(self, digest: str) -> TensorRef | None:
+        """Return where a tensor lies on the box; None if it was not sent."""
         with self._lock:
-            found = self._places.get(value)
+            found = self._refs.get(digest)
             if found is not None:
-                self._places.move_to_end(value)
+                self._refs.move_to_end(digest)
             return found
 
-    def changes(self, name: str) -> bool:
-        """Tell whether a tensor was sent under this name before, so that a new value changed it."""
+    def was_sent(self, name: str) -> bool:
+        """Tell whether a tensor was sent under this name before."""
         with self._lock:
             return name in self._names
 
@@ -51,14 +55,14 @@ class KnownTensors:
         """Remember tensors: the box has taken a job that names them."""
         with self._lock:
             for tensor in tensors:
-                self._places[tensor.value] = tensor.ref
-                self._places.move_to_end(tensor.value)
+                self._refs[tensor.digest] = tensor.ref
+                self._refs.move_to_end(tensor.digest)
                 self._names.add(tensor.name)
-            while len(self._places) > MOST_VALUES:
-                self._places.popitem(last=False)
+            while len(self._refs) > MOST_TENSORS:
+                self._refs.popitem(last=False)
 
     def forget(self) -> None:
         """Know of none: some were removed from the box."""
         with self._lock:
-            self._places.clear()
+            self._refs.clear()
             self._names.clear()

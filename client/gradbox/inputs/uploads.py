@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from gradbox.errors import InvalidInputs
 from gradbox.inputs.known_tensors import KnownTensors, SentTensor
-from gradbox.inputs.shards import Shard, ShardGroup
+from gradbox.inputs.shards import ShardGroup
 from gradbox.protocol import InputGroup, ShardRef, TensorRef
 from gradbox.tensors.blob import Blob
 from gradbox.tensors.tensor_bytes import TensorBytes, tensor_bytes
@@ -15,7 +15,7 @@ from gradbox.tensors.tensor_bytes import TensorBytes, tensor_bytes
 # Shards are pooled up to this size: a thousand small shards are a few requests.
 PACK_BYTES: Final = 64 * 2**20
 # A single tensor from this size on is not sent again while it does not change, whatever its
-# neighbours do: it is a blob of its own, named by its value alone, or see `KnownTensors`.
+# neighbours do: it is a blob of its own, named by its numbers alone, or see `KnownTensors`.
 LONE_BYTES: Final = 64 * 2**10
 LONE_NAME: Final = "tensor"
 MAX_NAME_CHARACTERS: Final = 500
@@ -45,12 +45,16 @@ class Uploads:
         shards did not change is not sent again.
         """
         groups = list(groups)
-        lone = [group for group in groups if len(group.shards) == 1]
-        refs = self._pooled(lone)
+        refs = self._pooled([group for group in groups if len(group.shards) == 1])
         for group in groups:
             if len(group.shards) > 1:
                 refs |= self._pooled([group])
-        return [self._group(group, refs[group.name]) for group in groups]
+        found = []
+        for group in groups:
+            order = None if group.order is None else self.tensors({"order": group.order})["order"]
+            shards, method = refs[group.name], group.method
+            found.append(InputGroup(name=group.name, shards=shards, method=method, order=order))
+        return found
 
     def tensors(self, tensors: Mapping[str, TensorBytes]) -> dict[str, TensorRef]:
         """Pool small tensors, and large ones that have changed; gives a reference for each name.
@@ -61,7 +65,7 @@ class Uploads:
         _check_names(tensors)
         small = {n: t for n, t in tensors.items() if t.size_bytes < LONE_BYTES}
         refs = self._large({n: t for n, t in tensors.items() if n not in small})
-        for pack in _packs({name: {name: tensor} for name, tensor in sorted(small.items())}):
+        for pack in _packs({name: small[name].size_bytes for name in sorted(small)}):
             digest = self._add(Blob({name: small[name] for name in pack}))
             refs |= {name: TensorRef(blob=digest, tensor=name) for name in pack}
         return {name: refs[name] for name in tensors}
@@ -82,52 +86,41 @@ class Uploads:
     def _large(self, tensors: Mapping[str, TensorBytes]) -> dict[str, TensorRef]:
         """Refer to what the box has, pool what has changed, and keep all else apart."""
         lone = {name: Blob({LONE_NAME: tensor}) for name, tensor in tensors.items()}
-        places: dict[str, TensorRef] = {}  # by value
-        changed: dict[str, TensorBytes] = {}
+        by_digest: dict[str, TensorRef] = {}
+        changed: dict[str, TensorBytes] = {}  # by digest, too
         for name, blob in lone.items():
-            value = blob.digest
-            place = self._known.place(value)
-            if place is not None:
-                places[value] = place
-            elif self._known.changes(name):
-                changed[value] = tensors[name]
-        for pack in _packs({value: {value: changed[value]} for value in sorted(changed)}):
+            ref = self._known.ref(blob.digest)
+            if ref is not None:
+                by_digest[blob.digest] = ref
+            elif self._known.was_sent(name):
+                changed[blob.digest] = tensors[name]
+        for pack in _packs({digest: changed[digest].size_bytes for digest in sorted(changed)}):
             if len(pack) > 1:
-                digest = self._add(Blob({value: changed[value] for value in pack}, is_new=True))
-                places |= {value: TensorRef(blob=digest, tensor=value) for value in pack}
+                pooled = self._add(Blob({digest: changed[digest] for digest in pack}, is_new=True))
+                by_digest |= {digest: TensorRef(blob=pooled, tensor=digest) for digest in pack}
         for blob in lone.values():
-            if blob.digest not in places:
-                places[blob.digest] = TensorRef(blob=self._add(blob), tensor=LONE_NAME)
-        refs = {name: places[blob.digest] for name, blob in lone.items()}
+            if blob.digest not in by_digest:
+                by_digest[blob.digest] = TensorRef(blob=self._add(blob), tensor=LONE_NAME)
+        refs = {name: by_digest[blob.digest] for name, blob in lone.items()}
         self.large += [SentTensor(name, lone[name].digest, ref) for name, ref in refs.items()]
         return refs
 
-    def _group(self, group: ShardGroup, shards: list[ShardRef]) -> InputGroup:
-        order = {} if group.order is None else {"order": group.order}
-        return InputGroup(
-            name=group.name,
-            shards=shards,
-            method=group.method,
-            order=self.tensors(order).get("order"),
-        )
-
-    def _pooled(self, groups: list[ShardGroup]) -> dict[str, list[ShardRef]]:
+    def _pooled(self, groups: Iterable[ShardGroup]) -> dict[str, list[ShardRef]]:
         """Return the references to the groups' shards, by group."""
-        prefixed: dict[str, Shard] = {}
-        places: dict[str, tuple[str, tuple[int, int] | None]] = {}
-        for group in groups:
-            for index, shard in enumerate(group.shards):
-                prefix = f"{group.name}/{index}/"
-                prefixed[prefix] = shard
-                places[prefix] = (group.name, group.streams[index] if group.streams else None)
-        refs: dict[str, list[ShardRef]] = {group.name: [] for group in groups}
-        for pack in _packs(prefixed):
-            digest = self._add(
-                Blob({prefix + name: t for prefix in pack for name, t in prefixed[prefix].items()})
-            )
+        places: dict[str, tuple[ShardGroup, int]] = {
+            f"{group.name}/{index}/": (group, index)
+            for group in groups
+            for index in range(len(group.shards))
+        }
+        shards = {prefix: group.shards[index] for prefix, (group, index) in places.items()}
+        refs: dict[str, list[ShardRef]] = {}
+        for pack in _packs({p: sum(t.size_bytes for t in s.values()) for p, s in shards.items()}):
+            digest = self._add(Blob({p + name: t for p in pack for name, t in shards[p].items()}))
             for prefix in pack:
-                name, stream = places[prefix]
-                refs[name].append(ShardRef(blob=digest, prefix=prefix, stream=stream))
+                group, index = places[prefix]
+                stream = group.streams[index] if group.streams else None
+                ref = ShardRef(blob=digest, prefix=prefix, stream=stream)
+                refs.setdefault(group.name, []).append(ref)
         return refs
 
     def _add(self, blob: Blob) -> str:
@@ -144,12 +137,11 @@ def _check_names(names: Iterable[Any]) -> None:
             )
 
 
-def _packs(members: Mapping[str, Mapping[str, TensorBytes]]) -> Iterable[list[str]]:
-    """Cut members, in order, into runs of at most `PACK_BYTES` (or of one that is larger)."""
+def _packs(sizes_bytes: Mapping[str, int]) -> Iterable[list[str]]:
+    """Cut names, in order, into runs of at most `PACK_BYTES` (or of one that is larger)."""
     pack: list[str] = []
     held_bytes = 0
-    for name, tensors in members.items():
-        size_bytes = sum(tensor.size_bytes for tensor in tensors.values())
+    for name, size_bytes in sizes_bytes.items():
         if pack and held_bytes + size_bytes > PACK_BYTES:
             yield pack
             pack, held_bytes = [], 0
