@@ -273,3 +273,15 @@ def test_two_functions_of_one_graph_keep_their_own_tensors() -> None:
         own["scale"].fill_(3.0)
     z = torch.ones(4)
     assert (one(z), other(z)) == (12.0, 8.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_complex_constant_has_all_digits_of_the_dtype_that_it_gets(dtype: torch.dtype) -> None:
+    def loss(z: Tensor) -> Tensor:
+        wave = torch.complex(z, z)
+        return (wave * torch.tensor([0.1 + 0.7j, 0.3j], dtype=wave.dtype)).abs().sum()
+
+    again, _ = rebuilt(trace(loss, positional=1))
+    z = torch.ones(2, dtype=dtype)
+    assert again(z) == loss(z)
+    assert all(not value.is_complex() for value in trace(loss, positional=1).tensors.values())

@@ -245,8 +245,12 @@ class Recorder(TorchFunctionMode):
         later = {name: value for name, value in kwargs.items() if isinstance(value, Proxy)}
         now = {name: value for name, value in kwargs.items() if name not in later}
         value = func(*args, **now)
-        if "dtype" in later and value.is_floating_point():
-            value = func(*args, **now, dtype=torch.float64)  # rounded once, to the dtype it gets
+        if "dtype" in later and (value.is_floating_point() or value.is_complex()):
+            # Rounded once, to the dtype that it gets.
+            value = func(*args, **now, dtype=torch.promote_types(value.dtype, torch.float64))
+        if value.is_complex():  # safetensors holds none of 128 bits
+            parts = (value.real.clone(), value.imag.clone())
+            value = self._recording.create_proxy("call_function", torch.complex, parts, {})
         return self._recording.create_proxy("call_method", "to", (value,), later)
 
     def _read(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
