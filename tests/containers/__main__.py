@@ -31,6 +31,7 @@ def main() -> int:
     if not args.built:
         containers.build()
     if args.engine == "buildah" and "GRADBOX_PRIVATE_NETWORK" not in os.environ:
+        containers.stop()  # its folder; the process in the private network makes its own
         return _again_in_a_private_network()
     try:
         containers.start()
