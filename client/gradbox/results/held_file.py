@@ -8,7 +8,7 @@ from typing import Any
 
 from gradbox.errors import BlobRejected, ProtocolError
 from gradbox.results.factor_checks import StoredTensor
-from gradbox.results.result_files import beside, tensor_of
+from gradbox.results.result_files import beside, stored_tensors, tensor_of
 from gradbox.results.rounded_tensors import rounded_tensors
 from gradbox.tensors.safetensors_header import LENGTH_BYTES, header_length, parse_header
 
@@ -38,8 +38,7 @@ class HeldFile:
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
-        entries = self._header.tensors.items()
-        return {name: StoredTensor(entry.dtype, entry.shape) for name, entry in entries}
+        return stored_tensors(self._header)
 
     def tensor(self, name: str) -> Any:
         entry, start = self._header.tensors[name], self._header.data_start

@@ -16,7 +16,7 @@ from gradbox.http.connection import Connection
 from gradbox.http.download import OnBytes, download
 from gradbox.protocol import ResultView
 from gradbox.results.factor_checks import StoredTensor
-from gradbox.results.result_files import ReadInPlace, dtype_name, tensor_of
+from gradbox.results.result_files import ReadInPlace, dtype_name, stored_tensors, tensor_of
 from gradbox.results.rounded_tensors import rounded_tensors
 from gradbox.tensors.lazy_tensor import LazyTensor, Region, array_of
 from gradbox.tensors.safetensors_header import (
@@ -68,19 +68,15 @@ class RemoteFile(ReadInPlace):
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
-        entries = self._header.tensors.items()
-        return {name: StoredTensor(entry.dtype, entry.shape) for name, entry in entries}
+        return stored_tensors(self._header)
 
     def tensor(self, name: str) -> LazyTensor:
         entry, wider = self._header.tensors[name], self._rounded.get(name)
-
-        def dtype() -> Any:
-            return _dtype(wider or dtype_name(entry))
-
-        def read(region: Region) -> Any:
-            return self._read(entry, region, wider)
-
-        return LazyTensor(entry.shape, read, dtype=dtype)
+        return LazyTensor(
+            entry.shape,
+            lambda region: self._read(entry, region, wider),
+            dtype=lambda: _dtype(wider or dtype_name(entry)),
+        )
 
     def copy_to(self, path: Path) -> None:
         with self._downloading() as on_bytes:

@@ -41,10 +41,14 @@ class Tensors(Mapping[str, Any]):
     box they are `LazyTensor`s.
     """
 
-    def __init__(self, file: ResultFile, section: str, names: tuple[str, ...]) -> None:
+    def __init__(self, file: ResultFile, section: str, *, order: Sequence[str] = ()) -> None:
+        """Give those whose names begin with SECTION/, in `order` and then by name."""
         self._file = file
         self._section = section
-        self._names = dict.fromkeys(names)
+        prefix, place = f"{section}/", {name: index for index, name in enumerate(order)}
+        found = [name.removeprefix(prefix) for name in file.names if name.startswith(prefix)]
+        found.sort(key=lambda name: (place.get(name, len(place)), name))
+        self._names = dict.fromkeys(found)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:
@@ -91,18 +95,17 @@ class GradResult(RowReductions):
                 f"{file}: expected a result file of gradbox, got one that is not "
                 f"({type(error).__name__}: {error})"
             ) from None
-        stored = file.names
         self.grads: Mapping[str, Any] = (
             FactoredRows(self)
             if FACTORS in file.metadata
-            else Tensors(file, "grads", _names(stored, "grads", self.manifest.names))
+            else Tensors(file, "grads", order=self.manifest.names)
         )
-        self.buffers = Tensors(file, "buffers", _names(stored, "buffers", ()))
-        self.loss_buffers = Tensors(file, "loss_buffers", _names(stored, "loss_buffers", ()))
-        self.outputs = Tensors(file, "outputs", _names(stored, "outputs", ()))
-        self.cotangents = Tensors(file, "cotangents", _names(stored, "cotangents", ()))
-        self._dfdz = Tensors(file, DFDZ, _names(stored, DFDZ, ()))
-        self.input_grads = Tensors(file, "input_grads", _names(stored, "input_grads", ()))
+        self.buffers = Tensors(file, "buffers")
+        self.loss_buffers = Tensors(file, "loss_buffers")
+        self.outputs = Tensors(file, "outputs")
+        self.cotangents = Tensors(file, "cotangents")
+        self._dfdz = Tensors(file, DFDZ)
+        self.input_grads = Tensors(file, "input_grads")
 
     @property
     def dfdz(self) -> Any:
@@ -232,13 +235,6 @@ class GradResult(RowReductions):
                 f"{self.manifest.computation}{reduced}, which holds none; submit a Gradient with "
                 f"'grads' in returns and parameters in wrt, or rows with reduce='none'"
             )
-
-
-def _names(stored: Sequence[str], section: str, order: tuple[str, ...]) -> tuple[str, ...]:
-    prefix = f"{section}/"
-    found = [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
-    place = {name: index for index, name in enumerate(order)}
-    return tuple(sorted(found, key=lambda name: (place.get(name, len(place)), name)))
 
 
 def _remove(folder: Path, *, maker: int) -> None:

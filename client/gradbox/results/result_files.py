@@ -17,7 +17,7 @@ from gradbox.errors import InvalidInputs, ProtocolError
 from gradbox.results.factor_checks import StoredTensor
 from gradbox.results.rounded_tensors import bfloat16_array, rounded_tensors, widened
 from gradbox.tensors.lazy_tensor import array_of
-from gradbox.tensors.safetensors_header import TensorEntry, read_header
+from gradbox.tensors.safetensors_header import SafetensorsHeader, TensorEntry, read_header
 from gradbox.tensors.tensor_bytes import DTYPES, is_torch_importable
 
 _NAMES: Final = {tag: name for name, (tag, _) in DTYPES.items()}
@@ -106,6 +106,12 @@ class LocalFile(ReadInPlace):
     def copy_to(self, path: Path) -> None:
         with beside(path) as written:
             shutil.copyfile(self._path, written)
+
+
+def stored_tensors(header: SafetensorsHeader) -> dict[str, StoredTensor]:
+    """Return what a file's header says of every tensor."""
+    entries = header.tensors.items()
+    return {name: StoredTensor(entry.dtype, entry.shape) for name, entry in entries}
 
 
 def tensor_of(
