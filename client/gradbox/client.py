@@ -256,8 +256,7 @@ class GradClient:
             UnusableModel: the box cannot build it.
             ModuleNotFoundError: torch is not installed here.
         """
-        from gradbox.remote.job_options import JobOptions
-        from gradbox.remote.model import RemoteModel
+        from gradbox.remote import JobOptions, RemoteModel
 
         view = self.model_info(model)
         if not view.usable:

@@ -28,7 +28,8 @@ if not is_torch_importable():
         "none: pip install 'gradbox[torch]', or submit a Forward and a Gradient"
     )
 
+from gradbox.remote.job_options import JobOptions
 from gradbox.remote.model import RemoteModel
 from gradbox.remote.output import RemoteOutput
 
-__all__ = ["RemoteModel", "RemoteOutput"]
+__all__ = ["JobOptions", "RemoteModel", "RemoteOutput"]
