@@ -186,9 +186,8 @@ class Job:
         view = self.refresh()
         if self._results is None or view.result is None:
             return False
-        stored = self._results / f"{self.id}.{view.attempts}.safetensors"
         with suppress(OSError):
-            os.link(stored, path)
+            os.link(self._results / f"{self.id}.{view.attempts}.safetensors", path)
         return path.exists() and path.stat().st_size == view.result.size_bytes
 
     def open(self, timeout: float | None = None, *, progress: bool | None = None) -> GradResult:
@@ -209,14 +208,13 @@ class Job:
         view = self.refresh()
         if view.result is None:
             raise why_no_result(view, url=self._connection.url)
-        return GradResult(
-            RemoteFile(
-                self._connection,
-                self._result_path,
-                expected=view.result,
-                downloading=lambda: downloading(self._title, shown=progress),
-            )
+        file = RemoteFile(
+            self._connection,
+            self._result_path,
+            expected=view.result,
+            downloading=lambda: downloading(self._title, shown=progress),
         )
+        return GradResult(file)
 
     def fetch(self, path: str | Path, *, progress: bool | None = None) -> None:
         """Write the result of a job that is over to `path`, a safetensors file.
@@ -261,11 +259,9 @@ class Job:
         if (small := self._take_small()) is not None:
             write_in_place(path, small, expected=view.result)
             return
-        shown = downloading(self._title, shown=progress, stop=stop)
-        with shown as on_bytes, CLIENT.span("download", parent=view.traceparent, job=self.id):
-            download(
-                self._connection, self._result_path, path, expected=view.result, on_bytes=on_bytes
-            )
+        bar = downloading(self._title, shown=progress, stop=stop)
+        with bar as show, CLIENT.span("download", parent=view.traceparent, job=self.id):
+            download(self._connection, self._result_path, path, expected=view.result, on_bytes=show)
 
     def _take_small(self) -> memoryview | None:
         """Return the result that came along; once, for the box may have none when asked again."""
