@@ -291,9 +291,8 @@ class GradClient:
         wait_s: int = 0,
     ) -> Job:
         """Send what was prepared elsewhere; see `Submitter.send`."""
-        return self._handle(
-            self._submitter.send(submission, progress=progress, stop=stop, wait_s=wait_s)
-        )
+        send = self._submitter.send
+        return self._handle(send(submission, progress=progress, stop=stop, wait_s=wait_s))
 
     def _handle(self, answered: Answered) -> Job:
         results, waits = self._results, self._waits
