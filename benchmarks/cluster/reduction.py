@@ -12,7 +12,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +21,6 @@ import torch
 
 from benchmarks.measure import in_fresh_process, median_of_ratios
 from gradbox_worker.cluster.actor.open_job import OpenJob
-from gradbox_worker.cluster.coordinator.ray_devices import added_in_parts
 from gradbox_worker.cluster.head.ray_session import leave, start_here
 
 NUM_TENSORS: Final = 100
@@ -86,12 +84,8 @@ def main() -> int:
 def _summed_s(left: Any, right: Any) -> float:
     ray.get([left.fill.remote(), right.fill.remote()])
     begin = time.perf_counter()
-    ray.get(added_in_parts(_asking(left), _asking(right), 0, 0, num_bytes=NUM_BYTES))
+    ray.get(left.add.remote(0, right.take_sums.remote(0)))
     return time.perf_counter() - begin
-
-
-def _asking(actor: Any) -> Callable[..., Any]:
-    return lambda name, *arguments: getattr(actor, name).remote(*arguments)
 
 
 def _copied_s(source: torch.Tensor, target: torch.Tensor) -> float:

@@ -164,13 +164,13 @@ class ClusterDevice:
         given = as_tensors(norms)
         return self._guarded(partial(self._in_phases(part.index).check, part, given))
 
-    def take_sums(self, index: int, parts: int = 1) -> Any:
-        """Give the sums of a range away, or the next of so many parts, as buffers."""
-        return self._in_phases(index).take_sums(index, parts)
+    def take_sums(self, index: int) -> Any:
+        """Give the sums of a range away, as buffers."""
+        return self._in_phases(index).take_sums(index)
 
-    def add(self, index: int, other: Any, before: int = 0) -> int:
-        """Add sums that another device gave away to those of a range; returns all their bytes."""
-        return self._guarded(partial(self._in_phases(index).add, index, other, before))
+    def add(self, index: int, other: Any) -> int:
+        """Add sums that another device gave away to those of a range; returns their bytes."""
+        return self._guarded(partial(self._in_phases(index).add, index, other))
 
     def stored_sums(self, index: int) -> StoredSums:
         """Round the sums of a range as the result has them; returns their forms."""

@@ -134,37 +134,23 @@ class OpenJob:
         self._job.resume(part, earlier)
 
     def replay(self, part: Range, cotangents: RangeCotangents) -> RangeGradient:
-        """Replay a range; its sums stay here, and the answer has their number of bytes."""
+        """Replay a range; its sums stay here, and the answer has the range's index for them."""
         found = self._job.replay(part, cotangents)
         assert isinstance(found.sums, dict)
         self._sums[part.index] = found.sums
-        return replace(found, sums=num_bytes(found.sums))
+        return replace(found, sums=part.index)
 
     def check(self, part: Range, norms: dict[str, NormStatistics]) -> int:
         """Check the range's first shard, and keep its graphs; see `HeldJob`."""
         return self._job.check(part, norms)
 
-    def take_sums(self, index: int, parts: int = 1) -> dict[str, TensorBuffer]:
-        """Give away the first of so many like parts of what is left of a range's sums."""
-        sums, taken = self._sums[index], dict[str, Tensor]()
-        share = num_bytes(sums) / parts
-        while sums and (parts == 1 or num_bytes(taken) < share):
-            name = next(iter(sums))
-            taken[name] = sums.pop(name)
-        if parts == 1:
-            del self._sums[index]
-        buffers: dict[str, TensorBuffer] = as_buffers(taken)
+    def take_sums(self, index: int) -> dict[str, TensorBuffer]:
+        """Give the sums of a range away."""
+        buffers: dict[str, TensorBuffer] = as_buffers(self._sums.pop(index))
         return buffers
 
-    def add(self, index: int, other: Mapping[str, TensorBuffer], before: int = 0) -> int:
-        """Add sums of other ranges to those of a range.
-
-        Args:
-            before: what this returned for the part before.
-
-        Returns:
-            The number of bytes that were added, those before too.
-        """
+    def add(self, index: int, other: Mapping[str, TensorBuffer]) -> int:
+        """Add the sums of other ranges to those of a range; returns their number of bytes."""
         mine = self._sums[index]
         right = {
             name: b.tensor(copy=False).to(mine[name].device)
@@ -173,7 +159,7 @@ class OpenJob:
             for name, b in other.items()
         }
         self._sums[index] = added(mine, right)
-        return before + num_bytes(dict(other))
+        return num_bytes(dict(other))
 
     def stored_sums(self, index: int) -> StoredSums:
         """Round the sums of a range as the result has them, and return their forms."""

@@ -5,20 +5,19 @@ What crosses processes, as NumPy buffers in the object store:
     shards of a range       put by the coordinator in blocks, each read when the device needs it
     Z, dL/dZ of a range     the answer of `forward`, the argument of `replay`
     sums of gradients       from the device of the right neighbour to that of the left one, in a
-                            tree, and in parts: one is added while the next is on its way; the
-                            device that has the last sum writes it into the result file, or it
-                            comes to the coordinator from a device that does not see that
+                            tree; the device that has the last one writes it into the result file,
+                            or it comes to the coordinator from a device that does not see that
 
 A device whose last sum was taken is given back at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import ray
 import torch
@@ -42,9 +41,6 @@ from gradbox_worker.computations.sections import GRADS
 from gradbox_worker.files.result_in_place import ResultOnDisk
 from gradbox_worker.files.rounded_gradients import RoundedGradients
 
-Ask = Callable[..., Any]
-PART_BYTES: Final = 2**26  # of sums that cross at once
-
 
 @dataclass(frozen=True)
 class HeldSums:
@@ -52,22 +48,6 @@ class HeldSums:
 
     device: LeasedDevice
     index: int
-    num_bytes: int
-
-
-def added_in_parts(left: Ask, right: Ask, sums: int, other: int, *, num_bytes: int) -> Any:
-    """Have the sums `other` of one device added to the sums of another.
-
-    Args:
-        num_bytes: of `other`.
-
-    Returns:
-        A reference to the number of bytes that were added. It fails if one part does.
-    """
-    done = 0
-    for parts in range(max(1, -(-num_bytes // PART_BYTES)), 0, -1):
-        done = left("add", sums, right("take_sums", other, parts), done)
-    return done
 
 
 class RayDevices:
@@ -106,15 +86,15 @@ class RayDevices:
         assert isinstance(left, HeldSums)
         assert isinstance(right, HeldSums)
 
+        taken = right.device.ask("take_sums", right.index)
+
         def then(bytes_added: int) -> Sums:
             self._leased.count("sums", bytes_added)
             right.device.held.discard(right.index)
             self._leased.give_back_if_empty(right.device)
-            return replace(left, num_bytes=max(left.num_bytes, right.num_bytes))
+            return left
 
-        added = added_in_parts(
-            left.device.ask, right.device.ask, left.index, right.index, num_bytes=right.num_bytes
-        )
+        added = left.device.ask("add", left.index, taken)
         return self._leased.future(added, then, devices=(left.device, right.device))
 
     def fetched(self, sums: Sums) -> Future[NamedSums]:
@@ -181,8 +161,7 @@ class RayRangeDevice:
         def then(buffers: Any) -> RangeGradient:
             self._leased.count("input_grads", num_bytes(buffers.input_grads))
             found: RangeGradient = as_tensors(buffers)
-            assert isinstance(found.sums, int)
-            return replace(found, sums=HeldSums(device, part.index, found.sums))
+            return replace(found, sums=HeldSums(device, part.index))
 
         buffers = as_buffers(cotangents)
         self._leased.count("cotangents", num_bytes(buffers))
