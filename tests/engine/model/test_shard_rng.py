@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -89,6 +91,28 @@ def test_streams_that_end_in_any_order_leave_the_generators_as_they_were(order):
     with shard_stream(3, 1, 7), shard_stream(3, 1, 8), shard_stream(3, 1, 9):
         _draw()
     assert _draw() == expected[1]
+
+
+def test_streams_in_threads_leave_the_generators_as_they_were():
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    expected = [_draw(), _draw()]
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(_one_stream, range(2000)))
+    finally:
+        sys.setswitchinterval(before)
+    assert _draw() == expected[0]
+    with shard_stream(3, 1, 7), shard_stream(3, 1, 8), shard_stream(3, 1, 9):
+        _draw()
+    assert _draw() == expected[1]
+
+
+def _one_stream(shard: int) -> None:
+    with shard_stream(3, 1, shard):
+        np.random.random()
 
 
 def test_streams_within_a_stream_leave_its_numbers_alone():

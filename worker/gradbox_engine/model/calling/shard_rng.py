@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ except ImportError:
 
 _spare_twisters: list[Any] = []  # made in 0.1 ms each; every use seeds them first
 _open: list[_Before] = []  # of every `generators_restored` that is open, the first one first
+_exchange = threading.RLock()  # held while the two above change
 
 
 @contextmanager
@@ -54,19 +56,22 @@ def generators_restored() -> Iterator[None]:
     """Put every global generator back on the way out.
 
     Jobs that overlap may end in another order than they began: of what is open, the one that began
-    next then puts back what this one found.
+    next then puts back what this one found. In threads they draw from the same generators, in no
+    order that can be told; what was found is put back all the same.
     """
-    before = _Before.found()
-    _open.append(before)
+    with _exchange:
+        before = _Before.found()
+        _open.append(before)
     try:
         yield
     finally:
-        place = _open.index(before)
-        del _open[place]
-        if place < len(_open):
-            _open[place].take_over(before)
-        else:
-            before.put_back()
+        with _exchange:
+            place = _open.index(before)
+            del _open[place]
+            if place < len(_open):
+                _open[place].take_over(before)
+            else:
+                before.put_back()
 
 
 def begin_stream(seed: int, group: int, shard: int) -> None:
