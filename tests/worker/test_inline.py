@@ -13,6 +13,7 @@ from gradbox.protocol import BuiltinLoss, JobState, ProgressView, TensorRef, spe
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import MemoryTurns
 from gradbox_worker.turns.inline import InlineWorker
+from tests import case_models
 from tests.worker.box import Box, dispatching, register_misbehaving, running, shards_of, traced
 
 
@@ -158,3 +159,19 @@ def test_workers_with_different_models_each_run_their_own_jobs(tmp_path: Path) -
     assert {record.state for record in ended} == {JobState.DONE}
     assert {(record.model, record.worker) for record in ended} == {("m", "a"), ("other", "b")}
     assert {record.attempt for record in ended} == {1}
+
+
+def test_jobs_of_workers_beside_each_other_draw_their_own_random_numbers(tmp_path: Path) -> None:
+    box = Box(tmp_path, Backing.in_memory(tmp_path))
+    entry = f'builder = "python"\nsource = "{case_models.__file__}:inplace_mlp"\n'
+    box.models_file.write_text(f"[models.m]\n{entry}")
+    other = tmp_path / "other.toml"
+    other.write_text(f"[models.other]\n{entry}")
+    shards = [{"input": torch.randn(2, 5, dtype=torch.float64)} for _ in range(20)]
+    dispatched = dispatching(box.backing, turn_grace_s=0.05)
+    with dispatched, worker_of(box, name="a"), worker_of(box, models_file=other, name="b"):
+        specs = [box.spec(shards, model=m, mode="train") for m in ("m", "other") * 4]
+        ended = [box.wait(job) for job in [box.submit(spec) for spec in specs]]
+    first, *others = [box.result(record)[0] for record in ended]
+    for gradients in others:
+        torch.testing.assert_close(gradients, first, rtol=0, atol=0)

@@ -23,9 +23,11 @@ from gradbox_worker.turns.presence import Announcer
 from gradbox_worker.turns.turn import TurnRunner
 from gradbox_worker.work import Failed, Outcome, Supervision, Work
 
+_one_job = threading.Lock()  # all jobs of a process draw from its global random generators
+
 
 class InlineDevice:
-    """Implements `Device` in the calling thread."""
+    """Implements `Device` in the calling thread, one job at a time in the whole process."""
 
     def __init__(self, registry: Registry, *, blobs: BlobStore) -> None:
         self.models: list[ModelView] = registry.describe()
@@ -35,14 +37,16 @@ class InlineDevice:
 
     def run(self, work: Work, supervision: Supervision) -> Outcome:
         """Run a job to its end; an order to stop is obeyed before the next shard."""
-        answer = Execution(
+        execution = Execution(
             work=work,
             registry=self._registry,
             blobs=self._blobs,
             kept=self._kept,
             observer=_Relay(supervision),
             phase_ended=supervision.phase_ended if work.timed else None,
-        ).attempt()
+        )
+        with _one_job:
+            answer = execution.attempt()
         return Failed(answer.problem) if isinstance(answer, Caught) else answer
 
     def reload(self, registry: Registry) -> None:
