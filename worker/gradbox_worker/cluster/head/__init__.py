@@ -2,8 +2,9 @@
 
 head                has one actor for every device of every machine, and the pool
 machine             which devices a machine has
-leases, pool        which device runs for whom; `coordinator_watch` takes back what a dead
-                    coordinator had, `kept_messages` has what it logs
+leases, pool        which device runs for whom; `coordinator_watch` notices that one died,
+                    `emptying` makes devices empty before they are lent again, `reloading`
+                    restarts those whose models may be old, `kept_messages` has what they log
 ray_session         Ray started on this machine, or joined; `ray_environment` is what it is told
                     before it is imported
 model_versions      whether all devices have the same models
