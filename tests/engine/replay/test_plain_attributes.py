@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -68,6 +68,15 @@ class _InDeque(_Counting):
     def counted(self) -> int:
         self.sizes.append(sum(self.sizes))
         return self.sizes[-1]
+
+
+class _InCounter(_Counting):
+    def begin(self) -> None:
+        self.state = Counter(before=2)
+
+    def counted(self) -> int:
+        self.state["calls"] += 1
+        return self.state["calls"] + self.state["before"]
 
 
 class _Late(_Counting):
@@ -178,6 +187,7 @@ KINDS = [
     _Counting,
     _InDict,
     _InDeque,
+    _InCounter,
     _Late,
     _Gone,
     _ByFlag,

@@ -45,7 +45,8 @@ def refill(container: Any, entries: list[Any]) -> None:
         return
     container.clear()
     if isinstance(container, dict):
-        container.update(zip(entries[::2], entries[1::2], strict=True))
+        for key, value in zip(entries[::2], entries[1::2], strict=True):
+            container[key] = value  # a Counter's `update` would add
     elif isinstance(container, set):
         container.update(entries)
     else:

@@ -79,18 +79,18 @@ def mutable(path: str, value: Any) -> Mutable | None:
         write = functools.partial(setattr, bits, "state")
         return _Generator(path, value, lambda: bits.state, write)
     attributes = attributes_of(value)
-    if not attributes:
+    if attributes is None:
         return None
     return _Slots(path, value) if slots_of(value) else _Entries(path, value, of=attributes)
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
-    """Return an object's attributes, the live dict if it has one; none of one left alone."""
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Return an object's attributes, the live dict if it has one; None of one left alone."""
     if isinstance(value, (type, Tensor, enum.Enum)):
-        return {}
+        return None
     of_library = type(value).__module__.partition(".")[0] in LIBRARIES
     if of_library and not isinstance(value, (nn.Module, SimpleNamespace)):
-        return {}
+        return None
     try:
         found: dict[str, Any] = object.__getattribute__(  # and of no proxy's object
             value, "__dict__"
@@ -140,7 +140,7 @@ def holds_values(whole: Any) -> bool:
         elif isinstance(value, (*CONTAINERS, tuple)):
             left += value
         else:
-            left += attributes_of(value).values()
+            left += (attributes_of(value) or {}).values()
     return False
 
 
@@ -183,10 +183,10 @@ class _Entries:
 class _Slots:
     def __init__(self, path: str, owner: Any) -> None:
         self.path, self.owner = path, owner
-        self._values = attributes_of(owner)
+        self._values = attributes_of(owner) or {}
 
     def changed(self) -> bool:
-        now, before = attributes_of(self.owner), self._values
+        now, before = attributes_of(self.owner) or {}, self._values
         return now.keys() != before.keys() or not all(_same(now[n], before[n]) for n in now)
 
     def restore(self) -> None:

@@ -138,7 +138,7 @@ def _parts(path: str, value: Any) -> Iterable[tuple[str, Any]]:
         return [(path, value.func), (path, value.args), (path, value.keywords)]
     if isinstance(value, MethodType):
         return [(path, value.__self__)]
-    attributes = list(attributes_of(value).items())
+    attributes = list((attributes_of(value) or {}).items())
     return [(f"{path}.{name}", part) for name, part in attributes if type(part) not in ATOMS]
 
 
