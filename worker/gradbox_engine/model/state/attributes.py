@@ -7,9 +7,9 @@ first calls), so that no comparison of outputs would notice another count in the
 A submodule's attributes are kept after a shard where whatever it changed is a number, a word or
 None, or a short dict, list, set or deque of these. A submodule that changed anything else as well
 (a cached tensor, an object) stays as it is, for half of its state is worse than none; it begins a
-second pass as it began the first. If a number or word was among it, or in it, that one is lost: the
-second pass takes all shards in their order, and the job writes no checkpoint from there on, for
-another process could not go on from the number.
+second pass as it began the first. If a number or word was among it, or in it, or it varies from
+shard to shard (see `outlines`), that is lost: the second pass takes all shards in their order, and
+the job writes no checkpoint from there on, for another process could not go on from it.
 
 Cost: a look at every submodule's attributes once a shard. What lies inside objects, and tensors
 that are overwritten in place, are kept by `objects`.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import is_, itemgetter
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from gradbox_engine.model.state.containers import (
     refill,
     same_entries,
 )
-from gradbox_engine.model.state.mutables import holds_values
+from gradbox_engine.model.state.outlines import Outline, outline, varied
 from gradbox_engine.model.state.scripted import bind, scripted_attributes
 
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -51,17 +51,25 @@ class Attributes:
             name: (_Scripted if isinstance(module, torch.jit.ScriptModule) else _Registered)(module)
             for name, module in modules.items()
         }
+        self._outlines: dict[tuple[str, str], Outline] | None = None
 
     @property
     def lost(self) -> bool:
-        """Whether a `state` left out a number or a word that a submodule had changed."""
+        """Whether a `state` left out a number or a word, or what varied from shard to shard."""
         return any(module.lost for module in self._modules.values())
 
     def state(self) -> dict[str, ModuleAttributes | None]:
-        """Return what the submodules hold now that they were not registered with."""
-        return {
-            name: module.attributes() for name, module in self._modules.items() if module.changed()
-        }
+        """Return what the submodules hold after a shard that they were not registered with."""
+        before, self._outlines = self._outlines, {}
+        found: dict[str, ModuleAttributes | None] = {}
+        for name, module in self._modules.items():
+            if module.changed():
+                found[name] = module.attributes()
+                if found[name] is None:
+                    self._outlines |= {(name, own): o for own, o in module.outlines.items()}
+        for name, _ in varied(before, self._outlines):
+            self._modules[name].lost = True
+        return found
 
     def changed(self, state: State) -> tuple[str, ...]:
         """Return the full names of plain attributes that have another value than registered.
@@ -96,11 +104,13 @@ def restorable(state: State) -> dict[str, ModuleAttributes]:
 class _Registered:
     """One submodule's attributes as they were when the job began.
 
-    `lost` tells whether `attributes` has been None although plain ones had changed, or were gone.
+    `lost` tells whether `attributes` has been None although plain ones had changed, or were gone;
+    `outlines` are of the others, by name, where it last was None.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.lost = False
+        self.outlines: dict[str, Outline] = {}
         self._live = vars(module)
         self._first = self._live.copy()
         own = self._live.keys() - OF_TORCH
@@ -131,6 +141,7 @@ class _Registered:
         found: ModuleAttributes = {}
         gone = any(name not in self._live for name in self._first)
         all_kept, lost = not gone, gone
+        self.outlines = {}
         for name, value in own.items():
             kept = entries.get(id(value))
             if value is self._first.get(name, entries) and (
@@ -140,7 +151,12 @@ class _Registered:
             if _is_plain(value):
                 found[name] = value.copy() if isinstance(value, CONTAINERS) else value
             else:
-                all_kept, lost = False, lost or holds_values(value)
+                all_kept = False
+                found_outline = outline(value)
+                if found_outline is None:
+                    lost = True
+                else:
+                    self.outlines[name] = found_outline
         if all_kept:
             return found
         self.lost = self.lost or lost or bool(found)
@@ -180,7 +196,9 @@ class _Registered:
 
 
 class _Scripted:
-    """The same of a scripted submodule. `lost` is as there."""
+    """The same of a scripted submodule, `lost` too; there are no outlines."""
+
+    outlines: Final[Mapping[str, Outline]] = {}
 
     def __init__(self, module: nn.Module) -> None:
         self.lost = False

@@ -241,9 +241,9 @@ class Buffers:
             apart,
             packed,
             versions=self._versions(live),
-            attributes=self._attributes.state(),
-            objects=self._objects.state(),
-            hooks=self._hooks.state(),
+            attributes={} if previous is None else self._attributes.state(),
+            objects=None if previous is None else self._objects.state(),
+            hooks=None if previous is None else self._hooks.state(),
             carrying=carrying,
         )
         if previous is not None and compare:

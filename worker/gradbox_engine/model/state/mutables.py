@@ -10,9 +10,9 @@ import enum
 import functools
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import is_
-from types import MemberDescriptorType, SimpleNamespace
+from types import MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any, Final, Protocol
 
 import torch
@@ -68,7 +68,7 @@ def mutable(path: str, value: Any) -> Mutable | None:
         return _Generator(path, value, value.getstate, value.setstate)
     if isinstance(value, torch.Generator):
         return _Generator(path, value, value.get_state, value.set_state)
-    if numpy is not None and isinstance(value, numpy.ndarray):
+    if is_array(value):
         fits = value.flags.writeable and not value.dtype.hasobject and value.nbytes <= MOST_BYTES
         return _Array(path, value) if fits else None
     if numpy is not None and isinstance(value, numpy.random.RandomState):
@@ -124,24 +124,22 @@ def _can_be_put_back(tensor: Tensor) -> bool:
     )
 
 
-def holds_values(whole: Any) -> bool:
-    """Tell whether a number or a word is in something, however deep; keys do not count."""
-    left, seen = [whole], set()
-    while left:
-        value = left.pop()
-        is_array = numpy is not None and isinstance(value, numpy.ndarray)
-        if is_array or (isinstance(value, VALUES) and value is not None):
-            return True
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, dict):
-            left += value.values()
-        elif isinstance(value, (*CONTAINERS, tuple)):
-            left += value
-        else:
-            left += (attributes_of(value) or {}).values()
-    return False
+def is_array(value: Any) -> bool:
+    """Tell whether a value is a NumPy array."""
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def parts_of(value: Any) -> Iterable[tuple[str, Any]]:
+    """Return what a value holds, and how a path to it goes on; nothing of one left alone."""
+    if isinstance(value, dict):
+        return ((f"[{key}]", part) for key, part in list(value.items()))
+    if isinstance(value, (*CONTAINERS, tuple)):
+        return (("[…]", part) for part in list(value))
+    if isinstance(value, functools.partial):
+        return [("", value.func), ("", value.args), ("", value.keywords)]
+    if isinstance(value, MethodType):
+        return [("", value.__self__)]
+    return ((f".{name}", part) for name, part in list((attributes_of(value) or {}).items()))
 
 
 def global_generators() -> set[int]:

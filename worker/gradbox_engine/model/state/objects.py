@@ -11,7 +11,7 @@ for NumPy's arrays and the random generators of all three. So is what a function
 may note something there for whoever registered it.
 
 What shards changed is kept where it is small and holds no tensor that came since: n snapshots would
-keep n of them, each with its graph. Else it stays as it is, as with `attributes`.
+keep n of them, each with its graph. Else it stays as it is, and may be lost, as with `attributes`.
 
 Cost: a walk over all of it and a copy of its numbers when a job begins, a comparison after each
 shard, of tensors and arrays by value. Not covered: global variables, iterators, arrays and tensors
@@ -21,9 +21,8 @@ with its data, say.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -33,10 +32,11 @@ from gradbox_engine.model.state.attributes import OF_TORCH
 from gradbox_engine.model.state.containers import CONTAINERS, VALUES
 from gradbox_engine.model.state.mutables import (
     Mutable,
-    attributes_of,
     global_generators,
     mutable,
+    parts_of,
 )
+from gradbox_engine.model.state.outlines import Outline, outline, varied
 
 # Of most attributes: nothing is inside these.
 ATOMS: Final = frozenset({*VALUES, torch.Size, slice, type, type(len), FunctionType})
@@ -55,27 +55,40 @@ class Objects:
         found, tensors = self._inside()
         self._first = found | _numbers(tensors)
         self.tensors = [tensor for _, tensor in tensors]
+        self._outlines: dict[int, Outline] | None = None
         self.lost = False
-        """Whether a `state` left out a number or a word that a shard had changed."""
+        """Whether a `state` left out a number or a word, or what varied from shard to shard."""
 
     def state(self) -> ObjectState:
-        """Return what is inside now that was not when this was made."""
-        if not any(found.changed() for found in self._first.values()):
-            return None
+        """Return what is inside after a shard that was not when this was made."""
+        before, self._outlines = self._outlines, {}
+        state = None
+        if any(found.changed() for found in self._first.values()):
+            state = self._differing(self._outlines)
+        self.lost = self.lost or bool(varied(before, self._outlines))
+        return state
+
+    def _differing(self, outlines: dict[int, Outline]) -> dict[int, Mutable | None]:
+        """Return what is inside now; where it cannot be kept, give the outlines of what is new."""
         found, tensors = self._inside()
         inside = found | _numbers((path, t) for path, t in tensors if id(t) in self._first)
         differing: dict[int, Mutable | None] = {}
-        num_plain, all_kept = 0, True
+        new: dict[int, list[Any] | None] = {}
         for key, now in inside.items():
             registered = self._first.get(key)
-            if registered is not None and not registered.changed():
-                continue
-            differing[key], new = now, now.new(registered)
-            num_plain += new is None or any(isinstance(part, VALUES) for part in new)
-            all_kept = all_kept and new is not None and all(_can_be_kept(p, inside) for p in new)
-        if all_kept:
+            if registered is None or registered.changed():
+                differing[key], new[key] = now, now.new(registered)
+        if all(
+            parts is not None and all(_can_be_kept(part, inside) for part in parts)
+            for parts in new.values()
+        ):
             return differing
-        self.lost = self.lost or num_plain > 0
+        for key, parts in new.items():
+            found_outline = None if parts is None else outline(parts)
+            if found_outline is None:
+                self.lost = True
+            elif key in self._first:
+                outlines[key] = found_outline
         return dict.fromkeys(differing)
 
     def restore(self, state: ObjectState) -> None:
@@ -109,7 +122,7 @@ class Objects:
                 tensors.append((path, value))
             elif (inside := mutable(path, value)) is not None:
                 found[id(value)] = inside
-            left += _parts(path, value)
+            left += _mutable_parts(path, value)
         return found, tensors
 
 
@@ -122,24 +135,16 @@ def _places(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
             continue
         place = f"{path}.{name}" if path else name
         if isinstance(value, CONTAINERS):
-            yield from _parts(place, value)
+            yield from _mutable_parts(place, value)
         else:
             yield place, value
 
 
-def _parts(path: str, value: Any) -> Iterable[tuple[str, Any]]:
+def _mutable_parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Return what a value holds that may have something inside."""
-    if isinstance(value, dict):
-        entries = list(value.items())
-        return [(f"{path}[{key}]", part) for key, part in entries if type(part) not in ATOMS]
-    if isinstance(value, (*CONTAINERS, tuple)):
-        return [(f"{path}[…]", part) for part in list(value) if type(part) not in ATOMS]
-    if isinstance(value, functools.partial):
-        return [(path, value.func), (path, value.args), (path, value.keywords)]
-    if isinstance(value, MethodType):
-        return [(path, value.__self__)]
-    attributes = list((attributes_of(value) or {}).items())
-    return [(f"{path}.{name}", part) for name, part in attributes if type(part) not in ATOMS]
+    for beyond, part in parts_of(value):
+        if type(part) not in ATOMS:
+            yield path + beyond, part
 
 
 def _numbers(tensors: Iterable[tuple[str, Tensor]]) -> dict[int, Mutable]:

@@ -1,0 +1,143 @@
+"""What is looked at inside a model's attributes, what is kept of it, and what is put back."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine import (
+    Group,
+    Objective,
+    set_gradient,
+)
+from gradbox_engine.model.state.objects import Objects
+from tests.device import DEVICE
+from tests.engine.replay.reversing import (
+    Counter,
+    Reversing,
+    groups,
+    loss,
+)
+from tests.oracle import TOLERANCE, difference
+
+
+class _Averaging(nn.Module):
+    """Scales its output by a mean of its outputs so far, a tensor that its graphs save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(5, 3, dtype=torch.float64, device=DEVICE)
+        self.mean = torch.ones(3, dtype=torch.float64, device=DEVICE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x)
+        self.mean.mul_(0.5).add_(z.detach().mean(0))
+        return z * self.mean  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("retain", [0, 1000, 10**9])
+def test_a_graph_that_saved_an_unregistered_tensor_finds_its_numbers(retain):
+    model, mean = _Averaging(), torch.ones(3, dtype=torch.float64, device=DEVICE)
+    zs = []
+    for shard in groups()[0].shards:
+        z = model.linear(shard["x"].to(DEVICE))
+        mean = 0.5 * mean + z.detach().mean(0)
+        zs.append(z * mean)
+    loss(torch.cat(zs)).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    found = set_gradient(model, groups(), Objective(loss), mode="train", retain=retain)
+    assert difference(found.grads, expected) <= TOLERANCE
+    assert torch.equal(model.mean, torch.ones_like(model.mean))
+
+
+class _Caching(Reversing):
+    """Keeps its latest output, with its graph, and no number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x).tanh()
+        self.kept.latest = [z]
+        return z  # type: ignore[no-any-return]
+
+
+def test_a_cached_tensor_is_in_no_snapshot_and_changes_nothing():
+    model = _Caching().train()
+    objects = Objects(model.named_modules())
+    z = model(groups()[0].shards[0]["x"])
+    state, graph = objects.state(), weakref.ref(z)
+    assert not objects.lost
+    objects.restore(None)
+    del z
+    assert graph() is None
+    assert state is not None
+    assert set(state.values()) == {None}
+
+
+def test_equal_numbers_and_empty_containers_that_are_bound_anew_are_no_change():
+    model = Reversing()
+    model.kept.calls, model.kept.latest = 1000, {"seen": set()}
+    objects = Objects(model.named_modules())
+    model.kept.calls, model.kept.latest["seen"] = int("1000"), set()
+    assert objects.state() is None
+
+
+def test_what_a_model_holds_of_libraries_is_left_alone():
+    class WithLock(Reversing):
+        def begin(self) -> Any:
+            import logging
+
+            return {"log": logging.getLogger("a.b"), "counter": Counter()}
+
+    model = WithLock()
+    objects = Objects(model.named_modules())
+    model.kept["log"].extra = 1
+    model.kept["counter"].calls = 2
+    objects.restore(None)
+    assert model.kept["log"].extra == 1
+    assert model.kept["counter"].calls == 0
+
+
+def test_a_model_that_holds_a_trainer_and_its_data_is_not_searched():
+    model = Reversing()
+    model.kept.latest = SimpleNamespace(data=[{"text": str(i)} for i in range(20_000)])
+    objects = Objects(model.named_modules())
+    model.kept.calls = 1
+    assert objects.state() is None
+    assert not objects.tensors
+
+
+def test_what_a_hook_notes_for_others_stays():
+    model, seen = Reversing(), []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    set_gradient(model, groups(), Objective(loss), retain=0)
+    assert len(seen) == 9
+
+
+def test_unregistered_tensors_are_put_back_after_a_job():
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+            self.hidden = [nn.BatchNorm1d(3), SimpleNamespace(sum=torch.zeros(3))]
+            self.to(DEVICE, torch.float64)
+            self.hidden[0].to(DEVICE, torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            norm, kept = self.hidden
+            z = norm(self.linear(x))
+            kept.sum += z.detach().cpu().mean(0)
+            return z  # type: ignore[no-any-return]
+
+    model = Hidden()
+    norm, kept = model.hidden
+    assert isinstance(norm, nn.BatchNorm1d)
+    set_gradient(model, [Group("z", [groups()[0].shards[1]])], Objective(loss), mode="train")
+    assert norm.weight.grad is None
+    assert norm.running_mean is not None
+    assert norm.running_mean.abs().max() == 0
+    assert kept.sum.abs().max() == 0

@@ -1,0 +1,82 @@
+"""What no snapshot keeps, in outline: enough to tell whether it varies from shard to shard.
+
+A tensor that a call caches may be large or hold a graph, so that n snapshots cannot have it. Where
+every shard leaves the like of it, a replay finds what the first pass found: a length, what is None,
+the numbers of an average. Where they vary, a replay has to go through all shards in order.
+
+What the first shard left is compared with nothing: what was there before it is always put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from gradbox_engine.model.state.containers import VALUES
+from gradbox_engine.model.state.mutables import MOST_KEPT_BYTES, is_array, parts_of
+from gradbox_engine.model.tensor_equality import equal_numbers, form, is_plain
+
+Outline = list[Any]
+"""The kinds of all parts; functions, classes and leaves that require grad themselves; of a small
+tensor without a graph its numbers."""
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def outline(whole: Any) -> Outline | None:
+    """Return the outline of something and all that is in it; None if a number or word is.
+
+    Keys do not count.
+    """
+    found: Outline = []
+    left, seen = [whole], set()
+    while left:
+        value = left.pop()
+        if value is None:
+            found.append(None)
+            continue
+        if isinstance(value, VALUES) or is_array(value):
+            return None
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            found.append(_of_tensor(value))
+        elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+            found.append(value)
+        else:
+            found.append(type(value))
+            left += (part for _, part in parts_of(value))
+    return found
+
+
+def varied(before: Mapping[Key, Outline] | None, now: Mapping[Key, Outline]) -> list[Key]:
+    """Return of what the outlines differ between two shards; nothing if there was none before."""
+    if before is None:
+        return []
+    return [key for key in {**before, **now} if not _same(before.get(key), now.get(key))]
+
+
+def _of_tensor(tensor: Tensor) -> Any:
+    if tensor.requires_grad and tensor.is_leaf:
+        return tensor
+    if tensor.requires_grad or not is_plain(tensor) or tensor.nbytes > MOST_KEPT_BYTES:
+        return type(tensor)
+    return tensor.detach().clone()
+
+
+def _same(a: Outline | None, b: Outline | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return len(a) == len(b) and all(map(_alike, a, b))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.requires_grad or b.requires_grad:
+        return False
+    return form(a) == form(b) and equal_numbers(a, b)
