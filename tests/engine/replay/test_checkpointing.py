@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradbox_engine import Group, Objective, set_gradient, shard_stream
+from tests.engine.drawn_modules import Reversed
+from tests.engine.replay.reversing import Reversing, groups, loss, loss_of_some, naive_gradients
 from tests.oracle import TOLERANCE, difference
 
 
@@ -58,3 +63,41 @@ def test_the_gradient_is_that_of_naive_code(reentrant, retain):
     )
     assert difference(result.grads, expected) <= TOLERANCE
     assert job.leaf.grad is None
+
+
+class _Counting(Reversing):
+    """Counts in an object that each call replaces, so that no snapshot keeps the number."""
+
+    def begin(self) -> Any:
+        return SimpleNamespace(calls=0)
+
+    def strength(self) -> float:
+        self.kept = SimpleNamespace(calls=self.kept.calls + 1)
+        return float(self.kept.calls)
+
+
+class _CountingInBlock(_Counting):
+    """The same within a block that its backward pass calls once more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = checkpoint(self.block, self.linear(x), use_reentrant=True)
+        return z.tanh()
+
+    def block(self, z: Tensor) -> Tensor:
+        found: Tensor = Reversed.apply(z, 0.5 * self.strength())
+        return found
+
+
+class _OneCallLater(_Counting):
+    """What that call finds, one shard alone."""
+
+    def strength(self) -> float:
+        return super().strength() + 1
+
+
+@pytest.mark.parametrize("retain", [0, 1000, 10**9])
+@pytest.mark.parametrize("of", [loss, loss_of_some])
+def test_what_a_backward_pass_counts_is_not_found_by_the_next_shard(retain, of):
+    job = _CountingInBlock()
+    found = set_gradient(job, groups(), Objective(of), mode="train", retain=retain)
+    assert difference(found.grads, naive_gradients(_OneCallLater, of)) <= TOLERANCE

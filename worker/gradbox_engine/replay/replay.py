@@ -219,6 +219,7 @@ def carry_back(
         # Without inputs=, which reentrant checkpointing does not admit. Nothing else requires grad
         # but the zeros in the place of graphs that buffers brought along.
         with (
+            prepared.buffers.lost_attributes_undone(),
             sums.added_up(),
             blaming("the backward pass", prepared.calls.where(record.position)),
             prepared.calls.backward(),

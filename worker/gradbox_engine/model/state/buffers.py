@@ -26,7 +26,8 @@ Cost: the changing buffers once a shard, packed into one flat tensor for each dt
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
@@ -129,6 +130,21 @@ class Buffers:
             self._restore(values, live)
             self._restore_versions(snapshot)
             self._cut_graphs(snapshot.carrying)
+
+    @contextmanager
+    def lost_attributes_undone(self) -> Iterator[None]:
+        """Put attributes that are lost back to what they are now, on the way out.
+
+        No `restore` does, and the backward pass of a reentrant checkpoint calls the model again:
+        the next shard would find what that left.
+        """
+        if not self.attributes_lost:
+            yield
+            return
+        attributes, objects = Attributes(self._modules), Objects(self._modules.items())
+        yield
+        attributes.restore({})
+        objects.restore(None)
 
     @torch.no_grad()
     def _restore(self, values: Live, live: Live) -> None:
