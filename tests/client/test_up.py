@@ -181,7 +181,7 @@ def test_a_box_that_does_not_get_ready_says_what_it_waits_for_and_how_it_ended(
     (tmp_path / "lasts.py").write_text("import time\ntime.sleep(300)\n")
     models.write_text('[models.m]\nbuilder = "python"\nsource = "lasts.py:make"\n')
     up = start("--wait")
-    while "not ready yet: no worker is ready" not in "".join(up.said):
+    while not re.search(r"not ready yet, after \d+ s: no worker is ready", "".join(up.said)):
         up.said.append(next(up._output))
     box = holder_of(tmp_path / "data")
     assert box is not None

@@ -84,8 +84,8 @@ class EmbeddedRedis:
                 the server) dies; `always` loses nothing and costs a disk flush a change.
 
         Raises:
-            NoRedis: there is no server program, another process uses the folder, or the server did
-                not come up; the message quotes its log.
+            NoRedis: there is no server program, another process uses the folder, the server did not
+                come up, or one of an earlier run still loads and it was `stopped`.
         """
         binary = server_binary()
         folder = folder.resolve()
@@ -94,7 +94,7 @@ class EmbeddedRedis:
         lock = _lock_folder(folder)
         try:
             socket = _socket_path(folder)
-            _stop_orphan(f"unix://{socket}")
+            _stop_orphan(f"unix://{socket}", stopped)
             _mend(folder)
             options = _options(folder, socket, appendfsync=appendfsync, memory_bytes=memory_bytes)
             process = _spawn(binary, options)
@@ -257,10 +257,12 @@ def _socket_path(folder: Path) -> Path:
     return short / "redis.sock"
 
 
-def _stop_orphan(url: str) -> None:
+def _stop_orphan(url: str, stopped: Callable[[], bool]) -> None:
     """End a server that outlived its supervisor: we hold the folder's lock, so it is ours."""
     with closing(connect(url, retries=0)) as connection:
         while (said := _said(connection)) == "loading":  # and takes no SHUTDOWN
+            if stopped():
+                raise NoRedis(f"told to stop while an earlier Redis at {url} reads its records")
             time.sleep(LOOK_S)
         if said == "nothing":
             return

@@ -16,13 +16,15 @@ class NotReady:
     """Says now and then what is waited for, since this was made."""
 
     def __init__(self) -> None:
-        self._next_s = time.monotonic() + WAITS_S
+        self._began_s = time.monotonic()
+        self._next_s = self._began_s + WAITS_S
 
     def because(self, what: str) -> None:
         """Say what is waited for, if that is due."""
-        if time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + WAITS_S
-            say(f"not ready yet: {what}")
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + WAITS_S
+            say(f"not ready yet, after {now_s - self._began_s:.0f} s: {what}")
 
 
 def say(text: str) -> None:

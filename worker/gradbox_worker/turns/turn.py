@@ -66,11 +66,14 @@ class TurnRunner:
     def run(self, job_id: str) -> str:
         """Run the job if it is still queued; leave its record in the state that is due.
 
+        Where Redis refuses for now, the begin and the end wait until it takes them.
+
         Returns:
             The state that the job is left in, or "skipped".
 
         Raises:
             DeviceNotStarted: the job is queued again, but the worker had better end.
+            redis.RedisError: Redis does not give the spec, or refuses as the worker is to end.
         """
         spec = self._spec(job_id)  # before the job is begun: without Redis no attempt is lost
         lease_s = self.patience.lease_s
