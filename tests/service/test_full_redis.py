@@ -12,11 +12,12 @@ import redis
 
 from gradbox.protocol import JobState, OperationMode
 from gradbox_service.backing import Backing
-from gradbox_service.jobs import JobRecord, Turn, WorkerPresence
+from gradbox_service.jobs import QUEUE, SERIALIZER, JobRecord, Turn, WorkerPresence
 from gradbox_service.queue import dispatch
 from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.settings import Settings
-from tests.service.boxes import a_record, a_spec, begin, finish, submit
+from gradbox_worker.turns.rq_bookkeeping import QueueOfTurns
+from tests.service.boxes import a_record, a_spec, announce, begin, finish, submit
 from tests.service.conftest import Box, client_with, serve
 from tests.service.test_cleaning import cleaner_of, put_blob, put_result
 
@@ -126,6 +127,24 @@ def test_a_lost_job_is_put_back_while_others_wait(
     finally:
         dispatcher.close()
         dispatcher.join()
+
+
+def test_a_job_that_waits_gets_a_turn_that_a_worker_takes(
+    backing: Backing, connection: redis.Redis
+) -> None:
+    backing.records.create(a_record("waits"), spec=a_spec())
+    backing.records.follow(["waits"])
+    fill(connection)
+    announce(backing)
+    dispatcher = Dispatcher(backing.records, backing.turns, backing.fleet, backing.leadership)
+    for _ in range(2):  # places, which are not stored, keep it from nothing
+        dispatcher.tick()
+        assert dispatcher.leads
+    queue = QueueOfTurns(QUEUE, connection=connection, serializer=SERIALIZER)
+    taken = QueueOfTurns.dequeue_any([queue], 1, connection)
+    assert taken is not None
+    assert taken[0].args == ["waits"]
+    assert begin(backing.records, "waits").attempt == 1
 
 
 def test_users_cancel_and_delete_and_the_owner_pauses(box: Box, connection: redis.Redis) -> None:

@@ -35,5 +35,5 @@ def test_a_worker_takes_a_turn_by_its_id_and_leaves_out_what_is_none(
     assert taken is not None
     job, _ = taken
     assert (job.func_name, job.args, job.timeout) == (TASK, ["some-job"], -1)
-    assert queue.intermediate_queue.get_job_ids() == [job.id]
+    assert not connection.exists(queue.key, queue.intermediate_queue_key)
     assert QueueOfTurns.dequeue_any([queue], None, connection) is None

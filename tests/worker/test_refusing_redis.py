@@ -18,6 +18,7 @@ from tests.worker.box import (
     register_misbehaving,
     running,
     running_box,
+    running_worker,
     shards_of,
 )
 
@@ -130,3 +131,19 @@ def test_a_job_ends_and_another_is_given_back_while_redis_is_full(
         assert worker.stop() == 0
         record = box.record(stays)
     assert (record.state, record.losses) == (JobState.QUEUED, 0)
+
+
+def test_jobs_that_wait_are_begun_while_redis_is_full(box: Box, worker: WorkerProcess) -> None:
+    if worker.process.poll() is None:
+        worker.stop()
+    (box.folder / "order").unlink(missing_ok=True)
+    with running_worker(box, name="earlier"):
+        jobs = [box.submit(box.spec(shards_of(1), seed=seed)) for seed in range(3)]
+        with full(box.redis_url):
+            records = [box.wait(job) for job in jobs]
+        version = records[0].model_version
+    jobs = [box.submit(box.spec(shards_of(1)), version=version)]
+    with full(box.redis_url), running_worker(box, name="later"):
+        records += [box.wait(job) for job in jobs]
+    for record in records:
+        assert (record.state, record.attempt, record.losses) == (JobState.DONE, 1, 0)

@@ -106,14 +106,14 @@ class RedisFleet:
 
     def describe(self, models: Iterable[ModelView]) -> None:
         views = {f"{view.name}@{view.version}": view for view in models}
-        with self._redis.pipeline() as pipe:
-            for version in self._superseded({view.name for view in views.values()}):
-                pipe.hdel(MODELS, version)
-                pipe.zrem(DESCRIBED, version)
-            for version, view in views.items():
-                pipe.hset(MODELS, version, view.model_dump_json())
-                pipe.zadd(DESCRIBED, {version: time.time()})
-            pipe.execute()
+        pipe = self._redis.pipeline()
+        for version in self._superseded({view.name for view in views.values()}):
+            pipe.hdel(MODELS, version)
+            pipe.zrem(DESCRIBED, version)
+        for version, view in views.items():
+            pipe.hset(MODELS, version, view.model_dump_json())
+            pipe.zadd(DESCRIBED, {version: time.time()})
+        self._commands.run(pipe, where={})
 
     def _superseded(self, names: Collection[str]) -> set[str]:
         """Return the versions of these models that were described long ago and nobody offers."""

@@ -17,6 +17,8 @@ from typing import NamedTuple, Protocol
 import redis
 import rq
 
+from gradbox_service.jobs.redis_script import ConditionalCommands
+
 TASK = "gradbox_worker.turns.turn.run_turn"
 # One queue for every worker. A worker on two queues would lose a job between them (rq/rq#1716).
 QUEUE = "gradbox"
@@ -56,11 +58,15 @@ class RqTurns:
     def __init__(self, connection: redis.Redis) -> None:
         self._redis = connection
         self._queue = rq.Queue(QUEUE, connection=connection, serializer=SERIALIZER)
+        self._commands = ConditionalCommands(connection, over_bound=True)
 
     def feed(self, turn: Turn) -> None:
         # The same turn may be fed twice. RQ must not take the second for the first, so each has an
         # id of its own.
-        self._queue.push_job_id(f"{turn.job_id}-{turn.attempt}-{secrets.token_hex(OWN_BYTES)}")
+        rq_id = f"{turn.job_id}-{turn.attempt}-{secrets.token_hex(OWN_BYTES)}"
+        pipe = self._redis.pipeline()
+        self._queue.push_job_id(rq_id, pipeline=pipe)
+        self._commands.run(pipe, where={})
 
     def take_back(self) -> None:
         self._queue.empty()  # type: ignore[no-untyped-call]  # RQ does not annotate it

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Final
 
 from gradbox_service.jobs import JobRecord, Place, Records
+from gradbox_service.jobs.refusals import unless_refused
 from gradbox_service.queue.active_jobs import ActiveJobs
 
 PACE_S: Final = 1.0
@@ -50,9 +51,10 @@ class Places:
             order = chain(next_up, jobs.ranked())
             places = dict(_places(jobs, order, followed=followed, num_workers=num_workers))
             told = [j for j in followed if j in places and _is_news(places[j], self._told.get(j))]
-            self._records.place(places, told=told)
-            self._told = {job: places[job] for job in followed if job in places}
-            self._stored = state
+            with unless_refused():  # jobs run on; who waits is told once Redis has room again
+                self._records.place(places, told=told)
+                self._told = {job: places[job] for job in followed if job in places}
+                self._stored = state
         self._next_at = began + max(PACE_S, (time.monotonic() - began) / MAX_SHARE)
 
 

@@ -5,18 +5,20 @@ executions are of no use; left as they are, they are 75 commands a turn, most of
 trip. What is kept:
 
     rq:queue:QUEUE          the ids of the turns that wait
-    QUEUE:intermediate      a turn between dequeuing and begin, which RQ's maintenance takes back
     rq:worker:NAME          the worker's state and heartbeat, as `rq info` shows them
 
-A turn that is begun is forgotten: from then on the job's record and its lease say who has it. What
-is here is lost without harm, like a turn itself; so pipelines are no transactions.
+A turn that is taken is in no list any more: once its job is begun, the job's record and its lease
+say who has it, and if it is not, the dispatcher feeds another. So a turn is popped, which Redis
+does also where it has all the memory that it may, and not moved to a second list as RQ does.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 from uuid import uuid4
 
@@ -30,6 +32,7 @@ from rq.utils import now
 from rq.worker.base import WorkerStatus
 
 from gradbox_service.jobs import SERIALIZER, TASK, Turn
+from gradbox_service.jobs.redis_script import ConditionalCommands
 from gradbox_service.jobs.turns import NO_TIMEOUT, turn_of
 
 log = logging.getLogger(__name__)
@@ -74,13 +77,12 @@ class QueueOfTurns(Queue):
     ) -> tuple[Job, Queue] | None:
         """Take the next turn."""
         (queue,) = queues
-        while (taken := cls.lmove(connection, queue.key, timeout)) is not None:
+        while (taken := cls.lpop([queue.key], timeout, connection)) is not None:
             rq_id = taken[1].decode()
             turn = turn_of(rq_id)
             if turn is not None:
                 return TurnOfRq.taken(rq_id, turn, connection=connection), queue
             log.error("the queue %s has %r, which is no turn, and is left out", queue.name, rq_id)
-            queue.intermediate_queue.remove(rq_id)
         return None
 
 
@@ -92,18 +94,29 @@ class BookkeepingWorker(SimpleWorker):
     _heartbeat_s = -BETWEEN_S
     _suspension_s = -BETWEEN_S
 
+    def register_birth(self) -> None:
+        """Note that the worker begins; where Redis has no memory, its heartbeats alone say so."""
+        with suppress(redis.OutOfMemoryError):
+            super().register_birth()  # type: ignore[no-untyped-call]
+
     def set_state(self, state: str, pipeline: Pipeline | None = None) -> None:
         """Note what the worker does, and tell it if that is new."""
         self._state = state
         if state != self._told_state:
-            super().set_state(state, pipeline=pipeline)
+            self._tell(partial(super().set_state, state))
             self._told_state = state
 
     def heartbeat(self, timeout: int | None = None, pipeline: Pipeline | None = None) -> None:
         """Say that the worker lives, if it has not said so within the second."""
         if time.monotonic() - self._heartbeat_s >= BETWEEN_S:
-            super().heartbeat(timeout, pipeline)
+            self._tell(partial(super().heartbeat, timeout))
             self._heartbeat_s = time.monotonic()
+
+    def _tell(self, say: Callable[..., None]) -> None:
+        """Tell RQ, also where Redis has all the memory that it may."""
+        pipe = self.connection.pipeline()
+        say(pipeline=pipe)
+        ConditionalCommands(self.connection, over_bound=True).run(pipe, where={})
 
     def maintain_heartbeats(self, job: Job) -> None:
         """Say so within a turn that takes a while, and that the worker is busy."""
@@ -117,8 +130,7 @@ class BookkeepingWorker(SimpleWorker):
             self._suspension_s = time.monotonic()
 
     def prepare_execution(self, job: Job) -> Execution:
-        """Forget the turn: it is this worker's."""
-        self.connection.lrem(self.queues[0].intermediate_queue_key, 1, job.id)
+        """Note nothing in Redis: the turn is this worker's."""
         self._state = WorkerStatus.BUSY  # told by the first heartbeat of a turn that has one
         return Execution(uuid4().hex, job.id, self.connection, worker_name=self.name)
 

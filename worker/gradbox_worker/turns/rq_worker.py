@@ -173,7 +173,8 @@ class GradboxWorker(BookkeepingWorker):
             self._announcer.announce("idle", memory=self._device.memory)
 
     def run_maintenance_tasks(self) -> None:
-        self._until_taken(super().run_maintenance_tasks)
+        with unless_refused():  # the next one is in a few seconds
+            super().run_maintenance_tasks()  # type: ignore[no-untyped-call]
 
     def check_for_suspension(self, burst: bool) -> None:
         self._until_taken(partial(super().check_for_suspension, burst))
