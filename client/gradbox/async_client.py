@@ -25,8 +25,8 @@ import httpx
 
 from gradbox.client import GradClient
 from gradbox.computations import Computation
-from gradbox.computations.computation import prepared
-from gradbox.errors import ServiceUnavailable
+from gradbox.computations.computation import Submission
+from gradbox.errors import MissingBlobs, ServiceUnavailable
 from gradbox.http.connection import CLOSED, Retry
 from gradbox.http.events import JobEvent
 from gradbox.job import QUICK_S, Job
@@ -122,23 +122,14 @@ class AsyncGradClient:
         Functions are traced before the first await, by the event loop's own thread. Many submits
         may be gathered; a large blob that several jobs need is sent once.
         """
-        submission = prepared(computation)
-        job = await self._calls.run_until_cancelled(
-            lambda stop: self._client._send(submission, progress=progress, stop=stop)
-        )
-        return AsyncJob(job, self._calls)
+        return AsyncJob(await self._sent(computation, progress), self._calls)
 
     async def run(self, computation: Computation, *, progress: bool | None = None) -> GradResult:
         """Submit a job, wait for it and return its result, as `GradClient.run` does.
 
         It holds a thread for the second that the box may take to answer; `submit` does not.
         """
-        submission = prepared(computation)
-        job = await self._calls.run_until_cancelled(
-            lambda stop: self._client._send(
-                submission, progress=progress, stop=stop, wait_s=QUICK_S
-            )
-        )
+        job = await self._sent(computation, progress, wait_s=QUICK_S)
         return await AsyncJob(job, self._calls).result(progress=progress)
 
     async def job(self, job_id: str) -> AsyncJob:
@@ -167,6 +158,25 @@ class AsyncGradClient:
             UnknownModel: there is none of that name.
         """
         return await self._calls.run(self._client.model_info, name)
+
+    async def _sent(
+        self, computation: Computation, progress: bool | None, *, wait_s: int = 0
+    ) -> Job:
+        """Prepare a computation here and send it in a thread, as `Submitter.submit` does in one."""
+        submitter = self._client._submitter
+
+        async def send(submission: Submission) -> Job:
+            return await self._calls.run_until_cancelled(
+                lambda stop: self._client._send(
+                    submission, progress=progress, stop=stop, wait_s=wait_s
+                )
+            )
+
+        submission = submitter.prepare(computation)
+        try:
+            return await send(submission)
+        except MissingBlobs:
+            return await send(submitter.prepare_again(computation, submission))
 
 
 class AsyncJob:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Final
 
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission, prepared
@@ -12,6 +13,11 @@ from gradbox.http.posting import Answered, Poster
 from gradbox.inputs.known_tensors import KnownTensors
 from gradbox.progress import ProgressBar
 from gradbox.spans import CLIENT, trace_headers
+
+WRITTEN_TO: Final = (
+    "expected the tensors of a job to stay as they are while it is sent, got other numbers in "
+    "some, to which another thread or task writes: submit copies of them (.clone())"
+)
 
 
 class Submitter:
@@ -24,7 +30,7 @@ class Submitter:
     def submit(
         self, computation: Computation, *, progress: bool | None, wait_s: int = 0
     ) -> Answered:
-        """Prepare a computation and send it; large tensors that have changed travel together.
+        """Prepare a computation and send it.
 
         Args:
             wait_s: how long the box may wait for the job's end before it answers.
@@ -32,16 +38,35 @@ class Submitter:
         Raises:
             GradboxError: as for `prepared` and `Poster.send`.
         """
-        submission = prepared(computation, self._known)
+        submission = self.prepare(computation)
         try:
-            answered = self.send(submission, progress=progress, wait_s=wait_s)
+            return self.send(submission, progress=progress, wait_s=wait_s)
         except MissingBlobs:
-            # A tensor that did not change may lie in a blob with others, which nobody has any more.
-            self._known.forget()
-            submission = prepared(computation, self._known)
-            answered = self.send(submission, progress=progress, wait_s=wait_s)
-        self._known.note(submission.large)
-        return answered
+            submission = self.prepare_again(computation, submission)
+            return self.send(submission, progress=progress, wait_s=wait_s)
+
+    def prepare(self, computation: Computation) -> Submission:
+        """Return what is sent of a computation; large tensors that have changed travel together.
+
+        Raises:
+            InvalidJob: as for `prepared`.
+        """
+        return prepared(computation, self._known)
+
+    def prepare_again(self, computation: Computation, lost: Submission) -> Submission:
+        """Return what is sent after `MissingBlobs`, where the box has lost what it had.
+
+        A tensor that did not change may lie in a blob with others, which nobody has any more.
+
+        Raises:
+            InvalidInputs: a tensor was written to meanwhile.
+        """
+        self._known.forget()
+        submission = self.prepare(computation)
+        digests = [[tensor.digest for tensor in sent.large] for sent in (lost, submission)]
+        if digests[0] != digests[1] or not all(blob.is_unchanged for blob in lost.blobs):
+            raise InvalidInputs(WRITTEN_TO)
+        return submission
 
     def send(
         self,
@@ -51,25 +76,25 @@ class Submitter:
         stop: threading.Event | None = None,
         wait_s: int = 0,
     ) -> Answered:
-        """Upload what the box lacks of a job, and post it.
+        """Upload what the box lacks of a job, post it, and remember its large tensors.
 
         Args:
             wait_s: as for `submit`.
 
         Raises:
             concurrent.futures.CancelledError: `stop` was set: no more is uploaded or posted.
+            MissingBlobs: the box has lost tensors that were sent before.
             InvalidInputs: a tensor was written to meanwhile.
             GradboxError: as for `Poster.send`.
         """
         try:
-            return self._sent(submission, progress, stop, wait_s)
+            answered = self._sent(submission, progress, stop, wait_s)
         except BlobRejected as error:
             if all(blob.is_unchanged for blob in submission.blobs):
                 raise
-            raise InvalidInputs(
-                "expected the tensors of a job to stay as they are while it is sent, got other "
-                "numbers in some, to which another thread writes: submit copies of them (.clone())"
-            ) from error
+            raise InvalidInputs(WRITTEN_TO) from error
+        self._known.note(submission.large)
+        return answered
 
     def _sent(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,10 +13,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-from gradbox import GradClient, Gradient
+from gradbox import AsyncGradClient, GradClient, Gradient, GradResult, InvalidInputs
+from gradbox.http.connection import Connection
 from gradbox.inputs.known_tensors import MOST_TENSORS, KnownTensors, SentTensor
 from gradbox.inputs.uploads import LONE_BYTES, PACK_BYTES, Uploads
 from gradbox.protocol import TensorRef
+from gradbox.settings import ClientSettings
+from gradbox.submitting import Submitter
 from gradbox.tensors.tensor_bytes import tensor_bytes
 from gradbox_worker.demo.task import model_folder
 from tests import case_models
@@ -44,8 +49,18 @@ def check(client: GradClient, a: float, b: float) -> None:
     """Run a job on these numbers, and compare it with local autograd."""
     given = {"a": large(a), "b": large(b)}
     result = client.run(Gradient(model="mlp", inputs=[SHARD], loss=weighted, loss_inputs=given))
+    compare(result, SHARD, given)
+
+
+async def check_awaited(client: AsyncGradClient, shard: Tensor, a: float, b: float) -> None:
+    given = {"a": large(a), "b": large(b)}
+    gradient = Gradient(model="mlp", inputs=[shard], loss=weighted, loss_inputs=given)
+    compare(await (await client.submit(gradient)).result(), shard, given)
+
+
+def compare(result: GradResult, shard: Tensor, given: dict[str, Tensor]) -> None:
     model = case_models.mlp().eval()
-    weighted(model(SHARD), **given).backward()
+    weighted(model(shard), **given).backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert difference(result.grads, found) <= TOLERANCE
 
@@ -75,6 +90,40 @@ def test_tensors_that_the_box_has_lost_are_sent_again(real: TestBox, uploads: li
         pooled.unlink()
         check(client, 15.5, 14.5)  # b lay in what is lost, beside what a was
         check(client, 16.5, 17.5)
+
+
+def test_a_client_that_is_awaited_sends_what_changed_in_one_blob(
+    real: TestBox, uploads: list[str]
+) -> None:
+    assert real.data is not None
+    shard = SHARD + 1
+
+    async def main(data: Path) -> None:
+        async with AsyncGradClient(real.url, real.token) as client:
+
+            async def sent(a: float, b: float) -> int:
+                before = len(uploads)
+                await check_awaited(client, shard, a, b)
+                return len(uploads) - before
+
+            assert await sent(21.5, 22.5) == 3
+            assert await sent(23.5, 24.5) == 1
+            (pooled,) = (data / "blobs").glob(f"*/{uploads[-1]}")
+            pooled.unlink()
+            await sent(25.5, 24.5)  # b lay in what is lost
+
+    asyncio.run(main(real.data))
+
+
+def test_tensors_written_to_before_they_are_sent_again_are_refused() -> None:
+    a, b = large(1.0), large(2.0)
+    gradient = Gradient(model="m", inputs=[SHARD], loss=weighted, loss_inputs={"a": a, "b": b})
+    submitter = Submitter(Connection(ClientSettings(url="http://127.0.0.1:1", token="t")))
+    lost = submitter.prepare(gradient)
+    assert submitter.prepare_again(gradient, lost).large == lost.large
+    a += 1
+    with pytest.raises(InvalidInputs, match="stay as they are while it is sent"):
+        submitter.prepare_again(gradient, lost)
 
 
 def test_a_step_of_a_real_model_is_two_requests_for_each_half(
