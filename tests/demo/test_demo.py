@@ -54,6 +54,7 @@ def test_the_demo_agrees_with_naive_code_and_cleans_up(tmp_path: Path) -> None:
     assert "gradients            103" in said
     assert re.search(r"loss +\d+\.\d+ +\(naive \d+\.\d+\)", said)
     assert re.search(r"peak beyond model +\d+ MiB", said)
+    assert "%|" not in said  # a pipe gets no progress bar
     assert float(re.findall(r"largest difference +(\S+)", said)[0]) < 1e-4
     assert not left_in(tmp_path)
     assert not processes_in(tmp_path)

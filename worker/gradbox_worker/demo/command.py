@@ -95,8 +95,7 @@ def _submit(url: str, token: str, size: Any) -> GradResult:
     num_shards = sum(len(shards) for shards in towers.values())
     print(f"{size.num_pairs} pairs of real text in {num_shards} shards; InfoNCE with dropout on")
     with GradClient(url=url, token=token) as client:
-        job = client.submit(task.job(towers))
-        return job.result(progress=True)
+        return client.submit(task.job(towers)).result()
 
 
 def _naive(size: Any, out: Path) -> dict[str, float]:

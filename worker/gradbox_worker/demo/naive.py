@@ -22,7 +22,9 @@ from gradbox_worker.demo import task
 def naive_gradient(size: task.Size, out: Path) -> dict[str, float]:
     """Differentiate over one graph of all shards and save the gradients by parameter name."""
     from transformers import AutoModel
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     model = AutoModel.from_pretrained(task.model_folder(), use_safetensors=True).train()
     towers = task.tokenised(size)
     peak = PeakMemory(torch.device("cpu"))
