@@ -49,11 +49,17 @@ Make = Callable[..., GradResult]
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """Make a result as it is read from a file, and as it is held that came with its job."""
 
-    def result(grads: dict[str, Tensor], **sections: dict[str, Tensor]) -> GradResult:
+    def result(
+        grads: dict[str, Tensor],
+        *,
+        unreached: list[str] | None = None,
+        **sections: dict[str, Tensor],
+    ) -> GradResult:
         stored = {f"grads/{name}": gradient for name, gradient in grads.items()}
         for section, tensors in sections.items():
             stored |= {f"{section}/{name}": tensor for name, tensor in tensors.items()}
-        receipt = RECEIPT.model_copy(update={"names": tuple(grads)})
+        stated = {"names": tuple(grads), "unreached": unreached or []}
+        receipt = RECEIPT.model_copy(update=stated)
         path = tmp_path / "result.safetensors"
         save_file(stored, path, metadata={"format": "pt", "gradbox": receipt.model_dump_json()})
         if request.param == "held":
@@ -122,6 +128,17 @@ def test_frozen_parameters_stay_without_gradient(make: Make) -> None:
     model.bias.requires_grad_(False)
     make(linear_grads(model)).apply_to(model)
     assert model.bias.grad is None
+
+
+def test_what_the_loss_does_not_reach_stays_without_gradient(make: Make) -> None:
+    model, loss = nn.Linear(3, 2), nn.Linear(1, 1)
+    grads = {"weight": torch.ones(2, 3), "bias": torch.zeros(2), "loss.weight": torch.zeros(1, 1)}
+    result = make(grads, unreached=["bias", "loss.weight"])
+    result.apply_to(model)
+    result.apply_to(loss, prefix="loss.")
+    assert model.weight.grad is not None
+    assert model.bias.grad is None
+    assert loss.weight.grad is None
 
 
 def test_a_tied_parameter_is_found_under_any_of_its_names(make: Make) -> None:

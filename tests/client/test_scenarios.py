@@ -149,6 +149,19 @@ def test_applied_gradients_drive_an_optimiser_as_backward_does(box: TestBox) -> 
         torch.testing.assert_close(parameter.grad, local.get_parameter(name).grad.cpu())
 
 
+def test_weight_decay_spares_what_the_loss_does_not_reach(box: TestBox) -> None:
+    pixels = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).double()
+    local, remote = case_models.towers().eval(), case_models.towers()
+    sum_of_squares(local(pixels)).backward()
+    with box.client() as client:
+        gradient = Gradient(model="towers", inputs=[pixels], loss=sum_of_squares)
+        client.submit(gradient).result(WAIT_S).apply_to(remote)
+    for model in (local, remote):
+        torch.optim.SGD(model.parameters(), weight_decay=0.1).step()
+    for name, parameter in remote.named_parameters():
+        torch.testing.assert_close(parameter, local.get_parameter(name))
+
+
 def test_weights_of_the_job_stand_in_for_the_registered_ones(box: TestBox) -> None:
     shards = CASES["mlp"]().groups["z"]
     model = case_models.mlp()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from gradbox.errors import InvalidInputs
@@ -14,11 +14,18 @@ OF_THE_LOSS: Final = ("loss.", "loss_inputs.", "y.", "inner.", "outer.")
 
 
 def add_gradients(
-    module: torch.nn.Module, grads: Mapping[str, Any], *, strict: bool = True, prefix: str = ""
+    module: torch.nn.Module,
+    grads: Mapping[str, Any],
+    *,
+    unreached: Collection[str] = (),
+    strict: bool = True,
+    prefix: str = "",
 ) -> None:
     """Add gradients into `.grad` of a module's parameters.
 
     Args:
+        unreached: the names of gradients that are zeros because no path leads to the parameter:
+            `backward` leaves its `.grad` as it is.
         strict: refuse gradients of parameters that the module does not have.
         prefix: take only the gradients whose names begin so, without it.
 
@@ -55,7 +62,8 @@ def add_gradients(
     if wrong:
         raise InvalidInputs(f"expected gradients of the parameters' shapes: {_few(wrong)}")
     for name, gradient in gradients.items():
-        if name in parameters and parameters[name].requires_grad:
+        reached = prefix + name not in unreached
+        if reached and name in parameters and parameters[name].requires_grad:
             _accumulate(parameters[name], gradient)
 
 

@@ -211,7 +211,8 @@ class GradResult(RowReductions):
         """Add the gradients into `.grad` of a module's parameters, as `backward` would.
 
         Each is cast to its parameter's dtype and moved to its device. Parameters that do not
-        require grad are left alone, as are those without a gradient in this result.
+        require grad are left alone, as are those without a gradient in this result and those that
+        the loss does not reach: their `.grad` stays None, and no optimizer decays them.
 
         Args:
             strict: refuse gradients of parameters that the module does not have. Those of the loss
@@ -225,7 +226,8 @@ class GradResult(RowReductions):
         """
         if strict:
             self._check_gradients()
-        add_gradients(module, self.grads, strict=strict, prefix=prefix)
+        unreached = frozenset(self.manifest.unreached)
+        add_gradients(module, self.grads, unreached=unreached, strict=strict, prefix=prefix)
 
     def _check_gradients(self) -> None:
         if not self.grads:
