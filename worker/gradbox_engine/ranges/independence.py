@@ -89,8 +89,8 @@ def compared_by_replay(record: ShardRecord, cotangents: RangeCotangents) -> bool
     """Return whether the replay of a range's first shard makes this check, where no norm moves.
 
     It runs the shard once more under the buffers that the range began with, as this check does. But
-    it restores attributes, what lies inside them, and hooks, so it does not show what comes of one
-    that the shard changed.
+    it restores attributes, what lies inside them, hooks and submodules, so it does not show what
+    comes of one that the shard changed.
     """
     return record.position in cotangents.needed and not record.after.differs_beyond_buffers
 

@@ -12,9 +12,9 @@ range made of S₀ therefore tells what it makes of any T:
 with N₀, N the number of batches in S₀ and T, and c of them in the range. Exact but for rounding. A
 batch without samples is counted, and no update is made: such a range is composed with no other.
 
-Any other buffer that changes is refused, and so are numbers kept as attributes or inside them, and
-hooks: `updates`. That no output depends on the running ones is not taken for granted either: see
-`independence`.
+Any other buffer that changes is refused, and so are numbers kept as attributes or inside them,
+hooks and submodules: `updates`. That no output depends on the running ones is not taken for granted
+either: see `independence`.
 
 Not supported: running statistics of instance norm, which counts no batches.
 """
@@ -48,7 +48,7 @@ def updates(ready: Prepared, records: Sequence[ShardRecord]) -> dict[str, NormUp
 
     Raises:
         CoupledShards: a shard changed any other buffer, a number kept as an attribute or inside
-            one, or hooks.
+            one, or hooks or submodules.
     """
     _refuse_beyond_buffers(ready.buffers, records)
     norms = {
@@ -92,8 +92,8 @@ def _refuse_beyond_buffers(buffers: Buffers, records: Sequence[ShardRecord]) -> 
     for record in records:
         for name in buffers.changed_attributes(record.after):
             raise CoupledShards(f"attribute {name!r}: {expected}", name=name)
-        if record.after.hooks is not None:
-            raise CoupledShards(f"hooks: {expected}")
+        if record.after.tables is not None:
+            raise CoupledShards(f"hooks, submodules or their classes: {expected}")
     if buffers.attributes_lost:
         raise CoupledShards(f"numbers in objects beside tensors: {expected}")
 

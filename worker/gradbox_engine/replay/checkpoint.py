@@ -122,7 +122,7 @@ class JobCheckpoint:
             self._kept.due()
             and not self._ready.buffers.attributes_lost
             and all(
-                record.after.hooks is None
+                record.after.tables is None
                 and record.after.objects is None
                 and can_be_stated(record.after.attributes or {})
                 for record in records

@@ -16,7 +16,7 @@ requires grad is subtracted in its place: a gradient that reaches the zero would
 one shard to the one before, and is refused.
 
 A submodule's plain attributes, as a counter of its calls, belong to S₀ … Sₙ too, what lies inside
-them, and its hooks: see `attributes`, `objects` and `hooks`.
+them, its hooks and its own submodules: see `attributes`, `objects` and `tables`.
 
 Change is told by value: writes through `.data`, and batch norm's own, leave no trace in a version
 counter.
@@ -36,9 +36,9 @@ from torch import Tensor, nn
 
 from gradbox_engine.errors import GraphInBuffer
 from gradbox_engine.model.state.attributes import Attributes
-from gradbox_engine.model.state.hooks import Hooks
 from gradbox_engine.model.state.objects import Objects
 from gradbox_engine.model.state.snapshots import Live, PackedValues, Slot, Snapshot
+from gradbox_engine.model.state.tables import Tables
 from gradbox_engine.model.tensor_equality import form, same_values, storages_of, writable
 
 
@@ -50,7 +50,7 @@ class Buffers:
         self._tables = [(prefix, module._buffers) for prefix, module in self._modules.items()]
         self._attributes = Attributes(self._modules)
         self._objects = Objects(self._modules.items())
-        self._hooks = Hooks(self._modules.values())
+        self._module_tables = Tables(self._modules.values())
         self._changing: set[Slot] = set()
         self._rebound: set[Slot] = set()
         self._registered = self._live()
@@ -124,7 +124,7 @@ class Buffers:
         if snapshot.attributes is not None:
             self._attributes.restore(snapshot.attributes)
             self._objects.restore(snapshot.objects)
-            self._hooks.restore(snapshot.hooks)
+            self._module_tables.restore(snapshot.tables)
         values, live = snapshot.values, self._live()
         if values or live:
             self._restore(values, live)
@@ -259,7 +259,7 @@ class Buffers:
             versions=self._versions(live),
             attributes={} if previous is None else self._attributes.state(),
             objects=None if previous is None else self._objects.state(),
-            hooks=None if previous is None else self._hooks.state(),
+            tables=None if previous is None else self._module_tables.state(),
             carrying=carrying,
         )
         if previous is not None and compare:

@@ -20,9 +20,9 @@ from torch._utils import _flatten_dense_tensors
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.model.host_copy import HostCopy
 from gradbox_engine.model.state.attributes import State, restorable
-from gradbox_engine.model.state.hooks import HookState
 from gradbox_engine.model.state.objects import ObjectState
 from gradbox_engine.model.state.stated_attributes import from_stated, stated
+from gradbox_engine.model.state.tables import TableState
 from gradbox_engine.model.tensor_equality import same_values
 
 Slot = tuple[str, str]
@@ -58,7 +58,7 @@ class Snapshot:
     """The values of all buffers at one moment. Nothing writes to these tensors.
 
     `versions` are the registered tensors' version counters, where those were bound; `attributes`
-    the submodules' plain attributes, None where these, `objects` and `hooks` are to stay as they
+    the submodules' plain attributes, None where these, `objects` and `tables` are to stay as they
     are; `carrying` the buffers that had a graph then.
     """
 
@@ -70,13 +70,13 @@ class Snapshot:
         versions: Mapping[Slot, int],
         attributes: State | None = None,
         objects: ObjectState = None,
-        hooks: HookState = None,
+        tables: TableState = None,
         carrying: frozenset[Slot] = frozenset(),
     ) -> None:
         self.versions = versions
         self.attributes = attributes
         self.objects = objects
-        self.hooks = hooks
+        self.tables = tables
         self.carrying = carrying
         self._apart = apart
         self._packed = packed
@@ -91,22 +91,23 @@ class Snapshot:
 
     @property
     def differs_beyond_buffers(self) -> bool:
-        """Whether attributes, what lies inside them, or hooks are not as registered."""
-        return bool(self.attributes) or self.objects is not None or self.hooks is not None
+        """Whether attributes, what lies inside them, hooks or submodules are not as registered."""
+        return bool(self.attributes) or self.objects is not None or self.tables is not None
 
     def apart(self, slot: Slot) -> Tensor | None:
         """Return the value of a slot that is kept by itself; None if it is not."""
         return self._apart.get(slot)
 
     def equals(self, other: Snapshot) -> bool:
-        """Return whether values, attributes and hooks are equal, NaN not. Waits for the device.
+        """Return whether values and attributes are equal, NaN not. Waits for the device.
 
-        What lies inside objects is not compared: where it differs from the first, it is not equal.
+        What lies inside objects, hooks and submodules are not compared: where they differ from the
+        first, they are not equal.
         """
-        if self.objects is not None or other.objects is not None:
+        beyond = (self.objects, other.objects, self.tables, other.tables)
+        if any(state is not None for state in beyond):
             return False
-        attributes = restorable(self.attributes or {})
-        if attributes != restorable(other.attributes or {}) or self.hooks != other.hooks:
+        if restorable(self.attributes or {}) != restorable(other.attributes or {}):
             return False
         own, others = self.values, other.values
         return own.keys() == others.keys() and all(
