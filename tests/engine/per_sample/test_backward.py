@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from gradbox_engine.per_sample import gradients, jacobian
 from gradbox_engine.per_sample.backward import RecordedGraph
 from tests.engine.per_sample import naive
+from tests.engine.per_sample.zoo import Written
 
 B, Y = 3, 4
 
@@ -90,6 +91,15 @@ def test_an_operation_without_a_batching_rule_leaves_torch_as_it_was() -> None:
     with pytest.raises(RuntimeError, match="batching rule"):
         gradients.batched_gradients(Refuses.apply(x), [x], torch.ones(Y, 2), keep_graph=False)
     assert torch.vmap(torch.sin)(torch.zeros(2, 3)).shape == (2, 3)
+
+
+def test_a_sparse_product_takes_the_outputs_one_after_another() -> None:
+    torch.manual_seed(0)
+    model = Written(lambda m, x: torch.sparse.mm(m.mix, m.a(x).t()).t(), a=nn.Linear(5, Y)).double()
+    model.register_buffer("mix", torch.eye(Y, dtype=torch.float64).roll(1, 0).to_sparse())
+    inputs = {"0": torch.randn(B, 5).double()}
+    found = naive.flat(jacobian(model, [inputs]).arrays)
+    assert naive.difference(found, naive.flat(naive.jacobian(model, inputs))) <= naive.TOLERANCE
 
 
 def test_outputs_one_after_another_give_the_same_rows(monkeypatch) -> None:

@@ -158,8 +158,8 @@ class RecordedGraph:
                 found = batched_gradients(value, edges, cotangents, keep_graph=keep or untried)
                 self._plan.batched_backward = True
                 return found
-            except RuntimeError as error:
-                if "vmap" not in str(error) and "batching rule" not in str(error).lower():
+            except RuntimeError as error:  # an operation of the graph takes no batches
+                if not untried or isinstance(error, torch.OutOfMemoryError):
                     raise
                 self._plan.batched_backward = False
         return gradients_in_turn(value, edges, cotangents)
