@@ -123,6 +123,19 @@ def test_a_coupling_without_a_gradient_is_refused_once_its_gate_is_not_zero(
         )
 
 
+def test_a_loop_is_not_kept_where_no_sample_could_be_replaced() -> None:
+    def forward(m: nn.Module, ids: Tensor) -> Tensor:
+        h = m.table(ids).flatten(0, 1)  # type: ignore[operator]
+        h = m.pairs(h, h).view(len(ids), -1)  # type: ignore[operator]
+        return h[ids[:, 0].argsort(stable=True).argsort()]  # type: ignore[no-any-return]
+
+    model = Written(forward, table=nn.Embedding(7, 4), pairs=nn.Bilinear(4, 4, 2)).double()
+    ids = torch.zeros(6, 3, dtype=torch.long)
+    assert "pairs.weight" in jacobian(model, [{"0": ids}]).loops
+    ids[:, 1:] = torch.arange(6)[:, None]
+    assert "pairs.weight" not in jacobian(model, [{"0": ids}]).loops
+
+
 def test_an_order_that_changes_among_small_samples_is_seen_beside_a_large_one() -> None:
     """One row is 1e12 times as large as those that a permutation exchanges."""
 

@@ -107,7 +107,9 @@ class PlannedModel:
             plan = plan_for(self.model, arguments, index, samples=samples)
         signature = self.model.signature(arguments)
         plans = _plans.setdefault(self.model.model, {})
-        plans[signature] = plan
+        plans.pop(signature, None)
+        if plan.kept:
+            plans[signature] = plan
         while len(plans) > MOST_PLANS:
             del plans[next(iter(plans))]
         return self._use(signature, PlanInUse(plan, index, index, samples))

@@ -138,7 +138,7 @@ class ShardRun:
         if "self" in self._model.model.unchecked:
             return {}, {}
         ruled = {name: p for name, p in self._parameters.items() if name not in plan.loops}
-        if plan.reorders or self.graph.calls not in plan.confirmed_calls:
+        if plan.compares_always or self.graph.calls not in plan.confirmed_calls:
             return ruled, {}
         new = {name: parameter for name, parameter in ruled.items() if name in plan.unconfirmed}
         drawn = {} if self._used.compared else ruled

@@ -77,13 +77,13 @@ def _mixed(a: Tensor, b: Tensor, c: Tensor, uses: ProbeUses) -> bool | None:
     """Return `Mixing.seen` of a tensor of the three runs, None where samples do not meet in it."""
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (a, b, c))):
         return False  # of a `torch.func` call that is over: its numbers cannot be read any more
+    dim = changed_dim(a.shape, b.shape)
+    if dim is not None and dim < 0:  # samples in two dims, as in a matrix that multiplies them
+        return False
     if a.layout is not torch.strided:
         return None if same_values(b, c) else False
-    dim = changed_dim(a.shape, b.shape)
     if dim is None:  # of no sample, yet another if a sample is: a mean over the batch
         return False if b.shape != c.shape or not torch.equal(b, c) else None
-    if dim < 0:  # samples in two dims, as in a matrix that multiplies them
-        return False
     # An order is found for samples in a merged dim only where no other sample differs in it.
     merged = (a.shape[dim], b.shape[dim]) != (uses.samples, uses.samples + EXTRA)
     if merged or b.shape != c.shape:  # rows that data chose may be as many as samples

@@ -4,6 +4,9 @@ A plan is made from three probe runs on a few of the shard's samples: `SAMPLES`,
 and the latter with one sample replaced. The first two show which dim of every tensor holds the
 samples, the third how a merged dim is ordered and whether any sample depends on another.
 
+Where the third run has no other numbers to put in a sample's place, it shows neither: the plan is
+compared on every shard and made anew by the next job.
+
 What is multiplied by zero hides a dependence from the third run, so a plan is valid only while the
 parameters and buffers that were all zero when it was made still are. A layer that mixes samples
 shows in the third run all the same, at its own output: see `mixing_layers`.
@@ -33,7 +36,9 @@ class Plan:
     axes: Mapping[str, int] = field(default_factory=dict)  # argument → dim that counts samples
     one_sample: bool = False  # whether the shard is one sample, with no such dim
     zeros: frozenset[str] = frozenset()  # parameters and buffers all zero when it was made
-    reorders: bool = False  # whether data may decide which samples go where, or which are mixed
+    compares_always: bool = False  # whether rows are compared in whole on every shard, as data may
+    # decide which samples go where or which are mixed, or refute a guess of where they are
+    kept: bool = True  # whether later jobs use it: not where the probe runs had nothing to replace
     alone: bool = True  # whether a sample's z is the same, but for rounding, without the others
     rounding: torch.dtype = torch.float64  # the coarsest dtype of a tensor on the way
     unconfirmed: set[str] = field(default_factory=set)  # parameters whose rows were not yet
@@ -96,6 +101,7 @@ def make_plan(probes: ProbeUses, parameters: Mapping[str, Tensor]) -> Plan:
         if not use.real:
             continue
         step = use.step()
+        plan.compares_always = plan.compares_always or use.guesses
         names = frozenset().union(*(parents[key] for key in use.real))
         if isinstance(step, DerivedStep):
             for position in range(len(use.first.outputs)):

@@ -10,7 +10,7 @@ whose nodes no model can be given in part. Its row is then that of one backward 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +70,7 @@ def plan_for(
         return _plan_for_one_sample(model)
     axes, first, second = sized
     probed = resized(shard, axes, samples, EXTRA)
-    third = _probe_replaced(model, probed, axes, index)
-    if not same_calls((first.uses, third.uses)):  # noise may take a way of its own
-        third = _probe(model, _replaced(probed, axes, noise=False), index)
+    third, other_inputs = _probe_replaced(model, probed, axes, index, expected=first.uses)
     rounding = _coarsest(first.uses, model.rounding)
     selects = may_reorder(first.selections, second.selections)
     uses = ProbeUses(first.uses, second.uses, third.uses, samples, selects)
@@ -89,7 +87,9 @@ def plan_for(
     if plan.recorded:
         unseen = unseen_uses(first.uses, first.leaves, plan.derived, model.parameters)
         plan.loop(unseen, "it is used by what no function call shows")
-    plan.reorders = selects or plan.by_owner or (uses.alike and any(mixing_layers(uses)))
+    mixes = uses.alike and any(mixing_layers(uses))
+    plan.kept = other_inputs
+    plan.compares_always |= selects or plan.by_owner or mixes or not other_inputs
     plan.rounding = rounding
     exact = plan.rounding.itemsize > 2 and model.options.precision != "tf32"
     plan.alone = exact and not (first.draws or second.draws or third.draws)
@@ -173,14 +173,28 @@ def resized(shard: Mapping[str, Any], axes: Axes, samples: int, extra: int = 0) 
 
 
 def _probe_replaced(
-    model: CallableModel, shard: Mapping[str, Any], axes: Axes, index: int
-) -> ProbeRun:
-    """Run on a shard in which sample `CHANGED` is replaced."""
+    model: CallableModel,
+    shard: Mapping[str, Any],
+    axes: Axes,
+    index: int,
+    *,
+    expected: Sequence[Use],
+) -> tuple[ProbeRun, bool]:
+    """Run on a shard in which sample `CHANGED` is replaced; tell whether by other numbers.
+
+    Args:
+        expected: calls that noise may not change.
+    """
     try:
-        return _probe(model, _replaced(shard, axes), index)
+        replaced = _replaced(shard, axes)
+        run = _probe(model, replaced, index)
+        retried = not same_calls((expected, run.uses))
     except CALL_ERRORS:
-        # A column of floats may hold categories, of which noise makes unknown ones.
-        return _probe(model, _replaced(shard, axes, noise=False), index)
+        retried = True  # a column of floats may hold categories, of which noise makes unknown ones
+    if retried:
+        replaced = _replaced(shard, axes, noise=False)
+        run = _probe(model, replaced, index)
+    return run, any(not torch.equal(shard[name], replaced[name]) for name in axes)
 
 
 def _replaced(shard: Mapping[str, Any], axes: Axes, *, noise: bool = True) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class ProbedUse:
             run[number] for run in (probes.first, probes.second, probes.third)
         )
         self.real = tuple(key for key in self.first.keys if key is not None and key in parents)
+        self.guesses = False  # whether an order of samples was taken that data may refute
 
     @property
     def title(self) -> str:
@@ -74,6 +75,7 @@ class ProbedUse:
             # Sorted numbers of experts fit an order that they do not have.
             shown = first.is_floating_point() and not torch.equal(second, third)
             return axis if shown else None
+        self.guesses = self.guesses or (axis is not None and axis.guessed)
         return axis
 
     def step(self) -> Step:

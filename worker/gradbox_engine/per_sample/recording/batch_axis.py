@@ -2,17 +2,17 @@
 
 A tensor of a run on B samples and the same tensor of a run on B + `EXTRA` samples differ in at most
 one dim: that dim holds the samples, alone (B against B + EXTRA) or merged with others (m·B against
-m·(B + EXTRA)). For a merged dim the order is settled by a third run in which one sample differs.
-Where that leaves several (none differs in a mask that is repeated for every sample), samples are
-taken to be as far out as they may; the rows of a new plan, which are compared with autograd's, show
-if they are not.
+m·(B + EXTRA)). For a merged dim the order is settled by a third run in which one sample differs,
+and where that leaves several (none differs in a mask that is repeated for every sample), by the
+samples that the first two runs share. Where all numbers are alike, samples are taken to be as far
+out as they may, and the axis is a guess: the rows of every shard are then compared with autograd's.
 
 Shapes: B samples.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class BatchAxis:
     dim: int
     before: int = 1
     after: int = 1
+    guessed: bool = False  # whether other orders are possible
 
     @property
     def merged(self) -> bool:
@@ -93,20 +94,24 @@ def find(first: Tensor, second: Tensor, third: Tensor, samples: int) -> BatchAxi
         return None
     if copies == 1:
         return BatchAxis(dim)
-    return _order(second, third, BatchAxis(dim, copies, 1))
+    return _order(first, second, third, dim, copies)
 
 
-def _order(second: Tensor, third: Tensor, guess: BatchAxis) -> BatchAxis | None:
+def _order(first: Tensor, second: Tensor, third: Tensor, dim: int, copies: int) -> BatchAxis | None:
     """Settle how a merged dim is laid out: every position that differs must be sample `CHANGED`."""
     if second.shape != third.shape:
         return None
-    copies = guess.before
-    for before in range(1, copies + 1):
-        after, rest = divmod(copies, before)
-        axis = BatchAxis(guess.dim, before, after)
-        if not rest and others_equal(second, third, axis):
-            return axis
-    return None
+    orders = [BatchAxis(dim, n, copies // n) for n in range(1, copies + 1) if not copies % n]
+    fitting = [axis for axis in orders if others_equal(second, third, axis)]
+    if len(fitting) > 1:
+        fitting = [axis for axis in fitting if _samples_repeat(first, second, axis)] or fitting
+    return replace(fitting[0], guessed=len(fitting) > 1) if fitting else None
+
+
+def _samples_repeat(first: Tensor, second: Tensor, axis: BatchAxis) -> bool:
+    """Return whether the samples of the first run have the same numbers in the second, nearly."""
+    shorter, longer = axis.lead(first), axis.lead(second)
+    return torch.allclose(shorter, longer[: len(shorter)], rtol=1e-2, equal_nan=True)
 
 
 def others_equal(second: Tensor, third: Tensor, axis: BatchAxis) -> bool:

@@ -1,8 +1,9 @@
-"""Which dims of a tensor a call selects entries of by an index that data may decide.
+"""Which dims of a tensor a call selects or moves entries of, where data may decide which.
 
-Where that is the dim of the samples (sorting by length, routing to experts), a comparison on one
-shard says nothing about the next: see `Plan.reorders`. An index made by `torch.arange` keeps every
-sample in its place, as in `h[torch.arange(B), last]`.
+Where that is the dim of the samples (sorting by length, routing to experts, a roll by a number that
+data give), a comparison on one shard says nothing about the next: see `Plan.compares_always`. An
+index made by `torch.arange` keeps every sample in its place, as in `h[torch.arange(B), last]`. A
+custom Function that is given whole numbers may select by them.
 
 Not seen: a permutation that is multiplied as a matrix, or applied by a function not named here.
 """
@@ -15,17 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradbox_engine.per_sample.recording.custom_functions import Apply
+
 KEEPING_RANGES = frozenset({"to", "unsqueeze", "view", "reshape", "expand", "long", "int", "clone"})
 """Functions whose result on a range made by `torch.arange` is treated as that range."""
 
 _BY_INDEX = frozenset({"__getitem__", "__setitem__"})
 _BY_LIST = frozenset({"index_put", "index_put_"})
 _BY_DIM = frozenset(
-    {"index_select", "gather", "take_along_dim"}
+    {"index_select", "gather", "take_along_dim", "narrow"}
     | {f"{name}{end}" for name in ("index_add", "index_copy", "scatter") for end in ("", "_")}
     | {f"scatter_{name}{end}" for name in ("add", "reduce") for end in ("", "_")}
 )
 _OF_ALL = frozenset({"take", "masked_select", "masked_scatter", "masked_scatter_"})
+_BY_PLACE = frozenset({"roll", "split", "split_with_sizes", "tensor_split", "chunk"})
+_WHOLE = (None, None, None)  # of a slice
 
 Selection = tuple[torch.Size, tuple[int, ...]]
 """A tensor's shape, and the dims of it in which entries are selected."""
@@ -43,6 +48,12 @@ def selection(
         is_range: whether `torch.arange` made a tensor.
     """
     name = getattr(function, "__name__", "")
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    if isinstance(function, Apply):  # of which nothing is known
+        index = next((x for x in tensors if not x.is_floating_point()), None)
+        return None if index is None else (index.shape, tuple(range(index.dim())))
+    if name == "embedding":  # of activations, for a table of parameters does not grow with samples
+        return next((x for x in tensors if x.requires_grad), tensors[0]).shape, (0,)
     x = args[0] if args else kwargs.get("input")
     if not isinstance(x, Tensor):
         return None
@@ -51,6 +62,11 @@ def selection(
     if name in _BY_DIM:
         dim = next((a for a in (*args[1:], kwargs.get("dim")) if isinstance(a, int)), None)
         return x.shape, (tuple(range(x.dim())) if dim is None else (dim % max(1, x.dim()),))
+    if name in _BY_PLACE:
+        dims = kwargs.get("dims", kwargs.get("dim", args[2] if len(args) > 2 else None))
+        if dims is None:
+            dims = range(x.dim()) if name == "roll" else 0
+        return x.shape, tuple(dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims))
     if name in _BY_INDEX or name in _BY_LIST:
         parts = args[1] if len(args) > 1 else kwargs["indices"]
         listed = isinstance(parts, tuple) or name in _BY_LIST
@@ -61,7 +77,7 @@ def selection(
 def _selected(
     parts: Sequence[Any], num_dims: int, is_range: Callable[[Tensor], bool]
 ) -> tuple[int, ...]:
-    """Return the dims that tensors or lists in an index select entries of."""
+    """Return the dims that tensors, lists or slices in an index select entries of."""
     after = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
     behind = sum(_indexed_dims(part) for part in parts[after + 1 :])
     dims: list[int] = []
@@ -71,11 +87,16 @@ def _selected(
             at = num_dims - behind
             continue
         width = _indexed_dims(part)
-        selects = isinstance(part, list) or (isinstance(part, Tensor) and not is_range(part))
-        if selects:
+        if _selects(part, is_range):
             dims += range(at, at + width)
         at += width
     return tuple(dims)
+
+
+def _selects(part: Any, is_range: Callable[[Tensor], bool]) -> bool:
+    if isinstance(part, slice):
+        return (part.start, part.stop, part.step) != _WHOLE
+    return isinstance(part, list) or (isinstance(part, Tensor) and not is_range(part))
 
 
 def _indexed_dims(part: Any) -> int:
