@@ -64,6 +64,17 @@ def test_a_key_is_free_again_once_its_job_is_forgotten(records: Records) -> None
     assert records.create(again, spec=a_spec(), idempotency_key="k") == other
 
 
+def test_redis_holds_nothing_of_a_forgotten_job_but_its_owner_and_use(
+    connection: redis.Redis,
+) -> None:
+    records = RedisRecords(connection)
+    records.create(a_record("one"), spec=a_spec(), idempotency_key="k")
+    records.update("one", partial(JobRecord.request_cancel, now_s=9.0))
+    records.forget("one")
+    left = {key.decode() for key in connection.keys("*")}  # type: ignore[union-attr]
+    assert left == {"gradbox:owners", "gradbox:changes", "gradbox:usage:0"}
+
+
 def test_keys_of_two_owners_do_not_meet(records: Records) -> None:
     records.create(a_record("one"), spec=a_spec(), idempotency_key="k")
     other = a_record("two", owner="bob", spec_digest="e")

@@ -33,6 +33,7 @@ ENDED = "gradbox:ended"
 PLACES = "gradbox:places"
 FOLLOWED = "gradbox:followed"
 OWNERS = "gradbox:owners"
+POSTED = "gradbox:posted"
 CHANGES = "gradbox:changes"
 RESULT_BYTES = "gradbox:result-bytes"
 MAX_CHANGES = 10_000
@@ -76,10 +77,17 @@ def _index(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
         pipe.hdel(PLACES, after.id)
 
 
-def erase(pipe: Pipeline, record: JobRecord) -> None:
-    """Remove all that is stored of a job."""
+def erase(pipe: Pipeline, record: JobRecord, *, posted: bytes | None) -> None:
+    """Remove all that is stored of a job.
+
+    Args:
+        posted: the key of Redis that stands for its idempotency key.
+    """
     pipe.delete(job_key(record.id), spec_key(record.id), events_key(record.id))
+    if posted is not None:
+        pipe.delete(posted)
     pipe.hdel(PLACES, record.id)
+    pipe.hdel(POSTED, record.id)
     for index in (ACTIVE, ENDED, owner_key(record.owner), index_key(record.owner, record.state)):
         pipe.zrem(index, record.id)
     count_result(pipe, record.owner, -record.result_bytes)

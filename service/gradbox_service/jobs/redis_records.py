@@ -17,6 +17,7 @@
     gradbox:places             hash: job id → where it stands, for the first and the followed
     gradbox:followed           zset of the ids of followed jobs by when that ends
     gradbox:key:OWNER:HASH     the job and the spec's digest of an idempotency key
+    gradbox:posted             hash: job id → the key above that it was posted with
     gradbox:changes            stream of changes, each with the record that it left
 
 A change is one script, which runs where the record is still the one that was read: so a record, its
@@ -73,6 +74,7 @@ class RedisRecords(RedisLists, RedisPlaces):
             pipe = self._redis.pipeline()
             if posted:
                 pipe.set(posted, f"{record.id} {record.spec_digest}", ex=KEY_LIFETIME_S)
+                pipe.hset(changes.POSTED, record.id, posted)
             pipe.set(spec_key(record.id), spec.model_dump_json())
             pipe.sadd(changes.OWNERS, record.owner)
             pipe.zadd(owner_key(record.owner), {record.id: record.created_s})
@@ -90,7 +92,7 @@ class RedisRecords(RedisLists, RedisPlaces):
             return None
         job_id, _, digest = found.decode().partition(" ")
         record = self.get(job_id)
-        if record is not None:  # the key outlives a job that is forgotten sooner
+        if record is not None:  # of an earlier version the key outlives a forgotten job
             check_same_spec(idempotency_key, stored=digest, posted=spec_digest)
         return record
 
@@ -180,7 +182,8 @@ class RedisRecords(RedisLists, RedisPlaces):
             if record is None:
                 pipe.zrem(changes.ENDED, job_id)
             elif record.state.final:
-                changes.erase(pipe, record)
+                posted = cast("bytes | None", self._redis.hget(changes.POSTED, job_id))
+                changes.erase(pipe, record, posted=posted)
             if self._commands.run(pipe, where={job_key(job_id): text or b""}):
                 return
 
