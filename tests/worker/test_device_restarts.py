@@ -39,6 +39,25 @@ def test_a_device_killed_as_it_starts_is_started_again_by_the_same_worker(
     assert worker.child_pid == device
 
 
+@pytest.mark.parametrize(
+    ("order", "left"),
+    [
+        ("leave_files_open", JobState.DONE),
+        ("lower_the_limit_of_open_files", JobState.FAILED),
+    ],
+)
+def test_another_device_runs_the_job_behind_one_that_left_too_few_files(
+    order: str, left: JobState, box: Box, worker: WorkerProcess
+) -> None:
+    box.order(order)
+    assert box.wait(box.submit(box.spec(shards_of(2)))).state is left
+    (box.folder / "order").unlink()
+    device = worker.child_pid
+    record = box.wait(box.submit(box.spec(shards_of(2))))
+    assert (record.state, record.attempt, record.losses) == (JobState.DONE, 1, 0)
+    assert worker.child_pid != device
+
+
 def test_a_new_device_loads_only_the_model_that_a_job_needs(
     box: Box, worker: WorkerProcess
 ) -> None:

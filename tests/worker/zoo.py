@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -188,6 +189,18 @@ class Misbehaving(Affine):
         hold = Path(self.folder, "hold")
         while hold.exists() and hold.read_text() == str(number):
             time.sleep(0.02)
+
+    def _leave_files_open(self) -> None:
+        """Leave room for fewer than half of them, and for what this job itself opens."""
+        num_allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(num_allowed, 256), most))
+        while len(os.listdir("/dev/fd")) < 160:
+            os.open(os.devnull, os.O_RDONLY)
+
+    def _lower_the_limit_of_open_files(self) -> None:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
 
     def _dawdle(self) -> None:
         time.sleep(0.3)

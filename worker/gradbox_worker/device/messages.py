@@ -134,7 +134,7 @@ class RunStopped(Frame):
 
 
 class RunLost(Frame):
-    """The attempt is lost: what it ran on ended, and not the process that says so.
+    """The attempt is lost: what it ran on ended or is of no use, and not the process that says so.
 
     `fault` says what the job's own code may have brought about, see `work.Died`. `leaving`: the
     process ends after this, so that another one finds what has taken the place of what ended;

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import resource
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.importing import import_for_jobs
@@ -16,11 +18,14 @@ from gradbox_worker.device.messages import (
     DeviceReady,
     DeviceUnready,
     RunFailed,
+    RunLost,
     send,
 )
 from gradbox_worker.device.warm_device import WarmDevice
 from gradbox_worker.exceptions_to_problems import Caught, caught
 from gradbox_worker.work import Work
+
+log = logging.getLogger(__name__)
 
 
 class Orders(Protocol):
@@ -64,14 +69,34 @@ def serve(
         tell(DeviceUnready(problem=device.problem))
         return
     import_for_jobs()
+    has_run = False
     while True:
         work = orders.next_run(device.kept.idle_left_s())
         if work is None:
             device.kept.drop()
             continue
+        if has_run and _is_short_of_files():
+            log.warning("jobs left many files open: another process takes job %s", work.job_id)
+            tell(RunLost(reason="it was short of files", leaving=True, begun=False))
+            _leave()
+        has_run = True
         stop_requested = partial(orders.stop_requested, work.job_id, work.attempt)
         answer = device.run(work, stop_requested=stop_requested)
         tell(answer)
         if isinstance(answer, RunFailed) and answer.leaving:
-            logging.shutdown()
-            os._exit(0)  # with no tensor freed, see `Caught`
+            _leave()
+
+
+def _leave() -> NoReturn:
+    """End the process with no tensor freed, see `Caught`."""
+    logging.shutdown()
+    os._exit(0)
+
+
+def _is_short_of_files() -> bool:
+    """Tell whether half of the files are open that this process may have: models leave some."""
+    try:
+        num_open = len(os.listdir("/dev/fd"))
+    except OSError as error:
+        return error.errno == errno.EMFILE
+    return num_open > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
