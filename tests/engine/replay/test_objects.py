@@ -125,6 +125,24 @@ class _InTensorBehindItsBack(Reversing):
         return float(self.kept["calls"])
 
 
+class _InSizeOfTensor(Reversing):
+    def begin(self) -> Any:
+        return {"calls": torch.zeros(1)}
+
+    def strength(self) -> float:
+        self.kept["calls"].resize_(len(self.kept["calls"]) + 1)
+        return float(len(self.kept["calls"]))
+
+
+class _InFlagOfTensor(Reversing):
+    def begin(self) -> Any:
+        return torch.zeros(1)
+
+    def strength(self) -> float:
+        self.kept.requires_grad_(not self.kept.requires_grad)
+        return 1.0 + 2 * self.kept.requires_grad
+
+
 class _InLargeTensor(Reversing):
     """Too large for n snapshots."""
 
@@ -227,6 +245,8 @@ KEPT = [
     _InArray,
     _InTensor,
     _InTensorBehindItsBack,
+    _InSizeOfTensor,
+    _InFlagOfTensor,
     _InUnregisteredModule,
     _BehindBoundMethod,
     _InObjectMadeAnew,

@@ -220,18 +220,24 @@ class _Numbers:
 
     def __init__(self, path: str, tensor: Tensor) -> None:
         self.path, self.owner = path, tensor
-        self._values, self._version = tensor.detach().clone(), tensor._version
+        self._data, self._version = tensor.detach(), tensor._version
+        self._values, self._requires_grad = self._data.clone(), tensor.requires_grad
 
     def changed(self) -> bool:
         now, before = self.owner, self._values
-        return form(now) != form(before) or not equal_numbers(now, before)
+        if form(now) != form(before) or now.requires_grad != self._requires_grad:
+            return True
+        return not equal_numbers(now, before)
 
     @torch.no_grad()
     def restore(self) -> None:
         if self.owner.grad_fn is not None:
             self.owner.detach_()
+        if form(self.owner) != form(self._values):
+            self.owner.data = self._data
         if self.changed():
             self.owner.data.copy_(self._values)
+            self.owner.requires_grad_(self._requires_grad)
         torch._C._autograd._unsafe_set_version_counter((self.owner,), (self._version,))
 
     def new(self, registered: Mutable | None) -> list[Any] | None:
