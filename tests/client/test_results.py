@@ -93,6 +93,12 @@ def test_gradients_come_in_the_receipts_order_as_a_mapping(make: Make) -> None:
         result.outputs["z"]
 
 
+def test_gradients_of_inputs_come_in_the_order_of_the_shards(make: Make) -> None:
+    shards = {f"{group}/{i}/0": torch.tensor([float(i)]) for group in "ab" for i in range(12)}
+    found = make({}, input_grads=shards).input_grads
+    assert torch.equal(torch.cat([*found.values()]), torch.arange(12.0).repeat(2))
+
+
 def test_a_result_without_gradients_is_not_applied_in_silence(make: Make) -> None:
     model = nn.Linear(3, 2)
     result = make({}, outputs={"z": torch.ones(4, 2)})

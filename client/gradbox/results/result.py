@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from gradbox import html
 from gradbox.errors import InvalidJob, ProtocolError
+from gradbox.natural_order import natural
 from gradbox.printable import printable
 from gradbox.protocol import Receipt
 from gradbox.results.factor_metadata import FACTORS
@@ -42,12 +43,12 @@ class Tensors(Mapping[str, Any]):
     """
 
     def __init__(self, file: ResultFile, section: str, *, order: Sequence[str] = ()) -> None:
-        """Give those whose names begin with SECTION/, in `order` and then by name."""
+        """Give those whose names begin with SECTION/, in `order` and then by name, 2 before 10."""
         self._file = file
         self._section = section
         prefix, place = f"{section}/", {name: index for index, name in enumerate(order)}
         found = [name.removeprefix(prefix) for name in file.names if name.startswith(prefix)]
-        found.sort(key=lambda name: (place.get(name, len(place)), name))
+        found.sort(key=lambda name: (place.get(name, len(place)), natural(name)))
         self._names = dict.fromkeys(found)
 
     def __getitem__(self, name: str) -> Any:
@@ -81,7 +82,7 @@ class GradResult(RowReductions):
             gave several.
         cotangents: group → ∂L/∂Z, of the same shape, likewise.
         input_grads: `GROUP/SHARD/ARGUMENT` → ∂L/∂x, of the shard's argument's shape, if `wrt` or
-            `returns` asked for inputs.
+            `returns` asked for inputs; in the order of the shards.
         dfdz: the shards' ∂inner/∂z of a `MixedGradient`, one after the other as `outer` saw them,
             if `returns` asked for it; else None.
     """

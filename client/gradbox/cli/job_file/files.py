@@ -13,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from gradbox.errors import InvalidJob
+from gradbox.natural_order import natural
 from gradbox.tensors.tensor_bytes import is_torch_importable
 
 NPY: Final = ".npy"
@@ -81,7 +82,7 @@ class Files:
         if not GLOB.search(text):
             return [text]
         folder = self.folder if not Path(text).is_absolute() else Path("/")
-        paths = sorted(folder.glob(text.lstrip("/")), key=lambda path: _natural(str(path)))
+        paths = sorted(folder.glob(text.lstrip("/")), key=lambda path: natural(str(path)))
         if not paths:
             raise InvalidJob(f"{key}: expected files, found none that match {folder / text}")
         return [str(path) for path in paths]
@@ -128,8 +129,3 @@ class Files:
         if not path.is_file():
             raise InvalidJob(f"{key}: expected a file, found none at {path}")
         return path
-
-
-def _natural(text: str) -> list[tuple[int, str]]:
-    """Return what sorts shard2 before shard10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
