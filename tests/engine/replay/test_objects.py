@@ -315,7 +315,7 @@ def test_the_tangent_pass_of_a_mixed_gradient_finds_it(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_that_change_it_are_not_split(kind):
     shards = groups()
-    with pytest.raises(CoupledShards, match=r"attribute 'kept|numbers in objects"):
+    with pytest.raises(CoupledShards, match=r"attribute 'kept|numbers in attributes"):
         set_gradient_in_ranges(kind(), even(shards, 2), shards, Objective(loss), mode="train")
 
 

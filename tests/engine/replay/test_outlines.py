@@ -167,21 +167,45 @@ def test_a_replay_finds_what_the_first_pass_found_and_so_does_the_next_job(kind,
         assert difference(found.grads, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", KINDS)
+class _OnceCached(_ByLength):
+    """By a number that the first call finds in its shard."""
+
+    def begin(self) -> Any:
+        return None
+
+    def note(self, z: Tensor) -> Any:
+        if self.kept is None:
+            self.kept = z.detach().abs().mean()
+        return float(self.kept)
+
+
+class _OnceCachedInObject(_OnceCached):
+    def begin(self) -> Any:
+        return SimpleNamespace(size=None)
+
+    def note(self, z: Tensor) -> Any:
+        if self.kept.size is None:
+            self.kept.size = z.detach().abs().mean()
+        return float(self.kept.size)
+
+
+ONCE = [_OnceCached, _OnceCachedInObject]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *ONCE])
 def test_the_second_half_does_from_outputs_alone(kind):
     model = kind()
-    first = set_outputs(model, groups(), mode="train", retain=10**9)
+    first = set_outputs(model, groups(), mode="train", retain=0)
     z = first.outputs["z"]
     assert isinstance(z, Tensor)
     z = z.clone().requires_grad_()
     (cotangent,) = torch.autograd.grad(loss_of_some(z), z)
-    assert first.kept is None
     given = FirstOutputs({"z": {"": z.detach()}}, first.rows, first.stateful)
     found = gradient_at_cotangents(model, groups(), {"z": {"": cotangent}}, given, mode="train")
     assert difference(found.grads, naive_gradients(kind, loss_of_some)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *ONCE])
 def test_shards_that_change_it_are_not_split(kind):
     shards = groups()
     with pytest.raises(CoupledShards, match=r"attribute|objects"):
@@ -189,7 +213,7 @@ def test_shards_that_change_it_are_not_split(kind):
 
 
 @pytest.mark.parametrize("place", [("forward", 3), ("replay", 3)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *ONCE])
 def test_a_killed_job_goes_on_from_no_shard_after_the_first(kind, place):
     expected = set_gradient(kind(), groups(), Objective(loss), mode="train", retain=0)
     how: Any = {"mode": "train", "retain": 0, "checkpoints": Kept()}
@@ -200,20 +224,51 @@ def test_a_killed_job_goes_on_from_no_shard_after_the_first(kind, place):
     assert all(same_bits(found.grads[name], grad) for name, grad in expected.grads.items())
 
 
+@pytest.mark.parametrize("kind", ONCE)
+@pytest.mark.parametrize("of", [loss, loss_of_some])
+def test_what_the_first_shard_leaves_for_all_costs_no_graph(kind, of):
+    model = kind()
+    found = set_gradient(model, groups(), Objective(of), mode="train", retain=10**9)
+    assert found.replayed == 0
+    found = set_gradient(model, groups(), Objective(of), mode="train", retain=0)
+    assert difference(found.grads, naive_gradients(kind, of)) <= TOLERANCE
+
+
 class _Caching(_ByLength):
-    """Keeps the like of its latest output in each call, and a constant that the first one makes."""
+    """Keeps its latest output in each call, and an equal number in the place of another."""
 
     def begin(self) -> Any:
-        return SimpleNamespace(latest=None, mask=None)
+        self.mask = torch.ones(3, device=DEVICE)
+        return SimpleNamespace(latest=None)
 
     def note(self, z: Tensor) -> int:
+        first = self.kept.latest is None
         self.kept.latest = [z]
-        self.kept.mask = torch.ones(3, device=DEVICE)
-        self.latest, self.mask = z, torch.zeros(3, device=DEVICE)
-        return 2
+        self.latest, self.mask = z, torch.ones(3, device=DEVICE)
+        return 1 if first else 2
 
 
-def test_the_like_in_every_call_costs_no_graph():
+@pytest.mark.parametrize("place", [("forward", 3), ("replay", 1)])
+def test_a_killed_job_goes_on_with_the_like_of_what_was_cached(place):
+    class Cached(_Caching):
+        def begin(self) -> Any:
+            super().begin()
+            return None
+
+        def note(self, z: Tensor) -> int:
+            first, self.kept = self.kept is None, z
+            return 1 if first else 2
+
+    kept = Kept()
+    how: Any = {"mode": "train", "retain": 0, "checkpoints": kept}
+    with pytest.raises(Killed):
+        set_gradient(Cached(), groups(), Objective(loss_of_some), observer=KilledAt(*place), **how)
+    found = set_gradient(Cached(), groups(), Objective(loss_of_some), **how)
+    assert kept.num_written > 1
+    assert difference(found.grads, naive_gradients(Cached, loss_of_some)) <= TOLERANCE
+
+
+def test_the_like_in_every_call_costs_no_graph_and_no_device():
     found = set_gradient(_Caching(), groups(), Objective(loss), mode="train", retain=10**9)
     assert found.retained == 5
     assert difference(found.grads, naive_gradients(_Caching)) <= TOLERANCE

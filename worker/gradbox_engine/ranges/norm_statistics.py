@@ -94,8 +94,8 @@ def _refuse_beyond_buffers(buffers: Buffers, records: Sequence[ShardRecord]) -> 
             raise CoupledShards(f"attribute {name!r}: {expected}", name=name)
         if record.after.tables is not None:
             raise CoupledShards(f"hooks, submodules or their classes: {expected}")
-    if buffers.attributes_lost:
-        raise CoupledShards(f"numbers in objects beside tensors: {expected}")
+    if buffers.attributes_left_out:
+        raise CoupledShards(f"numbers in attributes beside tensors, or in new tensors: {expected}")
 
 
 def statistics_of(values: Live, module: str) -> NormStatistics:

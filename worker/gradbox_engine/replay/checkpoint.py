@@ -8,7 +8,8 @@ The cotangents are not in it, for they are a function of Z. Kept graphs are lost
 replayed, with the same bits on a CPU, so the result is that of an undisturbed job to the last bit.
 
 What a model keeps elsewhere than in Sᵢ, as in an object, is lost with the process. So one that
-goes on in the first pass begins with the last shard that was done: it has to give its z again.
+goes on in the first pass begins with the last shard that was done: it has to give its z again. And
+where shards left tensors in attributes, it begins with the first shard, which leaves the like.
 """
 
 from __future__ import annotations
@@ -104,13 +105,15 @@ class JobCheckpoint:
         """Return the state to begin with, and give the sums what they had.
 
         Raises:
-            ReplayMismatch: the last shard that was done does not repeat its z in this process.
+            ReplayMismatch: a shard that was done does not repeat its z in this process.
         """
         found = self._kept.read()
         if found is None:
             return Resumed([])
         found = found.to(self._ready.device)
         records = _unpacked_records(found, self._ready.buffers.first)
+        if None in (records[0].after.attributes or {}).values():
+            self._check_repeats(records[0])
         if "second" not in found:
             self._check_repeats(records[-1])
             return Resumed(records)
@@ -120,7 +123,7 @@ class JobCheckpoint:
     def _due(self, records: Sequence[ShardRecord]) -> bool:
         return (
             self._kept.due()
-            and not self._ready.buffers.attributes_lost
+            and not self._ready.buffers.attributes_left_out
             and all(
                 record.after.tables is None
                 and record.after.objects is None

@@ -139,7 +139,7 @@ def _answer(
         outputs={group.name: as_z(ordered(whole[group.name], group)) for group in groups},
         rows=rows,
         buffers=ready.buffers.named(after),
-        stateful=lost or any_changed_state(records),
+        stateful=ready.buffers.attributes_left_out or any_changed_state(records),
         seconds=clock.seconds,
         kept=kept if kept.num_kept else None,
         retained=kept.num_kept,

@@ -32,7 +32,13 @@ from gradbox_engine.model.state.containers import (
     refill,
     same_entries,
 )
-from gradbox_engine.model.state.outlines import Outline, outline, varied
+from gradbox_engine.model.state.outlines import (
+    Outline,
+    beyond_kinds,
+    outline,
+    same_outline,
+    varied,
+)
 from gradbox_engine.model.state.scripted import bind, scripted_attributes
 
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -57,6 +63,11 @@ class Attributes:
     def lost(self) -> bool:
         """Whether a `state` left out a number or a word, or what varied from shard to shard."""
         return any(module.lost for module in self._modules.values())
+
+    @property
+    def left_out(self) -> bool:
+        """Whether a `state` left out a number or a word, or numbers of a tensor."""
+        return self.lost or any(module.left_out for module in self._modules.values())
 
     def state(self) -> dict[str, ModuleAttributes | None]:
         """Return what the submodules hold after a shard that they were not registered with."""
@@ -105,11 +116,12 @@ class _Registered:
     """One submodule's attributes as they were when the job began.
 
     `lost` tells whether `attributes` has been None although plain ones had changed, or were gone;
-    `outlines` are of the others, by name, where it last was None.
+    `outlines` are of the others, by name, where it last was None; `left_out` tells whether more
+    than kinds in them was not as registered.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.lost = False
+        self.lost = self.left_out = False
         self.outlines: dict[str, Outline] = {}
         self._live = vars(module)
         self._first = self._live.copy()
@@ -151,16 +163,25 @@ class _Registered:
             if _is_plain(value):
                 found[name] = value.copy() if isinstance(value, CONTAINERS) else value
             else:
-                all_kept = False
-                found_outline = outline(value)
-                if found_outline is None:
+                all_kept, now = False, outline(value)
+                if now is None:
                     lost = True
                 else:
-                    self.outlines[name] = found_outline
+                    self.outlines[name] = now
         if all_kept:
             return found
         self.lost = self.lost or lost or bool(found)
+        self.left_out = self.left_out or any(map(self._has_numbers, self.outlines))
         return None
+
+    def _has_numbers(self, name: str) -> bool:
+        """Tell whether an attribute's outline has more than kinds, and that not as registered."""
+        now = beyond_kinds(self.outlines[name])
+        if not now:
+            return False
+        entries = {id(container): kept for container, kept in self._containers}
+        first = self._first.get(name)
+        return not same_outline(now, beyond_kinds(outline(entries.get(id(first), first)) or []))
 
     def differing(self, attributes: ModuleAttributes) -> list[str]:
         """Return the names of those whose value is not the registered one."""
@@ -199,6 +220,7 @@ class _Scripted:
     """The same of a scripted submodule, `lost` too; there are no outlines."""
 
     outlines: Final[Mapping[str, Outline]] = {}
+    left_out: Final = False
 
     def __init__(self, module: nn.Module) -> None:
         self.lost = False

@@ -62,8 +62,13 @@ class Buffers:
 
     @property
     def attributes_lost(self) -> bool:
-        """Whether some S after `first` lacks a number or a word that a shard changed."""
+        """Whether some S after `first` lacks a number or a word that a shard changed, or varies."""
         return self._attributes.lost or self._objects.lost
+
+    @property
+    def attributes_left_out(self) -> bool:
+        """Whether some S after `first` lacks that, or a tensor's numbers that all of them have."""
+        return self._attributes.left_out or self._objects.lost or self._objects.left_out
 
     def advance(self, previous: Snapshot) -> Snapshot:
         """Return the buffers after a shard, and make them ready for the next one.

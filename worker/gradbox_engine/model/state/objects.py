@@ -36,7 +36,7 @@ from gradbox_engine.model.state.mutables import (
     mutable,
     parts_of,
 )
-from gradbox_engine.model.state.outlines import Outline, outline, varied
+from gradbox_engine.model.state.outlines import Outline, beyond_kinds, outline, varied
 
 # Of most attributes: nothing is inside these.
 ATOMS: Final = frozenset({*VALUES, torch.Size, slice, type, type(len), FunctionType})
@@ -58,6 +58,8 @@ class Objects:
         self._outlines: dict[int, Outline] | None = None
         self.lost = False
         """Whether a `state` left out a number or a word, or what varied from shard to shard."""
+        self.left_out = False
+        """Whether one left out numbers of a tensor."""
 
     def state(self) -> ObjectState:
         """Return what is inside after a shard that was not when this was made."""
@@ -84,11 +86,12 @@ class Objects:
         ):
             return differing
         for key, parts in new.items():
-            found_outline = None if parts is None else outline(parts)
-            if found_outline is None:
+            of_new = None if parts is None else outline(parts)
+            if of_new is None:
                 self.lost = True
             elif key in self._first:
-                outlines[key] = found_outline
+                outlines[key] = of_new
+                self.left_out = self.left_out or bool(beyond_kinds(of_new))
         return dict.fromkeys(differing)
 
     def restore(self, state: ObjectState) -> None:

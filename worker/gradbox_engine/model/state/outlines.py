@@ -4,7 +4,9 @@ A tensor that a call caches may be large or hold a graph, so that n snapshots ca
 every shard leaves the like of it, a replay finds what the first pass found: a length, what is None,
 the numbers of an average. Where they vary, a replay has to go through all shards in order.
 
-What the first shard left is compared with nothing: what was there before it is always put back.
+What was there before the first shard is always put back, so a replay finds no tensor where the
+first pass found none yet. But numbers that the first shard left for all are missing where a later
+one begins as registered, on another device or in another job.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from gradbox_engine.model.state.mutables import MOST_KEPT_BYTES, is_array, parts
 from gradbox_engine.model.tensor_equality import equal_numbers, form, is_plain
 
 Outline = list[Any]
-"""The kinds of all parts; functions, classes and leaves that require grad themselves; of a small
-tensor without a graph its numbers."""
+"""The names of the kinds of all parts, None for what is None; functions, classes and leaves that
+require grad themselves; of a small tensor without a graph its numbers."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -48,7 +50,7 @@ def outline(whole: Any) -> Outline | None:
         elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):
             found.append(value)
         else:
-            found.append(type(value))
+            found.append(type(value).__name__)
             left += (part for _, part in parts_of(value))
     return found
 
@@ -57,18 +59,23 @@ def varied(before: Mapping[Key, Outline] | None, now: Mapping[Key, Outline]) -> 
     """Return of what the outlines differ between two shards; nothing if there was none before."""
     if before is None:
         return []
-    return [key for key in {**before, **now} if not _same(before.get(key), now.get(key))]
+    return [key for key in {**before, **now} if not same_outline(before.get(key), now.get(key))]
+
+
+def beyond_kinds(whole: Outline) -> Outline:
+    """Return an outline without its kinds."""
+    return [part for part in whole if not (part is None or isinstance(part, str))]
 
 
 def _of_tensor(tensor: Tensor) -> Any:
     if tensor.requires_grad and tensor.is_leaf:
         return tensor
     if tensor.requires_grad or not is_plain(tensor) or tensor.nbytes > MOST_KEPT_BYTES:
-        return type(tensor)
+        return type(tensor).__name__
     return tensor.detach().clone()
 
 
-def _same(a: Outline | None, b: Outline | None) -> bool:
+def same_outline(a: Outline | None, b: Outline | None) -> bool:
     if a is None or b is None:
         return a is b
     return len(a) == len(b) and all(map(_alike, a, b))
@@ -77,6 +84,8 @@ def _same(a: Outline | None, b: Outline | None) -> bool:
 def _alike(a: Any, b: Any) -> bool:
     if a is b:
         return True
+    if isinstance(a, str) and isinstance(b, str):
+        return a == b
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.requires_grad or b.requires_grad:
         return False
     return form(a) == form(b) and equal_numbers(a, b)
