@@ -15,9 +15,19 @@ from gradbox_service.backing import Backing
 from gradbox_service.jobs import QUEUE, SERIALIZER, JobRecord, Turn, WorkerPresence
 from gradbox_service.queue import dispatch
 from gradbox_service.queue.dispatch import Dispatcher
-from gradbox_service.settings import Settings
+from gradbox_service.settings import MIB, Settings
 from gradbox_worker.turns.rq_bookkeeping import QueueOfTurns
-from tests.service.boxes import a_record, a_spec, announce, begin, finish, submit
+from tests.service.boxes import (
+    SHARDS,
+    a_record,
+    a_spec,
+    announce,
+    begin,
+    finish,
+    spec_for,
+    submit,
+    upload,
+)
 from tests.service.conftest import Box, client_with, serve
 from tests.service.test_cleaning import cleaner_of, put_blob, put_result
 
@@ -145,6 +155,29 @@ def test_a_job_that_waits_gets_a_turn_that_a_worker_takes(
     assert taken is not None
     assert taken[0].args == ["waits"]
     assert begin(backing.records, "waits").attempt == 1
+
+
+def test_jobs_of_one_owner_leave_room_for_those_of_others(
+    box: Box, connection: redis.Redis
+) -> None:
+    connection.config_set("maxmemory", 32 * MIB)
+    blob = upload(box.client, SHARDS)
+    large = {"inputs": [{"shards": 5000 * [{"blob": blob, "prefix": "0/"}]}]}
+    clients = [box.client, box.client_of("bob"), box.client_of("eve")]
+    for client in clients:
+        upload(client, SHARDS)
+        while (answer := client.post("/v1/jobs", json=spec_for(blob, **large))).is_success:
+            pass
+        assert answer.json()["type"].endswith("queue-full"), answer.text
+        assert "your jobs that wait or run take" in answer.json()["detail"]
+        assert client.get("/readyz").json()["refuses"] == ""
+    memory = box.backing.records.memory()
+    assert memory.used_bytes < 0.8 * 32 * MIB
+    # Whoever has not many may post on, who has as much as is left once some have ended.
+    submit(box.client_of("ann2"))
+    for job_id in box.backing.records.active_ids():
+        box.client.delete(f"/v1/jobs/{job_id}")
+    submit(box.client)
 
 
 def test_users_cancel_and_delete_and_the_owner_pauses(box: Box, connection: redis.Redis) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import redis
 
-from gradbox.errors import IdempotencyConflict
-from gradbox.protocol import JobState, JobView, ProgressView, ResultView
+from gradbox.errors import IdempotencyConflict, JobFailed
+from gradbox.protocol import JobState, JobView, Problem, ProgressView, ResultView
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord, Place, Records, RedisRecords
 from gradbox_service.jobs.redis_changes import MAX_TOLD_BYTES
@@ -62,6 +62,30 @@ def test_a_key_is_free_again_once_its_job_is_forgotten(records: Records) -> None
     assert records.create(other, spec=a_spec(), idempotency_key="k") == other
     again = replace(other, id="three")
     assert records.create(again, spec=a_spec(), idempotency_key="k") == other
+
+
+def test_specs_are_counted_while_their_jobs_wait_or_run(records: Records) -> None:
+    for job_id in ("waits", "runs", "ends"):
+        records.create(a_record(job_id), spec=a_spec())
+    records.create(a_record("other", owner="bob"), spec=a_spec())
+    begin(records, "runs")
+    records.update("ends", partial(JobRecord.request_cancel, now_s=9.0))
+    assert records.spec_bytes("ann") == 2 * records.spec_bytes("bob") > 0
+    assert records.spec_bytes("nobody") == 0
+
+
+def test_a_spec_goes_with_the_end_of_a_job_that_nobody_goes_on_from(records: Records) -> None:
+    for job_id in ("done", "failed", "cancelled"):
+        records.create(a_record(job_id), spec=a_spec())
+        begin(records, job_id)
+    finish: Any = {"attempt": 1, "now_s": 9.0}
+    result = ResultView(size_bytes=1, sha256="0" * 64)
+    problem = Problem.of(JobFailed("no"))
+    records.update("done", partial(JobRecord.finish, result=result, **finish))
+    records.update("failed", partial(JobRecord.fail, error=problem, **finish))
+    records.update("cancelled", partial(JobRecord.cancelled, **finish))
+    assert records.spec("done") == a_spec()
+    assert records.spec("failed") is records.spec("cancelled") is None
 
 
 def test_redis_holds_nothing_of_a_forgotten_job_but_its_owner_and_use(

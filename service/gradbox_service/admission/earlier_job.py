@@ -25,10 +25,15 @@ def earlier_job(
         kind: what it is, as a noun: "forward job".
 
     Raises:
-        InvalidInputs: the owner has no job of that id.
+        InvalidInputs: the owner has no job of that id, or it is not done.
     """
-    record = box.records.get(job_id)
-    spec = box.records.spec(job_id) if record is not None and record.owner == owner else None
+    found = box.records.get(job_id)
+    record = found if found is not None and found.owner == owner else None
+    if record is not None and record.state is not JobState.DONE:
+        raise InvalidInputs(
+            f"{where}: expected job {record.id} to be done, it is {record.state.value}"
+        )
+    spec = None if record is None else box.records.spec(job_id)
     if record is None or spec is None:
         raise InvalidInputs(
             f"{where}: no job {job_id!r} of yours is on this box; post the {kind} first"
@@ -68,15 +73,11 @@ def check_against(spec: JobSpec, *, model: ModelView, owner: str, box: Backing) 
 
 
 def result_header(record: JobRecord, *, where: str, kind: str, box: Backing) -> SafetensorsHeader:
-    """Return the header of the job's result, which is kept longer for being used.
+    """Return the header of a done job's result, which is kept longer for being used.
 
     Raises:
-        InvalidInputs: the job is not done, or its result is not there.
+        InvalidInputs: its result is not there.
     """
-    if record.state is not JobState.DONE:
-        raise InvalidInputs(
-            f"{where}: expected job {record.id} to be done, it is {record.state.value}"
-        )
     box.results.touch(record.id, attempt=record.attempt)
     try:
         return read_header(box.results.path(record.id, attempt=record.attempt))

@@ -20,7 +20,7 @@ from gradbox_service.admission.earlier_job import check_against
 from gradbox_service.admission.forward_job import ForwardJob, forward_job
 from gradbox_service.admission.limits import check_limits, check_queue, check_values
 from gradbox_service.admission.sent_blobs import take_blobs
-from gradbox_service.admission.shares import check_memory, check_quota
+from gradbox_service.admission.shares import check_leaves_room, check_memory, check_quota
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
 from gradbox_service.ownership import OwnBlobs
@@ -52,7 +52,7 @@ def post(
         OwnerOnly: see `check_limits`.
         BlobRejected: see `take_blobs`.
         IdempotencyConflict: the key came before with another job.
-        QueueFull: as many of the caller's jobs wait as may.
+        QueueFull: as many of the caller's jobs wait as may, or they take too much of Redis.
         BoxDraining: the box takes no new jobs.
         StorageFull: the caller's quota is reached.
         ServiceUnavailable: no worker has said yet which models there are, or Redis is full.
@@ -109,7 +109,9 @@ def _admitted(
             f"this box is {operation}; it takes no new jobs, those that wait stay where "
             f"they are: submit again once it is back"
         )
-    check_memory(box.records.memory())
+    memory = box.records.memory()
+    check_memory(memory)
+    check_leaves_room(owner, memory=memory, records=box.records)
     check_quota(
         owner,
         more_bytes=0,

@@ -4,13 +4,14 @@ quota      an owner's blobs and results reach `owner_quota_bytes`           Quot
            what was sent exceeds it by itself, so waiting does not help     BlobTooLarge
 memory     Redis takes four fifths of what it may; the rest is for jobs     ServiceUnavailable
            that were accepted: their progress, their leases, their end
+           an owner's jobs take more of that than is left for all others    QueueFull
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from gradbox.errors import BlobTooLarge, ServiceUnavailable, StorageFull
+from gradbox.errors import BlobTooLarge, QueueFull, ServiceUnavailable, StorageFull
 from gradbox_service.jobs import Records
 from gradbox_service.jobs.records import Memory
 from gradbox_service.ownership import BlobOwners
@@ -73,6 +74,28 @@ def check_memory(memory: Memory) -> None:
         f"wait: jobs that ended make room within an hour, oldest first of whoever has most; or "
         f"have the box's owner raise --redis-memory-bytes"
     )
+
+
+def check_leaves_room(owner: str, *, memory: Memory, records: Records) -> None:
+    """Check that what an owner's jobs take of Redis is not more than they leave to new ones.
+
+    So one owner has at most half of it, the next half of the rest, and there is always a rest.
+
+    Raises:
+        QueueFull: it is more.
+    """
+    if memory.bound_bytes is None:
+        return
+    left_bytes = NEW_JOBS_SHARE * memory.bound_bytes - memory.used_bytes
+    if memory.used_bytes <= left_bytes:
+        return  # as then anybody's part of it is
+    own_bytes = records.spec_bytes(owner)
+    if own_bytes > left_bytes:
+        raise QueueFull(
+            f"your jobs that wait or run take {in_units(own_bytes)} of the box's Redis, and leave "
+            f"{in_units(max(0.0, left_bytes))} to new ones: wait until some have ended, or cancel "
+            f"some (`gradbox jobs cancel ID`); fewer and larger shards make a job smaller"
+        )
 
 
 def why_no_room(memory: Memory, room: Room) -> str:

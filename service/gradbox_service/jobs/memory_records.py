@@ -113,6 +113,10 @@ class MemoryRecords:
     def num_active(self, owner: str) -> int:
         return sum(record.owner == owner for record in self.active())
 
+    def spec_bytes(self, owner: str) -> int:
+        own = [record.id for record in self.active() if record.owner == owner]
+        return sum(len(spec.model_dump_json()) for spec in map(self.spec, own) if spec)
+
     def active(self) -> Sequence[JobRecord]:
         with self._changed:
             found = [record for record in self._records.values() if not record.state.final]
@@ -223,6 +227,8 @@ class MemoryRecords:
 
     def _write(self, before: JobRecord | None, after: JobRecord) -> None:
         self._records[after.id] = after
+        if before is not None and not after.spec_is_read:
+            self._specs.pop(after.id, None)
         if after.state is not JobState.QUEUED:
             self._places.pop(after.id, None)
         charge = charge_of(before, after, now_s=time.time())

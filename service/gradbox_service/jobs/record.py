@@ -181,6 +181,11 @@ class JobRecord:
         return replace(self, result_gone_s=now_s)
 
     @property
+    def spec_is_read(self) -> bool:
+        """Whether somebody may read the spec: the job's worker, or a job that goes on from it."""
+        return not self.state.final or self.state is JobState.DONE
+
+    @property
     def stage(self) -> tuple[int, int]:
         """What grows with every change of the state: see `JobState.stage`."""
         return self.state.stage(self.attempt)

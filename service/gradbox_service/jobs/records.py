@@ -94,7 +94,7 @@ class Records(Protocol):
         """Return the record, or None if there is no such job."""
 
     def spec(self, job_id: str) -> JobSpec | None:
-        """Return what was posted, or None if there is no such job."""
+        """Return what was posted; None if there is no such job, or it failed or was cancelled."""
 
     def many(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         """Return the records that there are of these jobs."""
@@ -120,6 +120,9 @@ class Records(Protocol):
 
     def num_active(self, owner: str) -> int:
         """Return how many of an owner's jobs are queued or running."""
+
+    def spec_bytes(self, owner: str) -> int:
+        """Return what the specs of an owner's queued and running jobs take."""
 
     def active(self) -> Sequence[JobRecord]:
         """Return every queued and running job, oldest first."""

@@ -71,6 +71,8 @@ def _index(pipe: Pipeline, before: JobRecord | None, after: JobRecord) -> None:
     if after.state.final:
         pipe.zrem(ACTIVE, after.id)
         pipe.zadd(ENDED, {after.id: after.finished_s or after.created_s})
+        if before is not None and not after.spec_is_read:
+            pipe.delete(spec_key(after.id))
     elif before is None:
         pipe.zadd(ACTIVE, {after.id: after.created_s})
     if after.state is not JobState.QUEUED and (before is None or before.state is JobState.QUEUED):

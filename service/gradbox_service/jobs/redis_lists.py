@@ -14,7 +14,7 @@ from gradbox.protocol import JobState
 from gradbox_service.jobs import redis_changes as changes
 from gradbox_service.jobs.record import JobRecord
 from gradbox_service.jobs.records import Mark
-from gradbox_service.jobs.redis_changes import owner_key
+from gradbox_service.jobs.redis_changes import owner_key, spec_key
 
 PAGE = 200
 NEWEST_FIRST: Any = {"end": "-inf", "desc": True, "byscore": True, "withscores": True, "num": PAGE}
@@ -72,3 +72,10 @@ class RedisLists(ABC):
 
     def num_active(self, owner: str) -> int:
         return self._redis.zcard(changes.index_key(owner, JobState.QUEUED))
+
+    def spec_bytes(self, owner: str) -> int:
+        key = changes.index_key(owner, JobState.QUEUED)
+        with self._redis.pipeline(transaction=False) as pipe:
+            for job_id in cast("list[bytes]", self._redis.zrange(key, 0, -1)):
+                pipe.strlen(spec_key(job_id.decode()))
+            return sum(pipe.execute())
