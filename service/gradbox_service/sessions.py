@@ -16,6 +16,8 @@ import redis
 from gradbox_service.tokens import TokenInfo, Tokens, digest_of
 
 LIFETIME_S: Final = 7 * 24 * 3600
+# Of one token; the oldest ends where one more begins, for each takes memory of Redis.
+MAX_SESSIONS: Final = 100
 
 
 class Sessions(Protocol):
@@ -32,7 +34,10 @@ class Sessions(Protocol):
 
 
 class RedisSessions:
-    """Implements `Sessions` with a key each: the hash of a secret → the hash of its token."""
+    """Implements `Sessions` with a key each: the hash of a secret → the hash of its token.
+
+    Beside them each token has a zset of its sessions' keys by when they began.
+    """
 
     def __init__(self, connection: redis.Redis, *, tokens: Tokens) -> None:
         self._redis = connection
@@ -41,8 +46,17 @@ class RedisSessions:
     def begin(self, token: str) -> str | None:
         if self._tokens.find(token) is None:
             return None
-        secret = secrets.token_urlsafe(32)
-        self._redis.set(_key(secret), digest_of(token), ex=LIFETIME_S)
+        secret, digest = secrets.token_urlsafe(32), digest_of(token)
+        own = f"gradbox:sessions:{digest}"
+        with self._redis.pipeline() as pipe:
+            pipe.set(_key(secret), digest, ex=LIFETIME_S)
+            pipe.zadd(own, {_key(secret): time.time()})
+            pipe.expire(own, LIFETIME_S)
+            pipe.zrange(own, 0, -MAX_SESSIONS - 1)
+            oldest = cast("list[bytes]", pipe.execute()[-1])
+        if oldest:
+            self._redis.delete(*oldest)
+            self._redis.zrem(own, *oldest)
         return secret
 
     def find(self, secret: str) -> TokenInfo | None:
@@ -64,9 +78,12 @@ class MemorySessions:
     def begin(self, token: str) -> str | None:
         if self._tokens.find(token) is None:
             return None
-        secret = secrets.token_urlsafe(32)
+        secret, digest = secrets.token_urlsafe(32), digest_of(token)
         with self._lock:
-            self._sessions[_key(secret)] = (digest_of(token), time.monotonic() + LIFETIME_S)
+            own = [key for key, (other, _) in self._sessions.items() if other == digest]
+            for key in own[: max(0, len(own) + 1 - MAX_SESSIONS)]:
+                del self._sessions[key]
+            self._sessions[_key(secret)] = (digest, time.monotonic() + LIFETIME_S)
         return secret
 
     def find(self, secret: str) -> TokenInfo | None:

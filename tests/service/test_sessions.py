@@ -6,6 +6,7 @@ import httpx
 import pytest
 import redis
 
+from gradbox_service import sessions
 from gradbox_service.backing import Backing
 from gradbox_service.sessions import RedisSessions
 from gradbox_service.tokens import RedisTokens
@@ -43,6 +44,19 @@ def test_a_session_ends_with_its_token(backing: Backing) -> None:
     assert secret is not None
     backing.tokens.revoke("ann")
     assert backing.sessions.find(secret) is None
+
+
+def test_the_oldest_of_many_sessions_of_a_token_ends(
+    backing: Backing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 5)
+    token, other = (
+        backing.tokens.create("ann"),
+        backing.sessions.begin(backing.tokens.create("bob")),
+    )
+    begun = [backing.sessions.begin(token) for _ in range(7)]
+    found = [backing.sessions.find(str(secret)) is not None for secret in (other, *begun)]
+    assert found == [True, False, False, True, True, True, True, True]
 
 
 def test_no_session_begins_with_an_unknown_token(backing: Backing) -> None:
