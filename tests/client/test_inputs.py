@@ -68,6 +68,7 @@ def test_inputs_are_read_in_every_form(inputs: Any, expected: dict[str, list[lis
         (None, "list of shards"),
         ([{}], "at least one argument"),
         ([3], "shard 0 of group 'z'.*int"),
+        ([{"x": X, "output_attentions": True}], "'output_attentions'.*where it is registered"),
         ([{"x": X}, {"y": X}], r"shard 1 .*\['y'\], expected \['x'\] like shard 0"),
         ([{"x": [1, 2]}], "argument 'x'.*return_tensors"),
         ([{"a b": X}], "names of the model's arguments"),

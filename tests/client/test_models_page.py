@@ -84,6 +84,11 @@ def test_a_folder_of_transformers(folder: Path) -> None:
     assert type(build_model(entry("minilm", folder))).__name__ == "BertModel"
 
 
+def test_hidden_states_of_a_folder(folder: Path) -> None:
+    output = build_model(entry("layers", folder))(torch.tensor([[101, 2023, 102]]))
+    assert [tuple(states.shape) for states in output.hidden_states] == [(1, 3, 384)] * 7
+
+
 def test_a_name_of_the_hub_in_the_cache(folder: Path, hub_cache: Path) -> None:
     model = build_model(entry("hub", folder))
     assert type(model).__name__ == "BertForMaskedLM"

@@ -107,9 +107,14 @@ def tensor_bytes(value: object, *, where: str) -> TensorBytes:
         array = np.asarray(value)
         return _described(array, dtype=array.dtype.name, shape=array.shape, where=where)
     if not _is_torch(value):
+        advice = "convert it with torch.as_tensor, or ask the tokenizer for return_tensors='pt'"
+        if isinstance(value, bool):
+            advice = (
+                "options of a model are set where it is registered, as in models.toml's "
+                "kwargs = {output_hidden_states = true}"
+            )
         raise InvalidInputs(
-            f"{where}: expected a torch tensor or a NumPy array, got {_kind(value)}; "
-            f"convert it with torch.as_tensor, or ask the tokenizer for return_tensors='pt'"
+            f"{where}: expected a torch tensor or a NumPy array, got {_kind(value)}; {advice}"
         )
     tensor: torch.Tensor = value  # type: ignore[assignment]  # `_is_torch` said so
     _refuse_transformed(tensor, where)

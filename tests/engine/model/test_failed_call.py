@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine import Group, ModelCallFailed, Objective, set_gradient
+from gradbox_engine import BadOutput, Group, ModelCallFailed, Objective, set_gradient
 
 
 class Language(nn.Module):
@@ -154,6 +154,42 @@ def test_a_loss_that_raises_is_described() -> None:
     assert "arguments: z float32 (4, 2), target float32 (3,)" in message
     assert "line: test_failed_call.py" in message
     assert "hint: sizes 2 and 3 cannot be combined" in message
+
+
+def test_targets_of_other_samples_than_z_has_are_told_of() -> None:
+    def loss(z: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(z, target)
+
+    target = torch.ones(6, dtype=torch.int64)
+    message = failure(nn.Linear(3, 2), {"0": torch.ones(4, 3)}, loss, target=target)
+    assert "hint: z has 4 rows and the target 6; it needs one for each sample" in message
+
+
+def test_an_output_of_several_tensors_that_is_indexed_like_one_is_told_of() -> None:
+    shard, (first, second) = {"0": torch.ones(4, 3)}, (nn.Linear(3, 2), nn.Linear(3, 2))
+
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return first(x), second(x)
+
+    def readout(output: Any, inputs: dict[str, Tensor]) -> Tensor:
+        z: Tensor = output[:, 0]
+        return z
+
+    with pytest.raises(ModelCallFailed, match=r"hint: .*: choose one by output="):
+        set_gradient(Two(), [Group("z", [shard])], Objective(torch.sum), readout=readout)
+
+
+def test_hidden_states_that_a_model_does_not_return_are_told_how_to_ask_for() -> None:
+    def readout(output: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        raise KeyError("no field 'hidden_states'; the value has last_hidden_state")
+
+    shard, model = {"0": torch.ones(4, 3)}, nn.Linear(3, 2)
+    asked = r"kwargs = \{output_hidden_states = true\}"
+    with pytest.raises(ModelCallFailed, match=f"hint: .*{asked}"):
+        set_gradient(model, [Group("z", [shard])], Objective(torch.sum), readout=readout)
+    with pytest.raises(BadOutput, match=f"'hidden_states' in what the model returned.*{asked}"):
+        set_gradient(model, [Group("z", [shard])], Objective(torch.sum), output="hidden_states")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32])

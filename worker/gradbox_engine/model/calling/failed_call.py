@@ -247,6 +247,21 @@ _HINTS: Final[tuple[tuple[str, str | Callable[[FailedCall], str]], ...]] = (
         "the channels, or is it another model's input?",
     ),
     (
+        r"no field '(?P<field>hidden_states|attentions)'",
+        "a transformers model returns {field} where its block of models.toml has "
+        "kwargs = {{output_{field} = true}}",
+    ),
+    (
+        r"tuple indices must be integers or slices, not tuple",
+        "an output of several tensors is indexed as if it were one: choose one by output=, or by "
+        "its name or number first",
+    ),
+    (
+        r"input batch_size \((?P<z>\d+)\) to match target batch_size \((?P<target>\d+)\)",
+        "z has {z} rows and the target {target}; it needs one for each sample of all shards. For "
+        "rows it is then cut with the shards; `inner` gets one shard's output and the whole of y",
+    ),
+    (
         r"size of tensor a \((?P<left>\d+)\) must match .* b \((?P<right>\d+)\)",
         "sizes {left} and {right} cannot be combined entry by entry: they must be equal, or one of "
         "them 1",

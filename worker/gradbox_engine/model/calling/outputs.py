@@ -36,8 +36,15 @@ def choose(output: Any, choice: str | int | None) -> Any:
         try:
             found = _step(found, step)
         except (KeyError, IndexError, AttributeError, TypeError):
+            switched_on = ""
+            if choice in ("hidden_states", "attentions"):
+                switched_on = (
+                    f"; a transformers model returns {choice} where its block of models.toml has "
+                    f"kwargs = {{output_{choice} = true}}"
+                )
             raise BadOutput(
                 f"output: expected {choice!r} in what the model returned, got {describe(output)}"
+                f"{switched_on}"
             ) from None
     return found
 
