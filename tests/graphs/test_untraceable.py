@@ -253,6 +253,11 @@ def random_generator_of_numpy(z: Tensor) -> Tensor:
     return z.sum() * np.random.default_rng(0).normal()  # here
 
 
+def random_generator_of_torch(z: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (z @ torch.randn(4, 8, generator=generator)).sum()  # here
+
+
 @torch.enable_grad()
 def random_in_a_decorated_function(z: Tensor) -> Tensor:
     return z.sum() * uniform(0, 1)  # here
@@ -287,14 +292,16 @@ FUNCTIONS = [
     (random_in_place, "loss_inputs"),
     (dropout, "loss_inputs"),
     (differentiated, "formula"),
+    (differentiated, "client.model(...)"),
     (backward, "formula"),
     (data, "copy_"),
-    (uninitialised, "torch.zeros"),
+    (uninitialised, "zeros_like"),
     (outer_parameter, "nn.Module"),
     (outer_graph, "loss_inputs"),
     (outer_module, "submodule"),
     (autocast, ".float()"),
     (custom_function, ".detach()"),
+    (custom_function, "client.model(...)"),
     (unrolled, "batched"),
     (type_test, "outside the function"),
     (type_test_of_torch, "outside the function"),
@@ -308,6 +315,7 @@ FUNCTIONS = [
     (scripted, "torch.jit made"),
     (random_of_its_own, "loss_inputs"),
     (random_generator_of_numpy, "loss_inputs"),
+    (random_generator_of_torch, "loss_inputs"),
     (random_in_a_decorated_function, "loss_inputs"),
     (a_bug, "undefined_name"),
 ]

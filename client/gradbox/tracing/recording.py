@@ -108,6 +108,8 @@ class Recording(GraphAppendingTracer):
             return self.create_arg(_number(a))
         if isinstance(a, range):
             return list(a)
+        if isinstance(a, torch.Generator):
+            raise self.refusal("a torch.Generator draws random numbers", instead_of("randn"))
         return super().create_arg(dtype_meant(a))
 
     def refusal(self, what: str, instead: str) -> UntraceableLoss:

@@ -44,7 +44,14 @@ _RANDOM = (
     "a loss must be a function of its arguments: draw the numbers outside and pass them in "
     "loss_inputs"
 )
-_GRADIENT = "a loss is differentiated by the box; write the formula of the derivative instead"
+_GRADIENT = (
+    "a loss is differentiated by the box; write the formula of the derivative instead, "
+    f"{ON_YOUR_SIDE}"
+)
+CUSTOM: Final = (
+    "write the formula so that autograd differentiates it, with .detach() where the gradient must "
+    f"not flow; {ON_YOUR_SIDE}"
+)
 HOOKED: Final = "the box would not call it: write what it does to the gradient with .detach()"
 KEPT: Final = (
     "the function reads what an earlier trace of it left in a variable, a list or an attribute",
@@ -60,7 +67,9 @@ TRANSFORMED: Final = (
 )
 _DETACH = "use .detach()"
 _DTYPE = "use .to(torch.float32) or another dtype"
-_FILLED = "memory without values has somebody else's in it; use torch.zeros or new_zeros"
+_FILLED = (
+    "memory without values has somebody else's in it; use torch.zeros, zeros_like or new_zeros"
+)
 _UNCHECKED = (
     "torch does not check the values that it is given, and it would read the box's memory; compute "
     "this part on your side, on the outputs of client.model(...): docs/remote_autograd.md"

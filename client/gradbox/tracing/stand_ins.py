@@ -19,7 +19,7 @@ from torch.fx import Proxy
 
 from gradbox.graphs import allow_list
 from gradbox.tracing.current import TRACED
-from gradbox.tracing.refusals import COMPILED, instead_of
+from gradbox.tracing.refusals import COMPILED, CUSTOM, instead_of
 from gradbox.tracing.source_location import untraceable
 from gradbox.tracing.symbols import length_of
 from gradbox.tracing.type_tests import type_test
@@ -154,8 +154,7 @@ def _refuse_custom(apply: Any) -> Callable[..., Any]:
         if any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
             raise untraceable(
                 f"the custom autograd function {cls.__name__} would lose its backward",
-                "write the formula so that autograd differentiates it, with .detach() where the "
-                "gradient must not flow",
+                CUSTOM,
             )
         return apply.__get__(None, cls)(*args, **kwargs)
 
