@@ -72,6 +72,17 @@ def test_rows_by_parameters_that_z_does_not_depend_on_are_zeros(reduce: Any) -> 
     assert not any(array.any() for array in found.arrays.values())
 
 
+def test_a_parameter_without_entries_has_rows_without_entries() -> None:
+    model = Written(
+        lambda m, x: m.a(torch.cat([m.tokens.expand(len(x), -1, -1), x[:, None]], 1)).sum(1),
+        a=nn.Linear(5, 3),
+        tokens=nn.Parameter(torch.empty(1, 0, 5)),  # a model's number of register tokens may be 0
+    ).double()
+    found = jacobian(model, [_x()])
+    assert found.arrays["tokens"].shape == (6, 3, 1, 0, 5)
+    assert _apart(model, _x()) <= naive.TOLERANCE
+
+
 def test_a_complex_parameter_is_refused_by_name() -> None:
     model = Written(
         lambda m, x: torch.fft.irfft(torch.fft.rfft(m.a(x)) * m.w, n=5),

@@ -215,8 +215,9 @@ class ExpandStep(Step):
             lead = axis.lead(g, 1)
             first = axis.dim + 2
             mine = lead.flatten(first, first + 1) if axis.merged else lead.unsqueeze(first)
-            # Along every dim the output is q's entries, over and over.
-            split = [n for m, s in zip(mine.shape[2:], sizes, strict=True) for n in (m // s, s)]
+            # Along every dim the output is q's entries, over and over; q may have none.
+            pairs = zip(mine.shape[2:], sizes, strict=True)
+            split = [n for m, s in pairs for n in (m // max(s, 1), s)]
             copies = [2 * dim + 2 for dim, times in enumerate(split[::2]) if times > 1]
             array = mine.reshape(*mine.shape[:2], *split)
             array = array.sum(copies) if copies else array
