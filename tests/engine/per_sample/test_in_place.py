@@ -50,6 +50,36 @@ def test_a_change_in_place_behind_a_linear_layer_keeps_its_rows(
     assert not result.loops
 
 
+def _table(m: nn.Module, x: Tensor) -> Tensor:
+    made = m.a(m.places)  # type: ignore[operator]
+    made /= 2
+    made = F.relu(made, inplace=True)
+    return m.b(x.tanh()).tanh() * made.mean((0, 1))  # type: ignore[operator,no-any-return]
+
+
+def _used_before(m: nn.Module, x: Tensor) -> Tensor:
+    made = m.a(m.places)  # type: ignore[operator]
+    before = x @ made[0]
+    made[:, 1:] = made[:, :1] * 2
+    made *= 3
+    return m.b(x) * made[0, 1] + before  # type: ignore[operator,no-any-return]
+
+
+@pytest.mark.parametrize("forward", [_table, _used_before])
+def test_a_change_in_place_of_what_is_made_of_parameters_alone_costs_no_loop(
+    forward: Callable[..., Tensor],
+) -> None:
+    torch.manual_seed(1)
+    model = Written(forward, a=nn.Linear(2, 4), b=nn.Linear(4, 4)).double()
+    model.register_buffer("places", torch.randn(3, 4, 2, dtype=torch.float64))
+    inputs = {"0": torch.randn(6, 4, dtype=torch.float64)}
+    expected = naive.flat(naive.jacobian(model, inputs))
+    for _ in range(2):  # with a new plan, and with one that is kept
+        found = jacobian(model, [inputs], unchecked=["self"])
+        assert naive.difference(naive.flat(found.arrays), expected) <= naive.TOLERANCE
+        assert not found.loops
+
+
 def test_a_bias_needs_no_input_that_is_changed_in_place_later() -> None:
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         h = x * 2

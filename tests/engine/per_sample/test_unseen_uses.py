@@ -77,6 +77,14 @@ class _AKeptView(_Model):
         self.turned = self.weight.T
 
 
+class _WrittenByAView(_Model):
+    def unseen(self, x: Tensor) -> Tensor:
+        corners = torch.eye(4, dtype=x.dtype, device=x.device).view(2, 2, 4)
+        made = torch.nn.functional.linear(corners, self.weight, self.weight[0])
+        made.view(4, 4).sin_()
+        return (x.tanh() @ made.flatten(0, 1)).tanh()
+
+
 UNSEEN = [
     _ByAutograd,
     _ByTransform,
@@ -85,6 +93,7 @@ UNSEEN = [
     _Scripted,
     _Hidden,
     _AKeptView,
+    _WrittenByAView,
 ]
 
 

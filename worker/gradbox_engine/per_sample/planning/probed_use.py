@@ -24,7 +24,7 @@ from gradbox_engine.per_sample.recording.steps import (
     Step,
     VmapStep,
 )
-from gradbox_engine.per_sample.recording.use_log import Use, same_calls
+from gradbox_engine.per_sample.recording.use_log import Use, edges_of, same_calls
 from gradbox_engine.per_sample.rules import RULES
 from gradbox_engine.per_sample.rules.rule import Layer, Rule
 
@@ -86,7 +86,7 @@ class ProbedUse:
             return Step(function, self.number, LOOP)  # `torch.cat([q] * B)`: a tensor a sample
         if self._of_parameters_alone():
             shapes = tuple(x.shape for x in (*self.first.inputs, *self.first.outputs))
-            return DerivedStep(function, self.number, "derived", shapes)
+            return DerivedStep(function, self.number, "derived", shapes, self._written_later())
         if function is Tensor.__setitem__:
             return Step(function, self.number, LOOP)
         for choose in (
@@ -104,6 +104,12 @@ class ProbedUse:
             for key, x in zip(self.first.keys, self.first.inputs, strict=True)
         )
         return not activations and not any(dim is not None for dim in self._changes())
+
+    def _written_later(self) -> bool:
+        """Return whether a later call wrote to an output, or to a view of it."""
+        made = self.first.leaves  # none inside a `torch.func` transform, whose tensors are gone
+        with torch.enable_grad():
+            return bool(made) and edges_of(self.first.outputs) != made
 
     def _changes(self) -> list[int | None]:
         pairs = zip(

@@ -7,7 +7,8 @@ beside the rounding of 16 bits, no comparison of numbers tells.
 
 From what a function returned, every path to a parameter has to pass what entered the function, or
 what another one returned. A path that does not is an unseen use. Tensors made of parameters alone
-count as parameters here: a path may pass them where they entered.
+count as parameters here: a path may pass them where they entered, but not where a write to a view
+of one had given it another edge, behind which the write is.
 
 Not seen: a custom Function that reads parameters which are not its arguments, and makes their
 gradients by a `backward` of its own; `gradients.asked_for` is about these.
@@ -41,14 +42,24 @@ def unseen_uses(
     seen = frozenset().union(*returned)
     found = _behind(set(ends) - seen, names, lambda edge: edge in seen)
     for use in uses:
-        closed = partial(_ends_at, use, seen)
-        found |= _behind(use.leaves - use.enters, names, closed)
+        enters = _entered(use, uses, derived)
+        closed = partial(_ends_at, use, enters, seen)
+        found |= _behind(use.leaves - enters, names, closed)
     return found
 
 
-def _ends_at(use: Use, seen: Collection[Edge], edge: Edge) -> bool:
+def _entered(use: Use, uses: Sequence[Use], derived: Collection[int]) -> frozenset[Edge]:
+    """Return the edges by which tracked tensors entered a function, as they were made."""
+    moved = (
+        isinstance(key, tuple) and key[0] in derived and not edges & uses[key[0]].leaves
+        for key, edges in zip(use.keys, use.enters, strict=True)
+    )
+    return frozenset().union(*(e for e, m in zip(use.enters, moved, strict=True) if not m))
+
+
+def _ends_at(use: Use, enters: Collection[Edge], seen: Collection[Edge], edge: Edge) -> bool:
     """Return whether a path from what a function returned has left the function at this edge."""
-    return edge in use.enters or (edge in seen and edge not in use.within)
+    return edge in enters or (edge in seen and edge not in use.within)
 
 
 def _behind(

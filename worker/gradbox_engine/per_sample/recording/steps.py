@@ -61,6 +61,7 @@ class DerivedStep(Step):
     """The output, or what an assignment writes to, is tracked as a parameter."""
 
     shapes: tuple[torch.Size, ...]  # of the input and output tensors in the probe runs
+    written_later: bool  # which moves a tensor and its views on in the graph
 
     def run(self, recorder: StepRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.function(*args, **kwargs)
@@ -73,9 +74,9 @@ class DerivedStep(Step):
             if isinstance(part, Tensor) and part.requires_grad:
                 key = (self.number, position)
                 recorder.track(part, key)
-                # A later write moves a tensor and its views on in the graph; this one stays.
-                derived = part if made is out else torch.ops.aten._unsafe_view(part, part.shape)
-                recorder.derived[key] = derived
+                recorder.derived[key] = (
+                    torch.ops.aten._unsafe_view(part, part.shape) if self.written_later else part
+                )
         return out
 
 

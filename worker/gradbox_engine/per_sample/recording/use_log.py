@@ -39,7 +39,7 @@ class Use:
     outputs: list[Tensor]
     checkpointed: bool
     module: str
-    enters: frozenset[Edge]  # of tracked inputs, before the call
+    enters: tuple[frozenset[Edge], ...]  # of each of `inputs`, before the call; none if not tracked
     leaves: frozenset[Edge]  # of the outputs
     within: frozenset[Edge]  # of what outputs are views of, which a later write to them goes to
 
@@ -105,7 +105,9 @@ class UseLog(FunctionCalls):
     def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = tensors_of((args, kwargs))
         keys = tuple(self.tracked.get(id(tensor)) for tensor in inputs)
-        enters = edges_of(x for x, key in zip(inputs, keys, strict=True) if key is not None)
+        entering = [() if key is None else (x,) for x, key in zip(inputs, keys, strict=True)]
+        enters = [edges_of(x) for x in entering]
+        bases = [edges_of(self._hidden_bases(x)) for x in entering]
         out = func(*args, **kwargs)
         selected = selection(func, args, kwargs, self._is_range)
         if selected is not None and selected[1]:
@@ -114,7 +116,8 @@ class UseLog(FunctionCalls):
         if not requires_grad(written) or not torch.is_grad_enabled():  # `to` may return its input
             return out
         number, outputs = len(self.uses), tensors_of(written)
-        bases = (x._base for x in outputs if x._base is not None)
+        if any(x is one for x in outputs for one in inputs):  # to a view: it goes to what it is of
+            enters = [own | base for own, base in zip(enters, bases, strict=True)]
         self.uses.append(
             Use(
                 function=func,
@@ -125,15 +128,20 @@ class UseLog(FunctionCalls):
                 outputs=outputs,
                 checkpointed=inside_checkpoint(),
                 module=self._modules[-1],
-                enters=enters,
+                enters=tuple(enters),
                 leaves=edges_of(outputs),
-                within=edges_of(base for base in bases if id(base) not in self.tracked),
+                within=edges_of(self._hidden_bases(outputs)),
             )
         )
         for position, tensor in enumerate(outputs):
             if tensor.requires_grad:
                 self.track(tensor, (number, position))
         return out
+
+    def _hidden_bases(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Return what the tensors are views of and no call returned, as within `F.linear`."""
+        bases = (x._base for x in tensors)
+        return [base for base in bases if base is not None and id(base) not in self.tracked]
 
 
 def edges_of(tensors: Iterable[Tensor]) -> frozenset[Edge]:
