@@ -19,11 +19,11 @@ HEAD_LIMIT_BYTES = 64 * KIB
 
 def ask(service: Service, *parts: bytes) -> bytes:
     """Send these bytes on a connection of their own, and return what comes back."""
-    with service.connect() as connection, suppress(ConnectionError):
-        for part in parts:
-            connection.sendall(part)
+    with service.connect() as connection:
+        with suppress(ConnectionError):  # a service that has answered need not read on
+            for part in parts:
+                connection.sendall(part)
         return answer_of(connection)
-    return b""
 
 
 def is_closed(connection: socket.socket) -> bool:
