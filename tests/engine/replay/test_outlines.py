@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradbox_engine import (
     CoupledShards,
     FirstOutputs,
+    Group,
     Objective,
     gradient_at_cotangents,
     set_gradient,
@@ -212,6 +213,13 @@ def test_shards_that_change_it_are_not_split(kind):
         set_gradient_in_ranges(kind(), even(shards, 2), shards, Objective(loss), mode="train")
 
 
+@pytest.mark.parametrize("kind", [_ByLength, _OfDeque, _OfDict, _OfListInObject, *ONCE])
+def test_nor_are_single_shards(kind):
+    shards = [Group("z", groups()[0].shards[:2])]
+    with pytest.raises(CoupledShards, match=r"attribute|objects"):
+        set_gradient_in_ranges(kind(), even(shards, 2), shards, Objective(loss), mode="train")
+
+
 @pytest.mark.parametrize("place", [("forward", 3), ("replay", 3)])
 @pytest.mark.parametrize("kind", [*KINDS, *ONCE])
 def test_a_killed_job_goes_on_from_no_shard_after_the_first(kind, place):
@@ -243,7 +251,7 @@ class _Caching(_ByLength):
 
     def note(self, z: Tensor) -> int:
         first = self.kept.latest is None
-        self.kept.latest = [z]
+        self.kept.latest = (z, None)
         self.latest, self.mask = z, torch.ones(3, device=DEVICE)
         return 1 if first else 2
 

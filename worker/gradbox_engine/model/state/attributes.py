@@ -43,6 +43,8 @@ from gradbox_engine.model.state.scripted import bind, scripted_attributes
 
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
+ABSENT: Final = object()
+
 ModuleAttributes = dict[str, Any]
 State = Mapping[str, ModuleAttributes | None]
 """By submodule, the attributes that differ in it or were there; None where they cannot be kept.
@@ -66,7 +68,7 @@ class Attributes:
 
     @property
     def left_out(self) -> bool:
-        """Whether a `state` left out a number or a word, or numbers of a tensor."""
+        """Whether a `state` left out a number or a word, numbers of a tensor, or a length."""
         return self.lost or any(module.left_out for module in self._modules.values())
 
     def state(self) -> dict[str, ModuleAttributes | None]:
@@ -117,7 +119,7 @@ class _Registered:
 
     `lost` tells whether `attributes` has been None although plain ones had changed, or were gone;
     `outlines` are of the others, by name, where it last was None; `left_out` tells whether more
-    than kinds in them was not as registered.
+    than bare kinds in them was not as registered.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -134,6 +136,7 @@ class _Registered:
             for value in map(self._live.get, own)
             if isinstance(value, CONTAINERS)
         ]
+        self._entries = {id(container): kept for container, kept in self._containers}
 
     def changed(self) -> bool:
         try:
@@ -149,14 +152,13 @@ class _Registered:
     def attributes(self) -> ModuleAttributes | None:
         """Return what differs; None if not all of it is plain. A name that is gone is named too."""
         own = {n: v for n, v in self._live.items() if n not in OF_TORCH}
-        entries = {id(container): kept for container, kept in self._containers}
         found: ModuleAttributes = {}
         gone = any(name not in self._live for name in self._first)
         all_kept, lost = not gone, gone
         self.outlines = {}
         for name, value in own.items():
-            kept = entries.get(id(value))
-            if value is self._first.get(name, entries) and (
+            kept = self._entries.get(id(value))
+            if value is self._first.get(name, ABSENT) and (
                 kept is None or same_entries(entries_of(value), kept)
             ):
                 continue
@@ -175,21 +177,20 @@ class _Registered:
         return None
 
     def _has_numbers(self, name: str) -> bool:
-        """Tell whether an attribute's outline has more than kinds, and that not as registered."""
+        """Tell whether an outline has more than bare kinds, and that not as registered."""
         now = beyond_kinds(self.outlines[name])
         if not now:
             return False
-        entries = {id(container): kept for container, kept in self._containers}
         first = self._first.get(name)
-        return not same_outline(now, beyond_kinds(outline(entries.get(id(first), first)) or []))
+        before = outline(self._entries.get(id(first), first)) or []
+        return not same_outline(now, beyond_kinds(before))
 
     def differing(self, attributes: ModuleAttributes) -> list[str]:
         """Return the names of those whose value is not the registered one."""
-        entries = {id(container): kept for container, kept in self._containers}
         differing = []
         for name, value in attributes.items():
-            first = self._first.get(name, entries)
-            kept = entries.get(id(first))
+            first = self._first.get(name, ABSENT)
+            kept = self._entries.get(id(first))
             if kept is None or type(value) is not type(first):
                 same = _equal(value, first)
             else:

@@ -47,10 +47,12 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
-        self._tables = [(prefix, module._buffers) for prefix, module in self._modules.items()]
+        self._buffer_tables = [
+            (prefix, module._buffers) for prefix, module in self._modules.items()
+        ]
         self._attributes = Attributes(self._modules)
         self._objects = Objects(self._modules.items())
-        self._module_tables = Tables(self._modules.values())
+        self._tables = Tables(self._modules.values())
         self._changing: set[Slot] = set()
         self._rebound: set[Slot] = set()
         self._registered = self._live()
@@ -67,7 +69,7 @@ class Buffers:
 
     @property
     def attributes_left_out(self) -> bool:
-        """Whether some S after `first` lacks that, or a tensor's numbers that all of them have."""
+        """Whether some S after `first` lacks that, or numbers of tensors or a length."""
         return self._attributes.left_out or self._objects.lost or self._objects.left_out
 
     def advance(self, previous: Snapshot) -> Snapshot:
@@ -129,7 +131,7 @@ class Buffers:
         if snapshot.attributes is not None:
             self._attributes.restore(snapshot.attributes)
             self._objects.restore(snapshot.objects)
-            self._module_tables.restore(snapshot.tables)
+            self._tables.restore(snapshot.tables)
         values, live = snapshot.values, self._live()
         if values or live:
             self._restore(values, live)
@@ -215,7 +217,7 @@ class Buffers:
     def _live(self) -> Live:
         return {
             (prefix, name): buffer
-            for prefix, table in self._tables
+            for prefix, table in self._buffer_tables
             if table
             for name, buffer in table.items()
         }
@@ -264,7 +266,7 @@ class Buffers:
             versions=self._versions(live),
             attributes={} if previous is None else self._attributes.state(),
             objects=None if previous is None else self._objects.state(),
-            tables=None if previous is None else self._module_tables.state(),
+            tables=None if previous is None else self._tables.state(),
             carrying=carrying,
         )
         if previous is not None and compare:

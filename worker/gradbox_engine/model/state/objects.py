@@ -55,44 +55,48 @@ class Objects:
         found, tensors = self._inside()
         self._first = found | _numbers(tensors)
         self.tensors = [tensor for _, tensor in tensors]
-        self._outlines: dict[int, Outline] | None = None
+        self._before: dict[int, Outline] | None = None  # after the shard before, if there was one
+        self._outlines: dict[int, Outline] = {}  # after the last shard
         self.lost = False
         """Whether a `state` left out a number or a word, or what varied from shard to shard."""
         self.left_out = False
-        """Whether one left out numbers of a tensor."""
+        """Whether one left out numbers of a tensor, or a length."""
 
     def state(self) -> ObjectState:
         """Return what is inside after a shard that was not when this was made."""
-        before, self._outlines = self._outlines, {}
-        state = None
-        if any(found.changed() for found in self._first.values()):
-            state = self._differing(self._outlines)
-        self.lost = self.lost or bool(varied(before, self._outlines))
+        self._outlines = {}
+        changed = any(found.changed() for found in self._first.values())
+        state = self._differing() if changed else None
+        self.lost = self.lost or bool(varied(self._before, self._outlines))
+        self._before = self._outlines
         return state
 
-    def _differing(self, outlines: dict[int, Outline]) -> dict[int, Mutable | None]:
-        """Return what is inside now; where it cannot be kept, give the outlines of what is new."""
+    def _differing(self) -> ObjectState:
         found, tensors = self._inside()
         inside = found | _numbers((path, t) for path, t in tensors if id(t) in self._first)
-        differing: dict[int, Mutable | None] = {}
-        new: dict[int, list[Any] | None] = {}
-        for key, now in inside.items():
-            registered = self._first.get(key)
-            if registered is None or registered.changed():
-                differing[key], new[key] = now, now.new(registered)
+        differing = {
+            key: now
+            for key, now in inside.items()
+            if key not in self._first or self._first[key].changed()
+        }
+        new = {key: now.new(self._first.get(key)) for key, now in differing.items()}
         if all(
             parts is not None and all(_can_be_kept(part, inside) for part in parts)
             for parts in new.values()
         ):
             return differing
         for key, parts in new.items():
-            of_new = None if parts is None else outline(parts)
-            if of_new is None:
-                self.lost = True
-            elif key in self._first:
-                outlines[key] = of_new
-                self.left_out = self.left_out or bool(beyond_kinds(of_new))
+            self._leave_out(key, parts, of_container=isinstance(differing[key].owner, CONTAINERS))
         return dict.fromkeys(differing)
+
+    def _leave_out(self, key: int, new: list[Any] | None, *, of_container: bool) -> None:
+        """Note what is new in something and is not kept; of a container also how much it is."""
+        now = None if new is None else outline(new if of_container else tuple(new))
+        if now is None:
+            self.lost = True
+        elif key in self._first:
+            self._outlines[key] = now
+            self.left_out = self.left_out or bool(beyond_kinds(now))
 
     def restore(self, state: ObjectState) -> None:
         """Put back what was inside when a `state` was taken."""

@@ -5,8 +5,10 @@ every shard leaves the like of it, a replay finds what the first pass found: a l
 the numbers of an average. Where they vary, a replay has to go through all shards in order.
 
 What was there before the first shard is always put back, so a replay finds no tensor where the
-first pass found none yet. But numbers that the first shard left for all are missing where a later
-one begins as registered, on another device or in another job.
+first pass found none yet. But numbers and lengths that the first shard left for all are missing
+where a later one begins as registered, on another device or in another job.
+
+Cost: once a shard, a copy of each small tensor that it bound anew; waits for the device.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from gradbox_engine.model.state.containers import VALUES
+from gradbox_engine.model.state.containers import CONTAINERS, VALUES
 from gradbox_engine.model.state.mutables import MOST_KEPT_BYTES, is_array, parts_of
 from gradbox_engine.model.tensor_equality import equal_numbers, form, is_plain
 
 Outline = list[Any]
-"""The names of the kinds of all parts, None for what is None; functions, classes and leaves that
-require grad themselves; of a small tensor without a graph its numbers."""
+"""The names of the kinds of all parts, None for what is None, a container's with its length;
+functions, classes and leaves that require grad themselves; of a small tensor without a graph its
+numbers."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -50,7 +53,8 @@ def outline(whole: Any) -> Outline | None:
         elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):
             found.append(value)
         else:
-            found.append(type(value).__name__)
+            kind = type(value).__name__
+            found.append((kind, len(value)) if isinstance(value, CONTAINERS) else kind)
             left += (part for _, part in parts_of(value))
     return found
 
@@ -62,8 +66,15 @@ def varied(before: Mapping[Key, Outline] | None, now: Mapping[Key, Outline]) -> 
     return [key for key in {**before, **now} if not same_outline(before.get(key), now.get(key))]
 
 
+def same_outline(a: Outline | None, b: Outline | None) -> bool:
+    """Return whether two outlines are equal, NaN being a number."""
+    if a is None or b is None:
+        return a is b
+    return len(a) == len(b) and all(map(_alike, a, b))
+
+
 def beyond_kinds(whole: Outline) -> Outline:
-    """Return an outline without its kinds."""
+    """Return an outline without its bare kinds."""
     return [part for part in whole if not (part is None or isinstance(part, str))]
 
 
@@ -75,16 +86,10 @@ def _of_tensor(tensor: Tensor) -> Any:
     return tensor.detach().clone()
 
 
-def same_outline(a: Outline | None, b: Outline | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return len(a) == len(b) and all(map(_alike, a, b))
-
-
 def _alike(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if isinstance(a, str) and isinstance(b, str):
+    if isinstance(a, (str, tuple)) and isinstance(b, (str, tuple)):
         return a == b
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.requires_grad or b.requires_grad:
         return False
