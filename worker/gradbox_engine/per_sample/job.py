@@ -225,7 +225,7 @@ class PerSampleJob:
             self._checkpoints.write(
                 Checkpoint.of_sections(
                     facts=facts.state(),
-                    plans=Checkpoint({}, {"states": self._planned.states(facts.shards)}),
+                    plans=Checkpoint({}, {"states": self._planned.states()}),
                     rows=rows(facts.samples),
                 )
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,45 +30,18 @@ class PlanInUse:
     """A plan, and what this job did with it."""
 
     plan: Plan
-    made_on: int | None  # the shard on which this job made it; None: an earlier job did
-    since: int  # the first shard that it is used for; -1 once it was unconfirmed
+    made_on: int | None = None  # the shard on which this job made it; None: an earlier job did
     samples: int = SAMPLES  # of that shard in the probe runs
-    compared: bool = False  # whether this process has compared rows
-    confirmed: frozenset[str] = frozenset()  # parameters whose rows an earlier process compared
+    checked: bool = False  # whether this process has compared rows of the job
 
-    def late(self, found: Set[str], index: int) -> bool:
-        """Tell whether rows are confirmed on a shard later than the first with these shapes."""
-        return self.since != index and bool(found & (self.plan.unconfirmed - self.confirmed))
-
-    def unconfirm(self, parameters: Collection[str]) -> None:
-        """Have all rows compared again, as those of a plan from elsewhere."""
-        self.plan.unconfirmed |= set(parameters)
-        self.since, self.confirmed = -1, frozenset()
-
-    def state(self, num_done: int) -> dict[str, Any]:
-        """Return what another process begins with.
-
-        Args:
-            num_done: how many of the job's shards are.
-        """
-        unconfirmed = sorted(self.plan.unconfirmed - self.confirmed)
+    def state(self) -> dict[str, Any]:
+        """Return what another process needs, to have the same plan."""
         return {
             "made_on": self.made_on,
-            "since": self.since,
             "samples": self.samples,
             "loops": self.plan.loops,
             "recorded": self.plan.recorded,
-            "unconfirmed": unconfirmed if self.since < num_done else None,  # None: all of them
         }
-
-    def resume(self, found: Mapping[str, Any], parameters: Collection[str]) -> None:
-        """Go on from a `state` of another process; rows are compared all the same."""
-        if not found["recorded"]:
-            self.plan.loop_over_all(found["loops"], "")
-        self.plan.loops.update(found["loops"])
-        self.since = found["since"]
-        if found["unconfirmed"] is not None:
-            self.confirmed = frozenset(parameters) - set(found["unconfirmed"])
 
 
 class PlannedModel:
@@ -96,7 +69,7 @@ class PlannedModel:
         plan = _plans.get(self.model.model, {}).get(signature)
         if plan is None or not self.model.all_zero(plan.zeros):
             return self.plan_anew(arguments, index)
-        return self._use(signature, PlanInUse(plan, None, index))
+        return self._use(signature, PlanInUse(plan))
 
     def plan_anew(
         self, arguments: dict[str, Any], index: int, *, samples: int = SAMPLES
@@ -112,7 +85,7 @@ class PlannedModel:
             plans[signature] = plan
         while len(plans) > MOST_PLANS:
             del plans[next(iter(plans))]
-        return self._use(signature, PlanInUse(plan, index, index, samples))
+        return self._use(signature, PlanInUse(plan, index, samples))
 
     def graph(self, plan: Plan, arguments: dict[str, Any], index: int, head: Head) -> RecordedGraph:
         """Run a shard forward."""
@@ -139,16 +112,16 @@ class PlannedModel:
         except (*CALL_ERRORS, NoBatchAxis):
             return None
 
-    def states(self, num_done: int) -> list[dict[str, Any]]:
+    def states(self) -> list[dict[str, Any]]:
         """Return each plan's `state`, by their first shards."""
-        return [used.state(num_done) for used in self._in_use.values()]
+        return [used.state() for used in self._in_use.values()]
 
     def resume(
         self,
         states: Sequence[Mapping[str, Any]],
         arguments: Callable[[int], dict[str, Any]],
     ) -> None:
-        """Make the plans that another process had, on the same shards.
+        """Make the plans that another process had, on the same shards; none is confirmed.
 
         Args:
             states: what `states` returned there, after it had counted the same shards.
@@ -158,7 +131,9 @@ class PlannedModel:
             made_on, samples = found["made_on"], found["samples"]
             if made_on is not None and (made_on, samples) != (used.made_on, used.samples):
                 used = self.plan_anew(arguments(made_on), made_on, samples=samples)
-            used.resume(found, self.model.parameters)
+            if not found["recorded"]:
+                used.plan.loop_over_all(found["loops"], "")
+            used.plan.loops.update(found["loops"])
 
     def _use(self, signature: Any, used: PlanInUse) -> PlanInUse:
         self._in_use[signature] = used

@@ -1,17 +1,20 @@
 """A shard run forward by its plan, and its rows checked against autograd.
 
-A plan that this process makes new is confirmed once in whole: where a parameter's gradient is first
-not zero, all its rows are compared (`planning.verify`). Under a confirmed plan every job compares
-one sample's row, drawn by the job's seed, on the first shard of each shape: with a call on that
-sample alone, or, where the forward pass draws random numbers or rounds to 16 bits, or is of so few
-samples that a further call would cost more, in the shard's own graph. Rows are compared in whole on
-every shard where data decide which samples go where, and on a shard that calls other functions than
-those confirmed. That the loss keeps samples apart is checked on every shard by numbers, and on the
-first of each shape by its derivative.
+What is compared (`planning.verify`), and when:
 
-A row that differs takes the plan's confirmation away, and the shard runs again. A plan that does
-not hold is made anew on the shard at hand, which replaces a sample and names the module that
-couples it with others; parameters whose rows then still differ take one backward pass a sample.
+    all rows    of a parameter, on the first shard where its gradient is not zero under a new plan;
+                of all parameters, on every shard where data decide which samples go where, and on
+                a shard that calls other functions than those confirmed
+    one row     of a sample drawn by the job's seed, in every job on the first shard of each shape:
+                with a call on that sample alone, or, where the forward pass draws random numbers or
+                rounds to 16 bits, or is of so few samples that a further call would cost more, in
+                the shard's own graph
+    the loss    that it keeps samples apart: by numbers on every shard, by its derivative on the
+                first of each shape
+
+Where rows differ, the plan is made anew on the shard at hand, which replaces a sample and names the
+module that couples it with others, and all rows are compared. Parameters whose rows then still
+differ take one backward pass a sample.
 
 Cost beyond the rows, in every job: a forward and a backward pass of one sample, or a backward pass
 of the shard; on every shard one evaluation of the loss. For a new plan: one backward pass of the
@@ -26,7 +29,7 @@ all come from a loop: they are the derivatives of the coupled losses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -50,7 +53,6 @@ from gradbox_engine.per_sample.planning.verify import (
     same_output,
 )
 
-Gradients = Mapping[str, Tensor | None]
 Parameters = dict[str, Tensor]
 
 
@@ -109,24 +111,26 @@ class ShardRun:
         if not whole and not of_row:
             return self.graph.terms(outputs, keep_graph=not last)
         slopes = self._slopes()
-        expected = None
-        if whole:
-            value_BY = self.graph.value[:, outputs.start : outputs.stop]
-            expected = reference(slopes, value_BY, whole, leaves=self._parameters, seed=self._seed)
+        self._used.checked = True
         row = draw_row(self.graph.z, slopes, outputs, seed=self._seed) if of_row else None
-        alone = last and self._callable_alone
-        gradients = None if row is None or alone else self._gradients(of_row, row)
-        self._used.compared = True
-        terms = self.graph.terms(outputs, keep_graph=not last or expected is not None)
-        if expected is not None:
-            terms = self._compared(terms, expected, outputs, last=last)
+        alone = row is not None and last and self._callable_alone
+        in_graph = bool(whole) or (row is not None and not alone)
+        terms = self.graph.terms(outputs, keep_graph=in_graph or not last)
+        if whole:
+            wrong = self._compared(terms, whole, slopes, outputs)
+            if wrong and self._used.made_on != self._index:
+                return self._terms_anew(outputs, last=last)
+            if wrong:
+                terms = self._looped(wrong, outputs)
+            if last:
+                self.plan.unconfirmed -= self._confirmed
+                self.plan.confirmed_calls.add(self.graph.calls)
+        if alone:  # before a call that restores the buffers, which the graph may read
+            self.graph.free()
+        if row is not None and not self._row_holds(row, of_row, terms, alone=alone):
+            return self._terms_anew(outputs, last=last)
         if last:
             self.graph.free()
-        if row is not None:
-            if alone:
-                gradients = self._gradients_alone(of_row, row)
-            if not self._row_holds(row, gradients, terms):
-                return self._terms_again(outputs, last=last, alone=alone)
         return terms
 
     def _to_compare(self) -> tuple[Parameters, Parameters]:
@@ -141,7 +145,7 @@ class ShardRun:
         if plan.compares_always or self.graph.calls not in plan.confirmed_calls:
             return ruled, {}
         new = {name: parameter for name, parameter in ruled.items() if name in plan.unconfirmed}
-        drawn = {} if self._used.compared else ruled
+        drawn = {} if self._used.checked else ruled
         return new, {name: p for name, p in drawn.items() if name not in new}
 
     def _slopes(self) -> Tensor | None:
@@ -150,33 +154,9 @@ class ShardRun:
             return None
         z, value = self.graph.z, self.graph.value
         slopes = loss_slopes(z, value)
-        if slopes is not None and self._coupling_refused and not self._used.compared:
+        if slopes is not None and self._coupling_refused and not self._used.checked:
             check_slopes(z, value, slopes, seed=self._seed)
         return slopes
-
-    def _compared(self, terms: Terms, expected: Reference, outputs: range, *, last: bool) -> Terms:
-        """Return the terms if they are autograd's, else those of a new plan or of a loop.
-
-        The last outputs confirm the plan: one may be reached by other uses than those before.
-        """
-        found = compare(expected, terms, rounding=self.plan.rounding)
-        # A gradient that was zero until now may have hidden a dependence between samples as well.
-        late = self._used.late(found.confirmed, self._index)
-        if late or (found.wrong and self._used.made_on != self._index):
-            self._plan_anew()
-            return self._terms(outputs, last=last)
-        if found.wrong:
-            why = "its rule's result differed from autograd's"
-            self.plan.loop(found.wrong, why)
-            if self.plan.loop_where_vectorised(why):
-                self.graph.free()
-                self.graph = self._graph()
-            terms = self.graph.terms(outputs, keep_graph=True)
-        self._confirmed |= found.confirmed | found.wrong
-        if last:
-            self.plan.unconfirmed -= self._confirmed
-            self.plan.confirmed_calls.add(self.graph.calls)
-        return terms
 
     @property
     def _callable_alone(self) -> bool:
@@ -186,29 +166,39 @@ class ShardRun:
         """
         return self.plan.alone and self._coupling_refused and self.graph.samples > 2
 
-    def _gradients(self, parameters: Parameters, row: DrawnRow) -> Gradients:
-        """Return the drawn row by autograd, in the shard's graph."""
-        z = self.graph.z
-        cotangent = torch.zeros_like(z)
-        cotangent[row.sample : row.sample + 1] = row.cotangent
-        return leaf_gradients(z, parameters, cotangent, leaves=self._parameters, keep_graph=True)
+    def _compared(
+        self, terms: Terms, parameters: Parameters, slopes: Tensor | None, outputs: range
+    ) -> Set[str]:
+        """Compare all rows with autograd's, and return the parameters whose rows differ."""
+        value_BY = self.graph.value[:, outputs.start : outputs.stop]
+        expected = reference(slopes, value_BY, parameters, leaves=self._parameters, seed=self._seed)
+        found = compare(expected, terms, rounding=self.plan.rounding)
+        self._confirmed |= found.confirmed | found.wrong
+        return found.wrong
 
-    def _gradients_alone(self, parameters: Parameters, row: DrawnRow) -> Gradients | None:
-        """Return the drawn row by autograd on a call of the sample alone, None if z is another."""
-        z = self._model.called_alone(self.plan, self._arguments, self._index, row.sample)
-        expected = self.graph.z.detach().narrow(0, row.sample, 1)
-        if z is None or z.shape != expected.shape:
-            self.plan.alone = False
-            return None
-        if not same_output(z, expected, rounding=self.plan.rounding):
-            return None
-        return leaf_gradients(
-            z, parameters, row.cotangent, leaves=self._parameters, keep_graph=False
-        )
+    def _looped(self, wrong: Set[str], outputs: range) -> Terms:
+        """Return the terms with those of some parameters by one backward pass a sample."""
+        why = "its rule's result differed from autograd's"
+        self.plan.loop(wrong, why)
+        if self.plan.loop_where_vectorised(why):
+            self.graph.free()
+            self.graph = self._graph()
+        return self.graph.terms(outputs, keep_graph=True)
 
-    def _row_holds(self, row: DrawnRow, gradients: Gradients | None, terms: Terms) -> bool:
-        if gradients is None:
+    def _row_holds(
+        self, row: DrawnRow, parameters: Parameters, terms: Terms, *, alone: bool
+    ) -> bool:
+        """Compare the drawn row with autograd's, of a call on its sample alone or of the graph."""
+        z = self._called_alone(row.sample) if alone else None
+        if z is None:
+            z, cotangent = self.graph.z, torch.zeros_like(self.graph.z)
+            cotangent[row.sample : row.sample + 1] = row.cotangent
+        elif same_output(z, self._z_of(row.sample), rounding=self.plan.rounding):
+            cotangent = row.cotangent
+        else:
             return False
+        leaves, in_graph = self._parameters, z is self.graph.z
+        gradients = leaf_gradients(z, parameters, cotangent, leaves=leaves, keep_graph=in_graph)
         samples = slice(row.sample, row.sample + 1)
         rows = {
             name: terms[name].narrow(samples, slice(0, terms[name].outputs)) for name in gradients
@@ -216,17 +206,21 @@ class ShardRun:
         expected = Reference(row.weights, gradients)
         return not compare(expected, rows, rounding=self.plan.rounding).wrong
 
-    def _terms_again(self, outputs: range, *, last: bool, alone: bool) -> Terms:
-        """Run the shard again and compare all rows; where z has no one row, only the drawn one.
-
-        Args:
-            alone: whether the drawn row was that of a call on the sample alone.
-        """
-        if alone and not self.plan.alone:
-            self._used.compared = False
-        else:
-            self._used.unconfirm(self._parameters)
+    def _called_alone(self, sample: int) -> Tensor | None:
+        """Return z of a call on one sample; None, and the shard's graph anew, where that fails."""
+        z = self._model.called_alone(self.plan, self._arguments, self._index, sample)
+        if z is not None and z.shape == self._z_of(sample).shape:
+            return z
+        self.plan.alone = False
         self.graph = self._graph()
+        return None
+
+    def _z_of(self, sample: int) -> Tensor:
+        return self.graph.z.detach().narrow(0, sample, 1)
+
+    def _terms_anew(self, outputs: range, *, last: bool) -> Terms:
+        """Return the terms by a new plan, all compared."""
+        self._plan_anew()
         return self._terms(outputs, last=last)
 
     def _plan_anew(self, *, on_all_samples: bool = False) -> None:
