@@ -51,8 +51,8 @@ class Positions(Term):
         return (cotangent.T.reshape(-1) @ summed.flatten(0, 1)).view(self.shape)
 
     def squared_norm(self) -> Tensor:
-        summed = self._summed(wide(self.left))
-        squared: Tensor = torch.linalg.vecdot(summed, summed).T.double()
+        summed = self._summed(wide(self.left)).double()
+        squared: Tensor = torch.linalg.vecdot(summed, summed).T
         return squared
 
     def write(self, out: Tensor, *, accumulate: bool) -> None:

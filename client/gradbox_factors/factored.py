@@ -12,10 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gradbox_factors.block import Block, Positions, Zero
+from gradbox_factors.block import Block, Zero
 from gradbox_factors.dense_projection import Kind, projected, projection_of
 from gradbox_factors.gram import gram_bound, gram_of_pieces, gram_of_rows
-from gradbox_factors.outer import Outer
 from gradbox_factors.sums import any_term, common_dtype, sum_of, zeros_beside
 from gradbox_factors.term import Term, identity, nearly_cancelled
 from gradbox_factors.total import Total
@@ -179,7 +178,7 @@ def squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
     From factors widened to float64 where float32 may have lost squares to underflow or overflow;
     not for a row of zeros, for which that would take a third of a job's time.
     """
-    found = _squared_norms(terms)
+    found = {name: term.squared_norm() for name, term in terms.items()}
     narrow = {n: x for n, x in found.items() if _is_narrow(terms[n])}
     if not narrow:
         return found
@@ -207,40 +206,12 @@ def _is_narrow(term: Term) -> bool:
     return next(iter(term.tensors().values())).device.type != "mps"  # which has no float64
 
 
-def _squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
-    """Return what `squared_norms` does, from factors as they are."""
-    found: dict[str, Tensor] = {}
-    lefts: dict[int, Tensor] = {}  # by the factor that a layer's weight and bias share
-    for name, term in terms.items():
-        if (
-            not isinstance(term, Outer | Positions)
-            or term.left.shape[2] != 1
-            or _channels_first(term)
-        ):
-            found[name] = term.squared_norm()
-            continue
-        square = lefts.get(id(term.left))
-        if square is None:
-            rows = term.left.select(2, 0).double()
-            square = lefts[id(term.left)] = torch.linalg.vecdot(rows, rows).T
-        if isinstance(term, Outer):
-            right = term.right.select(1, 0).double()
-            square = square * torch.linalg.vecdot(right, right)[:, None]
-        found[name] = square
-    return found
-
-
 def _nearly_cancels(piece: Mapping[str, Term]) -> bool:
     bound = gram_bound(piece)
     if bound is None:
         return False
     squares = torch.stack(list(squared_norms(piece).values())).sum(0).T
     return bool(nearly_cancelled(squares.to(bound.dtype), bound).any())
-
-
-def _channels_first(term: Term) -> bool:
-    """Whether dim 2 of the left factor does not count positions."""
-    return isinstance(term, Positions) and term.channels_first
 
 
 def summed_rows(term: Term, weights: Tensor) -> Tensor:
