@@ -313,7 +313,7 @@ class TooManyRequests(ServiceUnavailable):
 
 
 class QueueFull(TooManyRequests):
-    """As many of the owner's jobs wait as may wait at once."""
+    """As many of the owner's jobs wait as may at once, or their specs take too much memory."""
 
     code = "queue-full"
     title = "The queue is full"

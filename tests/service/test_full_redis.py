@@ -169,7 +169,7 @@ def test_jobs_of_one_owner_leave_room_for_those_of_others(
         while (answer := client.post("/v1/jobs", json=spec_for(blob, **large))).is_success:
             pass
         assert answer.json()["type"].endswith("queue-full"), answer.text
-        assert "your jobs that wait or run take" in answer.json()["detail"]
+        assert "the specs of your jobs that wait or run take" in answer.json()["detail"]
         assert client.get("/readyz").json()["refuses"] == ""
     memory = box.backing.records.memory()
     assert memory.used_bytes < 0.8 * 32 * MIB

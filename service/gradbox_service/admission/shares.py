@@ -77,7 +77,7 @@ def check_memory(memory: Memory) -> None:
 
 
 def check_leaves_room(owner: str, *, memory: Memory, records: Records) -> None:
-    """Check that what an owner's jobs take of Redis is not more than they leave to new ones.
+    """Check that the specs of an owner's jobs take no more of Redis than is left to new jobs.
 
     So one owner has at most half of it, the next half of the rest, and there is always a rest.
 
@@ -92,9 +92,10 @@ def check_leaves_room(owner: str, *, memory: Memory, records: Records) -> None:
     own_bytes = records.spec_bytes(owner)
     if own_bytes > left_bytes:
         raise QueueFull(
-            f"your jobs that wait or run take {in_units(own_bytes)} of the box's Redis, and leave "
-            f"{in_units(max(0.0, left_bytes))} to new ones: wait until some have ended, or cancel "
-            f"some (`gradbox jobs cancel ID`); fewer and larger shards make a job smaller"
+            f"the specs of your jobs that wait or run take {in_units(own_bytes)} of the box's "
+            f"Redis, and leave {in_units(max(0.0, left_bytes))} to new jobs: wait until some have "
+            f"ended, or cancel some (`gradbox jobs cancel ID`); fewer and larger shards make a job "
+            f"smaller"
         )
 
 
