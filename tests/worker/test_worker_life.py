@@ -106,6 +106,11 @@ def test_another_worker_takes_the_job_when_the_lease_has_run_out(tmp_path: Path)
         assert heir.process.poll() is None
 
 
+def test_a_worker_listens_to_no_commands_of_rq(box: Box, worker: WorkerProcess) -> None:
+    with redis.Redis.from_url(box.redis_url) as connection:
+        assert connection.pubsub_channels() == []
+
+
 def test_a_second_worker_of_the_same_name_is_refused(box: Box, worker: WorkerProcess) -> None:
     second = WorkerProcess(box, name=worker.name)
     assert second.process.wait(timeout=120) == 2

@@ -99,6 +99,13 @@ class BookkeepingWorker(SimpleWorker):
         with suppress(redis.OutOfMemoryError):
             super().register_birth()  # type: ignore[no-untyped-call]
 
+    def subscribe(self) -> None:
+        """Listen to no commands: signals end a worker, and a record cancels its job.
+
+        RQ's listener would take a thread and a connection, and end with a traceback where a Redis
+        on a Unix socket is started again.
+        """
+
     def set_state(self, state: str, pipeline: Pipeline | None = None) -> None:
         """Note what the worker does, and tell it if that is new."""
         self._state = state
