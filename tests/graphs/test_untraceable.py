@@ -149,6 +149,22 @@ def uninitialised(z: Tensor) -> Tensor:
     return torch.empty(z.shape[0], 3).sum() + z.sum()  # here
 
 
+def older_algebra(z: Tensor) -> Tensor:
+    return torch.svd(z)[1].sum()  # here
+
+
+def older_algebra_by_a_method(z: Tensor) -> Tensor:
+    return z.cholesky().sum()  # here
+
+
+def padded(z: Tensor) -> Tensor:
+    return nn.utils.rnn.pad_sequence([z[:2], z[2:]]).sum()  # here
+
+
+def size_as_a_float(z: Tensor) -> Tensor:
+    return z.sum() / float(z.shape[0])  # here
+
+
 def outer_parameter(z: Tensor) -> Tensor:
     return (torch.exp(OUTER) * z).sum()  # here
 
@@ -296,6 +312,10 @@ FUNCTIONS = [
     (backward, "formula"),
     (data, "copy_"),
     (uninitialised, "zeros_like"),
+    (older_algebra, "torch.linalg"),
+    (older_algebra_by_a_method, "torch.linalg"),
+    (padded, "functional.pad"),
+    (size_as_a_float, "divide by a size as it is"),
     (outer_parameter, "nn.Module"),
     (outer_graph, "loss_inputs"),
     (outer_module, "submodule"),

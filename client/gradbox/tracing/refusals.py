@@ -12,8 +12,8 @@ ON_YOUR_SIDE: Final = (
 )
 NO_NUMBER: Final = (
     "sizes and tensors have no value while the function is traced, so int(), float() and range() "
-    "of them cannot be recorded: use //, torch.arange, torch.clamp or math functions called as "
-    f"math.sqrt(...) or math.trunc(...); {ON_YOUR_SIDE}"
+    "of them cannot be recorded: divide by a size as it is, or use //, torch.arange, torch.clamp "
+    f"or math functions called as math.sqrt(...) or math.trunc(...); {ON_YOUR_SIDE}"
 )
 CONTROL_FLOW: Final = (
     "write it with torch.where, a mask or torch.clamp; a choice that does not depend on tensors "
@@ -75,6 +75,10 @@ _UNCHECKED = (
     "this part on your side, on the outputs of client.model(...): docs/remote_autograd.md"
 )
 _SOLVE = "use torch.linalg.solve or solve_triangular"
+_LINALG = (
+    "use its successor in torch.linalg: cholesky, eig, eigh, lstsq, qr, solve, solve_triangular, "
+    "or svd, which gives Vᴴ in place of V"
+)
 _STACK = "use torch.stack for tensors and torch.full((), n) for a size, which also keep gradients"
 
 INSTEAD: Final[dict[str, str]] = {
@@ -95,8 +99,10 @@ INSTEAD: Final[dict[str, str]] = {
     **dict.fromkeys("tensor as_tensor asarray from_numpy new_tensor".split(), _STACK),
     **dict.fromkeys("grid_sample grid_sampler".split(), _UNCHECKED),
     **dict.fromkeys("linalg_lu_solve linalg_ldl_solve".split(), _SOLVE),
+    **dict.fromkeys("cholesky eig lstsq qr solve svd symeig triangular_solve".split(), _LINALG),
     **{f"max_unpool{dims}d": f"use nn.MaxUnpool{dims}d" for dims in (1, 2, 3)},
     "embedding_bag": "use nn.EmbeddingBag",
+    "pad_sequence": "pad each piece by torch.nn.functional.pad, and stack them",
     "type": _DTYPE,
 }
 
