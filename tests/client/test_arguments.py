@@ -114,7 +114,7 @@ def test_a_remote_model_s_weights_are_tensors_by_name(twin: TestBox, weights: An
 
 
 def test_an_error_names_fields_without_the_insides_of_a_union() -> None:
-    with pytest.raises(InvalidJob, match=r"^retain: Input.*; retain: a number is needed"):
+    with pytest.raises(InvalidJob, match=r"^retain: Input.* or a number is needed"):
         gradient(retain="1GB").prepare()
 
 

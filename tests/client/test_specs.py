@@ -81,6 +81,20 @@ def test_what_was_given_is_said_once() -> None:
         posted(GRADIENT, mode="often")
 
 
+def test_a_value_that_fits_no_kind_is_said_once() -> None:
+    with pytest.raises(InvalidJob) as caught:
+        posted(GRADIENT, loss_inputs={"labels": [1, 2]})
+    assert str(caught.value).count("loss_inputs.labels") == 1
+    assert "or a valid integer or a valid number" in str(caught.value)
+
+
+def test_a_kind_that_is_left_out_is_asked_for_by_its_field() -> None:
+    with pytest.raises(InvalidJob, match="the body: expected a field 'computation'"):
+        parse_posted(b'{"model": "m"}')
+    with pytest.raises(InvalidJob, match="loss: expected a field 'kind'"):
+        posted(GRADIENT, loss={"name": "info_nce"})
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -191,6 +191,10 @@ def _validated(document: Any) -> JobSpec:
         raise InvalidJob(describe_validation(error, below=1)) from None
 
 
+_UNION_MEMBERS: Final = frozenset({"TensorRef", "bool", "int", "float", "str"})
+_SHOULD_BE: Final = "Input should be "
+
+
 def describe_validation(error: ValidationError, *, below: int = 0) -> str:
     """Say in sentences which fields are wrong and how, at most five of them.
 
@@ -198,18 +202,24 @@ def describe_validation(error: ValidationError, *, below: int = 0) -> str:
         below: how many steps of a field's place to leave out, where the first one only says which
             kind of spec it was.
     """
-    found = error.errors(include_url=False, include_context=False)
-    lines = []
-    for item in found[:5]:
+    said: dict[tuple[str, str], list[str]] = {}
+    for item in error.errors(include_url=False):
         # Pydantic's own names of a union's members, such as function-before[…], say nothing here.
         place = [part for part in map(str, item["loc"][below:]) if "[" not in part]
-        where = ".".join(place) or "the body"
+        if place and place[-1] in _UNION_MEMBERS:
+            place.pop()
+        message = item["msg"]
+        if item["type"] == "union_tag_not_found":
+            message = f"expected a field {item['ctx']['discriminator']} that says which kind it is"
         # Sentences of our own say what they got, where it is not all that was given.
-        shown = "" if ", got " in item["msg"] else f" (got {_shown(item['input'])})"
-        lines.append(f"{where}: {item['msg']}{shown}")
-    if len(found) > 5:
-        lines.append(f"and {len(found) - 5} more")
-    return "; ".join(lines)
+        shown = "" if ", got " in message else f" (got {_shown(item['input'])})"
+        said.setdefault((".".join(place) or "the body", shown), []).append(message)
+    lines = [
+        f"{where}: {' or '.join([first, *(m.removeprefix(_SHOULD_BE) for m in others)])}{shown}"
+        for (where, shown), (first, *others) in said.items()
+    ]
+    more = [f"and {len(lines) - 5} more"] if len(lines) > 5 else []
+    return "; ".join(lines[:5] + more)
 
 
 def _shown(given: Any, *, inside: bool = False) -> str:
