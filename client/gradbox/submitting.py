@@ -16,7 +16,7 @@ from gradbox.spans import CLIENT, trace_headers
 
 WRITTEN_TO: Final = (
     "expected the tensors of a job to stay as they are while it is sent, got other numbers in "
-    "some, to which another thread or task writes: submit copies of them (.clone())"
+    "some, to which another thread writes, or another task: submit copies of them (.clone())"
 )
 
 
