@@ -34,9 +34,9 @@ PAGE: Final = 500
 
 
 class GradClient:
-    """A box, as one user sees it. Nothing is sent before the first call. Threads may share one.
+    """A box, as one user sees it. Threads may share one, and so may processes that are forked off.
 
-        with GradClient() as client:
+        with GradClient() as client:  # nothing is sent yet
             result = client.run(Gradient(model="minilm", inputs=shards, loss=info_nce))
 
     Args:

@@ -10,20 +10,20 @@ has answered before (it restarts); at first contact it means that nothing listen
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib import metadata
+from functools import lru_cache, partial
 from typing import Final, TypeVar, cast
-from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from gradbox.errors import GradboxError, ProtocolError, ServiceUnavailable
+from gradbox.http.http_client import http_client
 from gradbox.printable import printable
 from gradbox.protocol import Problem
 from gradbox.settings import ClientSettings
@@ -36,7 +36,6 @@ CONNECT_TIMEOUT_S: Final = 10.0
 # A call that waits as long says why, by a warning that Python shows unless told otherwise.
 SILENT_S: Final = 1.0
 CLOSED: Final = "expected an open client, got one that was closed; make another"
-LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 Body = Callable[[], Iterable[bytes | memoryview]]
@@ -118,7 +117,7 @@ class TransientFault(Exception):
 
 
 class Connection:
-    """One box over HTTP."""
+    """One box over HTTP. Threads may share one, and so may processes that are forked off."""
 
     def __init__(
         self,
@@ -133,21 +132,11 @@ class Connection:
         self._timeout_s = timeout_s
         self._retry = retry or Retry()
         self._answered = False
-        address = urlsplit(settings.url)
         # To parse a path and join it with a base is a third of what httpx does for a request, and
         # most requests go to few paths.
         self._address = lru_cache(lambda path: httpx.URL(f"{settings.url}{path}"))
-        self._http = httpx.Client(
-            transport=transport,
-            # A machine reaches itself without a proxy, whatever the environment names. Whose
-            # certificates are trusted is the environment's to say all the same: SSL_CERT_FILE.
-            trust_env=address.hostname not in LOOPBACK,
-            verify=httpx.create_ssl_context() if address.scheme == "https" else True,
-            headers={
-                "Authorization": f"Bearer {settings.token}",
-                "User-Agent": f"gradbox/{metadata.version('gradbox')}",
-            },
-        )
+        self._open = partial(http_client, settings, transport)
+        self._http, self._process = self._open(), os.getpid()
 
     def close(self) -> None:
         self._http.close()
@@ -214,6 +203,9 @@ class Connection:
         timeout = httpx.Timeout(timeout_s or self._timeout_s, connect=connect_s)
         if self._http.is_closed:
             raise ServiceUnavailable(CLOSED)
+        if self._process != os.getpid():
+            # Forked off with its parent's sockets, on which each would read the other's answers.
+            self._http, self._process = self._open(), os.getpid()
         try:
             # httpx sends any buffer; its annotations say bytes.
             content = cast("Iterable[bytes] | None", body and body())
