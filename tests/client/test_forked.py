@@ -1,14 +1,17 @@
-"""Processes that are forked off with a client: each gets the answers to its own requests."""
+"""A client in several processes: those forked off get the answers to their own requests."""
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.reduction import ForkingPickler
 from threading import Thread
 
 import pytest
 
+from gradbox import GradClient, InvalidInputs
 from gradbox.http.connection import Connection
 from gradbox.settings import ClientSettings
 
@@ -61,3 +64,12 @@ def test_a_forked_process_has_connections_of_its_own(connection: Connection) -> 
     assert (a, b) == (also_a, also_b)
     assert len({ours, a, b}) == 3
     assert port(connection) == ours
+
+
+@pytest.mark.parametrize("carry", [ForkingPickler.dumps, copy.deepcopy])
+def test_a_client_that_is_pickled_says_to_make_another(carry: Callable[[GradClient], None]) -> None:
+    with (
+        GradClient("http://127.0.0.1:1", "secret") as client,
+        pytest.raises(InvalidInputs, match=r"make another there by GradClient\(\)"),
+    ):
+        carry(client)

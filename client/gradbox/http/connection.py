@@ -17,12 +17,12 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Final, TypeVar, cast
+from typing import Final, NoReturn, TypeVar, cast
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from gradbox.errors import GradboxError, ProtocolError, ServiceUnavailable
+from gradbox.errors import GradboxError, InvalidInputs, ProtocolError, ServiceUnavailable
 from gradbox.http.http_client import http_client
 from gradbox.printable import printable
 from gradbox.protocol import Problem
@@ -137,6 +137,12 @@ class Connection:
         self._address = lru_cache(lambda path: httpx.URL(f"{settings.url}{path}"))
         self._open = partial(http_client, settings, transport)
         self._http, self._process = self._open(), os.getpid()
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidInputs(
+            "expected a client to stay in its process, got it, or a job of it, to be pickled or "
+            "copied: make another there by GradClient(), and the job's handle by client.job(ID)"
+        )
 
     def close(self) -> None:
         self._http.close()
