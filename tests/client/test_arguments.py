@@ -141,7 +141,7 @@ def test_a_tensor_that_is_written_to_while_it_is_sent_is_told_from_damage(twin: 
     x = X.clone()
     submission = gradient(inputs=[x]).prepare()
     x.add_(1)
-    with twin.client() as client, pytest.raises(InvalidInputs, match="another thread or task writes"):
+    with twin.client() as client, pytest.raises(InvalidInputs, match="another thread writes"):
         client._send(submission)
 
 

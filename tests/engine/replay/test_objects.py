@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +95,24 @@ class _InListInTuple(Reversing):
     def strength(self) -> float:
         self.kept[0].append(len(self.kept[0]))
         return float(sum(self.kept[0]))
+
+
+class Irrep(tuple[Any, ...]):
+    """Refuses what tuples do, as e3nn's representations of a group."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+
+class _InRefusingTuple(Reversing):
+    def begin(self) -> Any:
+        return Irrep((Counter(), Irrep((1, -1))))
+
+    def strength(self) -> float:
+        return float(self.kept[0].next())
 
 
 class _InArray(Reversing):
@@ -242,6 +261,7 @@ KEPT = [
     _InSlots,
     _InDictInDict,
     _InListInTuple,
+    _InRefusingTuple,
     _InArray,
     _InTensor,
     _InTensorBehindItsBack,

@@ -28,6 +28,7 @@ from tests.device import DEVICE
 from tests.engine.drawn_modules import Reversed
 from tests.engine.per_sample import naive as rows
 from tests.engine.ranges.running import even, set_gradient_in_ranges
+from tests.engine.replay.test_objects import Irrep
 from tests.oracle import TOLERANCE, difference
 
 
@@ -159,6 +160,16 @@ class _Frozen:
     calls: int
 
 
+class _InRefusingTuple(_Counting):
+    def begin(self) -> None:
+        self.state = Irrep((Irrep((1, -1)), 0))
+
+    def counted(self) -> int:
+        self.state = Irrep((self.state[0], self.state[1] + 1))
+        calls: int = self.state[1]
+        return calls
+
+
 class _InReplacedDict(_Counting):
     """Keeps its count in a dict that every call replaces, beside a tensor."""
 
@@ -195,6 +206,7 @@ KINDS = [
     _ByEnumeration,
     _ByNumpysNumber,
     _InFrozenObject,
+    _InRefusingTuple,
     _InReplacedDict,
     _BesideTensor,
 ]

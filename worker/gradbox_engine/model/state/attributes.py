@@ -29,6 +29,7 @@ from gradbox_engine.model.state.containers import (
     MOST_ENTRIES,
     VALUES,
     entries_of,
+    num_entries,
     refill,
     same_entries,
 )
@@ -258,11 +259,11 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (*CONTAINERS, tuple)):
-        return len(value) <= MOST_ENTRIES and all(map(_is_constant, entries_of(value)))
+        return num_entries(value) <= MOST_ENTRIES and all(map(_is_constant, entries_of(value)))
     return isinstance(value, VALUES)
 
 
 def _is_constant(value: Any) -> bool:
     if isinstance(value, tuple):
-        return len(value) <= MOST_ENTRIES and all(map(_is_constant, value))
+        return num_entries(value) <= MOST_ENTRIES and all(map(_is_constant, entries_of(value)))
     return isinstance(value, VALUES)

@@ -134,7 +134,7 @@ def parts_of(value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, dict):
         return ((f"[{key}]", part) for key, part in list(value.items()))
     if isinstance(value, (*CONTAINERS, tuple)):
-        return (("[…]", part) for part in list(value))
+        return (("[…]", part) for part in entries_of(value))
     if isinstance(value, functools.partial):
         return [("", value.func), ("", value.args), ("", value.keywords)]
     if isinstance(value, MethodType):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine.model.state.attributes import OF_TORCH
-from gradbox_engine.model.state.containers import CONTAINERS, VALUES
+from gradbox_engine.model.state.containers import CONTAINERS, VALUES, entries_of, num_entries
 from gradbox_engine.model.state.mutables import (
     Mutable,
     global_generators,
@@ -112,7 +112,7 @@ class Objects:
         """Return all that can change but tensors, by id, and the unregistered tensors by path."""
         found: dict[int, Mutable] = {}
         tensors: list[tuple[str, Tensor]] = []
-        num_entries = 0
+        num_inside = 0
         seen = {id(module) for _, module in self._modules} | global_generators()
         for _, module in self._modules:
             seen.update(map(id, (*module._parameters.values(), *module._buffers.values())))
@@ -122,8 +122,8 @@ class Objects:
             if type(value) in ATOMS or id(value) in seen:
                 continue
             seen.add(id(value))
-            num_entries += len(value) if isinstance(value, (*CONTAINERS, tuple)) else 1
-            if num_entries > MOST_INSIDE:
+            num_inside += num_entries(value) if isinstance(value, (*CONTAINERS, tuple)) else 1
+            if num_inside > MOST_INSIDE:
                 return {}, []
             if isinstance(value, Tensor):
                 tensors.append((path, value))
@@ -161,5 +161,5 @@ def _numbers(tensors: Iterable[tuple[str, Tensor]]) -> dict[int, Mutable]:
 def _can_be_kept(part: Any, inside: Mapping[int, Mutable]) -> bool:
     """Tell whether a snapshot may hold a part; what is inside it is asked by itself."""
     if isinstance(part, tuple):
-        return all(_can_be_kept(one, inside) for one in part)
+        return all(_can_be_kept(one, inside) for one in entries_of(part))
     return isinstance(part, VALUES) or id(part) in inside

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from gradbox_engine.model.state.containers import CONTAINERS, VALUES
+from gradbox_engine.model.state.containers import CONTAINERS, VALUES, num_entries
 from gradbox_engine.model.state.mutables import MOST_KEPT_BYTES, is_array, parts_of
 from gradbox_engine.model.tensor_equality import equal_numbers, form, is_plain
 
@@ -54,7 +54,7 @@ def outline(whole: Any) -> Outline | None:
             found.append(value)
         else:
             kind = type(value).__name__
-            found.append((kind, len(value)) if isinstance(value, CONTAINERS) else kind)
+            found.append((kind, num_entries(value)) if isinstance(value, CONTAINERS) else kind)
             left += (part for _, part in parts_of(value))
     return found
 
