@@ -6,7 +6,6 @@ Cost: one forward and one backward of g. Memory: Z, ∂L/∂Z and the graph of g
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,7 +107,7 @@ def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None
     if not loss.requires_grad:
         return [None] * len(leaves)
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
+    return [None if g is None else g.to_dense() for g in found]
 
 
 def _evaluate(objective: Objective, seen: dict[str, Z], inputs: dict[str, Any]) -> Any:
@@ -167,17 +166,13 @@ def nonzero(cotangents: Mapping[Position, Outputs]) -> dict[Position, Outputs]:
     """Return the cotangents that are not zero, and one in each group that has only zeros.
 
     A shard whose cotangent is zero needs no backward pass. The one in each group tells the
-    parameters that the loss reaches from those that it does not. Waits for the device once, where a
-    group has several.
+    parameters that the loss reaches from those that it does not. Waits for the device once.
     """
     given = {position: part for position, part in cotangents.items() if part}
-    num_shards = Counter(position.group for position in given)
-    if all(num == 1 for num in num_shards.values()):
-        return given
     flags = [(position, c.any()) for position, part in given.items() for c in part.values()]
     found = torch.stack([flag for _, flag in flags]).tolist() if flags else []
     chosen = {position for (position, _), flag in zip(flags, found, strict=True) if flag}
-    for group in num_shards:
+    for group in {position.group for position in given}:
         members = [position for position in given if position.group == group]
         if not chosen.intersection(members):
             chosen.add(members[-1])

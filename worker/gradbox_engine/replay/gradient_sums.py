@@ -119,9 +119,8 @@ class GradientSums:
         if name in self._sums:
             self._sums[name].add_(gradient, alpha=1 / self.scale)
             return
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        shared = len(parameter._post_accumulate_grad_hooks or ()) > 1 or not _alone(gradient)
+        gradient = gradient.to_dense()
+        shared = len(parameter._post_accumulate_grad_hooks) > 1 or not _alone(gradient)
         wide = gradient.to(accumulation_dtype(gradient.dtype), copy=shared)
         self._sums[name] = wide if self.scale == 1.0 else wide.mul_(1 / self.scale)
 

@@ -139,7 +139,7 @@ def _in_order(
         return [record for record in (*last, *before) if record.position in cotangents]
     for record in before:
         record.free_graph()
-    kept = any(record.graph is not None and record.position in cotangents for record in last)
+    kept = any(record.graph is not None for record in last)
     return [*last, *before] if kept else [*before, *last]
 
 
@@ -167,9 +167,9 @@ def _replay(
             prepared.buffers.restore(record.after)
             progress.num_retained += 1
         if record.position in cotangents:
-            found = carry_back(prepared, record, graph, cotangents[record.position], sums)
-            if found:
-                progress.input_grads[record.position] = found
+            progress.input_grads[record.position] = carry_back(
+                prepared, record, graph, cotangents[record.position], sums
+            )
         record.free_graph()
         del graph
         progress.num_done += 1
@@ -214,17 +214,16 @@ def carry_back(
             gradients.append(tap.start(record.outputs, sums.scale))
     for leaf in graph.inputs.values():
         leaf.grad = None  # what the model's own backward passes may have left
-    if roots:
-        prepared.calls.begin(record.position)  # a backward pass may draw numbers, too
-        # Without inputs=, which reentrant checkpointing does not admit. Nothing else requires grad
-        # but the zeros in the place of graphs that buffers brought along.
-        with (
-            prepared.buffers.lost_attributes_undone(),
-            sums.added_up(),
-            blaming("the backward pass", prepared.calls.where(record.position)),
-            prepared.calls.backward(),
-        ):
-            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+    prepared.calls.begin(record.position)  # a backward pass may draw numbers, too
+    # Without inputs=, which reentrant checkpointing does not admit. Nothing else requires grad
+    # but the zeros in the place of graphs that buffers brought along.
+    with (
+        prepared.buffers.lost_attributes_undone(),
+        sums.added_up(),
+        blaming("the backward pass", prepared.calls.where(record.position)),
+        prepared.calls.backward(),
+    ):
+        torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
     return {
         name: None if leaf.grad is None else leaf.grad / sums.scale
         for name, leaf in graph.inputs.items()

@@ -69,7 +69,6 @@ def retried_without_kept_graphs(
     # Outside the handler, whose traceback holds on to the failed step's tensors.
     for record in records:
         record.free_graph()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     undo()
     return step()

@@ -58,9 +58,8 @@ class Tap:
             # autograd runs them in the order of insertion, which `move_to_end` does not change.
             hooks: Any = activation._backward_hooks
             *earlier, own = hooks.items()
-            if earlier:
-                hooks.clear()
-                hooks.update([own, *earlier])
+            hooks.clear()
+            hooks.update([own, *earlier])
 
     @property
     def overwritten(self) -> bool:
@@ -94,9 +93,7 @@ class Tap:
                 value = _evaluate(self._penalty, leaf)
             if not value.requires_grad:
                 return cotangent
-            (gradient,) = torch.autograd.grad(value, leaf, allow_unused=True)
-            if gradient is None:
-                return cotangent
+            (gradient,) = torch.autograd.grad(value, leaf, materialize_grads=True)
             return cotangent + (self._scaled(gradient, self._z) * self._factor).to(cotangent.dtype)
 
     def _scaled(self, gradient: Tensor, z: Outputs) -> Tensor:
