@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradbox_engine.mixed.forward_rules import LeanRules
+from gradbox_engine.mixed.forward_rules import LeanRules, Roundings
 
 
 def numbers(*shape: int) -> Tensor:
@@ -52,6 +52,24 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "in-place after a rule": (lambda x: F.relu_(F.linear(x, W, B4)), numbers(2, 3)),
     "a weight that moves": (lambda x: F.linear(numbers(2, 3), x, B4), W),
     "a bias that moves": (lambda x: F.linear(numbers(2, 3), W, x), B4),
+    "all of linear moves": (lambda x: F.linear(x, x, x[0]), numbers(3, 3)),
+    "a shift that moves": (lambda x: torch.addmm(x, numbers(2, 3), W.T), B4),
+    "all of addmm moves": (lambda x: torch.addmm(x, x, x), numbers(3, 3)),
+    "a scale of batch norm that moves": (lambda x: F.batch_norm(IMAGE, MEAN, VARIANCE, x), SCALE),
+    "all of batch norm moves": (
+        lambda x: F.batch_norm(x, MEAN, VARIANCE, x.mean((0, 2, 3)), x.sum((0, 2, 3))),
+        IMAGE,
+    ),
+    "group norm": (lambda x: F.group_norm(x, 3, SCALE, MEAN), IMAGE),
+    "group norm of a constant": (lambda x: F.group_norm(IMAGE, 3, x), SCALE),
+    "matmul by name": (lambda x: torch.matmul(input=x, other=W.T), numbers(2, 3)),
+    "times by name": (lambda x: torch.mul(x, other=SCALE), numbers(2, 3)),
+    "divided by name": (lambda x: torch.div(x, other=SCALE), numbers(2, 3)),
+    "addmm by name": (lambda x: torch.addmm(B4, mat1=x, mat2=W.T), numbers(2, 3)),
+    "batch norm by name": (
+        lambda x: F.batch_norm(x, running_mean=MEAN, running_var=VARIANCE, eps=0.1),
+        IMAGE,
+    ),
 }
 
 
@@ -120,6 +138,17 @@ def test_a_grouped_product_has_a_tangent():
 
     with LeanRules():
         torch.testing.assert_close(both(grouped, rows), both(in_turn, rows))
+        shifted, moved = both(lambda x: x.sum() + grouped(rows), rows)
+    torch.testing.assert_close(shifted, rows.sum() + in_turn(rows))
+    assert moved.unique().numel() == 1
+
+
+def test_distances_may_be_asked_for_by_name():
+    others = numbers(4, 3).sin()
+    with LeanRules():
+        found = both(lambda x: torch.cdist(x1=x, x2=others), numbers(2, 3))
+    expected = both(lambda x: (x[:, None] - others).square().sum(-1).sqrt(), numbers(2, 3))
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_coarsest_dtype_that_carries_a_tangent_is_told():
@@ -131,3 +160,10 @@ def test_the_coarsest_dtype_that_carries_a_tangent_is_told():
         assert rules.rounding == torch.float64
         both(lambda x: x.float().double(), numbers(3))
     assert rules.rounding == torch.float32
+
+
+def test_the_coarsest_dtype_that_has_a_graph_is_told():
+    with Roundings() as seen:
+        numbers(3).half()
+        numbers(3).requires_grad_().float()
+    assert seen.rounding == torch.float32

@@ -103,7 +103,7 @@ def _layer(
     )
 
 
-def _product(operation: Operation, a: Any, b: Any, **options: Any) -> Tensor | None:
+def _product(operation: Operation, a: Any = None, b: Any = None, **options: Any) -> Tensor | None:
     """operation(a, b), bilinear: the tangent is operation(ȧ, b), or operation(a, ḃ)."""
     (a, a_tangent), (b, b_tangent) = parts(a), parts(b)
     if options or (a_tangent is None) == (b_tangent is None):
@@ -124,7 +124,7 @@ def _grouped_product(
     return dual(product(a, b, bias=bias), tangent)
 
 
-def _quotient(operation: Operation, a: Any, b: Any, **options: Any) -> Tensor | None:
+def _quotient(operation: Operation, a: Any = None, b: Any = None, **options: Any) -> Tensor | None:
     """operation(a, b), linear in a: the tangent is operation(ȧ, b)."""
     return None if options else _linear(operation, a, b)
 
@@ -137,7 +137,7 @@ def _linear(operation: Operation, input: Any, *rest: Any, **options: Any) -> Ten
     return dual(operation(primal, *rest, **options), operation(tangent, *rest, **options))
 
 
-def _shifted_product(bias: Any, a: Any, b: Any, **options: Any) -> Tensor | None:
+def _shifted_product(bias: Any, a: Any = None, b: Any = None, **options: Any) -> Tensor | None:
     """addmm, b₀ + a b: the tangent is ȧ b."""
     primal, tangent = parts(a)
     if options or tangent is None or _moves(bias, b):
@@ -147,8 +147,8 @@ def _shifted_product(bias: Any, a: Any, b: Any, **options: Any) -> Tensor | None
 
 def _batch_norm(
     input: Any,
-    mean: Any,
-    variance: Any,
+    running_mean: Any,
+    running_var: Any,
     weight: Any = None,
     bias: Any = None,
     training: bool = False,
@@ -157,27 +157,26 @@ def _batch_norm(
 ) -> Tensor | None:
     """Batch norm by running statistics: the tangent is that of the scale alone."""
     primal, tangent = parts(input)
-    if training or tangent is None or mean is None or _moves(mean, variance, weight, bias):
+    if training or tangent is None or _moves(running_mean, running_var, weight, bias):
         return None
+    value = F.batch_norm(primal, running_mean, running_var, weight, bias, False, *rest, **options)
+    zero = torch.zeros_like(running_mean)
     return dual(
-        F.batch_norm(primal, mean, variance, weight, bias, False, *rest, **options),
-        F.batch_norm(
-            tangent, torch.zeros_like(mean), variance, weight, None, False, *rest, **options
-        ),
+        value, F.batch_norm(tangent, zero, running_var, weight, None, False, *rest, **options)
     )
 
 
 def _group_norm(input: Any, *rest: Any, **options: Any) -> Tensor | None:
-    """Group norm of what is not contiguous: torch's rule, of contiguous copies."""
+    """Group norm: torch's rule, of contiguous copies where they are none."""
     primal, tangent = parts(input)
-    if tangent is None or (primal.is_contiguous() and tangent.is_contiguous()):
+    if tangent is None:
         return None
     return F.group_norm(dual(primal.contiguous(), tangent.contiguous()), *rest, **options)
 
 
-def _distances(a: Any, b: Any, p: float = 2.0, *rest: Any, **options: Any) -> Tensor | None:
+def _distances(x1: Any, x2: Any, p: float = 2.0, *rest: Any, **options: Any) -> Tensor | None:
     """cdist, ‖aᵢ − bⱼ‖: the tangent is ⟨aᵢ − bⱼ, ȧᵢ − ḃⱼ⟩ / ‖aᵢ − bⱼ‖, zero where that is zero."""
-    (a, a_tangent), (b, b_tangent) = parts(a), parts(b)
+    (a, a_tangent), (b, b_tangent) = parts(x1), parts(x2)
     if p != 2 or a_tangent is b_tangent is None:
         return None
     value = torch.cdist(a, b, p, *rest, **options)
