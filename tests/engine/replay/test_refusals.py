@@ -80,6 +80,20 @@ def test_shards_whose_z_differ_in_more_than_the_samples():
         answer(case, readout=None)
 
 
+@pytest.mark.parametrize(
+    ("readout", "message"),
+    [
+        (lambda z, _: {"a": z, "b": z[:1]}, "shard 0: expected outputs with one number of samples"),
+        (lambda z, _: {"ab"[len(z) - 2]: z}, r"shard 1: expected \['a'\] as from shard 0, got 'b'"),
+        (lambda z, _: z.float() if len(z) == 3 else z, "one dtype .* got torch.float32"),
+    ],
+)
+def test_shards_whose_z_have_no_place_in_one(readout, message):
+    shards = [{"0": torch.ones(n, 5, dtype=torch.float64)} for n in (2, 3)]
+    with pytest.raises(BadOutput, match=message):
+        _gradient(case_models.mlp(), shards, readout=readout)
+
+
 def test_shards_with_different_argument_names():
     shards = [*_shards(), {"x": torch.ones(2, 5)}]
     with pytest.raises(BadInputs, match=r"shard 3: .* \['0'\], got \['x'\]"):
@@ -107,6 +121,12 @@ def test_an_entry_point_that_is_not_there():
 def test_an_order_that_is_no_permutation(order):
     with pytest.raises(BadInputs, match="permutation of 6 samples"):
         set_gradient(case_models.mlp(), [Group("z", _shards(), order=order)], Objective(torch.sum))
+
+
+def test_an_order_of_other_than_whole_numbers():
+    group = Group("z", _shards(), order=torch.arange(6.0) + 0.5)
+    with pytest.raises(BadInputs, match="whole numbers"):
+        set_gradient(case_models.mlp(), [group], Objective(torch.sum))
 
 
 @pytest.mark.parametrize(
@@ -156,10 +176,28 @@ class _OneEntryOff(nn.Module):
         return z + torch.eye(*z.shape, dtype=z.dtype) * (0.001 if next(self.calls) == 5 else 0)
 
 
-@pytest.mark.parametrize("model", [_Counting, _OneEntryOff])
+class _OneRowLess(_Counting):
+    """Returns another number of samples in its replay."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[: 1 if next(self.calls) == 5 else 2]
+
+
+@pytest.mark.parametrize("model", [_Counting, _OneEntryOff, _OneRowLess])
 def test_a_replay_that_does_not_repeat_the_first_pass(model):
     with pytest.raises(ReplayMismatch, match=r"group 'z', shard \d: .* move it into a buffer"):
         _gradient(model(), _shards(), torch.var)
+
+
+def test_a_replay_that_returns_other_names():
+    calls = itertools.count(1)
+    with pytest.raises(ReplayMismatch, match="shard 1: the replay returned no 'a'"):
+        _gradient(
+            case_models.mlp(),
+            _shards(),
+            lambda z: z["a"].square().sum(),
+            readout=lambda z, _: {"b" if next(calls) == 5 else "a": z},
+        )
 
 
 def test_the_same_not_a_number_in_both_passes_is_no_mismatch():

@@ -135,14 +135,12 @@ def permutation(order: Sequence[int] | Tensor, num_rows: int, *, group: str) -> 
     """
     given_N = torch.as_tensor(order).cpu()
     index_N = given_N.to(torch.int64)
-    if given_N.is_complex() or not torch.equal(index_N.to(given_N.dtype), given_N):
+    if not torch.equal(index_N.to(given_N.dtype), given_N):
         raise BadInputs(
             f"group {group!r}: expected order to be whole numbers, got {given_N.dtype} with "
             f"fractions; give it as integers"
         )
-    if index_N.shape != (num_rows,) or not torch.equal(
-        index_N.sort().values, torch.arange(num_rows)
-    ):
+    if not torch.equal(index_N.sort().values, torch.arange(num_rows)):
         raise BadInputs(
             f"group {group!r}: expected order to be a permutation of {num_rows} samples, got "
             f"shape {tuple(index_N.shape)} with {len(set(index_N.flatten().tolist()))} different "
