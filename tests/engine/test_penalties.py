@@ -138,6 +138,17 @@ def test_a_penalty_counts_where_the_loss_is_flat():
     assert result.replayed == 3
 
 
+@pytest.mark.parametrize(
+    ("loss", "wrt"), [(_square, ["4"]), (lambda tap: (tap > 0).double().mean(), None)]
+)
+def test_a_penalty_without_a_gradient_is_part_of_the_value(loss, wrt):
+    case = CASES["mlp"]()
+    penalties = [Penalty("0", loss)]
+    found, plain = answer(case, penalties=penalties, wrt=wrt), answer(case, wrt=wrt)
+    assert found.loss == answer(case, penalties=penalties).loss != plain.loss
+    assert all(same_bits(found.grads[name], plain.grads[name]) for name in plain.grads)
+
+
 def test_a_penalty_reaches_what_the_loss_does_not():
     case = CASES["unused branch"]()
     group = Group("z", case.groups["z"])

@@ -86,6 +86,25 @@ class _Checkpointed(nn.Module):
         return checkpoint(self.second, self.first(x), use_reentrant=self.reentrant)
 
 
+class _Several(_Prompt):
+    def forward(self) -> tuple[Tensor]:
+        return (self.values,)
+
+
+class _PromptedByOneOfSeveral(_Prompted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = _Several()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + self.prompt()[0])
+
+
+def test_a_penalty_on_a_parameter_among_others_is_refused():
+    with pytest.raises(BadPenalty, match="tap a submodule that returns it alone"):
+        _job(_PromptedByOneOfSeveral(), penalties=[Penalty("prompt[0]", _square)])
+
+
 def test_a_penalty_where_no_gradient_flows_is_refused():
     terms = {"penalties": [Penalty("second", _square)]}
     assert _job(_Checkpointed(reentrant=False), **terms).grads["first.weight"].abs().max() > 0
@@ -182,7 +201,7 @@ def test_noise_of_a_backward_pass_does_not_depend_on_what_is_kept():
     assert all(torch.equal(kept.grads[name], grad) for name, grad in replayed.grads.items())
 
 
-@pytest.mark.parametrize("factor", [1e-30, 1e-38, 1e-41])
+@pytest.mark.parametrize("factor", [1e-30, 1e-38, 1e-41, 0.0])
 def test_fp16_bears_the_smallest_cotangents(factor):
     def job(precision):
         torch.manual_seed(0)
@@ -191,6 +210,15 @@ def test_fp16_bears_the_smallest_cotangents(factor):
         return set_gradient(model, [Group("z", shards)], objective, precision=precision).grads
 
     assert difference(job("fp16"), job("fp32")) <= 0.05
+
+
+def test_fp16_bears_gradients_of_inputs_that_overflow_at_first():
+    model = nn.Linear(5, 3).half()
+    nn.init.constant_(model.weight, 3000.0)
+    result = set_gradient(
+        model, [Group("z", _shards(torch.float16))], Objective(torch.sum), wrt=["inputs.0"]
+    )
+    assert all(gradient.eq(9000).all() for gradient in result.input_grads["z"]["0"])
 
 
 @dataclass

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine import Group, Objective, set_gradient
+from gradbox_engine import Group, Objective, SetGradient, set_gradient
 from tests import case_models
 from tests.cases import CASES
 from tests.device import same_bits
@@ -69,10 +69,32 @@ def test_a_group_that_the_loss_does_not_read_is_not_replayed():
         Group(name, shards, method=case.methods[name]) for name, shards in case.groups.items()
     ]
     objective = Objective(lambda images, texts: texts.square().mean())
-    result = set_gradient(case.model(), groups, objective, mode="train")
+    returns = ("grads", "cotangents")
+    result = set_gradient(case.model(), groups, objective, mode="train", returns=returns)
     assert set(result.unreached) == {"images.0.weight", "images.0.bias"}
     assert (result.retained, result.replayed) == (1, 1)
     assert all(bool(result.grads[name].eq(0).all()) for name in result.unreached)
+    assert not result.cotangents["images"].any()
+
+
+def _towers(loss) -> SetGradient:
+    case = CASES["two towers"]()
+    groups = [
+        Group(name, shards, method=case.methods[name]) for name, shards in case.groups.items()
+    ]
+    return set_gradient(case.model(), groups, Objective(loss))
+
+
+def test_a_group_in_which_the_loss_is_flat_is_reached_all_the_same():
+    result = _towers(lambda images, texts: texts.square().mean() + images.sum() * 0)
+    assert result.unreached == ()
+    assert not result.grads["images.0.weight"].any()
+
+
+def test_a_loss_takes_groups_by_name():
+    one = _towers(lambda images, texts: images.square().sum() + texts.exp().sum())
+    other = _towers(lambda texts, images: images.square().sum() + texts.exp().sum())
+    assert all(same_bits(other.grads[name], gradient) for name, gradient in one.grads.items())
 
 
 def test_parameters_of_the_loss_come_back_by_name():
