@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradbox_engine import NoTangent
 from tests import mixed_models as models
+from tests.device import DEVICE
 from tests.engine.mixed.running import mixed_answer
 from tests.mixed_cases import (
     MIXED_CASES,
@@ -18,6 +19,7 @@ from tests.mixed_cases import (
     TOLERANCE,
     MixedCase,
     bilinear,
+    cubic,
     double_backward,
 )
 from tests.oracle import difference
@@ -135,6 +137,40 @@ def test_reentrant_checkpoints_change_nothing(mode):
     result = mixed_answer(reentrant)
     assert result.fallbacks == {}
     assert difference(result.grads, double_backward(case).grads) <= TOLERANCE
+
+
+def _y_alone(dfdz: Tensor, y: Tensor) -> Tensor:
+    return y.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        (lambda y, v: y.sum(), lambda dfdz, y: dfdz.sum() + _y_alone(dfdz, y)),
+        (lambda y, v: v.sum(), lambda dfdz, y: dfdz.sum() + _y_alone(dfdz, y)),
+        (cubic, _y_alone),
+    ],
+    ids=["inner without v", "inner without y", "outer without dfdz"],
+)
+@pytest.mark.parametrize("name", ["mlp, cubic", "a custom autograd.Function"])
+def test_where_no_path_leads_through_the_model_y_counts_alone(name, inner, outer):
+    case = replace(ALL[name](), inner=inner, outer=outer, outer_reads=("y",))
+    result = mixed_answer(case)
+    torch.testing.assert_close(result.grads["y.y"], 2 * case.y["y"].detach().to(DEVICE))
+
+
+@pytest.mark.parametrize("name", ["mlp, cubic", "a custom autograd.Function"])
+def test_outputs_that_z_does_not_reach_are_constants(name):
+    plain = ALL[name]()
+
+    def halved(v: Tensor, _inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"v": v, "half": torch.full_like(v.detach(), 0.5), "unread": v.sin()}
+
+    case = replace(
+        plain, readout=halved, inner=lambda y, v: plain.inner(y, v["v"]) * v["half"].mean()
+    )
+    expected = double_backward(replace(plain, inner=lambda y, v: plain.inner(y, v) * 0.5))
+    assert difference(mixed_answer(case).grads, expected.grads) <= TOLERANCE
 
 
 def test_leaves_that_nothing_reaches_are_named_and_zero():

@@ -169,6 +169,27 @@ def test_a_gradient_that_nobody_else_holds_becomes_the_sum(monkeypatch, counted)
     assert (_Product.given == [result.grads["weight"].data_ptr()]) is counted
 
 
+def test_a_gradient_that_is_part_of_larger_memory_is_copied():
+    class _Sliced(_Product):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight.expand(2, 3)
+            weight.register_hook(lambda g: torch.cat([g, g.new_zeros(1000, 3)])[:2])
+            return x @ weight.T
+
+    shards = [{"0": x} for x in _shards()[:1]]
+    gradient = set_gradient(_Sliced(), [Group("z", shards)], Objective(_loss)).grads["weight"]
+    assert gradient.untyped_storage().nbytes() == gradient.nbytes
+
+
+def test_a_gradient_that_a_hook_of_the_model_takes_away_does_not_arrive():
+    model = nn.Linear(3, 2).double()
+    model.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    shards = [{"0": x} for x in _shards()]
+    result = set_gradient(model, [Group("z", shards)], Objective(_loss))
+    assert result.unreached == ("weight",)
+    assert result.grads["bias"].any()
+
+
 def test_a_gradient_that_a_hook_of_the_model_holds_is_copied():
     held = []
     model = nn.Linear(3, 2).double()

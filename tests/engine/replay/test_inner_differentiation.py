@@ -60,8 +60,10 @@ def test_the_gradient_is_that_of_naive_code(kind, retain):
         with shard_stream(5, 0, i):
             zs.append(model(shard["0"]))
     _loss(torch.cat(zs)).backward()
+    calls, called = [], kind()
+    called.register_forward_pre_hook(lambda *_: calls.append(1))
     result = set_gradient(
-        kind(),
+        called,
         [Group("z", _shards())],
         Objective(_loss),
         mode="train",
@@ -77,6 +79,8 @@ def test_the_gradient_is_that_of_naive_code(kind, retain):
     # Graphs under torch.func cannot be measured, so all but the last one go.
     kept_all = retain > 0 and kind is _ByAutograd
     assert (result.retained, result.replayed) == ((4, 0) if kept_all else (1, 3))
+    tried_in_vain = retain > 0 and not kept_all  # once, by the first shard
+    assert len(calls) == 4 + result.replayed + tried_in_vain
     assert torch.equal(result.buffers["mean"], model.mean)
 
 
