@@ -335,7 +335,7 @@ def test_the_tangent_pass_of_a_mixed_gradient_finds_it(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_that_change_it_are_not_split(kind):
     shards = groups()
-    with pytest.raises(CoupledShards, match=r"attribute 'kept|numbers in attributes"):
+    with pytest.raises(CoupledShards, match=r"attribute 'kept|objects that hold"):
         set_gradient_in_ranges(kind(), even(shards, 2), shards, Objective(loss), mode="train")
 
 

@@ -95,7 +95,7 @@ def _refuse_beyond_buffers(buffers: Buffers, records: Sequence[ShardRecord]) -> 
         if record.after.tables is not None:
             raise CoupledShards(f"hooks, submodules or their classes: {expected}")
     if buffers.attributes_left_out:
-        raise CoupledShards(f"numbers in attributes beside tensors, or in new tensors: {expected}")
+        raise CoupledShards(f"attributes or objects that hold tensors: {expected}")
 
 
 def statistics_of(values: Live, module: str) -> NormStatistics:

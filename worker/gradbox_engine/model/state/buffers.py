@@ -64,12 +64,18 @@ class Buffers:
 
     @property
     def attributes_lost(self) -> bool:
-        """Whether some S after `first` lacks a number or a word that a shard changed, or varies."""
+        """Whether some S after `first` lacks a number that a shard changed, or what varies.
+
+        What a shard finds is then left by those before it, and by no `restore`.
+        """
         return self._attributes.lost or self._objects.lost
 
     @property
     def attributes_left_out(self) -> bool:
-        """Whether some S after `first` lacks that, or numbers of tensors or a length."""
+        """Whether some S after `first` lacks that, or what all of them have and `first` does not.
+
+        A shard that begins as registered then finds less than it should.
+        """
         return self._attributes.left_out or self._objects.lost or self._objects.left_out
 
     def advance(self, previous: Snapshot) -> Snapshot:
