@@ -54,6 +54,25 @@ class _ByDefault(Reversing):
         return float(self.kept.calls)
 
 
+class _Weak:
+    strength = 1.0
+
+
+class _Strong:
+    strength = 3.0
+
+
+class _InClass(Reversing):
+    """In the class of an object that has no attributes."""
+
+    def begin(self) -> Any:
+        return _Weak()
+
+    def strength(self) -> float:
+        self.kept.__class__ = _Strong if isinstance(self.kept, _Weak) else _Weak
+        return float(self.kept.strength)
+
+
 class _InNamespace(Reversing):
     def begin(self) -> Any:
         return SimpleNamespace(counter=SimpleNamespace(calls=0))
@@ -257,6 +276,7 @@ class _BesideTensor(Reversing):
 KEPT = [
     Reversing,
     _ByDefault,
+    _InClass,
     _InNamespace,
     _InSlots,
     _InDictInDict,

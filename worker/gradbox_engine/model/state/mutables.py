@@ -151,14 +151,16 @@ def global_generators() -> set[int]:
 
 
 class _Entries:
-    """A container's entries, or an object's attributes."""
+    """A container's entries, or an object's attributes and its class."""
 
     def __init__(self, path: str, owner: Any, *, of: Any) -> None:
         self.path, self.owner = path, owner
-        self._container = of
+        self._container, self._kind = of, type(owner)
         self._entries = entries_of(of)
 
     def changed(self) -> bool:
+        if type(self.owner) is not self._kind:
+            return True
         now, before = entries_of(self._container), self._entries
         if len(now) != len(before):
             return True
@@ -166,6 +168,8 @@ class _Entries:
 
     def restore(self) -> None:
         refill(self._container, self._entries)
+        if type(self.owner) is not self._kind:
+            object.__setattr__(self.owner, "__class__", self._kind)
 
     def new(self, registered: Mutable | None) -> list[Any] | None:
         before = registered._parts if isinstance(registered, _Entries) else []
