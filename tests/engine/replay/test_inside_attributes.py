@@ -17,12 +17,7 @@ from gradbox_engine import (
 )
 from gradbox_engine.model.state.objects import Objects
 from tests.device import DEVICE
-from tests.engine.replay.reversing import (
-    Counter,
-    Reversing,
-    groups,
-    loss,
-)
+from tests.engine.replay.reversing import Counter, Reversing, groups, loss
 from tests.oracle import TOLERANCE, difference
 
 

@@ -28,7 +28,7 @@ from tests.device import DEVICE
 from tests.engine.drawn_modules import Reversed
 from tests.engine.per_sample import naive as rows
 from tests.engine.ranges.running import even, set_gradient_in_ranges
-from tests.engine.replay.test_objects import Irrep
+from tests.engine.replay.inside_attributes import Irrep
 from tests.oracle import TOLERANCE, difference
 
 
