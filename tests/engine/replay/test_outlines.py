@@ -168,6 +168,17 @@ def test_a_replay_finds_what_the_first_pass_found_and_so_does_the_next_job(kind,
         assert difference(found.grads, expected) <= TOLERANCE
 
 
+class _ByFirstCall(_ByLength):
+    """By whether an output is cached."""
+
+    def begin(self) -> Any:
+        return None
+
+    def note(self, z: Tensor) -> int:
+        first, self.kept = self.kept is None, z
+        return 1 if first else 2
+
+
 class _OnceCached(_ByLength):
     """By a number that the first call finds in its shard."""
 
@@ -193,7 +204,7 @@ class _OnceCachedInObject(_OnceCached):
 ONCE = [_OnceCached, _OnceCachedInObject]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *ONCE])
+@pytest.mark.parametrize("kind", [*KINDS, *ONCE, _ByFirstCall])
 def test_the_second_half_does_from_outputs_alone(kind):
     model = kind()
     first = set_outputs(model, groups(), mode="train", retain=0)
@@ -258,22 +269,15 @@ class _Caching(_ByLength):
 
 @pytest.mark.parametrize("place", [("forward", 3), ("replay", 1)])
 def test_a_killed_job_goes_on_with_the_like_of_what_was_cached(place):
-    class Cached(_Caching):
-        def begin(self) -> Any:
-            super().begin()
-            return None
-
-        def note(self, z: Tensor) -> int:
-            first, self.kept = self.kept is None, z
-            return 1 if first else 2
-
     kept = Kept()
     how: Any = {"mode": "train", "retain": 0, "checkpoints": kept}
     with pytest.raises(Killed):
-        set_gradient(Cached(), groups(), Objective(loss_of_some), observer=KilledAt(*place), **how)
-    found = set_gradient(Cached(), groups(), Objective(loss_of_some), **how)
+        set_gradient(
+            _ByFirstCall(), groups(), Objective(loss_of_some), observer=KilledAt(*place), **how
+        )
+    found = set_gradient(_ByFirstCall(), groups(), Objective(loss_of_some), **how)
     assert kept.num_written > 1
-    assert difference(found.grads, naive_gradients(Cached, loss_of_some)) <= TOLERANCE
+    assert difference(found.grads, naive_gradients(_ByFirstCall, loss_of_some)) <= TOLERANCE
 
 
 def test_the_like_in_every_call_costs_no_graph_and_no_device():

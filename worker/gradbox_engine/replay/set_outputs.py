@@ -132,16 +132,18 @@ def _answer(
     rows = {group: tuple(numbers) for group, numbers in num_rows.items()}
     kept = KeptPass(records, parameters, ready.inputs, rows, overlay_bytes)
     after = records[-1].after
-    lost = ready.buffers.attributes_lost
-    if lost:  # of which a second half knows nothing, and would replay some shards without others
-        kept.free()
+    state = ready.buffers
+    if state.attributes_lost:
+        kept.free()  # a second half, which knows nothing of it, would replay some shards alone
     return SetOutputs(
         outputs={group.name: as_z(ordered(whole[group.name], group)) for group in groups},
         rows=rows,
-        buffers=ready.buffers.named(after),
-        stateful=ready.buffers.attributes_left_out or any_changed_state(records),
+        buffers=state.named(after),
+        stateful=(
+            state.attributes_left_out or state.attributes_filled or any_changed_state(records)
+        ),
         seconds=clock.seconds,
         kept=kept if kept.num_kept else None,
         retained=kept.num_kept,
-        changed_attributes=ready.buffers.changed_attributes(after),
+        changed_attributes=state.changed_attributes(after),
     )

@@ -72,6 +72,11 @@ class Attributes:
         """Whether a `state` left out a number or a word, numbers of a tensor, or a length."""
         return self.lost or any(module.left_out for module in self._modules.values())
 
+    @property
+    def filled(self) -> bool:
+        """Whether a `state` left out what a shard put where there was nothing."""
+        return any(module.filled for module in self._modules.values())
+
     def state(self) -> dict[str, ModuleAttributes | None]:
         """Return what the submodules hold after a shard that they were not registered with."""
         before, self._outlines = self._outlines, {}
@@ -120,11 +125,11 @@ class _Registered:
 
     `lost` tells whether `attributes` has been None although plain ones had changed, or were gone;
     `outlines` are of the others, by name, where it last was None; `left_out` tells whether more
-    than bare kinds in them was not as registered.
+    than bare kinds in them was not as registered, `filled` whether one was None or not there.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.lost = self.left_out = False
+        self.lost = self.left_out = self.filled = False
         self.outlines: dict[str, Outline] = {}
         self._live = vars(module)
         self._first = self._live.copy()
@@ -175,6 +180,7 @@ class _Registered:
             return found
         self.lost = self.lost or lost or bool(found)
         self.left_out = self.left_out or any(map(self._has_numbers, self.outlines))
+        self.filled = self.filled or any(self._first.get(name) is None for name in self.outlines)
         return None
 
     def _has_numbers(self, name: str) -> bool:
@@ -223,6 +229,7 @@ class _Scripted:
 
     outlines: Final[Mapping[str, Outline]] = {}
     left_out: Final = False
+    filled: Final = False
 
     def __init__(self, module: nn.Module) -> None:
         self.lost = False

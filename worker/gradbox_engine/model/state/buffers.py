@@ -47,9 +47,7 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
-        self._buffer_tables = [
-            (prefix, module._buffers) for prefix, module in self._modules.items()
-        ]
+        self._buffer_tables = [(name, m._buffers) for name, m in self._modules.items()]
         self._attributes = Attributes(self._modules)
         self._objects = Objects(self._modules.items())
         self._tables = Tables(self._modules.values())
@@ -77,6 +75,11 @@ class Buffers:
         A shard that begins as registered then finds less than it should.
         """
         return self._attributes.left_out or self._objects.lost or self._objects.left_out
+
+    @property
+    def attributes_filled(self) -> bool:
+        """Whether some S after `first` lacks what a shard put into an attribute that held None."""
+        return self._attributes.filled
 
     def advance(self, previous: Snapshot) -> Snapshot:
         """Return the buffers after a shard, and make them ready for the next one.
