@@ -28,24 +28,29 @@ from gradbox_engine.per_sample.recording.steps import DerivedStep, RuleStep, Ste
 
 @dataclass
 class Plan:
-    """What a run does at each use, and which parameters take one backward pass a sample."""
+    """What a run does at each use, and which parameters take one backward pass a sample.
+
+    `loops` and `alone` change where a run shows that they do not hold; the last three fields are
+    what runs found.
+    """
 
     steps: list[Step] = field(default_factory=list)
+    recorded: bool = True  # whether uses are recorded; not where all parameters are looped over
     routes: dict[str, set[str]] = field(default_factory=dict)  # parameter → routes of its uses
     loops: dict[str, str] = field(default_factory=dict)  # parameter → why it is looped over
+    by_owner: bool = False  # whether data decide whose rows a parameter acts on
     axes: Mapping[str, int] = field(default_factory=dict)  # argument → dim that counts samples
     one_sample: bool = False  # whether the shard is one sample, with no such dim
+    rounding: torch.dtype = torch.float64  # the coarsest dtype of a tensor on the way
     zeros: frozenset[str] = frozenset()  # parameters and buffers all zero when it was made
+    kept: bool = True  # whether later jobs use it: not where the probe runs had nothing to replace
     compares_always: bool = False  # whether rows are compared in whole on every shard, as data may
     # decide which samples go where or which are mixed, or refute a guess of where they are
-    kept: bool = True  # whether later jobs use it: not where the probe runs had nothing to replace
     alone: bool = True  # whether a sample's z is the same, but for rounding, without the others
-    rounding: torch.dtype = torch.float64  # the coarsest dtype of a tensor on the way
+
     unconfirmed: set[str] = field(default_factory=set)  # parameters whose rows were not yet
     # compared in whole at a gradient that is not zero
     confirmed_calls: set[int] = field(default_factory=set)  # `RecordedGraph.calls` of those shards
-    by_owner: bool = False  # whether data decide whose rows a parameter acts on
-    recorded: bool = True  # whether uses are recorded; not where all parameters are looped over
     batched_backward: bool | None = None  # whether all outputs' backward run as one; None: untried
 
     def samples(self, arguments: Mapping[str, Any]) -> int | None:

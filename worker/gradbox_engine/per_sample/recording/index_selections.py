@@ -29,11 +29,11 @@ _BY_DIM = frozenset(
     | {f"scatter_{name}{end}" for name in ("add", "reduce") for end in ("", "_")}
 )
 _OF_ALL = frozenset({"take", "masked_select", "masked_scatter", "masked_scatter_"})
-_BY_PLACE = frozenset({"roll", "split", "split_with_sizes", "tensor_split", "chunk"})
+_BY_SIZES = frozenset({"roll", "split", "split_with_sizes", "tensor_split", "chunk"})
 _WHOLE = (None, None, None)  # of a slice
 
 Selection = tuple[torch.Size, tuple[int, ...]]
-"""A tensor's shape, and the dims of it in which entries are selected."""
+"""A tensor's shape, and the dims of it in which entries are selected or moved."""
 
 
 def selection(
@@ -57,20 +57,32 @@ def selection(
     x = args[0] if args else kwargs.get("input")
     if not isinstance(x, Tensor):
         return None
+    dims = _dims(name, x, args, kwargs, is_range)
+    return None if dims is None else (x.shape, tuple(dim % max(1, x.dim()) for dim in dims))
+
+
+def _dims(
+    name: str,
+    x: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_range: Callable[[Tensor], bool],
+) -> Sequence[int] | None:
+    """Return the dims of `x` in which a function selects or moves entries, if it does."""
     if name in _OF_ALL:
-        return x.shape, tuple(range(x.dim()))
+        return range(x.dim())
     if name in _BY_DIM:
         dim = next((a for a in (*args[1:], kwargs.get("dim")) if isinstance(a, int)), None)
-        return x.shape, (tuple(range(x.dim())) if dim is None else (dim % max(1, x.dim()),))
-    if name in _BY_PLACE:
+        return range(x.dim()) if dim is None else (dim,)
+    if name in _BY_SIZES:
         dims = kwargs.get("dims", kwargs.get("dim", args[2] if len(args) > 2 else None))
         if dims is None:
-            dims = range(x.dim()) if name == "roll" else 0
-        return x.shape, tuple(dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims))
+            return range(x.dim()) if name == "roll" else (0,)
+        return (dims,) if isinstance(dims, int) else dims
     if name in _BY_INDEX or name in _BY_LIST:
         parts = args[1] if len(args) > 1 else kwargs["indices"]
         listed = isinstance(parts, tuple) or name in _BY_LIST
-        return x.shape, _selected(tuple(parts) if listed else (parts,), x.dim(), is_range)
+        return _selected(tuple(parts) if listed else (parts,), x.dim(), is_range)
     return None
 
 
