@@ -51,10 +51,10 @@ class Buffers:
         self._attributes = Attributes(self._modules)
         self._objects = Objects(self._modules.items())
         self._tables = Tables(self._modules.values())
-        self._changing: set[Slot] = set()
-        self._rebound: set[Slot] = set()
-        self._registered = self._live()
+        self._registered = self._live()  # the tensors that are bound when the job begins
         self._forms = {slot: form(b) for slot, b in self._registered.items() if b is not None}
+        self._changing: set[Slot] = set()  # whose numbers a shard changed: packed in each S
+        self._rebound: set[Slot] = set()  # whose name a shard bound anew
         self.first = self._take(self._registered, None, frozenset())
         self.outdates_older_graphs = False
         """Set by `advance` where a buffer that shards had written into was bound anew: graphs of
@@ -172,22 +172,26 @@ class Buffers:
         for module, name in [slot for slot in live if slot not in values]:
             delattr(self._modules[module], name)
         for (module, name), value in values.items():
-            bound = self._modules[module]._buffers
-            registered = self._registered.get((module, name))
+            bound, registered = self._modules[module]._buffers, self._registered.get((module, name))
             if value is None:
                 bound[name] = None
-            elif registered is None or (module, name) in self._rebound:
+            elif registered is None or not self._restorable((module, name), registered, value):
                 bound[name] = _copy(value)
-            elif not writable(registered):
-                bound[name] = registered if same_values(registered, value) else _copy(value)
-            elif form(registered) == form(value):
-                bound[name] = registered
-                targets.append(registered.data)  # of a version counter of its own
-                sources.append(value)
             else:
-                bound[name] = _copy(value)
+                bound[name] = registered
+                if writable(registered):
+                    targets.append(registered.data)  # of a version counter of its own
+                    sources.append(value)
         if targets:
             torch._foreach_copy_(targets, sources)
+
+    def _restorable(self, slot: Slot, registered: Tensor, value: Tensor) -> bool:
+        """Return whether the registered tensor can have the numbers of `value`, or has them."""
+        if slot in self._rebound:
+            return False
+        if not writable(registered):
+            return same_values(registered, value)
+        return form(registered) == form(value)
 
     def _restore_versions(self, snapshot: Snapshot) -> None:
         """Let graphs that saved a registered tensor find the version that they saved.
