@@ -137,6 +137,25 @@ def test_a_worker_whose_models_cannot_be_built_says_why(
     assert says in last
 
 
+def test_the_log_of_a_worker_names_the_model_that_its_start_waits_for(
+    box: Box, tmp_path: Path
+) -> None:
+    (tmp_path / "lasts.py").write_text("import time\ndef make():\n    time.sleep(300)\n")
+    elsewhere = Box(box.folder, box.backing, redis_url=box.redis_url)
+    elsewhere.models_file = tmp_path / "models.toml"
+    elsewhere.models_file.write_text(
+        "[models.endless]\nbuilder = 'python'\nsource = 'lasts.py:make'"
+    )
+    worker = WorkerProcess(elsewhere, name="w4")
+    try:
+        give_up = time.monotonic() + 120
+        while "building and trying the model 'endless'" not in worker.log.read_text():
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+    finally:
+        worker.stop()
+
+
 def test_a_worker_without_its_redis_says_so(box: Box, tmp_path: Path) -> None:
     lonely = Box(box.folder, box.backing, redis_url=f"unix://{tmp_path}/none.sock")
     lonely.models_file = box.models_file

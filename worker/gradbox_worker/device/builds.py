@@ -24,7 +24,8 @@ class Builds:
         self._killed = ("", 0)  # the model at which the last process was killed; times in a row
 
     def begins(self, model: str) -> None:
-        """Note that a process begins with a model."""
+        """Note that a process begins with a model, and say so: it may take for ever there."""
+        log.info("building and trying the model %r", model)
         self._model = model
 
     def over(self) -> None:
