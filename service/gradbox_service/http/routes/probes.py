@@ -58,9 +58,10 @@ def readyz(request: Request, box: Box) -> Ready:
     refuses = why_no_room(box.records.memory(), box.blobs.room)
     workers = [worker for worker in box.fleet.workers() if worker.state != "starting"]
     if not workers:
+        # On a full disk none can say that it lives; that reason goes first.
         raise ServiceUnavailable(
-            "no worker is ready: the first start loads torch and the models; if it lasts, look at "
-            f"the worker's log{refuses and f'; {refuses}'}"
+            f"no worker is ready: {refuses and f'{refuses}; else '}the first start loads torch and "
+            f"the models; if it lasts, look at the worker's log"
         )
     operation = box.operation.read()
     if operation.mode is OperationMode.DRAINING:
