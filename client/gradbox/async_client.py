@@ -13,6 +13,7 @@ that is `await job.cancel()`.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,8 +45,12 @@ class Calls:
     """Runs calls that block in a few threads."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="gradbox-async")
+        self._start_pool()
         self._closed = False
+
+    def _start_pool(self) -> None:
+        self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="gradbox-async")
+        self._process = os.getpid()
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what a call returns.
@@ -55,6 +60,8 @@ class Calls:
         """
         if self._closed:
             raise ServiceUnavailable(CLOSED)
+        if self._process != os.getpid():
+            self._start_pool()  # a process that was forked off has none of the threads
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, partial(function, *args, **kwargs))
 

@@ -8,6 +8,7 @@ learns of an end much later than it took. It ends when nobody waits.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -46,6 +47,7 @@ class JobWaits:
         self._waits: list[Wait] = []
         self._asked_anew = threading.Event()
         self._asking = False
+        self._process = os.getpid()
 
     async def until_over(self, job_id: str, *, on_view: Callable[[JobView], None]) -> JobView:
         """Wait until a job is over, and return what the box says of it then.
@@ -84,6 +86,9 @@ class JobWaits:
     def _add(self, wait: Wait) -> None:
         """Begin a wait, and the thread that asks the box where there is none."""
         with self._lock:
+            if self._process != os.getpid():
+                # Forked off: who waited, and the thread that asked, are the other process's.
+                self._waits, self._asking, self._process = [], False, os.getpid()
             self._waits.append(wait)
             starts, self._asking = not self._asking, True
         self._asked_anew.set()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.reduction import ForkingPickler
 from threading import Thread
 
+import httpx
 import pytest
 
-from gradbox import GradClient, InvalidInputs
+from gradbox import AsyncGradClient, GradClient, InvalidInputs, JobState
 from gradbox.http.connection import Connection
+from gradbox.protocol import JobList
 from gradbox.settings import ClientSettings
+from tests.client.wires import answer, job_view
 
 
 class Port(BaseHTTPRequestHandler):
@@ -64,6 +69,34 @@ def test_a_forked_process_has_connections_of_its_own(connection: Connection) -> 
     assert (a, b) == (also_a, also_b)
     assert len({ours, a, b}) == 3
     assert port(connection) == ours
+
+
+def test_a_forked_process_awaits_with_threads_of_its_own() -> None:
+    parent, fork = os.getpid(), multiprocessing.get_context("fork")
+    states: multiprocessing.Queue[str] = fork.Queue()
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        view = job_view(JobState.RUNNING if os.getpid() == parent else JobState.DONE)
+        if request.url.path == "/v1/jobs":
+            return httpx.Response(200, content=JobList(jobs=[view]).model_dump_json())
+        return answer(view)
+
+    async def state(client: AsyncGradClient) -> str:
+        return (await (await client.job("j1")).wait()).state.value
+
+    async def main() -> None:
+        client = AsyncGradClient("http://box", "t", transport=httpx.MockTransport(handler))
+        waits = asyncio.ensure_future(state(client))
+        await asyncio.sleep(0.2)
+        child = fork.Process(target=lambda: states.put(asyncio.run(state(client))))
+        child.start()
+        assert await asyncio.to_thread(states.get, timeout=60) == "done"
+        await asyncio.to_thread(child.join)
+        assert not waits.done()
+        await client.aclose()
+        await asyncio.gather(waits, return_exceptions=True)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("carry", [ForkingPickler.dumps, copy.deepcopy])
