@@ -197,3 +197,9 @@ def read_shard(shard: Any, *, where: str) -> Shard:
 
 def _names(names: Iterable[Any]) -> list[str]:
     return sorted(str(name) for name in names)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return what sorts shard2 before shard10, as a key."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]

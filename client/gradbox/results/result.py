@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from gradbox import html
 from gradbox.errors import InvalidJob, ProtocolError
-from gradbox.natural_order import natural
+from gradbox.inputs.shards import natural
 from gradbox.printable import printable
 from gradbox.protocol import Receipt
 from gradbox.results.factor_metadata import FACTORS

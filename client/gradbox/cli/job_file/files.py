@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from gradbox.errors import InvalidJob
-from gradbox.natural_order import natural
+from gradbox.inputs.shards import natural
 from gradbox.tensors.tensor_bytes import is_torch_importable
 
 NPY: Final = ".npy"
