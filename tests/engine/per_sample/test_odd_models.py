@@ -83,6 +83,14 @@ def test_a_parameter_without_entries_has_rows_without_entries() -> None:
     assert _apart(model, _x()) <= naive.TOLERANCE
 
 
+@pytest.mark.parametrize("length", [6, 7])
+def test_an_input_may_be_as_long_as_there_are_samples_by_chance(length: int) -> None:
+    model = Written(lambda m, x, shared: m.a(x @ shared.T), a=nn.Linear(length, 3)).double()
+    assert (
+        _apart(model, {**_x(), "1": torch.randn(length, 5, dtype=torch.float64)}) <= naive.TOLERANCE
+    )
+
+
 def test_a_complex_parameter_is_refused_by_name() -> None:
     model = Written(
         lambda m, x: torch.fft.irfft(torch.fft.rfft(m.a(x)) * m.w, n=5),

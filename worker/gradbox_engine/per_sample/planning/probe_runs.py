@@ -11,6 +11,7 @@ whose nodes no model can be given in part. Its row is then that of one backward 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,16 +117,13 @@ def _sized_runs(
     ran = False
     for axes in _guesses(shard):
         try:
-            first = _probe(model, resized(shard, axes, samples), index, modules=True)
-            if first.z.shape[0] != samples:
-                ran = ran or failure is None
-                continue
-            second = _probe(model, resized(shard, axes, samples, EXTRA), index)
+            runs = _two_runs(model, shard, axes, index, samples)
         except CALL_ERRORS as error:
             failure = failure or error
             continue
-        if second.z.shape[0] == samples + EXTRA:
-            return axes, first, second
+        if runs is not None:
+            return axes, *runs
+        ran = ran or failure is None
     shapes = {name: tuple(x.shape) for name, x in shard.items() if isinstance(x, Tensor)}
     sizes = [shape[0] for shape in shapes.values() if shape]
     if sizes.count(0) * 2 > len(sizes):
@@ -136,6 +134,11 @@ def _sized_runs(
     # What the shard as it is makes the model raise is the model's error, not that of a guess.
     if _probe(model, shard, index).z.shape[0] == 1:
         return None
+    for axes in _guesses_but_one(shard):
+        with suppress(*CALL_ERRORS):
+            runs = _two_runs(model, shard, axes, index, samples)
+            if runs is not None:
+                return axes, *runs
     # Where the first guess ran, what a later one raised says nothing of the model.
     why = "" if failure is None or ran else f" ({type(failure).__name__}: {failure})"
     raise NoBatchAxis(
@@ -143,6 +146,17 @@ def _sized_runs(
         f"{samples} rows{why}: put the samples on dim 0 of the output, and on one dim of the "
         f"inputs; or let each shard be one sample, with an output of one row"
     )
+
+
+def _two_runs(
+    model: CallableModel, shard: Mapping[str, Any], axes: Axes, index: int, samples: int
+) -> tuple[ProbeRun, ProbeRun] | None:
+    """Return a run on `samples` samples and one on more; None if z has other numbers of rows."""
+    first = _probe(model, resized(shard, axes, samples), index, modules=True)
+    if first.z.shape[0] != samples:
+        return None
+    second = _probe(model, resized(shard, axes, samples, EXTRA), index)
+    return (first, second) if second.z.shape[0] == samples + EXTRA else None
 
 
 def _guesses(shard: Mapping[str, Any]) -> Iterator[Axes]:
@@ -155,6 +169,13 @@ def _guesses(shard: Mapping[str, Any]) -> Iterator[Axes]:
                 yield {n: dim for n, x in tensors.items() if x.dim() > dim and x.shape[dim] == size}
         if 1 in sizes and set(sizes) != {1}:
             yield {n: dim for n, x in tensors.items() if x.dim() > dim and x.shape[dim] == 1}
+
+
+def _guesses_but_one(shard: Mapping[str, Any]) -> Iterator[Axes]:
+    """Yield the guesses less an input each, which is as long as there are samples by chance."""
+    for axes in _guesses(shard):
+        for left_out in axes if len(axes) > 1 else ():
+            yield {name: dim for name, dim in axes.items() if name != left_out}
 
 
 def resized(shard: Mapping[str, Any], axes: Axes, samples: int, extra: int = 0) -> dict[str, Any]:
