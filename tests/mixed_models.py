@@ -128,6 +128,16 @@ class SquareOnce(Square):
         return 2 * x * gradient
 
 
+class SquareShort(Square):
+    """The same with a backward that has too little memory where it is recorded."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return Square.backward(ctx, gradient)
+
+
 class Applies(nn.Module):
     """A linear layer, a function, and another linear layer: (B, 5) → (B, 3)."""
 
@@ -146,6 +156,10 @@ def custom_functions() -> nn.Module:
 
 def once_differentiable() -> nn.Module:
     return seeded(lambda: Applies(SquareOnce.apply))()
+
+
+def short_of_memory() -> nn.Module:
+    return seeded(lambda: Applies(SquareShort.apply))()
 
 
 def normed() -> nn.Module:

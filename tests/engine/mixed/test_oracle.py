@@ -130,6 +130,12 @@ def test_an_operation_without_any_second_derivative_is_refused(model, reason):
         mixed_answer(case)
 
 
+def test_memory_that_a_second_backward_pass_lacks_is_told_as_that():
+    case = replace(OBSTACLES["a custom autograd.Function"](), model=models.short_of_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="shard 0: the second backward pass"):
+        mixed_answer(case)
+
+
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_reentrant_checkpoints_change_nothing(mode):
     case = replace(MIXED_CASES["checkpoints"](), mode=mode)

@@ -177,17 +177,18 @@ class ShardJacobians:
             for n, v in differentiable.items()
         }
         try:
-            with self._calls.backward():
+            with (
+                blaming("the second backward pass", self._calls.where(position)),
+                self._calls.backward(),
+            ):
                 (product,) = torch.autograd.grad(
                     list(differentiable.values()), leaf, list(probes.values()), create_graph=True
                 )
                 if _has_dead_end(product):
                     raise self.no_tangent(position, "a backward marked once_differentiable")
                 found = torch.autograd.grad(product, list(probes.values()), u, allow_unused=True)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise self.no_tangent(position, str(error)) from error
+        except ModelCallFailed as error:
+            raise self.no_tangent(position, str(error.__cause__)) from error
         return dict(zip(probes, found, strict=True))
 
     def _take(self, position: Position) -> tuple[dict[str, Any], str, Tensor]:
