@@ -114,7 +114,7 @@ def _call(
         before=before,
         after=before,
         graph=graph if kept else None,
-        num_bytes=num_bytes if kept else 0,
+        num_bytes=num_bytes,
     )
 
 

@@ -45,8 +45,8 @@ class KeptPass:
     @property
     def num_bytes(self) -> float:
         """What they take, about."""
-        saved_bytes = HELD_FACTOR * sum(record.num_bytes for record in self.records)
-        return saved_bytes + (self.overlay_bytes if self.num_kept else 0)
+        saved_bytes = sum(record.num_bytes for record in self.records if record.graph)
+        return HELD_FACTOR * saved_bytes + (self.overlay_bytes if self.num_kept else 0)
 
     @property
     def newest_bytes(self) -> int:

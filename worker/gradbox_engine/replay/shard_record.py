@@ -32,7 +32,7 @@ class ShardRecord:
 
     def free_graph(self) -> None:
         """Give the graph's memory back."""
-        self.graph, self.num_bytes = None, 0
+        self.graph = None
 
 
 def free_graphs(records: Iterable[ShardRecord], positions: Container[Position]) -> None:
