@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -166,6 +167,20 @@ def test_a_replay_finds_what_the_first_pass_found_and_so_does_the_next_job(kind,
     for _ in range(2):
         found = set_gradient(model, groups(), Objective(of), mode="train", retain=retain)
         assert difference(found.grads, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_a_kept_graph_had_no_memory_all_shards_are_called_again_in_order(kind):
+    model, passes = kind(), itertools.count()
+
+    def short_at_first(_gradient: Tensor) -> None:
+        if next(passes) == 0:
+            raise torch.OutOfMemoryError("short")
+
+    model.linear.weight.register_hook(short_at_first)
+    found = set_gradient(model, groups(), Objective(loss), mode="train")
+    assert found.replayed == 5
+    assert difference(found.grads, naive_gradients(kind)) <= TOLERANCE
 
 
 class _ByFirstCall(_ByLength):

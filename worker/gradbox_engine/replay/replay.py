@@ -111,10 +111,10 @@ def replay(
         GraphInBuffer: a gradient would pass through a buffer to the shard before.
         torch.OutOfMemoryError: one shard's graph does not fit.
     """
-    active = _in_order(prepared, records, cotangents)
     progress = resumed or ReplayProgress()
 
     def once() -> ReplayProgress:
+        active = _in_order(prepared, records, cotangents)
         _replay(prepared, active, cotangents, sums, progress, observer, after_shard)
         return progress
 
@@ -123,7 +123,7 @@ def replay(
         progress = ReplayProgress()
         sums.clear()
 
-    return retried_without_kept_graphs(once, active, undo=undo)
+    return retried_without_kept_graphs(once, records, undo=undo)
 
 
 def _in_order(
