@@ -212,6 +212,14 @@ def test_fp16_bears_the_smallest_cotangents(factor):
     assert difference(job("fp16"), job("fp32")) <= 0.05
 
 
+def test_fp16_tries_no_other_scale_where_the_cotangents_themselves_are_infinite():
+    model, calls = nn.Linear(5, 3), []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    objective = Objective(lambda z: (z * 0).sqrt().sum())
+    set_gradient(model, [Group("z", _shards(torch.float32))], objective, precision="fp16")
+    assert len(calls) == 7  # all four, and the three whose graph was not kept
+
+
 def test_fp16_bears_gradients_of_inputs_that_overflow_at_first():
     model = nn.Linear(5, 3).half()
     nn.init.constant_(model.weight, 3000.0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine import CotangentGradient, KeptPass
+from gradbox_engine import CotangentGradient, Group, KeptPass, Objective, set_gradient
 from tests import case_models
 from tests.cases import CASES, Case
 from tests.device import DEVICE, same_bits
@@ -249,6 +249,13 @@ def test_memory_is_freed_when_it_is_dropped_and_when_it_was_used() -> None:
     assert _alive() == 0
     assert some.kept.num_bytes == 0
     assert_same(some.gradient(), found)
+
+
+def test_a_last_shard_that_the_loss_does_not_read_holds_no_graph_in_the_replay() -> None:
+    model, alive = _WatchedModel(), []
+    model.register_forward_pre_hook(lambda *_: alive.append(_alive()))
+    set_gradient(model, [Group("z", _rows(3, 3, 3))], Objective(lambda z: z[:3].sum()), retain=0)
+    assert alive == [0, 0, 0, 0]
 
 
 class _Older:

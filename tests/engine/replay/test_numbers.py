@@ -43,6 +43,18 @@ def _answer_single(name: str, *, loss=None, **terms):
     return set_gradient(model, members, Objective(loss or case.loss), **(told | terms))
 
 
+def test_a_frozen_transformer_runs_by_the_kernels_of_one_with_a_graph():
+    def outputs(wrt: list[str]) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Flatten())
+        group = Group("z", [{"0": torch.randn(4, 6, 8)}])
+        objective = Objective(torch.var)
+        told = {"wrt": wrt, "returns": ("outputs",)}
+        return set_gradient(model.to(DEVICE), [group], objective, **told).outputs["z"]
+
+    assert same_bits(outputs(["0.norm2.bias"]), outputs(["*"]))
+
+
 def test_weights_of_a_job_are_used_for_it_alone():
     case = CASES["cnn in eval"]()
     other = case_models.cnn()

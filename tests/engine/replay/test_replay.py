@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine import Group, Objective, SetGradient, set_gradient
+from gradbox_engine import Group, Objective, SetGradient, set_gradient, shard_stream
 from tests import case_models
 from tests.cases import CASES
 from tests.device import same_bits
@@ -95,6 +95,25 @@ def test_a_loss_takes_groups_by_name():
     one = _towers(lambda images, texts: images.square().sum() + texts.exp().sum())
     other = _towers(lambda texts, images: images.square().sum() + texts.exp().sum())
     assert all(same_bits(other.grads[name], gradient) for name, gradient in one.grads.items())
+
+
+def test_a_loss_that_draws_numbers_has_a_stream_of_its_own():
+    case = CASES["mlp"]()
+    groups, seen = [Group("z", case.groups["z"])], []
+
+    def loss(z: Tensor) -> Tensor:
+        seen.append(torch.rand_like(z))
+        return (z * seen[-1]).sum()
+
+    set_gradient(case.model(), groups, Objective(loss), seed=4)
+    with shard_stream(4, 1, 0):
+        assert torch.equal(torch.rand_like(seen[0]), seen[0])
+
+
+def test_nothing_comes_back_that_was_not_asked_for():
+    case = CASES["mlp"]()
+    result = set_gradient(case.model(), [Group("z", case.groups["z"])], Objective(torch.var))
+    assert result.buffers is result.outputs is result.cotangents is result.input_grads is None
 
 
 def test_parameters_of_the_loss_come_back_by_name():
