@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -189,7 +190,9 @@ class _Foreign(nn.Module):
         (lambda x: torch.randn(3), "aten.randn.default is not a dropout"),
         (lambda x: torch.rand_like(x).sum(), "aten.rand_like.default"),
         (lambda x: torch.dropout(torch.ones(3), 0.5, True), r"shape \(3,\), whose dim 0"),
+        (lambda x: torch.dropout(torch.ones(()), 0.5, True), r"shape \(\), whose dim 0"),
         (lambda x: random.random(), "global generator"),
+        (lambda x: numpy.random.random(), "global generator"),
         (lambda x: torch.multinomial(torch.ones(3), 1), "aten.multinomial.default"),
     ],
 )
