@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradbox_engine import NoTangent
+from gradbox_engine import Group, NoTangent, Objective, mixed_gradient
 from tests import mixed_models as models
 from tests.device import DEVICE
 from tests.engine.mixed.running import mixed_answer
@@ -163,6 +163,18 @@ def test_where_no_path_leads_through_the_model_y_counts_alone(name, inner, outer
     case = replace(ALL[name](), inner=inner, outer=outer, outer_reads=("y",))
     result = mixed_answer(case)
     torch.testing.assert_close(result.grads["y.y"], 2 * case.y["y"].detach().to(DEVICE))
+
+
+def test_y_may_be_in_outer_alone():
+    case, y = MIXED_CASES["mlp, cubic"](), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    result = mixed_gradient(
+        case.model().to(DEVICE),
+        Group("z", case.shards),
+        Objective(lambda v: v.pow(3).sum()),
+        Objective(lambda dfdz, y: (dfdz.sum() * y).sum(), {"y": y}, {"y": y}),
+        returns=("dfdz",),
+    )
+    torch.testing.assert_close(result.grads["y"], result.dfdz.sum().expand(3))
 
 
 @pytest.mark.parametrize("name", ["mlp, cubic", "a custom autograd.Function"])
