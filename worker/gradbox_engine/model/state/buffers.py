@@ -62,18 +62,12 @@ class Buffers:
 
     @property
     def attributes_lost(self) -> bool:
-        """Whether some S after `first` lacks a number that a shard changed, or what varies.
-
-        What a shard finds is then left by those before it, and by no `restore`.
-        """
+        """Whether a shard changed what no `restore` puts back for the next one."""
         return self._attributes.lost or self._objects.lost
 
     @property
     def attributes_left_out(self) -> bool:
-        """Whether some S after `first` lacks that, or what all of them have and `first` does not.
-
-        A shard that begins as registered then finds less than it should.
-        """
+        """Whether that, or whether a shard that begins as registered lacks what the first left."""
         return self._attributes.left_out or self._objects.lost or self._objects.left_out
 
     @property
