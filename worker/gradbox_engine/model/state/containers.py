@@ -28,23 +28,17 @@ MOST_ENTRIES: Final = 64  # kept of one: n snapshots of a list that grows would 
 
 
 def entries_of(container: Any) -> list[Any]:
-    """Return the entries of a container or a tuple in order; of a dict each key and its value.
-
-    They are those that the built-in type holds: a derived one may refuse `len` or `iter`.
-    """
+    """Return the entries of a container or a tuple in order; of a dict each key and its value."""
     if isinstance(container, dict):
         return [part for item in container.items() for part in item]
-    return list(_built_in(container).__iter__(container))
+    if isinstance(container, tuple):
+        return list(tuple.__iter__(container))  # a derived one may refuse `iter`, and `len`
+    return list(container)
 
 
 def num_entries(container: Any) -> int:
     """Return how many entries a container or a tuple has; of a dict how many keys."""
-    found: int = _built_in(container).__len__(container)
-    return found
-
-
-def _built_in(container: Any) -> Any:
-    return next(kind for kind in (*CONTAINERS, tuple) if isinstance(container, kind))
+    return tuple.__len__(container) if isinstance(container, tuple) else len(container)
 
 
 def same_entries(a: list[Any], b: list[Any]) -> bool:
