@@ -14,56 +14,38 @@ from torch import Tensor, nn
 from gradbox_engine import Group, Objective, ReplayMismatch, set_gradient, set_outputs
 from gradbox_engine.model.state.stated_attributes import can_be_stated, from_stated, stated
 from tests.device import DEVICE, same_bits
-from tests.engine.drawn_modules import Reversed
 from tests.engine.interrupted import Kept, Killed, KilledAt
+from tests.engine.replay.reversing import Reversing
 
 
-class _Reversing(nn.Module):
-    """Reverses its gradient by a strength that it keeps in a plain attribute, in some form."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(5, 3)
-        self.kept: Any = self.begin()
-        self.to(DEVICE, torch.float64)
-
-    def begin(self) -> Any: ...
-
-    def strength(self) -> float: ...
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Reversed.apply(self.linear(x), self.strength()).tanh()
-
-
-class _InTuple(_Reversing):
+class _InTuple(Reversing):
     def begin(self) -> Any:
         return (0, "calls")
 
     def strength(self) -> float:
         self.kept = (self.kept[0] + 1, "calls")
-        return 0.5 * self.kept[0]
+        return self.kept[0]
 
 
-class _ByWholeNumber(_Reversing):
+class _ByWholeNumber(Reversing):
     def begin(self) -> Any:
         return {}
 
     def strength(self) -> float:
         self.kept[7] = self.kept.get(7, 0) + 1
-        return 0.5 * self.kept[7]
+        return self.kept[7]
 
 
-class _InSet(_Reversing):
+class _InSet(Reversing):
     def begin(self) -> Any:
         return set()
 
     def strength(self) -> float:
         self.kept.add(len(self.kept))
-        return 0.5 * len(self.kept)
+        return len(self.kept)
 
 
-class _InDeque(_Reversing):
+class _InDeque(Reversing):
     def begin(self) -> Any:
         return deque([1], maxlen=2)
 
@@ -72,7 +54,7 @@ class _InDeque(_Reversing):
         return 0.1 * self.kept[-1]
 
 
-class _Infinite(_Reversing):
+class _Infinite(Reversing):
     def begin(self) -> Any:
         return 1.0
 
@@ -81,7 +63,7 @@ class _Infinite(_Reversing):
         return min(self.kept, 3.0)
 
 
-class _InCounter(_Reversing):
+class _InCounter(Reversing):
     """In a type that no JSON value brings back: no checkpoint is written."""
 
     def begin(self) -> Any:
@@ -89,10 +71,10 @@ class _InCounter(_Reversing):
 
     def strength(self) -> float:
         self.kept["calls"] += 1
-        return 0.5 * self.kept["calls"] + self.kept["others"]
+        return self.kept["calls"] + self.kept["others"]
 
 
-class _BesideTensor(_Reversing):
+class _BesideTensor(Reversing):
     """Beside a tensor, with which the number is not kept: no checkpoint is written."""
 
     def begin(self) -> Any:
@@ -100,7 +82,7 @@ class _BesideTensor(_Reversing):
 
     def strength(self) -> float:
         self.kept += 1
-        return 0.5 * self.kept
+        return self.kept
 
     def forward(self, x: Tensor) -> Tensor:
         self.latest = super().forward(x)
