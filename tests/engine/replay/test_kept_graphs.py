@@ -376,3 +376,30 @@ def _rows(*sizes: int, features: int = 5) -> list[dict[str, Tensor]]:
     return [
         {"0": torch.randn(n, features, generator=generator, dtype=torch.float64)} for n in sizes
     ]
+
+
+class _Growing(nn.Module):
+    """Multiplies by a buffer that each call lets grow first, whose numbers its graph reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.mul_(1.5)
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
+def test_graphs_read_buffers_as_they_were_after_their_shard(precision: Any) -> None:
+    case = CASES["mlp"]()
+    shards = [{"0": shard["0"].float()} for shard in case.groups["z"]]
+    case = replace(case, groups={"z": shards}, wrt=None, mode="train")
+    expected = first_half(case, _Growing(), precision=precision).gradient()
+    halves = first_half(case, _Growing(), retain=PLENTY, precision=precision)
+    assert halves.kept.num_kept == 4
+    found = halves.gradient()
+    assert found.retained == 4
+    assert_same(found, expected)
