@@ -105,13 +105,16 @@ class Counting(nn.Module):
         return self.inner(x) + (next(self.calls) if self.leaking else 0)
 
 
-def test_a_model_that_does_not_repeat_itself_gives_no_gradient() -> None:
-    model = Counting(leaking=True)
+@pytest.mark.parametrize("retain", [0, 10**9])
+@pytest.mark.parametrize("buffered", [False, True])
+def test_a_model_that_does_not_repeat_itself_gives_no_gradient(buffered: bool, retain: int) -> None:
+    """Neither in the replay nor, where buffers change, in the first pass that is made again."""
+    model = Counting(leaking=True, buffered=buffered)
     groups = [Group("z", shards_of(4, 3))]
     answer = set_outputs(model, groups)
     cotangents = {"z": {"": cotangent_of(answer)}}
     with pytest.raises(ReplayMismatch, match="shard"):
-        gradient_at_cotangents(model, groups, cotangents, first_outputs(answer))
+        gradient_at_cotangents(model, groups, cotangents, first_outputs(answer), retain=retain)
 
 
 @pytest.mark.parametrize(("buffered", "expected"), [(False, [3]), (True, [4, 3, 2, 3])])

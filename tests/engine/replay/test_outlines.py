@@ -232,6 +232,12 @@ def test_the_second_half_does_from_outputs_alone(kind):
     assert difference(found.grads, naive_gradients(kind, loss_of_some)) <= TOLERANCE
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_graph_waits_for_a_second_half_that_would_replay_others_out_of_order(kind):
+    found = set_outputs(kind(), groups(), mode="train", retain=10**9)
+    assert (found.kept, found.retained) == (None, 0)
+
+
 @pytest.mark.parametrize("kind", [*KINDS, *ONCE])
 def test_shards_that_change_it_are_not_split(kind):
     shards = groups()
