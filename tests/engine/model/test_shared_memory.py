@@ -92,3 +92,26 @@ def test_neighbours_in_one_storage_are_given_weights_apart():
     assert not share_entries(*block)
     (block,) = blocks([flat, flat[4:]])
     assert share_entries(*block)
+
+
+class _Columns(nn.Module):
+    """Has parameters that are columns of one matrix: their ranges of memory meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = torch.Generator().manual_seed(0)
+        matrix = torch.randn(3, 4, generator=numbers).to(DEVICE)
+        self.left, self.right = nn.Parameter(matrix[:, :2]), nn.Parameter(matrix[:, 2:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.left).tanh() * (x @ self.right)
+
+
+def test_weights_for_a_part_of_a_matrix_leave_the_registered_numbers_alone():
+    model, loaded, registered = _Columns(), _Columns(), _Columns()
+    weights = {"left": torch.ones(3, 2)}
+    loaded.load_state_dict(weights, strict=False)
+    found = set_gradient(model, [Group("z", _shards())], Objective(_loss), weights=weights)
+    assert difference(found.grads, _expected(loaded, torch.float32)) <= 1e-6
+    for parameter, before in zip(model.parameters(), registered.parameters(), strict=True):
+        assert torch.equal(parameter, before)
