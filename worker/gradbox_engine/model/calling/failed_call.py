@@ -18,6 +18,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from gradbox_engine.model.calling.outputs import SWITCHED_ON
+
 # Packages whose lines say nothing of the model.
 _INFRASTRUCTURE: Final = frozenset({"torch", "gradbox", "gradbox_engine", "gradbox_worker"})
 _SHOWN_ARGUMENTS: Final = 20
@@ -248,8 +250,7 @@ _HINTS: Final[tuple[tuple[str, str | Callable[[FailedCall], str]], ...]] = (
     ),
     (
         r"no field '(?P<field>hidden_states|attentions)'",
-        "a transformers model returns {field} where its block of models.toml has "
-        "kwargs = {{output_{field} = true}}",
+        SWITCHED_ON,
     ),
     (
         r"tuple indices must be integers or slices, not tuple",

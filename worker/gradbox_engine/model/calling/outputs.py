@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -21,6 +21,10 @@ from gradbox_engine.requests import Z
 Outputs = dict[str, Tensor]
 BARE = ""
 MAX_LISTED = 12
+SWITCHED_ON: Final = (
+    "a transformers model returns {field} where its block of models.toml has "
+    "kwargs = {{output_{field} = true}}"
+)
 
 
 def choose(output: Any, choice: str | int | None) -> Any:
@@ -36,15 +40,11 @@ def choose(output: Any, choice: str | int | None) -> Any:
         try:
             found = _step(found, step)
         except (KeyError, IndexError, AttributeError, TypeError):
-            switched_on = ""
-            if choice in ("hidden_states", "attentions"):
-                switched_on = (
-                    f"; a transformers model returns {choice} where its block of models.toml has "
-                    f"kwargs = {{output_{choice} = true}}"
-                )
+            collected = choice in ("hidden_states", "attentions")
+            advice = f"; {SWITCHED_ON.format(field=choice)}" if collected else ""
             raise BadOutput(
                 f"output: expected {choice!r} in what the model returned, got {describe(output)}"
-                f"{switched_on}"
+                f"{advice}"
             ) from None
     return found
 
