@@ -73,33 +73,27 @@ class Reloading:
             self._reloads = reloads
         if reloads > self._reloads:
             self._reloads = reloads
-            self._begin(self._reload(after=self._last))
+            self._begin(self._reload())
         if self._last is not None:
             await asyncio.shield(self._last)
 
     def restart(self, name: str) -> None:
         """Have one idle device build its models anew, once no reload is under way."""
         self._leases.take(name, REBUILDING)
-        self._begin(self._restart_after(name, after=self._last))
+        self._begin(self._restart(name))
 
-    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        self._last = asyncio.get_running_loop().create_task(coroutine)
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begin to do something once what was begun before has ended."""
+        self._last = asyncio.get_running_loop().create_task(_done_after(self._last, work))
 
-    async def _reload(self, *, after: asyncio.Task[None] | None) -> None:
+    async def _reload(self) -> None:
         """Restart all devices, first those whose versions count."""
-        if after is not None:
-            await asyncio.wait([after])
         self._versions = ModelVersions()
         self._files.forget()
         names = list(self._actors)
         for first in (True, False):
             some = [name for name in names if (name in self._first) is first]
             await asyncio.gather(*map(self._restart, some))
-
-    async def _restart_after(self, name: str, *, after: asyncio.Task[None] | None) -> None:
-        if after is not None:
-            await asyncio.wait([after])
-        await self._restart(name)
 
     async def _restart(self, name: str) -> None:
         """Start a device anew once it is idle, and have it lent if its models are the others'."""
@@ -117,6 +111,12 @@ class Reloading:
             log.warning("%s", problem)
         else:
             self._rebuilt(name)
+
+
+async def _done_after(earlier: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]) -> None:
+    if earlier is not None:
+        await asyncio.wait([earlier])
+    await work
 
 
 async def _described_anew(actor: Any) -> Mapping[str, Any]:
