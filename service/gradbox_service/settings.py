@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, StringConstraints, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from gradbox.errors import GradboxError
 from gradbox.settings import NOTED
@@ -33,6 +33,16 @@ KIB = 2**10
 Bytes = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# As browsers name it.
+Origin = Annotated[
+    str, StringConstraints(strip_whitespace=True, to_lower=True, pattern=r"^https?://[^/\s]+$")
+]
+# A variable holds several with commas between them.
+Origins = Annotated[
+    tuple[Origin, ...],
+    NoDecode,
+    BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given),
+]
 
 # Settings of the Redis that `gradbox up` brings; a service alone has none.
 EMBEDDED = ("fsync", "redis_memory_bytes")
@@ -70,6 +80,8 @@ class Settings(BaseSettings):
     """private key of the certificate, in PEM"""
     insecure: bool = False
     """listen without TLS on an address that others reach"""
+    cors_origin: Origins = ()
+    """origin of pages that may call the box, such as https://lab.example.org; repeat for more"""
 
     max_blob_bytes: Bytes = 64 * GIB
     """largest blob that is taken"""
@@ -208,7 +220,8 @@ def arguments_of(settings: Settings, *, leave_out: tuple[str, ...] = ()) -> list
     for name, value in settings:
         if name in leave_out or value == Settings.model_fields[name].default:
             continue
-        arguments += [_flag(name)] if value is True else [_flag(name), str(value)]
+        for one in value if isinstance(value, tuple) else [value]:
+            arguments += [_flag(name)] if one is True else [_flag(name), str(one)]
     return arguments
 
 
@@ -218,9 +231,11 @@ def _flag(name: str) -> str:
 
 def _option(name: str) -> inspect.Parameter:
     field = Settings.model_fields[name]
-    default = "" if field.default in (None, False) else f", {field.default}"
+    default = "" if field.default in (None, False, ()) else f", {field.default}"
     described = f"{field.description} (GRADBOX_{name.upper()}{default})"
-    kind: type = bool if field.annotation is bool else str
+    kind: Any = bool if field.annotation is bool else str
+    if isinstance(field.default, tuple):
+        kind = list[str]
     if kind is bool:
         option = typer.Option(help=described)
     else:

@@ -73,8 +73,23 @@ def test_a_variable_with_nearly_the_name_of_a_setting_is_warned_of(
 
 
 def test_arguments_of_settings_read_back_as_the_same() -> None:
-    settings = parsed("--max-spec-bytes", "5", "--drain-s", "2.5", "--data", "/x")
+    origins = ("--cors-origin", "http://a:1", "--cors-origin", "https://b")
+    settings = parsed("--max-spec-bytes", "5", "--drain-s", "2.5", "--data", "/x", *origins)
     assert parsed(*arguments_of(settings)) == settings
+
+
+def test_origins_are_given_one_by_one_or_with_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADBOX_CORS_ORIGIN", "http://a:1, https://B")
+    assert parsed().cors_origin == ("http://a:1", "https://b")
+    assert parsed("--cors-origin", "https://c").cors_origin == ("https://c",)
+    monkeypatch.setenv("GRADBOX_CORS_ORIGIN", "")
+    assert parsed().cors_origin == ()
+
+
+@pytest.mark.parametrize("origin", ["*", "lab.example.org", "https://b/", "https://b/page", "null"])
+def test_what_no_browser_calls_an_origin_is_refused(origin: str) -> None:
+    with pytest.raises(BadSettings, match=r"such as https://lab\.example\.org.*--cors-origin"):
+        Settings.read(cors_origin=[origin])
 
 
 def test_the_help_of_every_setting_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:

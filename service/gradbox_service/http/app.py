@@ -11,6 +11,7 @@ from importlib import metadata
 import anyio.to_thread
 import redis
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from gradbox_service.backing import Backing
 from gradbox_service.cleaning.cleaner import Cleaner
@@ -45,6 +46,29 @@ from gradbox_service.watching.requests import RequestWatch
 from gradbox_service.watching.scrape import BoxCollector
 
 DESCRIPTION = "Exact gradients of large pretrained PyTorch models, computed on this box."
+# What a page of an origin of `cors_origin` may do: all that a program with a token may. It sends no
+# cookie, nor the dashboard's header (`http.auth`).
+PAGE_METHODS = ("GET", "HEAD", "PUT", "POST", "DELETE")
+PAGE_SENDS = (
+    "Authorization",
+    "Idempotency-Key",
+    "If-None-Match",
+    "If-Range",
+    "Last-Event-ID",
+    "Prefer",
+    "Range",
+    "traceparent",
+    "X-Request-ID",
+)
+PAGE_READS = (
+    "Accept-Ranges",
+    "Content-Disposition",
+    "Content-Range",
+    "ETag",
+    "Preference-Applied",
+    "Retry-After",
+    "X-Request-ID",
+)
 
 
 def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI:
@@ -106,6 +130,14 @@ def create_app(settings: Settings, *, backing: Backing | None = None) -> FastAPI
         allowance=Allowance(settings.requests_per_s),
         requests_per_s=settings.requests_per_s,
     )
+    if settings.cors_origin:  # outside what refuses: a page is to read refusals, too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origin,
+            allow_methods=PAGE_METHODS,
+            allow_headers=PAGE_SENDS,
+            expose_headers=PAGE_READS,
+        )
     app.add_middleware(RequestWatch, metrics=app.state.metrics)
     app.add_middleware(RequestIds)  # the outermost: it gives refusals an id too
     problems.install(app)

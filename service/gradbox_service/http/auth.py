@@ -2,7 +2,8 @@
 
 A browser sends a cookie along with what any page makes it ask for. Ours is SameSite=Strict, and a
 request by cookie that changes something has to carry a header of its own as well, which a page of
-another origin cannot send without asking us first, and we never allow it.
+another origin cannot send without asking us first, and we never allow it: not to the origins of
+`cors_origin` either, whose pages send a token.
 """
 
 from __future__ import annotations
