@@ -20,7 +20,7 @@ from gradbox.http.connection import Connection, parsed
 from gradbox.http.download import download, verify, why_no_result, write_in_place
 from gradbox.http.events import JobEvent, follow
 from gradbox.http.posting import ACCEPT, read_answer
-from gradbox.progress import ProgressBar, downloading
+from gradbox.progress import ProgressBar, begins_in, downloading, state_and_place
 from gradbox.protocol import JobState, JobView
 from gradbox.results.held_file import HeldFile
 from gradbox.results.remote_file import RemoteFile
@@ -118,6 +118,12 @@ class Job:
                 if not self._view.state.final:
                     for event in self._follow(deadline_s=deadline_s):
                         bar.show(event)
+        except TimeoutError:
+            soon = begins_in(self._view)
+            raise TimeoutError(
+                f"job {self.id} was not over within {timeout:g} s, and continues on the box: it is "
+                f"{state_and_place(self._view)}{soon and f', {soon}'}"
+            ) from None
         except KeyboardInterrupt:
             print(
                 f"\njob {self.id} continues at {self._connection.url}. To return to it: "

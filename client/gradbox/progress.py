@@ -105,9 +105,7 @@ class ProgressBar:
         self._draw(progress.phase, progress.done, progress.total, left)
 
     def _show_state(self, job: JobView) -> None:
-        text = job.state.value
-        if job.state is JobState.QUEUED and job.queue_position is not None:
-            text += f", {place(job)}"
+        text = state_and_place(job)
         if job.state is JobState.DONE:
             total = max(int(self._bar.total or 1) if self._bar is not None else 1, 1)
             self._draw(text, total, total)
@@ -152,12 +150,18 @@ def downloading(
         yield on_bytes
 
 
-def place(view: JobView) -> str:
-    """Say where a job waits and for whom: "position 3, after 2 of ann"; "" if the box has not."""
-    if view.queue_position is None:
-        return ""
-    owners = view.waits_for()
-    return f"position {view.queue_position}" + (f", after {owners}" if owners else "")
+def state_and_place(view: JobView) -> str:
+    """Say a job's state and, of one that waits, what for: "queued, position 3, after 2 of ann"."""
+    if view.state is not JobState.QUEUED:
+        return view.state.value
+    parts = [view.state.value]
+    if view.queue_position is not None:
+        parts.append(f"position {view.queue_position}")
+    if view.hold is not None:
+        parts.append(f"the box is {view.hold}")
+    elif owners := view.waits_for():
+        parts.append(f"after {owners}")
+    return ", ".join(parts)
 
 
 def begins_in(view: JobView) -> str:

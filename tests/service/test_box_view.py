@@ -17,14 +17,17 @@ from gradbox_service.dashboard.picture import MAX_WAITING
 from gradbox_service.jobs import Place, WorkerPresence
 from tests.service.boxes import (
     MODEL,
+    SHARDS,
     a_record,
     a_spec,
     advance,
     begin,
+    blob_of,
     finish,
     ones,
     run_job,
     submit,
+    upload,
 )
 from tests.service.conftest import Box, client_with
 from tests.service.test_sessions import log_in
@@ -122,6 +125,27 @@ def test_a_device_shows_its_memory_and_the_job_it_holds(box: Box) -> None:
     assert view.models[0].loaded == ["worker-1"]
 
 
+def test_a_pause_is_seen_by_all_and_told_to_those_who_look(box: Box) -> None:
+    stream = Stream(box.client_of("bob"))
+    owner_of(box).put("/v1/operation", json={"mode": "paused", "reason": "new driver"})
+    stream.wait(lambda: any(change.operation for change in stream.changes))
+    told = next(change.operation for change in stream.changes if change.operation)
+    assert str(told) == "paused by root: new driver"
+    assert seen(box.client).operation == told
+
+
+def test_what_waits_shows_when_it_begins(memory_box: Box) -> None:
+    first, second = (submit(memory_box.client, seed=seed) for seed in range(2))
+    begins_s = time.time() + 50.0
+    memory_box.backing.records.place({first: Place(1, {}, begins_s), second: Place(2)})
+    view = seen(memory_box.client)
+    assert [job.begins_s for job in view.jobs] == [begins_s, None]
+    news = News(view)
+    memory_box.backing.records.place({first: Place(1, {}, begins_s + 9), second: Place(2)})
+    (text,) = news.since(seen(memory_box.client))  # rows of jobs are not sent again for it
+    assert BoxChange.model_validate_json(text).begins_s == [round(begins_s + 9), None]
+
+
 def test_the_last_hour_shows_when_a_device_was_busy(box: Box) -> None:
     now_s = time.time()
     box.backing.records.create(a_record("one"), spec=a_spec())
@@ -137,6 +161,7 @@ def test_a_model_shows_its_signature(box: Box) -> None:
     (model,) = seen(box.client).models
     assert model.methods["forward"].arguments == ["x", "mask"]
     assert (model.num_parameters, model.usable, model.workers) == (6, True, ["worker-1"])
+    assert 'model="tiny"' in model.program
 
 
 def test_a_stream_tells_a_job_from_its_post_to_its_end(box: Box) -> None:
@@ -234,6 +259,22 @@ def test_use_is_told_by_name_to_the_boxs_owner_alone(box: Box) -> None:
         assert used(owner_of(box), span) == {"ann": (1, 5), "bob": (1, 5), "eve": (1, 5)}
         assert used(box.client, span) == {"ann": (1, 5), None: (2, 10)}
     assert box.client.get("/v1/usage", params={"span": "year"}).status_code == 422
+
+
+def test_what_is_kept_is_told_of_those_who_used_nothing_lately_too(memory_box: Box) -> None:
+    run_job(memory_box.backing, submit(memory_box.client), data=b"12345")
+    bob, eve = memory_box.client_of("bob"), memory_box.client_of("eve")
+    bobs, eves = (len(blob_of({"x": ones(n)})[1]) for n in (3, 4))
+    upload(bob, {"x": ones(3)})
+    upload(eve, {"x": ones(4)})
+
+    def kept(client: httpx.Client) -> dict[str | None, int]:
+        view = UsageView.model_validate(client.get("/v1/usage").json())
+        return {line.owner: line.kept_bytes for line in view.owners}
+
+    anns = 5 + len(blob_of(SHARDS)[1])
+    assert kept(owner_of(memory_box)) == {"ann": anns, "bob": bobs, "eve": eves}
+    assert kept(bob) == {"bob": bobs, None: anns + eves}
 
 
 def test_a_receipt_is_read_out_of_its_result(memory_box: Box) -> None:

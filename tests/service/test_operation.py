@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from gradbox.protocol import OperationMode, OperationView
+from gradbox.protocol import JobView, OperationMode, OperationView
 from gradbox_service.backing import Backing
 from gradbox_service.queue.dispatch import Dispatcher
 from tests.service.boxes import (
@@ -19,6 +19,8 @@ from tests.service.boxes import (
 )
 from tests.service.conftest import Box, client_with
 from tests.service.test_dispatch import positions, queue, waiting
+
+PAUSED = OperationView(mode=OperationMode.PAUSED, by="root", reason="new driver")
 
 
 @pytest.fixture
@@ -51,6 +53,31 @@ def test_a_paused_box_hands_out_nothing_until_it_is_resumed(backing: Backing) ->
     backing.operation.set(OperationView())
     dispatcher.tick()
     assert waiting(backing) == ["a", "b"]
+
+
+def test_who_follows_a_job_is_told_of_a_pause_and_of_its_end(
+    backing: Backing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradbox_service.queue.places.PACE_S", 0.0)
+    monkeypatch.setattr("gradbox_service.queue.places.MAX_SHARE", 1000.0)
+    announce(backing)
+    queue(backing.records, "a", "b")
+    backing.records.follow(["b"])
+    dispatcher = Dispatcher(
+        backing.records,
+        backing.turns,
+        backing.fleet,
+        backing.leadership,
+        operation=backing.operation,
+    )
+    told = []
+    for operation in (OperationView(), PAUSED, PAUSED, OperationView()):
+        backing.operation.set(operation)
+        dispatcher.tick()
+        view = JobView.model_validate_json(backing.records.events("b")[-1].data)
+        told.append((view.hold, view.seconds_left is None))
+    assert told == [(None, False), (str(PAUSED), True), (str(PAUSED), True), (None, False)]
+    assert len(backing.records.events("b")) == 4  # once each, behind the post
 
 
 def test_those_who_wait_are_told_who_paused_the_box_and_why(box: Box, owner: httpx.Client) -> None:

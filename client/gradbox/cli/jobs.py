@@ -14,7 +14,7 @@ from gradbox.cli.times import ago, brief, duration, local
 from gradbox.client import GradClient
 from gradbox.job import Job
 from gradbox.printable import printable
-from gradbox.progress import ProgressBar, begins_in, place
+from gradbox.progress import ProgressBar, begins_in, state_and_place
 from gradbox.protocol import JobState, JobView
 
 TITLES: Final = ("ID", "STATE", "MODEL", "AGE", "PROGRESS", "NAME")
@@ -76,7 +76,6 @@ def watch_job(id: JobId, *, json: AsJson = False) -> int:
 
 def follow(job: Job, *, json: bool = False) -> int:
     """Show a job's events until it is over, say how it ended, and return the exit code for that."""
-    say_hold(job.view)
     with ProgressBar(job.id[:SHOWN_LENGTH], shown=False if json else None) as bar:
         for event in job.events():
             bar.show(event)
@@ -86,12 +85,6 @@ def follow(job: Job, *, json: bool = False) -> int:
             elif event.job is not None and not sys.stderr.isatty():
                 say(_state(event.job))
     return say_how_it_ended(job.view)
-
-
-def say_hold(view: JobView) -> None:
-    """Say on stderr why the job has to wait, if the box's owner lets none run."""
-    if view.hold is not None:
-        print(printable(f"no job runs for now: the box is {view.hold}"), file=sys.stderr)
 
 
 def say_how_it_ended(view: JobView) -> int:
@@ -159,7 +152,7 @@ def how_far(view: JobView) -> str:
 
 def _state(view: JobView) -> str:
     """Return a job's state, and of one that waits its place."""
-    return ", ".join(filter(None, (view.state.value, place(view), begins_in(view))))
+    return ", ".join(filter(None, (state_and_place(view), begins_in(view))))
 
 
 def _described(view: JobView) -> dict[str, object]:

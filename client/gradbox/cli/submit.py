@@ -9,8 +9,8 @@ import typer
 
 from gradbox.cli.job_file import read_job
 from gradbox.cli.job_ids import find_job
-from gradbox.cli.jobs import say_hold, say_how_it_ended
-from gradbox.cli.output import AsJson, say, say_json
+from gradbox.cli.jobs import say_how_it_ended
+from gradbox.cli.output import AsJson, complain, say, say_json
 from gradbox.cli.result import OutputFile, check_folder, fetch
 from gradbox.client import GradClient
 from gradbox.computations import Cotangents
@@ -48,7 +48,8 @@ def run(
             return 0
         if not json:
             say(job.id)
-        say_hold(job.view)
+        if job.view.hold is not None:
+            complain(f"no job runs for now: the box is {job.view.hold}")
         if output is not None:
             return fetch(job, output, json=json)
         if not wait:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from gradbox.protocol.operation import OperationView
 from gradbox.protocol.spec_fields import JobId
 from gradbox.protocol.views import JobState, MethodView, ProgressView, View
 
@@ -33,10 +34,11 @@ class DeviceView(View):
 
     `job` is the key of the job it holds. `busy` are the last 60 minutes, oldest first, each with
     the percent of it in which a job ran; the last one is the minute that runs. `hardware` is what
-    the device calls itself.
+    the device calls itself. CPUs of one `host` are one machine, and its memory is there once.
     """
 
     worker: str
+    host: str = ""
     device: str
     hardware: str = ""
     state: Literal["starting", "idle", "busy"]
@@ -50,8 +52,8 @@ class DeviceView(View):
 class BoxJob(View):
     """A job that runs or waits; `key` tells it from others without telling its id.
 
-    `position` is its place in the queue, 1 for the next. `id` and `name` are None where the job is
-    somebody else's.
+    `position` is its place in the queue, 1 for the next, and `begins_s` about when it begins, if
+    that can be said. `id` and `name` are None where the job is somebody else's.
     """
 
     key: str
@@ -62,6 +64,7 @@ class BoxJob(View):
     created_s: float
     started_s: float | None = None
     position: int | None = None
+    begins_s: float | None = None
     progress: ProgressView | None = None
     cancel_requested: bool = False
     attempts: int = 0
@@ -74,6 +77,7 @@ class BoxModel(View):
     """A registered model. `reason` says why it cannot be used, where it cannot.
 
     `workers` are those that offer it, `loaded` those that have it in their device's memory.
+    `program` is Python that runs a job on it.
     """
 
     name: str
@@ -84,6 +88,7 @@ class BoxModel(View):
     reason: str = ""
     workers: list[str] = []
     loaded: list[str] = []
+    program: str = ""
 
 
 class CallerView(View):
@@ -99,6 +104,7 @@ class BoxView(View):
     now_s: float
     gradbox: str
     you: CallerView
+    operation: OperationView = OperationView()
     num_running: int
     num_queued: int
     jobs: list[BoxJob]
@@ -109,8 +115,9 @@ class BoxView(View):
 class BoxChange(View):
     """What is new since the event before: rows that changed, whole, and keys of those that went.
 
-    `queue` are the keys of the jobs that wait, in order, where that changed; the rows of jobs have
-    no `position` here. What is absent has not changed.
+    `queue` are the keys of the jobs that wait, in order, where that changed, and `begins_s` about
+    when each of them begins; the rows of jobs have neither `position` nor `begins_s` here. What is
+    absent has not changed.
     """
 
     jobs: list[BoxJob] = []
@@ -120,20 +127,24 @@ class BoxChange(View):
     gone_devices: list[str] = []
     gone_models: list[str] = []
     queue: list[str] | None = None
+    begins_s: list[float | None] | None = None
     num_running: int | None = None
     num_queued: int | None = None
+    operation: OperationView | None = None
 
 
 class OwnerUsage(View):
     """What one owner used; `owner` is None for all others together.
 
-    The lists have one entry a bucket, oldest first; the last one is not over yet.
+    `kept_bytes` are what their blobs and results take on the box now, whatever the span. The lists
+    have one entry a bucket, oldest first; the last one is not over yet.
     """
 
     owner: str | None
     device_s: float
     result_bytes: int
     num_jobs: int
+    kept_bytes: int = 0
     device_s_by_bucket: list[float]
     result_bytes_by_bucket: list[int]
 

@@ -32,6 +32,11 @@ class OperationView(View):
     by: str = ""
     since_s: float | None = None
 
+    @property
+    def hold(self) -> str | None:
+        """Why no job that waits is handed to a worker; None while jobs are."""
+        return None if self.mode is OperationMode.RUNNING else str(self)
+
     def __str__(self) -> str:
         by = f" by {self.by}" if self.by and self.mode is not OperationMode.RUNNING else ""
         return f"{self.mode}{by}{f': {self.reason}' if self.reason else ''}"

@@ -100,6 +100,7 @@ class JobView(View):
             ("owner", self.owner),
             ("position", self.queue_position),
             ("waits for", self.waits_for() or None),
+            ("held", self.hold and f"the box is {self.hold}"),
             ("begins in", None if self.seconds_left is None else f"{self.seconds_left:.0f} s"),
             ("submitted", _local_time(self.created_s)),
             ("waited", _seconds(self.created_s, self.started_s)),

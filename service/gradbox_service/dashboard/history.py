@@ -1,8 +1,12 @@
-"""Use by owner over a day, a week or a month, in buckets of whole hours that end with this one."""
+"""Use by owner over a day, a week or a month, in buckets of whole hours that end with this one.
+
+Beside it stands what each of them keeps on the box now.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
@@ -27,30 +31,41 @@ def usage_seen_by(caller: TokenInfo, box: Backing, span: Span) -> UsageView:
     first = last - hours * num_buckets + 1
     running = [r for r in box.records.active() if r.state is JobState.RUNNING]
     used = with_running(box.usage.by_hour(first, last), running, now_s=now_s)
+
+    def shown(owner: str) -> str | None:
+        return owner if caller.admin or owner == caller.name else None
+
     buckets: dict[str | None, list[Used]] = {}
     for hour, owners in used.items():
         for owner, more in owners.items():
-            shown = owner if caller.admin or owner == caller.name else None
             place = (hour - first) // hours
             if place >= 0:
-                line = buckets.setdefault(shown, [Used()] * num_buckets)
+                line = buckets.setdefault(shown(owner), [Used()] * num_buckets)
                 line[place] += more
-    lines = [_line(owner, line) for owner, line in buckets.items()]
+    kept: Counter[str | None] = Counter()
+    for sizes in (box.owners.totals(), box.records.result_bytes()):
+        for owner, size_bytes in sizes.items():
+            kept[shown(owner)] += size_bytes
+    lines = [
+        _line(owner, buckets.get(owner, [Used()] * num_buckets), kept_bytes=kept[owner])
+        for owner in buckets.keys() | (+kept).keys()
+    ]
     return UsageView(
         span=span,
         begins_s=first * HOUR_S,
         bucket_s=hours * HOUR_S,
-        owners=sorted(lines, key=lambda line: (line.owner is None, -line.device_s)),
+        owners=sorted(lines, key=lambda line: (line.owner is None, -line.device_s, line.owner)),
     )
 
 
-def _line(owner: str | None, buckets: list[Used]) -> OwnerUsage:
+def _line(owner: str | None, buckets: list[Used], *, kept_bytes: int) -> OwnerUsage:
     total = sum(buckets, Used())
     return OwnerUsage(
         owner=owner,
         device_s=total.device_ms / 1000,
         result_bytes=total.result_bytes,
         num_jobs=total.num_jobs,
+        kept_bytes=kept_bytes,
         device_s_by_bucket=[used.device_ms / 1000 for used in buckets],
         result_bytes_by_bucket=[used.result_bytes for used in buckets],
     )

@@ -1,7 +1,8 @@
 """What changed between two looks of one listener, as small JSON documents.
 
-Rows are sent whole where anything in them is new. A place in the queue is not part of a row, for a
-job that begins moves all that wait: the keys of those that wait are sent in order instead.
+Rows are sent whole where anything in them is new. A job's place in the queue and when it begins are
+not part of its row, for a job that begins moves all that wait: the keys of those that wait are sent
+in order instead, and when each of them begins.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from gradbox.protocol import BoxChange, BoxView
 
 # A document is not made longer than this by one more row.
 MAX_BYTES: Final = 1900
+# What a job that ends or begins changes of all that wait.
+MOVED: Final = {"position", "begins_s"}
 
 Row = tuple[str, str]
 
@@ -24,7 +27,7 @@ class News:
     def __init__(self, view: BoxView) -> None:
         """Begin with what it was told first."""
         self._rows = _rows(view)
-        self._queue = _queue(view)
+        self._lists = _lists(view)
 
     def since(self, view: BoxView) -> Iterator[str]:
         """Yield the changes from the last view to this one, each a `BoxChange` in JSON."""
@@ -36,9 +39,8 @@ class News:
         for kind, name in before.keys() - self._rows.keys():
             yield from document.add(f"gone_{kind}", json.dumps(name))
         yield from document.end()
-        queue_before, self._queue = self._queue, _queue(view)
-        if self._queue != queue_before:
-            yield self._queue
+        lists_before, self._lists = self._lists, _lists(view)
+        yield from (text for text in self._lists if text not in lists_before)
 
 
 class _Document:
@@ -64,7 +66,7 @@ class _Document:
 def _rows(view: BoxView) -> dict[Row, str]:
     rows: dict[Row, str] = {}
     for job in view.jobs:
-        rows["jobs", job.key] = job.model_dump_json(exclude={"position"}, exclude_defaults=True)
+        rows["jobs", job.key] = job.model_dump_json(exclude=MOVED, exclude_defaults=True)
     for device in view.devices:
         rows["devices", device.worker] = device.model_dump_json()
     for model in view.models:
@@ -72,7 +74,13 @@ def _rows(view: BoxView) -> dict[Row, str]:
     return rows
 
 
-def _queue(view: BoxView) -> str:
-    waiting = [job.key for job in view.jobs if job.position is not None]
-    change = BoxChange(queue=waiting, num_running=view.num_running, num_queued=view.num_queued)
-    return change.model_dump_json(exclude_none=True, exclude_defaults=True)
+def _lists(view: BoxView) -> list[str]:
+    """Return the order of the queue, when its jobs begin, and what the owner says of the box."""
+    waiting = [job for job in view.jobs if job.position is not None]
+    keys = [job.key for job in waiting]
+    changes = (
+        BoxChange(queue=keys, num_running=view.num_running, num_queued=view.num_queued),
+        BoxChange(begins_s=[job.begins_s and round(job.begins_s) for job in waiting]),
+        BoxChange(operation=view.operation),
+    )
+    return [change.model_dump_json(exclude_unset=True) for change in changes]

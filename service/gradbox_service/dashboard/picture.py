@@ -9,7 +9,16 @@ from functools import cache
 from importlib import metadata
 from typing import Final
 
-from gradbox.protocol import BoxJob, BoxModel, BoxView, CallerView, DeviceView, JobState, ModelView
+from gradbox.protocol import (
+    BoxJob,
+    BoxModel,
+    BoxView,
+    CallerView,
+    DeviceView,
+    JobState,
+    ModelView,
+    OperationView,
+)
 from gradbox_service.jobs import JobRecord, Place, WorkerPresence
 from gradbox_service.jobs.fleet import offered_versions, unusable_models
 from gradbox_service.jobs.usage import MINUTE_S, BusyByWorker
@@ -26,6 +35,7 @@ class Picture:
     """The box at `now_s`."""
 
     now_s: float
+    operation: OperationView
     num_running: int
     num_queued: int
     jobs: Sequence[BoxJob]
@@ -38,6 +48,7 @@ class Picture:
             now_s=self.now_s,
             gradbox=_version(),
             you=CallerView(name=caller.name, admin=caller.admin),
+            operation=self.operation,
             num_running=self.num_running,
             num_queued=self.num_queued,
             jobs=[
@@ -63,11 +74,10 @@ def jobs_shown(active: Iterable[JobRecord], places: Mapping[str, Place]) -> list
     for record in active:
         (waiting if record.state is JobState.QUEUED else running).append(record)
     running.sort(key=lambda record: (record.started_s or 0.0, record.id))
-    positions = {job_id: place.position for job_id, place in places.items()}
-    last = max(positions.values(), default=0) + 1
-    waiting.sort(key=lambda r: (positions.get(r.id, last), r.created_s, r.id))
+    last = Place(max((place.position for place in places.values()), default=0) + 1)
+    waiting.sort(key=lambda r: (places.get(r.id, last).position, r.created_s, r.id))
     return [_job(record) for record in running] + [
-        _job(record, position=position)
+        _job(record, position=position, begins_s=places.get(record.id, last).begins_s)
         for position, record in enumerate(waiting[:MAX_WAITING], start=1)
     ]
 
@@ -85,6 +95,7 @@ def devices_shown(
         found.append(
             DeviceView(
                 worker=worker.name,
+                host=worker.host,
                 device=worker.device,
                 hardware=worker.hardware,
                 state=worker.state,
@@ -113,6 +124,7 @@ def models_shown(
                 methods={} if view is None else view.methods,
                 workers=[w.name for w in workers if w.models.get(name) == versions[0]],
                 loaded=[w.name for w in workers if w.memory and name in w.memory.models],
+                program="" if view is None else view.example_code(),
             )
         )
     unusable = unusable_models(workers).items()
@@ -124,7 +136,9 @@ def _version() -> str:
     return metadata.version("gradbox")
 
 
-def _job(record: JobRecord, *, position: int | None = None) -> BoxJob:
+def _job(
+    record: JobRecord, *, position: int | None = None, begins_s: float | None = None
+) -> BoxJob:
     return BoxJob(
         key=key_of(record.id),
         owner=record.owner,
@@ -134,6 +148,7 @@ def _job(record: JobRecord, *, position: int | None = None) -> BoxJob:
         created_s=record.created_s,
         started_s=record.started_s,
         position=position,
+        begins_s=begins_s,
         progress=record.progress,
         cancel_requested=record.cancel_requested,
         attempts=record.attempt,

@@ -44,6 +44,7 @@ class Source:
         workers = self._box.fleet.workers()
         return Picture(
             now_s=now_s,
+            operation=self._box.operation.read(),
             num_running=len(running),
             num_queued=len(self._active) - len(running),
             jobs=jobs_shown(self._active.values(), self._box.records.places()),

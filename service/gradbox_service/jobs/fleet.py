@@ -39,12 +39,13 @@ class WorkerPresence(BaseModel):
     `unusable` maps the names of models that cannot be built to the reason. `reloads` is how many
     reloads had been asked for when it last read its models file; `reload_error` says why it could
     not, and offers what it did before. `job` is the id of the job that it holds. `hardware` is what
-    its device calls itself.
+    its device calls itself, `host` the name of its machine.
     """
 
     model_config = ConfigDict(frozen=True)
 
     name: str
+    host: str = ""
     device: str
     state: Literal["starting", "idle", "busy"]
     models: Mapping[str, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,12 +16,19 @@ class Place:
     Attributes:
         position: 1 for the job that is handed out next.
         waiting_for: how many jobs of each owner run or come before; those with most jobs alone.
-        seconds_left: about how long until it begins; None if nobody can say.
+        begins_s: about when it begins, in seconds since 1970; None if nobody can say.
+        hold: why no job that waits is handed to a worker, if none is.
     """
 
     position: int
     waiting_for: Mapping[str, int] = field(default_factory=dict)
-    seconds_left: float | None = None
+    begins_s: float | None = None
+    hold: str | None = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """About how long from now until it begins."""
+        return None if self.begins_s is None else round(max(0.0, self.begins_s - time.time()), 1)
 
     def to_json(self) -> bytes:
         return _ADAPTER.dump_json(self)

@@ -213,6 +213,7 @@ class JobRecord:
             queue_position=None if place is None else place.position,
             waiting_for=None if place is None else dict(place.waiting_for),
             seconds_left=None if place is None else place.seconds_left,
+            hold=None if place is None else place.hold,
             progress=self.progress,
             cancel_requested=self.cancel_requested,
             worker=self.worker,

@@ -18,7 +18,6 @@ from functools import partial
 
 import redis
 
-from gradbox.protocol import OperationMode
 from gradbox_service.jobs import Fleet, JobRecord, Records, Turns, Usage, WorkerPresence
 from gradbox_service.jobs.operation import MemoryOperation, Operation
 from gradbox_service.queue.active_jobs import ActiveJobs, ReadChanges
@@ -78,7 +77,7 @@ class Dispatcher(RepeatingThread):
         self._fleet = fleet
         self._leadership = leadership
         self._operation = operation or MemoryOperation()
-        self._hands_out = True
+        self._hold: str | None = None  # why no job is handed to a worker, if none is
         self._workers: Sequence[WorkerPresence] = ()
         # By the monotonic clock: when the lock was last renewed, and when what is to be looked at.
         self._held_at = 0.0
@@ -156,10 +155,15 @@ class Dispatcher(RepeatingThread):
             return
         if now >= self._box_due_at:
             self._box_due_at = now + TICK_S
-            self._hands_out = self._operation.read().mode is OperationMode.RUNNING
+            self._hold = self._operation.read().hold
             self._workers = self._fleet.workers()
         self._feed()
-        self._places.tell(self.jobs, next_up=self._list.next_up(), num_workers=len(self._workers))
+        self._places.tell(
+            self.jobs,
+            next_up=self._list.next_up(),
+            num_workers=len(self._workers),
+            hold=self._hold,
+        )
 
     def _put_back_lost(self) -> None:
         lost = [
@@ -177,10 +181,10 @@ class Dispatcher(RepeatingThread):
 
     def _feed(self) -> None:
         """Have a turn in the list for each idle worker, or one for whoever is idle first."""
-        if not self._hands_out:
+        if self._hold is not None:
             self._list.empty()
         self._list.look()
-        if not self._hands_out:
+        if self._hold is not None:
             return
         idle = [worker for worker in self._workers if worker.state == "idle"]
         if not idle:

@@ -10,6 +10,7 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Final
 
@@ -33,23 +34,34 @@ class Places:
     def __init__(self, records: Records) -> None:
         self._records = records
         self._told: dict[str, Place] = {}
-        self._stored: tuple[int, frozenset[str], int] | None = None
+        self._stored: tuple[int, frozenset[str], int, str | None] | None = None
         self._next_at = 0.0
 
-    def tell(self, jobs: ActiveJobs, *, next_up: Sequence[JobRecord], num_workers: int) -> None:
+    def tell(
+        self,
+        jobs: ActiveJobs,
+        *,
+        next_up: Sequence[JobRecord],
+        num_workers: int,
+        hold: str | None = None,
+    ) -> None:
         """Store the places and tell those who are followed, if it is time to.
 
         Args:
             next_up: the jobs that turns were fed for, in their order.
+            hold: why no job is handed to a worker, if none is; then nobody can say when one begins.
         """
         began = time.monotonic()
         if began < self._next_at:
             return
         followed = frozenset(j for j in self._records.followed() if jobs.queued(j) is not None)
-        state = (jobs.version, followed, num_workers)
+        state = (jobs.version, followed, num_workers, hold)
         if state != self._stored:
             order = chain(next_up, jobs.ranked())
-            places = dict(_places(jobs, order, followed=followed, num_workers=num_workers))
+            found = _places(
+                jobs, order, followed=followed, num_workers=0 if hold else num_workers, hold=hold
+            )
+            places = dict(found)
             told = [j for j in followed if j in places and _is_news(places[j], self._told.get(j))]
             with unless_refused():  # jobs run on; who waits is told once Redis has room again
                 self._records.place(places, told=told)
@@ -64,7 +76,9 @@ def _places(
     *,
     followed: frozenset[str],
     num_workers: int,
+    hold: str | None,
 ) -> Iterator[tuple[str, Place]]:
+    now_s = time.time()
     ahead: Counter[str] = Counter(record.owner for record in jobs.running)
     seconds = jobs.remaining_s()
     left = set(followed)
@@ -74,16 +88,16 @@ def _places(
         if position <= ALWAYS_PLACED or record.id in left:
             left.discard(record.id)
             named = heapq.nlargest(MAX_NAMED, ahead.items(), key=lambda item: item[1])
-            seconds_left = round(seconds / num_workers, 1) if num_workers else None
-            yield record.id, Place(position, dict(named), seconds_left)
+            begins_s = round(now_s + seconds / num_workers, 1) if num_workers else None
+            yield record.id, Place(position, dict(named), begins_s, hold)
         ahead[record.owner] += 1
         seconds += jobs.durations.expected_s(record)
 
 
 def _is_news(place: Place, told: Place | None) -> bool:
-    if told is None or (place.position, place.waiting_for) != (told.position, told.waiting_for):
+    if told is None or replace(place, begins_s=None) != replace(told, begins_s=None):
         return True
-    if place.seconds_left is None or told.seconds_left is None:
-        return place.seconds_left is not told.seconds_left
-    moved_s = abs(place.seconds_left - told.seconds_left)
-    return moved_s > max(MOVED_S, MOVED_SHARE * told.seconds_left)
+    if place.begins_s is None or told.begins_s is None:
+        return place.begins_s is not told.begins_s
+    moved_s = abs(place.begins_s - told.begins_s)
+    return moved_s > max(MOVED_S, MOVED_SHARE * (told.seconds_left or 0.0))

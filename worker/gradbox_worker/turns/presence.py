@@ -66,7 +66,11 @@ class Announcer:
     def __init__(self, fleet: Fleet, *, name: str) -> None:
         self._fleet = fleet
         self._presence = WorkerPresence(
-            name=name, device="", state="starting", started_s=time.time()
+            name=name,
+            host=socket.gethostname(),
+            device="",
+            state="starting",
+            started_s=time.time(),
         )
         self._said: WorkerPresence | None = None
         self._said_at = 0.0

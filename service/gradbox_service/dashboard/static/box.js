@@ -1,5 +1,7 @@
 // The box as the service tells it: first whole, then change by change, over one event stream.
 
+import { rough } from "/static/format.js";
+
 export const box = {
   ready: false,
   connected: false,
@@ -8,10 +10,12 @@ export const box = {
   clockAhead: 0, // seconds that the box's clock is ahead of ours
   jobs: new Map(), // by key
   queue: [], // keys of those that wait, in order
+  begins: [], // about when each of those begins, in seconds since 1970, or null
   devices: new Map(), // by worker
   models: new Map(), // by name
   numRunning: 0,
   numQueued: 0,
+  operation: { mode: "running", reason: "", by: "", since_s: null }, // what its owner said last
 };
 
 const listeners = new Set();
@@ -45,6 +49,16 @@ export function waiting() {
   return box.queue.map((key) => box.jobs.get(key)).filter((job) => job?.state === "queued");
 }
 
+/** How long a job has waited, and what for: "since 25 s, begins in about 50 s". */
+export function waits(job) {
+  const since = `since ${rough(Math.max(0, now() - job.created_s))}`;
+  if (box.operation.mode !== "running") return `${since}, the box is ${box.operation.mode}`;
+  const begins_s = box.begins[box.queue.indexOf(job.key)];
+  if (!begins_s) return since;
+  const left = begins_s - now();
+  return `${since}, begins ${left < 1 ? "soon" : `in about ${rough(left)}`}`;
+}
+
 /** Open the stream; `refused` is called when the session is over. */
 export function connect(refused) {
   disconnect();
@@ -74,11 +88,14 @@ function begin(view) {
   box.version = view.gradbox;
   box.clockAhead = view.now_s - Date.now() / 1000;
   box.jobs = new Map(view.jobs.map((job) => [job.key, job]));
-  box.queue = view.jobs.filter((job) => job.position !== null).map((job) => job.key);
+  const queued = view.jobs.filter((job) => job.position !== null);
+  box.queue = queued.map((job) => job.key);
+  box.begins = queued.map((job) => job.begins_s);
   box.devices = new Map(view.devices.map((device) => [device.worker, device]));
   box.models = new Map(view.models.map((model) => [model.name, model]));
   box.numRunning = view.num_running;
   box.numQueued = view.num_queued;
+  box.operation = view.operation;
   for (const [key, job] of before) if (!box.jobs.has(key)) ended(job);
   changed();
 }
@@ -94,9 +111,11 @@ function apply(change) {
   }
   for (const worker of change.gone_devices ?? []) box.devices.delete(worker);
   for (const name of change.gone_models ?? []) box.models.delete(name);
-  if (change.queue) box.queue = change.queue;
+  box.queue = change.queue ?? box.queue;
+  box.begins = change.begins_s ?? box.begins;
   box.numRunning = change.num_running ?? box.numRunning;
   box.numQueued = change.num_queued ?? box.numQueued;
+  box.operation = change.operation ?? box.operation;
   changed();
 }
 

@@ -2,7 +2,7 @@
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
-/** Bytes, in the units that the command line uses; three digits at most. */
+/** Bytes, in the units that the command line uses; one decimal at most. */
 export function bytes(count) {
   let unit = 0;
   let value = count;
@@ -37,6 +37,13 @@ export function ticking(seconds) {
   return s < 60 ? `${s}\u202fs` : duration(s);
 }
 
+/** A duration of which only the size counts: one unit, rounded. */
+export function rough(seconds) {
+  if (seconds < 120) return `${Math.round(seconds)}\u202fs`;
+  if (seconds < 7200) return `${Math.round(seconds / 60)}\u202fmin`;
+  return `${(seconds / 3600).toFixed(1)}\u202fh`;
+}
+
 /** When something was, from now: "4 min ago". */
 export function ago(seconds) {
   if (seconds < 5) return "just now";
@@ -64,7 +71,7 @@ export function plural(number, noun) {
 }
 
 function digits(value, unit) {
-  return unit === 0 || value >= 99.95 ? String(Math.round(value)) : value.toFixed(value < 9.995 ? 2 : 1);
+  return unit === 0 || value >= 99.95 ? String(Math.round(value)) : String(Number(value.toFixed(1)));
 }
 
 function pair(value, base, large, small) {

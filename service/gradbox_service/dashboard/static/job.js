@@ -1,7 +1,7 @@
 // One job in a dialog: where its time went, its receipt, or why it failed.
 
 import { get } from "/static/api.js";
-import { box, now, onChange } from "/static/box.js";
+import { box, now, onChange, waits } from "/static/box.js";
 import { cancelButton } from "/static/cancel.js";
 import { stack } from "/static/charts.js";
 import { h, say } from "/static/dom.js";
@@ -85,7 +85,10 @@ function stage(job) {
 
 function doing(job) {
   const progress = job.progress;
-  if (job.state === "queued") return job.queue_position || job.position ? `waits, number ${job.queue_position ?? job.position} in the queue` : "waits";
+  if (job.state === "queued") {
+    const place = job.queue_position ?? box.queue.indexOf(job.key) + 1;
+    return `waits${place ? `, number ${place} in the queue` : ""}, ${waits(job)}`;
+  }
   if (!progress) return "begins";
   const left = progress.seconds_left ? `, ${duration(Math.ceil(progress.seconds_left))} left` : "";
   return `${progress.phase} ${progress.done} / ${progress.total}${left}`;
@@ -124,7 +127,7 @@ async function receiptParts(job) {
     h("ul", { class: "legend" }, ...spent.map((part) => h("li", { class: part.kind }, h("i"), h("span", { class: "name", text: part.name }), " ", h("b", { text: duration(part.bytes) })))),
     h("h3", { text: "Receipt" }),
     table([
-      receipt.loss !== null && ["Loss", String(receipt.loss)],
+      receipt.loss !== null && ["Loss", h("span", { title: String(receipt.loss), text: String(Number(receipt.loss.toPrecision(6))) })],
       ["Shards", Object.entries(receipt.shards).map(([group, number]) => `${group} ${number}`).join(", ")],
       receipt.shards_replayed !== null && ["Kept, replayed", `${receipt.shards_retained ?? 0}, ${receipt.shards_replayed}`],
       receipt.replay_difference !== null && ["Replay difference", receipt.replay_difference === 0 ? "0, bit for bit" : receipt.replay_difference.toExponential(1)],

@@ -18,6 +18,7 @@ export function jobs() {
   let listed = [];
   let state = "";
   let everybodys = false;
+  let asked = false; // by the checkbox
   let loaded = false;
   let more = false;
   let timer = 0;
@@ -33,7 +34,8 @@ export function jobs() {
   const waits = h("div", { class: "skeletons", "aria-hidden": "true" }, h("i"), h("i"));
   const filters = h("div", { class: "choice", role: "group", "aria-label": "State" }, ...FILTERS.map(([value, text]) =>
     h("button", { type: "button", text, "aria-pressed": String(value === state), on: { click: (event) => filter(event.currentTarget, value) } })));
-  const all = h("label", { class: "check" }, h("input", { type: "checkbox", on: { change: (event) => { everybodys = event.target.checked; load(); } } }), "Everybody's");
+  const check = h("input", { type: "checkbox", on: { change: () => { asked = true; everybodys = check.checked; load(); } } });
+  const all = h("label", { class: "check" }, check, "Everybody's");
   const element = h("div", { class: "view" },
     h("div", { class: "head" }, h("h1", { tabindex: -1, text: "Jobs" }), filters, box.you?.admin && all),
     trouble, waits, table, behind, empty);
@@ -44,6 +46,11 @@ export function jobs() {
     const query = new URLSearchParams({ limit: LIMIT, ...(state && { state }), ...(everybodys && { all: true }) });
     try {
       const answer = await get(`/v1/jobs?${query}`);
+      // The box's owner may have no jobs, and wants to see the others'.
+      if (!answer.jobs.length && box.you.admin && !everybodys && !asked && !state) {
+        check.checked = everybodys = true;
+        return load();
+      }
       listed = answer.jobs;
       more = answer.next !== null;
       trouble.replaceChildren();

@@ -6,6 +6,7 @@ import { h, say, set } from "/static/dom.js";
 import { showJob } from "/static/job.js";
 import { jobs } from "/static/jobs.js";
 import { models } from "/static/models.js";
+import { held } from "/static/operation.js";
 import { overview } from "/static/overview.js";
 import { problemBlock } from "/static/problem.js";
 import { use } from "/static/use.js";
@@ -103,6 +104,9 @@ function draw() {
   const live = document.getElementById("live");
   say(live, box.connected ? "live" : "connecting");
   set(live, "data-live", box.connected ? "" : null);
+  const strip = document.getElementById("held");
+  say(strip, held());
+  strip.hidden = !strip.textContent;
   if (view && box.ready) {
     view.update();
     main.removeAttribute("aria-busy");

@@ -4,6 +4,8 @@ import { box } from "/static/box.js";
 import { h, keyed, prose, say, set } from "/static/dom.js";
 import { count, plural } from "/static/format.js";
 
+const COPIED_MS = 2000;
+
 export function models() {
   const list = h("ul", { class: "models" });
   const empty = h("div", { class: "empty" },
@@ -27,7 +29,20 @@ function card() {
       h("dt", { text: "Version" }), h("dd", {}, h("code", { class: "version" })),
       h("dt", { text: "On" }), h("dd", { class: "workers" })),
     h("div", { class: "methods" }),
+    program(),
     h("p", { class: "detail" }));
+}
+
+function program() {
+  const text = h("pre", { tabindex: 0, "aria-label": "Program" }, h("code"));
+  const copy = h("button", { type: "button", class: "quiet", text: "Copy" });
+  copy.addEventListener("click", async () => {
+    getSelection().selectAllChildren(text); // where the browser lets no page write to the clipboard
+    await navigator.clipboard?.writeText(text.textContent);
+    copy.textContent = navigator.clipboard ? "Copied" : "Selected";
+    setTimeout(() => { copy.textContent = "Copy"; }, COPIED_MS);
+  });
+  return h("details", { class: "program" }, h("summary", { text: "A program to begin with" }), text, copy);
 }
 
 function updateCard(element, model) {
@@ -45,6 +60,8 @@ function updateCard(element, model) {
   set(part(".version"), "title", model.version);
   say(part(".workers"), `${plural(model.workers.length, "worker")}${loaded ? `, in memory of ${model.loaded.length}` : ""}`);
   part(".methods").replaceChildren(...Object.entries(model.methods).map(([name, method]) => signature(name, method)));
+  part(".program").hidden = !model.program;
+  say(part(".program code"), model.program);
   part(".detail").replaceChildren(...(model.usable ? [] : prose(model.reason)));
 }
 

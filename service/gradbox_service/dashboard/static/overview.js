@@ -1,18 +1,14 @@
 // The overview: what the devices do, and who runs and waits.
 
-import { box, now, running, waiting } from "/static/box.js";
+import { box, running, waiting, waits } from "/static/box.js";
 import { minutes, stack } from "/static/charts.js";
 import { cancelButton } from "/static/cancel.js";
 import { h, keyed, say, set } from "/static/dom.js";
-import { bytes, duration, percent, plural, ticking, words } from "/static/format.js";
+import { bytes, duration, percent, plural, words } from "/static/format.js";
+import { orders } from "/static/operation.js";
 
 // Of those that wait, so many are shown before somebody asks for all.
 const FIRST_WAITING = 15;
-const FIRST_JOB = `from gradbox import GradClient, Gradient
-
-client = GradClient()
-job = client.submit(Gradient(model="…", inputs=shards, loss=loss))
-job.result()`;
 
 export function overview() {
   const figures = ["running", "waiting", "busy in the last hour", "device memory in use"].map((name) => {
@@ -31,17 +27,20 @@ export function overview() {
     rows);
   const noJob = h("div", { class: "empty" },
     h("p", { text: "Nothing runs and nobody waits. A job that is submitted shows up here at once." }),
-    h("pre", { tabindex: 0, "aria-label": "Example" }, h("code", { text: FIRST_JOB })));
+    h("p", {}, h("a", { href: "#/models", text: "Models" }), " has a program to begin with for each of them."));
+  const owners = box.you.admin ? orders() : null;
   let showAll = false;
   const more = h("div", { class: "more" }, h("button", { type: "button", on: { click: () => { showAll = true; update(); } } }), h("p"));
   const element = h("div", { class: "view" },
     h("h1", { class: "unseen", tabindex: -1, text: "Overview" }),
     h("dl", { class: "figures" }, ...figures.map((figure) => figure.element)),
-    h("section", { "aria-labelledby": "devices-title" }, h("h2", { id: "devices-title", text: "Devices" }), devices, noDevice),
+    h("section", { "aria-labelledby": "devices-title" },
+      h("div", { class: "head" }, h("h2", { id: "devices-title", text: "Devices" }), owners?.element), devices, noDevice),
     h("section", { "aria-labelledby": "queue-title" }, h("h2", { id: "queue-title", text: "Queue" }), table, noJob, more));
 
   function update() {
     const all = [...box.devices.values()];
+    owners?.update();
     const values = [
       [String(box.numRunning), ""],
       [String(box.numQueued), ""],
@@ -69,17 +68,13 @@ export function overview() {
   return { element, update, title: "Overview" };
 }
 
-function waits(job) {
-  const since = ticking(now() - job.created_s);
-  return job.attempts ? `waits for another attempt, ${since}` : `waits ${since}`;
-}
-
 function memoryInUse(devices) {
-  const known = devices.map((device) => device.memory).filter(Boolean);
+  const known = devices.filter((device) => device.memory);
   if (!known.length) return ["–", ""];
-  const used = known.reduce((sum, memory) => sum + memory.used_bytes, 0);
-  const total = known.reduce((sum, memory) => sum + memory.total_bytes, 0);
-  return [bytes(used), ` of ${bytes(total)}`];
+  const used = known.reduce((sum, device) => sum + device.memory.used_bytes, 0);
+  // CPUs of one host share its memory.
+  const totals = new Map(known.map((device) => [device.device === "cpu" ? `cpu of ${device.host}` : device.worker, device.memory.total_bytes]));
+  return [bytes(used), ` of ${bytes([...totals.values()].reduce((sum, total) => sum + total, 0))}`];
 }
 
 function deviceCard() {
@@ -97,8 +92,10 @@ function deviceCard() {
 function updateDevice(card, device) {
   const part = (name) => card.querySelector(name);
   say(part("h3"), device.device || device.worker);
-  say(part(".state"), device.state);
-  set(part(".state"), "data-state", device.state);
+  const { mode } = box.operation;
+  const state = mode !== "running" && device.state === "idle" ? mode : device.state;
+  say(part(".state"), state);
+  set(part(".state"), "data-state", state);
   say(part(".hardware"), device.hardware ? `${device.hardware} · ${device.worker}` : device.worker);
   const share = `${percent(device.busy_share)} busy`;
   say(part(".share"), share);
@@ -109,7 +106,9 @@ function updateDevice(card, device) {
     part(".memory").replaceChildren(...memory(device.memory));
   }
   const job = device.job && box.jobs.get(device.job);
-  say(part(".holds"), job ? `${words(job.computation)} of ${job.owner} on ${job.model}` : device.state === "starting" ? "loading its models" : "free for a job");
+  const nothing = mode !== "running" ? "gets no job" : "free for a job";
+  const then = mode !== "running" ? `, then ${mode}` : "";
+  say(part(".holds"), job ? `${words(job.computation)} of ${job.owner} on ${job.model}${then}` : device.state === "starting" ? "loading its models" : nothing);
 }
 
 function memory(found) {
@@ -168,7 +167,7 @@ function updateJob(row, job) {
     set(bar, "aria-label", `Progress of ${job.name || words(job.computation)}`);
   }
   const unit = progress?.phase === "samples" ? "samples" : "shards";
-  say(part(".phase"), job.cancel_requested && runs ? "stopping" : progress ? `${progress.phase} ${progress.done} / ${progress.total} ${unit}` : runs ? "begins" : waits(job));
+  say(part(".phase"), job.cancel_requested && runs ? "stopping" : progress ? `${progress.phase} ${progress.done} / ${progress.total} ${unit}` : runs ? "begins" : `${job.attempts ? "for another attempt, " : ""}${waits(job)}`);
   const left = progress?.seconds_left;
   say(part(".time"), runs && left ? duration(Math.ceil(left)) : "");
   const button = part("button");

@@ -62,13 +62,14 @@ function totals(lines) {
   return h("section", { "aria-labelledby": "people" },
     h("h2", { id: "people", text: box.you.admin ? "By person" : "Yours, and all the rest" }),
     h("table", { class: "people" },
-      h("thead", {}, h("tr", {}, ...["Person", "Share of device time", "Device time", "Results", "Jobs"].map((name, index) => h("th", { scope: "col", class: index > 1 ? "number" : null, text: name })))),
+      h("thead", {}, h("tr", {}, ...["Person", "Share of device time", "Device time", "Results", "Jobs", "Kept now"].map((name, index) => h("th", { scope: "col", class: index > 1 ? "number" : null, text: name })))),
       h("tbody", {}, ...lines.map((line) => h("tr", {},
         h("th", { scope: "row", class: line.kind }, h("i"), line.name),
         h("td", { class: "share" }, h("span", { class: `measure ${line.kind}`, style: { "--share": sum ? line.device_s / sum : 0 } }), h("span", { text: sum ? percent(line.device_s / sum) : "–" })),
         h("td", { class: "number", "data-label": "Device time", text: duration(line.device_s) }),
         h("td", { class: "number", "data-label": "Results", text: bytes(line.result_bytes) }),
-        h("td", { class: "number", "data-label": "Jobs", text: String(line.num_jobs) }))))));
+        h("td", { class: "number", "data-label": "Jobs", text: String(line.num_jobs) }),
+        h("td", { class: "number", "data-label": "Kept now", text: bytes(line.kept_bytes) }))))));
 }
 
 /** What a bucket is called: the hour it begins in, or its day. */

@@ -14,7 +14,7 @@ import anyio.to_thread
 from fastapi import APIRouter, Query, Request, Response
 
 from gradbox.errors import InvalidRequest, OwnerOnly, Unauthorized
-from gradbox.protocol import JobList, JobState, JobView, OperationMode
+from gradbox.protocol import JobList, JobState, JobView
 from gradbox.spans import Spans, read_traceparent
 from gradbox_service.admission import post
 from gradbox_service.backing import Backing
@@ -188,12 +188,12 @@ def _view(record: JobRecord, box: Backing) -> JobView:
     if record.state is not JobState.QUEUED:
         return record.view()
     places = box.records.follow([record.id])
-    return _held(record.view(place=places.get(record.id)), _hold(box))
+    return _held(record.view(place=places.get(record.id)), box.operation.read().hold)
 
 
 def _views(records: Sequence[JobRecord], box: Backing) -> list[JobView]:
     queued = [record.id for record in records if record.state is JobState.QUEUED]
-    places, hold = box.records.places(queued), _hold(box) if queued else None
+    places, hold = box.records.places(queued), box.operation.read().hold if queued else None
     return [_held(record.view(place=places.get(record.id)), hold) for record in records]
 
 
@@ -211,12 +211,8 @@ def _mark(cursor: str) -> Mark:
     return Mark(created_s, job_id)
 
 
-def _hold(box: Backing) -> str | None:
-    """Say why no job is handed to a worker; None if jobs are."""
-    operation = box.operation.read()
-    return None if operation.mode is OperationMode.RUNNING else str(operation)
-
-
 def _held(view: JobView, hold: str | None) -> JobView:
-    waits = hold is not None and view.state is JobState.QUEUED
-    return view.model_copy(update={"hold": hold}) if waits else view
+    """Say of a job that waits what holds it now: its place may have been worked out before."""
+    if view.state is not JobState.QUEUED or hold == view.hold:
+        return view
+    return view.model_copy(update={"hold": hold, "seconds_left": None})
