@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import termios
 import time
 from contextlib import suppress
 from importlib import metadata
@@ -19,13 +21,31 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradbox import Gradient, GradResult, Jacobian
+from gradbox import Gradient, GradResult, Jacobian, PerSampleGradient
 from gradbox.cli import main
+from gradbox.cli.box_tables import (
+    DEVICE_TITLES,
+    GIB,
+    NARROW_TITLES,
+    device_rows,
+    headline,
+    job_rows,
+)
 from gradbox.cli.jobs import _described, _state, how_far
 from gradbox.cli.lazy import LazyCommand
 from gradbox.cli.overview import entries, line_of
 from gradbox.cli.times import ago, brief, duration
-from gradbox.protocol import JobState
+from gradbox.protocol import (
+    BoxJob,
+    BoxView,
+    CallerView,
+    DeviceMemory,
+    DeviceView,
+    JobState,
+    OperationMode,
+    OperationView,
+    ProgressView,
+)
 from gradbox.settings import login_file
 from tests.boxes import TestBox
 from tests.client.wires import job_view
@@ -227,6 +247,91 @@ def test_top_draws_on_a_terminal_until_ctrl_c(at_box: TestBox) -> None:
     assert process.wait(30) == 0
     os.close(terminal)
     assert at_box.url in said
+
+
+def test_top_fits_a_hundred_columns_and_leaves_on_q(at_box: TestBox) -> None:
+    client = at_box.client(at_box.other_token)
+    shards = [torch.ones(1, 3)] * 600
+    slow = [
+        client.submit(PerSampleGradient(model="slow", inputs=shards, loss=lambda z: z.sum(1)))
+        for _ in range(3)
+    ]
+    while slow[0].state == "queued":
+        time.sleep(0.02)
+    terminal, end = pty.openpty()
+    attributes = termios.tcgetattr(end)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gradbox", "top", "--every", "30"],
+        stdin=end,
+        stdout=end,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
+    )
+    said = ""
+    while slow[-1].id[:12] not in said:
+        said += os.read(terminal, 65536).decode(errors="replace")
+    os.write(terminal, b"xq")
+    assert process.wait(60) == 0  # and not after 30 s
+    assert termios.tcgetattr(end) == attributes
+    for descriptor in (terminal, end):
+        os.close(descriptor)
+    lines = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", said).split("\r\n")
+    assert any("per_sample_gradient  since " in line for line in lines)
+    assert [line for line in lines if len(line.rstrip()) > 100 or "…" in line] == []
+    for job in reversed(slow):
+        job.cancel()
+    client.close()
+
+
+def test_what_waits_says_since_when_and_when_it_begins() -> None:
+    device = DeviceView(
+        worker="gpu-server-cuda-0",
+        device="cuda:0",
+        hardware="NVIDIA H100 80GB HBM3",
+        state="busy",
+        started_s=0.0,
+        job="runs",
+        memory=DeviceMemory(total_bytes=80 * GIB, used_bytes=int(35.94 * GIB)),
+        busy=[100] * 60,
+        busy_share=1.0,
+    )
+    waits = BoxJob(
+        key="waits",
+        owner="grace",
+        computation="per_sample_gradient",
+        model="clip-vit-l14",
+        state=JobState.QUEUED,
+        created_s=975.0,
+        position=1,
+        begins_s=1050.4,
+        id="3c9e1f7a04d82b63",
+    )
+    progress = ProgressView(phase="replay", done=41, total=64, seconds_left=44.0)
+    begun = {"key": "runs", "state": JobState.RUNNING, "position": None, "progress": progress}
+    you = CallerView(name="root", admin=True)
+    counts = {"num_running": 1, "num_queued": 2}
+    box = BoxView(
+        now_s=1000.0,
+        gradbox="0.1.0",
+        you=you,
+        jobs=[waits.model_copy(update=update) for update in (begun, {}, {"begins_s": None})],
+        devices=[device],
+        models=[],
+        **counts,
+    )
+    said = [row[-1] for row in job_rows(box)]
+    assert said[1:] == [
+        "replay 41/64, 44 s left",
+        "since 25 s, begins in about 50 s",
+        "since 25 s",
+    ]
+    for rows in (device_rows(box, titles=NARROW_TITLES), job_rows(box)):
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        assert sum(widths) + 2 * (len(widths) - 1) <= 100
+    assert len(device_rows(box)[1]) == len(DEVICE_TITLES)
+    held = OperationView(mode=OperationMode.PAUSED, by="root", reason="new driver")
+    paused = box.model_copy(update={"operation": held})
+    assert job_rows(paused)[2][-1] == "since 25 s, the box is paused"
+    assert headline(paused, url="http://x").endswith("\nthe box is paused by root: new driver")
 
 
 def completed(words: str) -> subprocess.CompletedProcess[str]:

@@ -89,6 +89,19 @@ def test_a_job_that_waits_shows_for_whom_and_how_long(
     assert "2 of ann, 1 of bob" in view._repr_html_()
 
 
+def test_a_job_that_is_held_shows_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    held = {"queue_position": 3, "waiting_for": {"ann": 2}, "hold": "paused by root: new driver"}
+    view = job_view(JobState.QUEUED).model_copy(update=held)
+    with ProgressBar("job", shown=True) as bar:
+        bar.show_view(view)
+    assert "queued, position 3, the box is paused by root: new driver" in capsys.readouterr().err
+    assert "the box is paused by root: new driver" in view._repr_html_()
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"), [(59.6, "60 s left"), (600, "10 min left"), (9000, "2.5 h left")]
 )

@@ -227,6 +227,21 @@ def test_waiting_ends_in_time_and_the_job_goes_on(box: TestBox) -> None:
         job.wait(WAIT_S)
 
 
+def test_who_waits_in_vain_is_told_that_the_box_is_paused(box: TestBox) -> None:
+    with box.client() as client, box.http(box.owner_token) as owner:
+        job = client.submit(Gradient(model="slow", inputs=slow_shards(100), loss=sum_of_squares))
+        with pytest.raises(TimeoutError, match=r"within 0\.3 s, .*it is (queued, pos|running)"):
+            job.wait(timeout=0.3)
+        owner.put("/v1/operation", json={"mode": "paused", "reason": "new driver"})
+        waits = client.submit(Gradient(model="slow", inputs=slow_shards(1), loss=sum_of_squares))
+        with pytest.raises(TimeoutError, match=r"queued.* the box is paused by \w+: new driver$"):
+            waits.result(timeout=1.5)
+        owner.put("/v1/operation", json={"mode": "running"}).raise_for_status()
+        for each in (waits, job):
+            each.cancel()
+        job.wait(WAIT_S)
+
+
 def test_a_silent_queue_does_not_hold_a_wait_beyond_its_time(box: TestBox) -> None:
     slow = Gradient(model="slow", inputs=slow_shards(100), loss=sum_of_squares)
     with box.client() as client:

@@ -8,8 +8,11 @@ Chromium where it may; without it these tests are skipped.
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 
 from tests.boxes import TestBox, running_box
 from tests.dashboard.staged import Staged, busy_day, staged
+from tests.device import DEVICE
+from tests.pages import write_files
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
@@ -90,13 +95,32 @@ def open_page(browser: Browser) -> Iterator[Open]:
 
 
 @pytest.fixture(scope="session")
-def box(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestBox]:
-    """A box by `gradbox up`, with a model that takes its time and one that cannot."""
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The origin of a page that is no box's."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "index.html").write_text('<!doctype html><link rel="icon" href="data:,">')
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def box(
+    browser: Browser, elsewhere: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TestBox]:
+    """A box by `gradbox up`, with a model that takes its time and the tutorial's.
+
+    Pages of `elsewhere` may call it.
+    """
     folder = tmp_path_factory.mktemp("dashboard")
     source = Path(__file__).parents[1] / "client" / "zoo.py"
     models = folder / "models.toml"
-    models.write_text(f'[models.slow]\nbuilder = "python"\nsource = "{source}:slow"\n')
-    with running_box(folder / "data", models=models) as found:
+    entries = [f'[models.slow]\nbuilder = "python"\nsource = "{source}:slow"\n']
+    models.write_text("\n".join(entries + write_files("docs/tutorial.md", folder)))
+    arguments = ("--device", str(DEVICE), "--cors-origin", elsewhere)
+    with running_box(folder / "data", models=models, arguments=arguments) as found:
         yield found
 
 

@@ -236,6 +236,7 @@ def _announce(backing: Backing, jobs: list[str], now_s: float) -> None:
             models=versions,
             unusable={"llama-old": UNUSABLE},
             job=jobs[index] if jobs else None,
+            host="box",
             started_s=now_s - 90_000,
             hardware="NVIDIA H100 80GB HBM3",
             memory=memory,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
+from gradbox.protocol import DeviceMemory
 from gradbox_service.dashboard.pages import POLICY
+from gradbox_service.jobs import WorkerPresence
 from tests.dashboard.conftest import DESK, PHONE, Open
-from tests.dashboard.staged import Staged, ended, many_waiting, staged
+from tests.dashboard.staged import GIB, LEASE_S, Staged, ended, many_waiting, staged
 
 # What has to be there before a page counts as shown.
 VIEWS = {
@@ -133,6 +136,37 @@ def test_everything_is_reached_by_keyboard(open_page: Open, busy: Staged) -> Non
     expect(page.locator(".reading").first).to_contain_text(":")
 
 
+def test_cancel_is_shown_where_the_pointer_or_the_focus_is(open_page: Open, busy: Staged) -> None:
+    page = open_page(busy.url).log_in(busy.token)
+    row = page.get_by_role("row").filter(has_text="two towers, seed 3").first
+    cancel = row.get_by_role("button")
+    expect(cancel).to_have_css("opacity", "0")
+    row.hover()
+    expect(cancel).to_have_css("opacity", "1")
+    page.mouse.move(0, 0)
+    expect(cancel).to_have_css("opacity", "0")
+    row.get_by_role("link").focus()
+    page.keyboard.press("Tab")
+    expect(cancel).to_be_focused()
+    expect(cancel).to_have_css("opacity", "1")
+    touch = open_page(busy.url, size=PHONE, has_touch=True, is_mobile=True).log_in(busy.token)
+    expect(touch.locator(".queue .act button").first).to_have_css("opacity", "1")
+
+
+def test_the_memory_of_a_host_counts_once(open_page: Open, tmp_path: Path) -> None:
+    with staged(tmp_path) as box:
+        page = open_page(box.url).log_in(box.token)
+        for host, device in (("a", "cpu"), ("a", "cpu"), ("b", "cpu"), ("b", "cuda:0")):
+            number = len(box.backing.fleet.workers())
+            memory = DeviceMemory(total_bytes=32 * GIB, used_bytes=GIB)
+            worker = WorkerPresence(
+                name=f"worker-{number}", host=host, device=device, state="idle", memory=memory
+            )
+            box.backing.fleet.announce(worker, ttl_s=LEASE_S)
+        box.backing.records.wake()
+        expect(page.locator(".figures div").last).to_contain_text("4\u202fGiB of 96\u202fGiB")
+
+
 def test_a_log_out_ends_it(open_page: Open, busy: Staged) -> None:
     visit = open_page(busy.url)
     page = visit.log_in(busy.token)
@@ -144,6 +178,14 @@ def test_a_log_out_ends_it(open_page: Open, busy: Staged) -> None:
     assert page.context.cookies() == []
     page.reload()
     page.get_by_label("Token").wait_for()
+
+
+def test_what_waits_says_since_when_and_when_it_begins(open_page: Open, busy: Staged) -> None:
+    page = open_page(busy.url).log_in(busy.token)
+    phase = page.locator(".queue .waits .phase")
+    expect(phase.first).to_have_text(
+        re.compile(r"^since \d+\u202f\S+, begins in about \d+\u202f\S+$")
+    )
 
 
 def test_what_one_window_does_holds_in_the_others(open_page: Open, busy: Staged) -> None:
@@ -167,6 +209,7 @@ def test_use_is_shown_by_span_and_by_person(open_page: Open, busy: Staged) -> No
     owner = open_page(busy.url).log_in(busy.owner_token, "use")
     people = owner.locator(".people tbody tr")
     expect(people).to_have_count(5)
+    expect(people.first.locator("td").last).to_have_text(re.compile(r"\d\u202fGiB"))
     owner.get_by_role("button", name="Month").click()
     expect(owner.get_by_role("button", name="Month")).to_have_attribute("aria-pressed", "true")
     expect(owner.locator(".columns").first.locator("rect[class^=hue]").first).to_be_visible()

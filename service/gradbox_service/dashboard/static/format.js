@@ -53,6 +53,11 @@ export function ago(seconds) {
   return `${Math.floor(seconds / 86400)}\u202fd ago`;
 }
 
+/** A time of the last days: "Thu 14:32". */
+export function weekTime(seconds) {
+  return new Date(seconds * 1000).toLocaleString(undefined, { weekday: "short", hour: "2-digit", minute: "2-digit" });
+}
+
 export function moment(seconds) {
   return new Date(seconds * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" });
 }

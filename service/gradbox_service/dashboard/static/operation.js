@@ -1,9 +1,9 @@
 // Whether the box hands out jobs: said to everybody, and changed by its owner, who is asked first.
 
 import { call } from "/static/api.js";
-import { box, now } from "/static/box.js";
+import { box } from "/static/box.js";
 import { h, prose } from "/static/dom.js";
-import { ago } from "/static/format.js";
+import { weekTime } from "/static/format.js";
 import { problemBlock } from "/static/problem.js";
 
 const ORDERS = {
@@ -18,7 +18,8 @@ export function held() {
   const { mode, by, reason, since_s } = box.operation;
   if (mode === "running") return "";
   const what = mode === "draining" ? "New jobs are refused, and those that wait begin after its next start." : "Jobs wait until it is resumed.";
-  return `The box is ${mode}${by && ` by ${by}`}${since_s ? `, ${ago(now() - since_s)}` : ""}${reason && `: ${reason}`}. ${what}`;
+  // No time that ticks: a screen reader would say the whole line with each tick.
+  return `The box is ${mode}${by && ` by ${by}`}${since_s ? ` since ${weekTime(since_s)}` : ""}${reason && `: ${reason}`}. ${what}`;
 }
 
 /** The owner's buttons; returns the element and what updates it. */
