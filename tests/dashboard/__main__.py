@@ -33,7 +33,7 @@ def main(theme: str) -> None:
             page.goto(box.url)
             page.get_by_label("Token").fill(box.owner_token)
             page.get_by_role("button", name="Log in").click()
-            page.locator(".queue tbody tr").first.wait_for()
+            page.get_by_text("begins in about").first.wait_for()
             page.screenshot(path=PICTURE)
             browser.close()
     print(f"{PICTURE}: {PICTURE.stat().st_size} bytes")

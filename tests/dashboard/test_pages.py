@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
-from gradbox.protocol import DeviceMemory
+from gradbox.protocol import DeviceMemory, OperationMode, OperationView
 from gradbox_service.dashboard.pages import POLICY
 from gradbox_service.jobs import WorkerPresence
 from tests.dashboard.conftest import DESK, PHONE, Open
@@ -69,6 +69,32 @@ def test_pages_are_accessible_and_fit(
     found["docs"] = violations(visit.page)
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= size[0]
     assert {view: items for view, items in found.items() if items} == {}
+
+
+@pytest.mark.parametrize(
+    ("theme", "size"), [("light", PHONE), ("dark", DESK)], ids=["light-phone", "dark-desk"]
+)
+def test_an_owners_parts_are_accessible_and_fit(
+    open_page: Open, busy: Staged, theme: str, size: tuple[int, int]
+) -> None:
+    visit = open_page(busy.url, size=size, color_scheme=theme, bypass_csp=True)
+    page = visit.log_in(busy.owner_token, "models")
+    page.get_by_text("A program to begin with").first.click()
+    found = {"program": violations(page)}
+    paused = OperationView(mode=OperationMode.PAUSED, by="owner", reason="new driver")
+    busy.backing.operation.set(paused)
+    try:
+        show(page, busy.url, "")
+        page.reload()
+        page.locator("#held").wait_for()
+        found["paused"] = violations(page)
+        page.get_by_role("button", name="Drain…").click()
+        found["asked"] = violations(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    finally:
+        busy.backing.operation.set(OperationView())
+        busy.backing.records.wake()
+    assert {part: items for part, items in found.items() if items} == {}
 
 
 def test_pages_load_nothing_from_elsewhere(open_page: Open, busy: Staged) -> None:

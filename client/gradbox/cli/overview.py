@@ -19,7 +19,7 @@ TOPICS: Final[Mapping[str, Mapping[str, str]]] = {
         "result": "wait for a job and fetch its result",
     },
     "A box, over the network": {
-        "top": "devices and queue, live",
+        "top": "devices and queue, live; q leaves it",
         "workers": "the box's workers, each with its device and job",
         "pause": "hand no more jobs to workers; what runs goes on, new jobs wait",
         "resume": "end a pause, or a drain that is not over",

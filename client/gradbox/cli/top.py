@@ -31,7 +31,7 @@ Every = Annotated[
 
 def register_top(app: typer.Typer) -> None:
     """Add `gradbox top`."""
-    app.command("top", help="devices and queue, live")(top)
+    app.command("top", help="devices and queue, live; q leaves it")(top)
 
 
 def register_workers(app: typer.Typer) -> None:
