@@ -24,6 +24,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import httpx
 
+from gradbox.arguments import explain_arguments
 from gradbox.client import GradClient
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission
@@ -78,6 +79,7 @@ class Calls:
         self._pool.shutdown(wait=False)  # calls that wait for a thread find the client closed
 
 
+@explain_arguments
 class AsyncGradClient:
     """A box, as one user sees it; `GradClient` with its calls awaited.
 

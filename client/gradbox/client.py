@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import httpx
 
+from gradbox.arguments import explain_arguments
 from gradbox.batch import Batch
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission
@@ -33,6 +34,7 @@ RELOAD_POLL_S: Final = 0.2
 PAGE: Final = 500
 
 
+@explain_arguments
 class GradClient:
     """A box, as one user sees it. Threads may share one, and so may processes that are forked off.
 
@@ -212,10 +214,10 @@ class GradClient:
         """
         return parsed(ModelView, self._connection.request("GET", model_path(name)))
 
+    @explain_arguments
     def model(
         self,
         model: str,
-        /,
         *,
         mode: Literal["eval", "train"] = "eval",
         seed: int = 0,

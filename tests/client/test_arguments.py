@@ -10,18 +10,32 @@ import pytest
 import torch
 from torch import Tensor
 
+import gradbox
 from gradbox import (
+    AsyncGradClient,
+    AsyncJob,
+    Batch,
+    Builtin,
     Cotangents,
     Forward,
     GradboxError,
+    GradClient,
     Gradient,
+    GradResult,
     InvalidInputs,
     InvalidJob,
     Jacobian,
+    Job,
+    JobEvent,
     JobNotFound,
+    JobState,
+    MixedGradient,
+    Packed,
     Penalty,
     PerSampleGradient,
+    Retry,
     UnknownModel,
+    pack,
 )
 from tests.boxes import TestBox
 from tests.client import zoo
@@ -66,6 +80,75 @@ def gradient(**given: Any) -> Gradient:
 def test_what_no_job_can_have_is_refused_before_it_is_sent(given: dict[str, Any]) -> None:
     with pytest.raises((InvalidInputs, InvalidJob), match=r"expected|valid|Input should be"):
         gradient(**given).prepare()
+
+
+MISTAKEN: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
+    (Gradient, ("mlp", [X], total), {}, "no arguments by position, got 3; write NAME=VALUE"),
+    (Gradient, (), {"lossinputs": {}}, "got 'lossinputs'; did you mean 'loss_inputs'"),
+    (Gradient, (), {}, "'loss', got none; it takes model, inputs"),
+    (PerSampleGradient, (), {"reduction": "norm"}, "did you mean 'reduce'"),
+    (Jacobian, (), {"loss": total}, "got 'loss'; it takes model, inputs"),
+    (MixedGradient, (), {"iner": total}, "did you mean 'inner'"),
+    (Forward, (), {"redout": total}, "did you mean 'readout'"),
+    (Penalty, ("0", total), {}, "got 2; write NAME=VALUE, it takes at, loss, weight"),
+    (Builtin, ("info_nce", 0.05), {}, r"at most 1 by position, got 2; .* name, \*\*options"),
+    (Builtin, (), {"temperature": 0.05}, "'name', got none"),
+    (Cotangents, (X, "job"), {}, "at most 1 by position, got 2; .* tensors, of"),
+    (GradClient, (), {"tokn": "x"}, "did you mean 'token'"),
+    (AsyncGradClient, ("http://x", "t", 30), {}, "at most 2 by position, got 3"),
+    (Retry, (), {"patience": 3}, "did you mean 'patience_s'"),
+    (pack, ({},), {"token": 3}, "did you mean 'tokens'"),
+    (GradClient.model, (None, "mlp", "train"), {}, "at most 1 by position, got 2"),
+    (GradClient.model, (None,), {"model": "mlp", "presicion": 1}, "did you mean 'precision'"),
+]
+
+
+@pytest.mark.parametrize(("call", "args", "kwargs", "said"), MISTAKEN)
+def test_a_mistaken_argument_is_named_with_the_one_that_was_meant(
+    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidJob, match=f"{call.__qualname__}: expected .*{said}"):
+        call(*args, **kwargs)
+
+
+def test_every_public_constructor_explains_its_arguments() -> None:
+    public = {getattr(gradbox, name) for name in gradbox.__all__ if name != "losses"}
+    made = {c for c in public if isinstance(c, type) and c.__module__ != "gradbox.errors"}
+    explained = {call for call, *_ in MISTAKEN}
+    handed_out = {AsyncJob, Batch, GradResult, Job, JobEvent, JobState, Packed}
+    assert made - explained == handed_out
+
+
+def test_an_error_within_a_constructor_stays_what_it_is() -> None:
+    with pytest.raises(TypeError, match="NoneType"):
+        GradClient("http://127.0.0.1:1", "t", timeout_s=None).jobs()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ("a fox", "got str; tokenise texts"),
+        (["a fox"], "got str 'a fox'; tokenise texts"),
+        ({"queries": ["a fox"], "docs": [X]}, "group 'queries': .* tokenise texts"),
+        ([{"ids": ["a fox", "the sea"]}], "argument 'ids': .* tokenise texts"),
+        ([np.array(["a fox"])], "tokenise texts"),
+        ([{"ids": X, "mask": None}], "argument 'mask': .* got None; leave it out"),
+        ([X, None], "shard 1 .* got None; leave it out"),
+    ],
+    ids=str,
+)
+def test_what_is_no_shard_is_told_what_to_do(inputs: Any, said: str) -> None:
+    with pytest.raises(InvalidInputs, match=said):
+        gradient(inputs=inputs)
+
+
+@pytest.mark.parametrize("form", [list, iter, dict.fromkeys, lambda found: next(iter(found))])
+def test_parameters_are_no_names_of_them(form: Callable[..., Any]) -> None:
+    layer = torch.nn.Linear(5, 3)
+    for make in (Jacobian, Forward):
+        job = make(model="mlp", inputs=[X], wrt=form(layer.parameters()))
+        with pytest.raises(InvalidInputs, match=r"wrt: .*a (Parameter|Tensor); write \[name for"):
+            job.prepare()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

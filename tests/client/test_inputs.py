@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import UserDict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -225,9 +224,3 @@ def test_what_is_no_computation_is_refused_to_an_event_loop_too() -> None:
                     await send(Gradient)  # type: ignore[arg-type]
 
     asyncio.run(send_both())
-
-
-def test_computations_take_keywords_only() -> None:
-    make: Callable[..., Gradient] = Gradient
-    with pytest.raises(TypeError):
-        make("m", [X], total)

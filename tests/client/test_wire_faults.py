@@ -158,6 +158,25 @@ def test_what_is_no_box_is_told_apart_from_one(reply: httpx.Response) -> None:
         client_of(lambda request: reply).job("j1")
 
 
+LOGIN = "<!DOCTYPE html><title>Sign in</title>"
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (httpx.Response(413, html="<h1>413</h1>"), r"no body of \d+ bytes: .*client_max_body_size"),
+        (httpx.Response(302, headers={"Location": "http://login"}), "at http://login, .* log in"),
+        (httpx.Response(200, html=LOGIN), "to log in: have it let /v1 through"),
+        (httpx.Response(401, html=LOGIN), "to log in: have it let /v1 through"),
+        (httpx.Response(200, json={"id": 3}), "older or newer"),
+    ],
+    ids=["413", "redirect", "login page", "login page of status 401", "another version"],
+)
+def test_what_stands_before_a_box_is_told_of(reply: httpx.Response, said: str) -> None:
+    with pytest.raises(ProtocolError, match=said):
+        client_of(lambda request: reply).run(GRADIENT)
+
+
 class Posts:
     """A box that takes everything, and answers posts as it is told."""
 

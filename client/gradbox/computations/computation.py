@@ -169,7 +169,7 @@ class Differentiated(Computation):
 
     def shared_fields(self, uploads: Uploads) -> dict[str, Any]:
         return super().shared_fields(uploads) | {
-            "wrt": None if self.wrt is None else listed(self.wrt),
+            "wrt": globs(self.wrt),
             "retain": self.retain,
         }
 
@@ -191,6 +191,22 @@ def prepared(computation: Computation, known: KnownTensors | None = None) -> Sub
             f"{got}"
         )
     return given.prepare(known)
+
+
+def globs(wrt: str | Sequence[str] | None) -> list[str] | None:
+    """Return what `wrt` names, as a list; None for all parameters.
+
+    Raises:
+        InvalidInputs: something in it is no name.
+    """
+    given = [] if wrt is None else listed(wrt)
+    wrong = [type(name).__name__ for name in given if not isinstance(name, str)]
+    if wrong:
+        raise InvalidInputs(
+            f"wrt: expected names of parameters, or globs over them, got a {wrong[0]}; write "
+            f"[name for name, _ in model.named_parameters()], or 'encoder.*'"
+        )
+    return None if wrt is None else given
 
 
 def listed(names: str | Sequence[str]) -> list[str]:

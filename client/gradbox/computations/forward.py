@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gradbox.arguments import explain_arguments
 from gradbox.computations.computation import Differentiated, Submission, checked, listed
 from gradbox.inputs.known_tensors import KnownTensors
 from gradbox.inputs.uploads import Uploads
@@ -13,6 +14,7 @@ from gradbox.protocol import ForwardSpec
 from gradbox.protocol.spec import ForwardReturned
 
 
+@explain_arguments
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Forward(Differentiated):
     """Z, the outputs of all shards, in the dtype in which the model gives them.

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from gradbox.arguments import explain_arguments
 from gradbox.builtin_losses.signatures import check_builtin
-from gradbox.computations.computation import Differentiated, Submission, checked, listed
+from gradbox.computations.computation import Differentiated, Submission, checked, globs, listed
 from gradbox.computations.function_inputs import split_tensors_and_scalars, uploaded
 from gradbox.computations.loss_kinds import Builtin, Cotangents
 from gradbox.computations.penalty import Penalty
@@ -35,6 +36,7 @@ BESIDE_COTANGENTS: Final = frozenset(
 Loss: TypeAlias = "Callable[..., Any] | torch.nn.Module | Builtin | Cotangents"
 
 
+@explain_arguments
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gradient(Differentiated):
     """dL/dθ of L = loss(Z, **loss_inputs), Z being the outputs of all shards.
@@ -115,7 +117,7 @@ class Gradient(Differentiated):
             CotangentGradientSpec,
             computation="gradient",
             loss=loss.spec(uploads),
-            wrt=None if self.wrt is None else listed(self.wrt),
+            wrt=globs(self.wrt),
             returns=listed(self.returns),
             transfer=self.transfer,
             priority=self.priority,

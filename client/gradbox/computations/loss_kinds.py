@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from gradbox.arguments import explain_arguments
 from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.shards import UNNAMED
 from gradbox.inputs.uploads import Uploads
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
+@explain_arguments
 class Builtin:
     """A loss that is part of gradbox: `Builtin("info_nce", temperature=0.05)`.
 
@@ -47,6 +49,7 @@ def job_id_of(of: Job | GradResult | str) -> str:
     return found
 
 
+@explain_arguments
 class Cotangents:
     """∂L/∂Z of a loss that was computed here, at the outputs of a `Forward` job that is done.
 

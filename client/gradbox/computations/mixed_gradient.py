@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gradbox.arguments import explain_arguments
 from gradbox.computations.computation import Computation, Submission, checked, listed
 from gradbox.computations.function_inputs import split_tensors_and_scalars
 from gradbox.computations.traced_function import traced
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 OUTPUT = "v"
 
 
+@explain_arguments
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MixedGradient(Computation):
     """dt/dy for t = outer(dfdz, **x), dfdz the shards' ∂inner(y, G(zᵢ))/∂zᵢ one after the other.

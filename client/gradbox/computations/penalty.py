@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gradbox.arguments import explain_arguments
 from gradbox.computations.computation import checked
 from gradbox.computations.traced_function import traced
 from gradbox.inputs.uploads import Uploads
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
+@explain_arguments
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Penalty:
     """A term Σᵢ weight · loss(tapᵢ) added to L, tapᵢ being an intermediate activation of shard i.

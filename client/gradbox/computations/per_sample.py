@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradbox.computations.computation import Computation, Submission, checked, listed
+from gradbox.arguments import explain_arguments
+from gradbox.computations.computation import Computation, Submission, checked, globs, listed
 from gradbox.computations.function_inputs import split_tensors_and_scalars, uploaded
 from gradbox.computations.loss_kinds import Builtin, job_id_of
 from gradbox.computations.traced_function import traced
@@ -81,7 +82,7 @@ class PerSample(Computation):
 
     def shared_fields(self, uploads: Uploads) -> dict[str, Any]:
         return super().shared_fields(uploads) | {
-            "wrt": None if self.wrt is None else listed(self.wrt),
+            "wrt": globs(self.wrt),
             "dim": self.dim,
             "kind": self.kind,
             "against": self._against_job(),
@@ -101,6 +102,7 @@ def _form_on_the_wire(form: Form, *, reduce: str, transfer: Transfer) -> Form:
     return "dense" if form == "auto" and not has_factors else form
 
 
+@explain_arguments
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PerSampleGradient(PerSample):
     """dℓ_b/dθ of every sample b, ℓ = loss(z, **loss_inputs) of shape (B,).
@@ -184,6 +186,7 @@ class PerSampleGradient(PerSample):
         return own, others
 
 
+@explain_arguments
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Jacobian(PerSample):
     """dz_by/dθ of every sample b and output y, the dims of z behind the first flattened to Y.

@@ -22,6 +22,7 @@ from typing import Final, NoReturn, TypeVar, cast
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from gradbox.arguments import explain_arguments
 from gradbox.errors import GradboxError, InvalidInputs, ProtocolError, ServiceUnavailable
 from gradbox.http.http_client import http_client
 from gradbox.printable import printable
@@ -41,6 +42,7 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 Body = Callable[[], Iterable[bytes | memoryview]]
 
 
+@explain_arguments
 @dataclass(frozen=True, kw_only=True)
 class Retry:
     """How long a request is repeated after transient faults, and how the pauses grow.
@@ -247,7 +249,8 @@ def parsed(model: type[Parsed], answer: httpx.Response) -> Parsed:
     except ValidationError as error:
         raise ProtocolError(
             f"expected a {model.__name__} from {answer.request.url}, got {answer.text[:200]!r} "
-            f"({error.error_count()} fields differ); is this client older or newer than the box?"
+            f"({error.error_count()} fields differ); "
+            f"{_sent_by_a_proxy(answer) or 'is this client older or newer than the box?'}"
         ) from None
 
 
@@ -288,8 +291,27 @@ def _described(answer: httpx.Response) -> GradboxError:
     return ProtocolError(
         f"expected an answer of a gradbox service from {answer.request.method} "
         f"{answer.request.url}, got status {answer.status_code} with {media_type or 'no body'}: "
-        f"{answer.text[:200]!r}; is this the address of a box, and not of something before it?"
+        f"{answer.text[:200]!r}; "
+        f"{_sent_by_a_proxy(answer) or 'is this the address of a box?'}"
     )
+
+
+def _sent_by_a_proxy(answer: httpx.Response) -> str | None:
+    """Say what to do about an answer of something before the box; None if it is not known."""
+    if answer.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
+        return (
+            f"a proxy before the box takes no body of "
+            f"{answer.request.headers.get('Content-Length')} bytes: have its limit raised (of "
+            f"nginx, client_max_body_size), or reach the box past it (ssh -L)"
+        )
+    if answer.has_redirect_location or "html" in answer.headers.get("content-type", ""):
+        to = answer.headers.get("location")
+        return (
+            f"a page for browsers{f', at {to},' if to else ''} answers before the box, most often "
+            f"to log in: have it let /v1 through, which has tokens of its own, or reach the box "
+            f"past it (ssh -L)"
+        )
+    return None
 
 
 def _retry_after_s(answer: httpx.Response) -> float:

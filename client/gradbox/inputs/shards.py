@@ -18,7 +18,13 @@ from typing import Any, Final
 import numpy as np
 
 from gradbox.errors import InvalidInputs
-from gradbox.tensors.tensor_bytes import TensorBytes, is_tensor, tensor_bytes
+from gradbox.tensors.tensor_bytes import (
+    TOKENISE,
+    TensorBytes,
+    is_tensor,
+    tensor_bytes,
+    what_came,
+)
 
 ARGUMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|0|[1-9][0-9]{0,2}")
 GROUP: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
@@ -94,9 +100,12 @@ def _named_groups(inputs: Mapping[Any, Any]) -> dict[str, list[Any]]:
 
 def _listed(shards: Any, *, where: str) -> list[Any]:
     if isinstance(shards, str | bytes | Mapping) or not isinstance(shards, Iterable):
+        is_text = isinstance(shards, str)
+        advice = (
+            TOKENISE if is_text else "a shard is {argument: tensor}, a tensor or a tuple of them"
+        )
         raise InvalidInputs(
-            f"{where}: expected a list of shards, got {type(shards).__name__}; "
-            f"a shard is {{argument: tensor}}, a tensor or a tuple of tensors"
+            f"{where}: expected a list of shards, got {type(shards).__name__}; {advice}"
         )
     listed = list(shards)
     if not listed:
@@ -179,7 +188,7 @@ def read_shard(shard: Any, *, where: str) -> Shard:
     else:
         raise InvalidInputs(
             f"{where}: expected {{argument: tensor}}, a tensor or a tuple of tensors, "
-            f"got {type(shard).__name__}"
+            f"got {what_came(shard)}"
         )
     if not named:
         raise InvalidInputs(f"{where}: expected at least one argument, got none")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from gradbox.computations import Cotangents, Forward, Gradient
-from gradbox.computations.computation import listed
+from gradbox.computations.computation import globs
 from gradbox.errors import GradboxError
 from gradbox.remote.calls import Call
 from gradbox.remote.job_options import JobOptions
@@ -152,11 +152,11 @@ def wrt_of(
     options: JobOptions, calls: Mapping[int, Placed], inputs: Sequence[Place]
 ) -> list[str] | None:
     """Return what a job differentiates: the parameters that are wanted, and these inputs."""
-    globs = None if options.wrt is None else listed(options.wrt)
+    names = globs(options.wrt)
     if not inputs:
-        return globs
+        return names
     named = [f"inputs.{group_name(calls[index].position)}.{name}" for index, name in inputs]
-    return [*(globs or ["*"]), *named]
+    return [*(names or ["*"]), *named]
 
 
 def section(calls: Mapping[int, Placed], place: Place) -> str:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -39,6 +40,17 @@ DTYPES: Final[Mapping[str, tuple[str, int]]] = {
     "uint16": ("U16", 2),
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
+}
+# What to do about something that is no tensor.
+CONVERT: Final = "convert it with torch.as_tensor, or ask the tokenizer for return_tensors='pt'"
+TOKENISE: Final = (
+    "tokenise texts first: a shard is tokenizer(texts, padding=True, return_tensors='pt')"
+)
+ADVICE: Final[Mapping[type, str]] = {
+    str: TOKENISE,
+    NoneType: "leave it out: the model then takes its own default",
+    bool: "options of a model are set where it is registered, as in models.toml's "
+    "kwargs = {output_hidden_states = true}",
 }
 FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -105,16 +117,12 @@ def tensor_bytes(value: object, *, where: str) -> TensorBytes:
         )
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
+        if array.dtype.kind == "U":
+            raise InvalidInputs(f"{where}: expected numbers, got {what_came(array.tolist())}")
         return _described(array, dtype=array.dtype.name, shape=array.shape, where=where)
     if not _is_torch(value):
-        advice = "convert it with torch.as_tensor, or ask the tokenizer for return_tensors='pt'"
-        if isinstance(value, bool):
-            advice = (
-                "options of a model are set where it is registered, as in models.toml's "
-                "kwargs = {output_hidden_states = true}"
-            )
         raise InvalidInputs(
-            f"{where}: expected a torch tensor or a NumPy array, got {_kind(value)}; {advice}"
+            f"{where}: expected a torch tensor or a NumPy array, got {what_came(value)}"
         )
     tensor: torch.Tensor = value  # type: ignore[assignment]  # `_is_torch` said so
     _refuse_transformed(tensor, where)
@@ -170,8 +178,11 @@ def _is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _kind(value: object) -> str:
+def what_came(value: object) -> str:
+    """Describe what is no tensor, and say what to do about it."""
+    first = value[0] if isinstance(value, list) and value else value
+    advice = next((said for kind, said in ADVICE.items() if isinstance(first, kind)), CONVERT)
     if value is None:
-        return "None"
+        return f"None; {advice}"
     text = repr(value)
-    return f"{type(value).__name__} {text[:60]}{'…' if len(text) > 60 else ''}"
+    return f"{type(value).__name__} {text[:60]}{'…' if len(text) > 60 else ''}; {advice}"
