@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
@@ -14,6 +15,8 @@ import torch
 from safetensors.torch import save_file, save_model
 from torch import nn
 
+from gradbox import GradResult, InvalidJob, ProtocolError
+from gradbox.cli.job_file.files import Files
 from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.models import ModelEntry
 from gradbox_worker.models.builders import build_model
@@ -86,11 +89,18 @@ def test_tied_weights_may_stand_under_one_of_their_names(tmp_path: Path) -> None
     assert torch.equal(model.get_parameter("second.weight"), donor.first.weight)
 
 
+def prefixed(state: dict[str, Any], prefix: str) -> None:
+    for name in list(state):
+        state[prefix + name] = state.pop(name)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (lambda state: state.pop("linear.bias"), "1 tensors the file lacks: linear.bias"),
         (lambda state: state.update(extra=torch.ones(1)), "1 tensors the model lacks: extra"),
+        (lambda state: prefixed(state, "module."), r"save model\.module\.state_dict\(\)"),
+        (lambda state: prefixed(state, "_orig_mod."), r"save model\._orig_mod\.state_dict\(\)"),
         (
             lambda state: state.update({"linear.bias": torch.ones(5)}),
             r"another shape: linear.bias \(model \(2,\), file \(5,\)\)",
@@ -105,6 +115,40 @@ def test_weights_that_do_not_fit_are_refused_by_name(
     save_file(state, tmp_path / "w.safetensors")
     with pytest.raises(ModelsFileError, match=says):
         build_model(entry("python", "zoo.py:affine", weights=tmp_path / "w.safetensors"))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+PAGE = b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>"
+
+
+def pickled(*, zipped: bool) -> bytes:
+    file = io.BytesIO()
+    torch.save(zoo.Affine().state_dict(), file, _use_new_zipfile_serialization=zipped)  # noqa: TID251
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (POINTER, "a git-lfs pointer: .*git lfs pull"),
+        (PAGE, "a web page, .*fetch the file again"),
+        (pickled(zipped=True), "a pickle, .*save_file"),
+        (pickled(zipped=False), "a pickle, .*save_file"),
+        (b"zzzzzzzzzzzz", "header"),
+    ],
+    ids=["git-lfs", "HTML", "zip", "pickle", "unknown"],
+)
+def test_a_file_of_another_format_is_told_what_it_is(
+    tmp_path: Path, content: bytes, says: str
+) -> None:
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ModelsFileError, match=f"expected a safetensors file, got .*{says}"):
+        build_model(entry("python", "zoo.py:affine", weights=path))
+    with pytest.raises(ProtocolError, match=says):
+        GradResult.load(path)
+    with pytest.raises(InvalidJob, match=says):
+        Files(tmp_path).tensors("w.safetensors", key="inputs")
 
 
 def test_a_weights_file_that_is_gone_is_named(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.models.builders import build_model
-from tests.worker.test_builders import entry, minilm_folder
+from tests.worker.test_builders import POINTER, entry, minilm_folder
 
 
 def copied(folder: Path, **config: Any) -> Path:
@@ -46,6 +46,11 @@ def cut_short(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content)
 
 
+def not_fetched(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").write_bytes(POINTER)
+
+
 def not_json(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
@@ -57,6 +62,7 @@ def not_json(folder: Path) -> None:
         (pickled, {}, r"only pickled weights \(pytorch_model\.bin\); load it where you trust it"),
         (without_weights, {}, r"found no weights; copy model\.safetensors"),
         (cut_short, {}, r"SafetensorError: .*check kwargs, config\.json and the safetensors"),
+        (not_fetched, {}, r"model\.safetensors is a git-lfs pointer: .*git lfs pull"),
         (not_json, {}, "to be a JSON object"),
         (None, {"model_type": "zebra"}, r"model_type 'zebra'; pip install --upgrade transformers"),
         (None, {"model_type": None}, r"no model_type"),

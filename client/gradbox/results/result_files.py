@@ -17,7 +17,12 @@ from gradbox.errors import InvalidInputs, ProtocolError
 from gradbox.results.factor_checks import StoredTensor
 from gradbox.results.rounded_tensors import bfloat16_array, rounded_tensors, widened
 from gradbox.tensors.lazy_tensor import array_of
-from gradbox.tensors.safetensors_header import SafetensorsHeader, TensorEntry, read_header
+from gradbox.tensors.safetensors_header import (
+    SafetensorsHeader,
+    TensorEntry,
+    other_format,
+    read_header,
+)
 from gradbox.tensors.tensor_bytes import DTYPES, is_torch_importable
 
 _NAMES: Final = {tag: name for name, (tag, _) in DTYPES.items()}
@@ -68,9 +73,8 @@ class LocalFile(ReadInPlace):
         try:
             file: Any = safe_open(path, framework="pt" if is_torch_importable() else "np")
         except SafetensorError as error:
-            raise ProtocolError(
-                f"{path}: expected a result file of gradbox, got one that is not ({error})"
-            ) from None
+            got = other_format(path) or f"one that is not ({error})"
+            raise ProtocolError(f"{path}: expected a result file of gradbox, got {got}") from None
         self._file = file
         self.metadata: Mapping[str, str] = file.metadata() or {}
         self._rounded = rounded_tensors(self.metadata)

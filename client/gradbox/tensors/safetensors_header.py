@@ -39,6 +39,17 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
 # About 150 000 tensors. The format's own limit is 100 MB, which takes a reader a second and a
 # gigabyte to take in.
 MAX_HEADER_BYTES: Final = 16 * 2**20
+# What else is sometimes named .safetensors, by how it begins, and what to do about it.
+_PICKLE: Final = (
+    "a pickle, as torch.save writes: load it where you trust it, and save it by "
+    "safetensors.torch.save_file"
+)
+OTHER_FORMATS: Final[Mapping[bytes, str]] = {
+    b"version https://git-lfs": "a git-lfs pointer: fetch the file itself by `git lfs pull`",
+    b"<": "a web page, which a download that failed leaves: fetch the file again, logged in",
+    b"PK\x03\x04": _PICKLE,
+    b"\x80": _PICKLE,
+}
 MAX_DIMENSIONS: Final = 64
 MAX_ENTRY_CHARACTERS: Final = 4096
 LENGTH_BYTES: Final = 8
@@ -88,6 +99,14 @@ def read_header(path: Path) -> SafetensorsHeader:
     """
     with path.open("rb") as file:
         return header_of(file)
+
+
+def other_format(path: Path) -> str | None:
+    """Say what a file is that safetensors could not read, and what to do; None if unknown."""
+    with path.open("rb") as file:
+        first_bytes = file.read(max(map(len, OTHER_FORMATS)))
+    found = (said for begin, said in OTHER_FORMATS.items() if first_bytes.startswith(begin))
+    return next(found, None)
 
 
 def header_of(file: BinaryIO) -> SafetensorsHeader:

@@ -30,6 +30,23 @@ class Language(nn.Module):
         return self.head(hidden).mean(1)
 
 
+class OfSixPlaces(nn.Module):
+    """Adds positions from a table as long as it takes, or types from one that it expands."""
+
+    def __init__(self, *, expanded: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4)
+        self.places = nn.Parameter(torch.randn(6, 4))
+        self.expanded = expanded
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        length = ids.shape[1]
+        if self.expanded:
+            ids = ids + ids.new_zeros(1, 6)[:, :length].expand(len(ids), length)
+        ids = ids if mask is None else ids * mask
+        return (self.words(ids) + self.places[:length]).mean(1)
+
+
 class OnTheWrongDevice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +107,25 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], Sequence[str]
     "more positions than there are": (
         Language,
         {"ids": torch.ones(1, 7, dtype=torch.int64)},
-        ["submodule: embeddings.places (Embedding)", "longer than there are positions"],
+        [
+            "submodule: embeddings.places (Embedding)",
+            "hint: sequences of 7 tokens came, and the model has 6 positions",
+        ],
+    ),
+    "more tokens than a table of positions has": (
+        OfSixPlaces,
+        {"ids": torch.ones(2, 7, dtype=torch.int64)},
+        ["hint: sequences of 7 tokens came, and the model has 6 positions"],
+    ),
+    "more tokens than a buffer that is expanded": (
+        lambda: OfSixPlaces(expanded=True),
+        {"ids": torch.ones(2, 7, dtype=torch.int64)},
+        ["hint: sequences of 7 tokens came, and the model has 6 positions"],
+    ),
+    "a mask of another length than the ids": (
+        OfSixPlaces,
+        {"ids": IDS, "mask": IDS[:, :2]},
+        ["hint: sizes 3 and 2 cannot be combined"],
     ),
     "features of whole numbers": (
         lambda: nn.Sequential(nn.Linear(3, 2)),

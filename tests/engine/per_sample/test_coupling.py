@@ -52,6 +52,17 @@ def test_gradients_scaled_by_counts_over_the_batch_are_refused() -> None:
         jacobian(model, [{"0": torch.randint(0, 9, (4, 5))}])
 
 
+@pytest.mark.parametrize(
+    ("num_ids", "offsets"), [(8, [0, 3, 5, 6]), (3, [0, 2, 3]), (4, [0, 2, 2])]
+)
+def test_bags_by_offsets_are_told_how_to_be_samples(num_ids: int, offsets: list[int]) -> None:
+    model = Written(lambda m, ids, offsets: m.a(ids, offsets), a=nn.EmbeddingBag(9, 3))
+    shard = {"ids": torch.arange(num_ids), "offsets": torch.tensor(offsets)}
+    with pytest.raises((NoBatchAxis, CoupledSamples), match=r"\(samples, ids of each\)") as caught:
+        jacobian(model, [shard])
+    assert "atch norm" not in str(caught.value)
+
+
 def test_a_loss_that_mixes_samples_is_refused() -> None:
     with pytest.raises(CoupledSamples, match="loss"):
         per_sample_gradient(nn.Linear(4, 2), [_inputs()], lambda z: (z - z.mean(0)).square().sum(1))

@@ -84,6 +84,7 @@ def test_shards_whose_z_differ_in_more_than_the_samples():
     ("readout", "message"),
     [
         (lambda z, _: {"a": z, "b": z[:1]}, "shard 0: expected outputs with one number of samples"),
+        (lambda z, _: {"a": z, "scale": z.sum()}, r"'scale' \(\); by readout= expand one number"),
         (lambda z, _: {"ab"[len(z) - 2]: z}, r"shard 1: expected \['a'\] as from shard 0, got 'b'"),
         (lambda z, _: z.float() if len(z) == 3 else z, "one dtype .* got torch.float32"),
     ],

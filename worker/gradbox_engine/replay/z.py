@@ -129,7 +129,8 @@ def _num_rows(group: str, shard: int, outputs: Outputs) -> int | None:
     if len(found) != 1:
         raise BadOutput(
             f"group {group!r}, shard {shard}: expected outputs with one number of samples, got "
-            f"{_shapes(outputs)}"
+            f"{_shapes(outputs)}; by readout= expand one number for all to (samples,), as in "
+            f"scale.expand(len(z)), or pick one output"
         )
     return found.pop()
 

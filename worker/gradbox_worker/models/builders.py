@@ -27,12 +27,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from gradbox.tensors.safetensors_header import other_format
 from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.models.hugging_face import build_hf
 from gradbox_worker.models.models_file import ModelEntry
 from gradbox_worker.models.packages import package
 
 INITIAL_SEED: Final = 0
+# What DistributedDataParallel and torch.compile put before each name.
+WRAPPERS: Final = ("module.", "_orig_mod.")
 
 
 def build_model(entry: ModelEntry, *, over: Sequence[torch.device] = ()) -> nn.Module:
@@ -109,7 +112,9 @@ def load_weights(model: nn.Module, path: Path, *, name: str) -> None:
         with safe_open(path, framework="pt") as file:
             found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ModelsFileError(f"{where}: expected a safetensors file, got {error}") from None
+        raise ModelsFileError(
+            f"{where}: expected a safetensors file, got {other_format(path) or error}"
+        ) from None
     unexpected = sorted(found.keys() - wanted.keys())
     given = {id(wanted[key]) for key in found.keys() & wanted.keys()}
     missing = sorted(key for key, tensor in wanted.items() if id(tensor) not in given)
@@ -118,6 +123,13 @@ def load_weights(model: nn.Module, path: Path, *, name: str) -> None:
         for key in sorted(found.keys() & wanted.keys())
         if wanted[key].shape != found[key].shape
     ]
+    wrapped = [p for p in WRAPPERS if found and all(key.startswith(p) for key in found)]
+    advice = (
+        f"its names begin with {wrapped[0]!r}, as those of a wrapped model do: save "
+        f"model.{wrapped[0]}state_dict()"
+        if wrapped
+        else "check that kwargs build the architecture these weights belong to"
+    )
     for problem, keys in (
         ("tensors the file lacks", missing),
         ("tensors the model lacks", unexpected),
@@ -127,7 +139,7 @@ def load_weights(model: nn.Module, path: Path, *, name: str) -> None:
             listed = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
             raise ModelsFileError(
                 f"{where}: expected exactly the model's tensors, got {len(keys)} {problem}: "
-                f"{listed}; check that kwargs build the architecture these weights belong to"
+                f"{listed}; {advice}"
             )
     with torch.no_grad():
         for key, tensor in found.items():

@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from gradbox.tensors.safetensors_header import other_format
 from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.exceptions_to_problems import is_out_of_memory
 from gradbox_worker.models.models_file import ModelEntry, convert_line
@@ -233,6 +234,10 @@ def _explained(entry: ModelEntry, error: BaseException) -> ModelsFileError:
                     f"{where}: expected a folder, or a name of the hub (OWNER/MODEL), got "
                     f"{source!r}"
                 )
+    folder = entry.folder / Path(source).expanduser()
+    for path in sorted(folder.glob("*.safetensors")) if isinstance(error, SafetensorError) else ():
+        if other := other_format(path):
+            return ModelsFileError(f"{where}: expected safetensors files, but {path} is {other}")
     return ModelsFileError(
         f"{where}: transformers cannot build {source!r}: {type(error).__name__}: "
         f"{_first_line(error)}; check kwargs, config.json and the safetensors files"

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from gradbox.errors import InvalidJob
 from gradbox.inputs.shards import natural
+from gradbox.tensors.safetensors_header import other_format
 from gradbox.tensors.tensor_bytes import is_torch_importable
 
 NPY: Final = ".npy"
@@ -46,7 +47,8 @@ class Files:
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, TypeError) as error:
             need = "" if framework == "pt" else " (bfloat16 and float8 need torch on this machine)"
-            raise InvalidJob(f"{key}: {path} cannot be read: {error}{need}") from None
+            got = other_format(path) or f"{error}{need}"
+            raise InvalidJob(f"{key}: expected safetensors in {path}, got {got}") from None
         if not found:
             raise InvalidJob(f"{key}: expected tensors in {path}, found none")
         return found

@@ -166,6 +166,29 @@ def _dtype(call: FailedCall) -> str:
     )
 
 
+def _sizes(call: FailedCall) -> str:
+    """Say which sizes do not fit; where one is the length of token sequences, what is too long."""
+    sizes = {int(call.found["left"]), int(call.found["right"])}
+    if min(sizes) > 1 and _token_lengths(call) == {max(sizes)}:
+        return _too_long(max(sizes), min(sizes))
+    return (
+        f"sizes {call.found['left']} and {call.found['right']} cannot be combined entry by entry: "
+        f"they must be equal, or one of them 1"
+    )
+
+
+def _token_lengths(call: FailedCall) -> set[int]:
+    """Return how long the sequences of ids, masks and the like among the arguments are."""
+    return {x.shape[1] for x in call.tensors.values() if x.dtype is torch.int64 and x.ndim > 1}
+
+
+def _too_long(tokens: int, positions: int) -> str:
+    return (
+        f"sequences of {tokens} tokens came, and the model has {positions} positions: cut them, "
+        f"as by tokenizer(..., truncation=True, max_length={positions})"
+    )
+
+
 def _index(call: FailedCall) -> str:
     rows = getattr(call.module, "num_embeddings", None)
     ranges = {
@@ -178,6 +201,9 @@ def _index(call: FailedCall) -> str:
         f"{_name(name)} holds {low} to {high}" for name, (low, high) in ranges.items()
     )
     if rows is not None:
+        tokens = max(_token_lengths(call), default=0)
+        if tokens > rows and all(low >= 0 and high < rows for low, high in ranges.values()):
+            return _too_long(tokens, rows)
         return (
             f"the embedding has rows 0 to {rows - 1}, and {named or 'an index is none of them'}: "
             f"ids out of the vocabulary, of another tokenizer, or a sequence longer than there "
@@ -263,9 +289,8 @@ _HINTS: Final[tuple[tuple[str, str | Callable[[FailedCall], str]], ...]] = (
         "rows it is then cut with the shards; `inner` gets one shard's output and the whole of y",
     ),
     (
-        r"size of tensor a \((?P<left>\d+)\) must match .* b \((?P<right>\d+)\)",
-        "sizes {left} and {right} cannot be combined entry by entry: they must be equal, or one of "
-        "them 1",
+        r"size of (?:the )?tensor (?:a )?\((?P<left>\d+)\) must match .* \((?P<right>\d+)\) at",
+        _sizes,
     ),
 )
 """Patterns of messages, and what may help: a sentence with the pattern's groups, or a function."""

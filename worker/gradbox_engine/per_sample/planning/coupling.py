@@ -10,7 +10,7 @@ Shapes: B samples.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,6 +25,11 @@ from gradbox_engine.per_sample.recording.batch_axis import (
     changed_dim,
     others_equal,
     samples_that_differ,
+)
+
+BAGS: Final = (
+    "The ids of an EmbeddingBag with offsets are no samples: give it ids of shape "
+    "(samples, ids of each), filled up with its padding_idx, and no offsets"
 )
 
 
@@ -48,11 +53,15 @@ def refuse_coupling(uses: ProbeUses) -> NoReturn:
     """Raise the error that names the first module in which samples meet."""
     places = (mixing.place for mixing in mixing_layers(uses) if mixing.seen)
     where = next(places, "the model") if uses.alike else "the model"
+    does = (
+        BAGS
+        if "(embedding_bag)" in where
+        else "Batch norm in train mode does this: use mode='eval', or replace it by group norm; so "
+        "does the step that a solver chooses for all samples: fix it"
+    )
     raise CoupledSamples(
         f"replacing one sample changed the output of others; first seen in {where}: a sample then "
-        "has no gradient of its own. Batch norm in train mode does this: use mode='eval', or "
-        "replace it by group norm; so does the step that a solver chooses for all samples: fix it. "
-        "unchecked=('coupling',) turns this check off"
+        f"has no gradient of its own. {does}. unchecked=('coupling',) turns this check off"
     )
 
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradbox_engine.errors import NoBatchAxis
 from gradbox_engine.model.calling.shard_rng import generator_fingerprint
 from gradbox_engine.model.kernels import checkpoints_inlined
 from gradbox_engine.model.precision import autocast
 from gradbox_engine.per_sample.planning.coupling import (
+    BAGS,
     mixing_layers,
     others_differ,
     refuse_coupling,
@@ -141,10 +142,12 @@ def _sized_runs(
                 return axes, *runs
     # Where the first guess ran, what a later one raised says nothing of the model.
     why = "" if failure is None or ran else f" ({type(failure).__name__}: {failure})"
+    has_bags = any(isinstance(module, nn.EmbeddingBag) for module in model.model.modules())
     raise NoBatchAxis(
         f"no dim of the inputs {shapes} could be cut to {samples} samples so that the output has "
         f"{samples} rows{why}: put the samples on dim 0 of the output, and on one dim of the "
         f"inputs; or let each shard be one sample, with an output of one row"
+        f"{f'. {BAGS}' if has_bags else ''}"
     )
 
 
