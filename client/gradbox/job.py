@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import httpx
 
+from gradbox.errors import ServiceUnavailable
 from gradbox.http.connection import Connection, parsed
 from gradbox.http.download import download, verify, why_no_result, write_in_place
 from gradbox.http.events import JobEvent, follow
@@ -127,12 +128,24 @@ class Job:
         except KeyboardInterrupt:
             print(
                 f"\njob {self.id} continues at {self._connection.url}. To return to it: "
-                f"GradClient().job({self.id!r}), or `gradbox jobs watch {self.id}`. "
-                f"To stop it: `gradbox jobs cancel {self.id}`",
+                f"{self._way_back}. To stop it: `gradbox jobs cancel {self.id}`",
                 file=sys.stderr,
             )
             raise
+        except ServiceUnavailable as error:
+            raise self._out_of_reach(error) from error
         return self._view
+
+    @property
+    def _way_back(self) -> str:
+        return f"GradClient().job({self.id!r}).result(), or `gradbox jobs watch {self.id}`"
+
+    def _out_of_reach(self, error: ServiceUnavailable) -> ServiceUnavailable:
+        """Return an error of this job, from one that may end the waits for many."""
+        return type(error)(
+            f"{error}; job {self.id} continues when the box does: wait for it again by "
+            f"{self._way_back}"
+        )
 
     async def wait_async(self, *, progress: bool | None = None) -> JobView:
         """Wait as `wait` does, for a task: many may wait at once with one thread for all.
@@ -145,7 +158,10 @@ class Job:
         """
         if not self._view.state.final:
             with ProgressBar(self._title, shown=progress) as bar:
-                self._note(await self._waits.until_over(self.id, on_view=bar.show_view))
+                try:
+                    self._note(await self._waits.until_over(self.id, on_view=bar.show_view))
+                except ServiceUnavailable as error:
+                    raise self._out_of_reach(error) from error
         return self._view
 
     def result(self, timeout: float | None = None, *, progress: bool | None = None) -> GradResult:

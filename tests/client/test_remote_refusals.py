@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradbox import GradClient, InvalidInputs
 from tests.boxes import TestBox
+from tests.case_models import mlp
 from tests.client.test_remote_oracle import shards_of
 
 
@@ -56,6 +57,37 @@ def test_a_batch_of_cotangents_is_refused(
 ) -> None:
     with pytest.raises(InvalidInputs, match="once for each"):
         differentiate(client.model("mlp"), shards_of(3)[0].requires_grad_())
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        lambda loss, weights: torch.autograd.grad(loss, weights),
+        lambda loss, weights: torch.autograd.grad(loss + weights[0].sum(), weights[:1]),
+        lambda loss, weights: loss.backward(inputs=weights),
+    ],
+)
+def test_autograd_gives_no_gradient_of_weights_but_says_where_it_is(
+    client: GradClient, differentiate: Callable[[Any, list[Tensor]], Any]
+) -> None:
+    layers = mlp()
+    f = client.model("mlp", weights=dict(layers.named_parameters()))
+    weights = list(layers.parameters())
+    with pytest.raises(InvalidInputs, match=r"loss\.backward\(\) they are in f\.grads by name"):
+        differentiate(f(shards_of(3)[0]).sum(), weights)
+    assert not f.grads
+
+
+def test_weights_have_no_gradient_but_that_of_the_rest_of_the_loss(client: GradClient) -> None:
+    layers = mlp()
+    called: list[Tensor | None] = []
+    layers[4].bias.register_hook(called.append)
+    f = client.model("mlp", weights=dict(layers.named_parameters()))
+    (f(shards_of(3)[0]).sum() + layers[0].bias.square().sum()).backward()
+    torch.testing.assert_close(layers[0].bias.grad, 2 * layers[0].bias.detach())
+    assert all(p.grad is None for n, p in layers.named_parameters() if n != "0.bias")
+    assert f.grads.keys() == dict(layers.named_parameters()).keys()
+    assert not called
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])

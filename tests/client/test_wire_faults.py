@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -175,6 +176,22 @@ LOGIN = "<!DOCTYPE html><title>Sign in</title>"
 def test_what_stands_before_a_box_is_told_of(reply: httpx.Response, said: str) -> None:
     with pytest.raises(ProtocolError, match=said):
         client_of(lambda request: reply).run(GRADIENT)
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+def test_a_box_that_dies_while_one_waits_leaves_the_way_back_to_the_job(awaits: bool) -> None:
+    asked: list[str] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        if len(asked) > 1:
+            raise httpx.ConnectError("connection refused")
+        return answer(job_view(JobState.RUNNING))
+
+    job = client_of(handler).job("j1")
+    back = r"job j1 continues .*GradClient\(\)\.job\('j1'\)\.result\(\), or `gradbox jobs watch j1`"
+    with pytest.raises(ServiceUnavailable, match=f"connection refused.*{back}"):
+        asyncio.run(job.wait_async()) if awaits else job.result()
 
 
 class Posts:

@@ -1,7 +1,7 @@
 """The graph behind a remote model's outputs.
 
-    anchor ──→ GradientJob ──┬──────────────→ CallOutput → z of a call
-    inputs ──→ CallInputs ───┴─(of its call)→
+    anchor, weights ──→ GradientJob ──┬──────────────→ CallOutput → z of a call
+    inputs ──→ CallInputs ────────────┴─(of its call)→
 
 Autograd runs every node that can be reached from the loss, whether a gradient comes that way or
 not, and frees what it saved. So inputs hang on the outputs of their own call alone: another call of
@@ -40,17 +40,27 @@ class DoneForward(Protocol):
 
 
 class GradientJob(Function):
-    """The node whose backward adds the gradients of a job to the model's."""
+    """The node whose backward adds the gradients of a job to the model's.
+
+    Weights hang on it, though no gradient goes to them: whoever asks autograd for theirs is told
+    so, and does not take what comes by the rest of the loss for the whole.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, job: DoneForward) -> Tensor:
-        ctx.job = job
+    def forward(ctx: Any, anchor: Tensor, job: DoneForward, *weights: Tensor) -> Tensor:
+        ctx.job, ctx.num_weights = job, len(weights)
         return anchor.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if not torch._C._will_engine_execute_node(ctx.next_functions[0][0]):  # the anchor's
+            raise InvalidInputs(
+                "expected loss.backward() for gradients of a remote model's weights, got "
+                "torch.autograd.grad(loss, weights) or backward(inputs=weights): after "
+                "loss.backward() they are in f.grads by name, and f.apply_to(module) adds them"
+            )
         ctx.job.accumulate()
-        return gradients[0], None
+        return gradients[0], None, *[None] * ctx.num_weights
 
 
 class CallInputs(Function):

@@ -64,13 +64,26 @@ class Batch:
     """A run of calls under one mode and the same weights."""
 
     def __init__(
-        self, owner: Runner, *, mode: Mode, weights: Mapping[str, Any], names: Sequence[str]
+        self,
+        owner: Runner,
+        *,
+        mode: Mode,
+        weights: Mapping[str, Any],
+        leaves: Sequence[Tensor],
+        names: Sequence[str],
     ) -> None:
+        """Begin a run without calls.
+
+        Args:
+            leaves: those of the user's weights that require grad.
+            names: of the outputs.
+        """
         self.mode = mode
         self.weights = weights
         self.calls: list[Call] = []
         self._owner = owner
         self._names = names
+        self._leaves = leaves
         self._values: dict[Place, Tensor] = {}
         self._error: GradboxError | None = None
         self._done = False
@@ -141,7 +154,7 @@ class Batch:
     def _record(self, result: GradResult, placed: Mapping[int, Placed]) -> None:
         done = DoneBatch(self._owner, job_id=result.manifest.job, calls=placed)
         # Made before all outputs, so that autograd runs them after those, see `autograd`.
-        of_job = GradientJob.apply(self._owner.anchor, done)  # type: ignore[no-untyped-call]
+        of_job = GradientJob.apply(self._owner.anchor, done, *self._leaves)  # type: ignore[no-untyped-call]
         of_inputs = {
             call.index: CallInputs.apply(done, call.index, *call.leaves.values())  # type: ignore[no-untyped-call]
             for call in self.calls

@@ -20,6 +20,21 @@ def snapshot(weights: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _copy(value, name) for name, value in weights.items()}
 
 
+def trainable_leaves(weights: Mapping[str, Any]) -> list[Tensor]:
+    """Return the weights that autograd may be asked a gradient of.
+
+    Left out are those with hooks, which would be called without a gradient.
+    """
+    return [
+        value
+        for value in weights.values()
+        if isinstance(value, Tensor)
+        and value.requires_grad
+        and value.is_leaf
+        and not (value._backward_hooks or value._post_accumulate_grad_hooks)
+    ]
+
+
 def same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Tell whether the weights have the values they had; `.data` leaves no trace but the values."""
     return before.keys() == now.keys() and not changed(before, now)

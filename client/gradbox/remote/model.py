@@ -19,7 +19,7 @@ from gradbox.remote.batch import BARE, Batch
 from gradbox.remote.buffers import RemoteBuffers
 from gradbox.remote.calls import read_call
 from gradbox.remote.job_options import JobOptions, Mode
-from gradbox.remote.live_weights import same, snapshot
+from gradbox.remote.live_weights import same, snapshot, trainable_leaves
 from gradbox.remote.output import RemoteOutput
 from gradbox.remote.rounded_weights import rounded_weights
 from gradbox.results.grad_accumulation import add_gradients
@@ -225,7 +225,8 @@ class RemoteModel:
             or not same(last.weights, self.weights)
         ):
             weights = snapshot(self.weights)
-            last = Batch(self, mode=self._mode, weights=weights, names=self._names)
+            leaves = trainable_leaves(self.weights)
+            last = Batch(self, mode=self._mode, weights=weights, leaves=leaves, names=self._names)
             self._waiting.append(last)
         return last
 
