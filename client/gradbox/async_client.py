@@ -29,10 +29,11 @@ from gradbox.client import GradClient
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission
 from gradbox.errors import MissingBlobs, ServiceUnavailable
+from gradbox.html import Listed
 from gradbox.http.connection import CLOSED, Retry
 from gradbox.http.events import JobEvent
 from gradbox.job import QUICK_S, Job
-from gradbox.protocol import JobState, JobView, ModelView
+from gradbox.protocol import JobList, JobState, JobView, ModelView
 from gradbox.results.result import GradResult
 
 # Calls, uploads and downloads at a time; further ones wait for a thread.
@@ -154,7 +155,8 @@ class AsyncGradClient:
     ) -> list[AsyncJob]:
         """Return this user's jobs, newest first: all, or at most `limit`, or those in a state."""
         found = await self._calls.run(lambda: list(self._client.jobs(state=state, limit=limit)))
-        return [AsyncJob(job, self._calls) for job in found]
+        jobs = (AsyncJob(job, self._calls) for job in found)
+        return Listed(jobs, JobList(jobs=[job.view for job in found]))
 
     async def models(self) -> list[ModelView]:
         """Return the registered models with their parameters, entry points and versions."""

@@ -15,6 +15,7 @@ from gradbox.batch import Batch
 from gradbox.computations import Computation
 from gradbox.computations.computation import Submission
 from gradbox.errors import UnusableModel
+from gradbox.html import Iterated, Listed
 from gradbox.http.connection import Connection, Retry, parsed
 from gradbox.http.paths import job_path, model_path
 from gradbox.http.posting import Answered
@@ -172,14 +173,16 @@ class GradClient:
                     return
                 page = fetch(page.next, left)
 
-        return jobs(fetch(None, limit))
+        first = fetch(None, limit)
+        return Iterated(jobs(first), first)
 
     def models(self) -> list[ModelView]:
         """Return the registered models with their parameters, entry points and versions.
 
         A model that the box cannot build is among them: `usable` is false, `reason` says why.
         """
-        return self._models("GET", "/v1/models").models
+        found = self._models("GET", "/v1/models")
+        return Listed(found.models, found)
 
     def reload_models(self, *, timeout_s: float | None = None) -> ModelList:
         """Have the workers read the models file again, and wait until they have; for the owner.

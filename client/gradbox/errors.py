@@ -41,9 +41,19 @@ that does not print, since parts of them may come from the other side.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+import sysconfig
+from pathlib import Path
+from traceback import TracebackException
+from typing import ClassVar, Final, Literal
 
 from gradbox.printable import printable
+
+# Where the code lies that is no user's: this package, the standard library, what is installed.
+NOT_THE_USERS: Final = (
+    str(Path(__file__).parent),
+    *(sysconfig.get_path(scheme) for scheme in ("stdlib", "purelib", "platlib")),
+    "<",
+)
 
 Category = Literal["user", "server", "transient"]
 
@@ -61,6 +71,12 @@ class GradboxError(Exception):
 
     def __str__(self) -> str:
         return printable(super().__str__(), lines=True)
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows: of the stack the user's own. IPython calls it."""
+        shown = TracebackException.from_exception(self)
+        shown.stack[:] = [f for f in shown.stack if not f.filename.startswith(NOT_THE_USERS)]
+        return "".join(shown.format(chain=False)).splitlines()
 
 
 class InvalidJob(GradboxError, ValueError):

@@ -6,13 +6,17 @@ Text in them may come from the other side of the wire, so all of it is escaped.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, Protocol, TypeVar
 
 from gradbox.printable import printable
 
-# The entries of a long list that are shown; a line says how many more there are.
+Item = TypeVar("Item")
+
+# The entries of a long list that are shown, beside others or alone; a line says how many more
+# there are.
 SHOWN_ROWS: Final = 12
+SHOWN_ALONE: Final = 30
 _LONGEST_TEXT: Final = 500
 
 _CELL: Final = "text-align:left;padding:1px 12px 1px 0;vertical-align:top"
@@ -43,11 +47,18 @@ def card(title: str, facts: Iterable[tuple[str, object]], *blocks: str) -> str:
     return f'<div style="{_BLOCK}"><strong>{escaped(title)}</strong>{table}{"".join(blocks)}</div>'
 
 
-def listing(headings: Sequence[str], rows: Sequence[Sequence[object]], *, what: str) -> str:
+def listing(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    what: str,
+    most: int = SHOWN_ROWS,
+) -> str:
     """Return a table of the first rows, and how many more there are.
 
     Args:
         what: what a row is, in the plural.
+        most: so many rows at most.
     """
     if not rows:
         return ""
@@ -57,9 +68,9 @@ def listing(headings: Sequence[str], rows: Sequence[Sequence[object]], *, what: 
     )
     body = "".join(
         "<tr>" + "".join(f'<td style="{_CELL}">{escaped(cell)}</td>' for cell in row) + "</tr>"
-        for row in rows[:SHOWN_ROWS]
+        for row in rows[:most]
     )
-    left = len(rows) - SHOWN_ROWS
+    left = len(rows) - most
     more = f'<div style="opacity:0.75">and {left:,} more {escaped(what)}</div>' if left > 0 else ""
     return f'<table style="border:none;background:none"><tr>{head}</tr>{body}</table>{more}'
 
@@ -83,3 +94,28 @@ def size(num_bytes: int) -> str:
         if num_bytes >= unit_bytes:
             return f"{num_bytes / unit_bytes:.3g} {unit}"
     return f"{num_bytes} bytes"
+
+
+class Shown(Protocol):
+    """What a notebook shows as HTML."""
+
+    def _repr_html_(self) -> str: ...
+
+
+class Listed(list[Item]):
+    """A list that a notebook shows as the table that it came as."""
+
+    def __init__(self, items: Iterable[Item], table: Shown) -> None:
+        super().__init__(items)
+        self._repr_html_ = table._repr_html_
+
+
+class Iterated(Iterator[Item]):
+    """An iterator that a notebook shows as the table of its first items."""
+
+    def __init__(self, items: Iterator[Item], table: Shown) -> None:
+        self._items = items
+        self._repr_html_ = table._repr_html_
+
+    def __next__(self) -> Item:
+        return next(self._items)

@@ -10,8 +10,11 @@ import torch
 from gradbox import Gradient, OutOfMemory
 from gradbox.html import card, listing, meter, size
 from gradbox.protocol import (
+    JobList,
     JobState,
+    JobView,
     MethodView,
+    ModelList,
     ModelView,
     ParameterView,
     ProgressView,
@@ -63,7 +66,7 @@ def receipt() -> Receipt:
         device=HOSTILE,
         torch="2",
         gradbox="1",
-        loss=0.0,
+        loss=1 / 3,
         shards={HOSTILE: 3},
         unreached=["x"] * 10_000,
         seconds=Seconds(forward=1.5),
@@ -82,13 +85,21 @@ def model() -> ModelView:
     )
 
 
-def failed_job() -> object:
+def failed_job() -> JobView:
     return job_view(JobState.FAILED, error=OutOfMemory(HOSTILE * 100)).model_copy(
         update={"name": HOSTILE, "progress": ProgressView(phase=HOSTILE, done=1, total=4)}
     )
 
 
-@pytest.mark.parametrize("make", [receipt, model, failed_job])
+def models() -> ModelList:
+    return ModelList(models=[model()] * 1000)
+
+
+def jobs() -> JobList:
+    return JobList(jobs=[failed_job()] * 100, next="2")
+
+
+@pytest.mark.parametrize("make", [receipt, model, failed_job, models, jobs])
 def test_whatever_comes_over_the_wire_is_escaped(make: object) -> None:
     tags = parsed(make()._repr_html_())  # type: ignore[operator]
     assert "<script>alert(1)</script>" in tags.text
@@ -98,10 +109,25 @@ def test_facts_say_what_a_person_asks_for() -> None:
     text = parsed(receipt()._repr_html_()).text
     assert "3 GiB" in text
     assert "forward 1.5" in text
-    assert "loss0.0" in text
+    assert "loss0.333333shards" in text
     assert "10000" in text
     assert "12,345 in 1,000 tensors" in parsed(model()._repr_html_()).text
     assert "and 988 more parameters" in parsed(model()._repr_html_()).text
+
+
+def test_models_and_jobs_are_tables_and_what_they_were(twin: TestBox) -> None:
+    with twin.client() as client:
+        client.run(Gradient(model="mlp", inputs=[torch.ones(2, 5).double()], loss=torch.sum))
+        found = client.models()
+        assert isinstance(found, list)
+        assert "mlp" in parsed(found._repr_html_()).text  # type: ignore[attr-defined]
+        latest = client.jobs(limit=1)
+        (job,) = client.jobs(limit=1)
+        assert f"{job.id}donegradientmlp" in parsed(latest._repr_html_()).text  # type: ignore[attr-defined]
+        assert [j.id for j in latest] == [job.id]
+        assert next(client.jobs(state="running"), None) is None
+    assert "and 70 more jobs, and older ones" in parsed(jobs()._repr_html_()).text
+    assert parsed(JobList(jobs=[])._repr_html_()).text == "Jobs, newest firstnone"
 
 
 def test_a_job_shows_how_far_it_was_when_it_was_last_asked() -> None:

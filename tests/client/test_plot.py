@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -48,6 +49,20 @@ def test_a_gradient_draws_a_bar_for_each_layer(twin: TestBox) -> None:
         result.plot("gram")
     with pytest.raises(InvalidInputs, match="layers"):
         result.plot("pie")  # type: ignore[arg-type]
+
+
+def test_the_names_of_a_transformers_layers_can_be_read(real: TestBox) -> None:
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    gradient = Gradient(
+        model="minilm", inputs=[{"input_ids": ids}], output="last_hidden_state", loss=torch.sum
+    )
+    with real.client() as client:
+        ax = client.run(gradient).plot()
+    ax.figure.canvas.draw()
+    names = [label.get_window_extent() for label in ax.get_yticklabels()]
+    assert len(names) > 50
+    assert all(above.y0 > below.y1 for above, below in pairwise(names))
+    assert min(name.x0 for name in names) >= 0
 
 
 def test_rows_draw_their_largest_samples(twin: TestBox) -> None:

@@ -112,6 +112,7 @@ def test_the_time_left_is_said_in_its_own_unit(seconds: float, said: str) -> Non
 CELLS = {
     "connect": """
 import os, torch
+from dataclasses import replace
 from gradbox import GradClient, Gradient
 client = GradClient(os.environ["TEST_URL"], os.environ["TEST_TOKEN"])
 shards = [torch.ones(2, 3) for _ in range(4)]
@@ -123,15 +124,25 @@ slow = Gradient(model="slow", inputs=shards, loss=lambda z: z.square().sum(), na
     "receipt": "result.manifest",
     "model": "client.model_info('slow')",
     "jobs": "client.job(job.id)",
+    "all models": "client.models()",
+    "all jobs": "client.jobs()",
+    "refused": "# raises\nclient.run(replace(slow, inputs=[torch.ones(2, 9)]))",
+    "mistaken": "# raises\nGradient(model='slow', inputs=shards, los=torch.sum)",
+    "traced": """# raises
+def loss(z):
+    return float(z.sum())
+client.run(replace(slow, loss=loss))""",
     "plot": "result.plot();",
 }
 
 
 def run_notebook(box: TestBox, monkeypatch: pytest.MonkeyPatch, *cells: str) -> list[list[Any]]:
-    """Run cells in a real kernel, and return the outputs of each."""
+    """Run cells in a real kernel and return the outputs of each; some begin with "# raises"."""
     monkeypatch.setenv("TEST_URL", box.url)
     monkeypatch.setenv("TEST_TOKEN", box.token)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    for cell in notebook.cells:
+        cell.metadata["tags"] = ["raises-exception"] if cell.source.startswith("# raises") else []
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "", "language": "python"}
     NotebookClient(notebook, timeout=500).execute()
     return [cell.outputs for cell in notebook.cells]
@@ -156,11 +167,26 @@ def test_a_notebook_shows_widgets_tables_and_pictures(
         ("result", "layer.weight"),
         ("receipt", "torch 2"),
         ("model", "2 × 3"),
+        ("all models", "mlp"),
+        ("all jobs", "done"),
     ):
         (found,) = data(shown[cell], "text/html")
         assert said in found
         assert "#" not in found  # no colour that a dark page would not have
     assert data(shown["plot"], "image/png")
+    for cell, said, own in (
+        ("refused", "hint: this layer takes 3 features", ["client.run(replace("]),
+        ("mistaken", "did you mean 'loss'?", ["Gradient(model="]),
+        ("traced", "a Python number is needed here", ["client.run(replace(", "return float("]),
+    ):
+        (error,) = shown[cell]
+        assert said in error.evalue
+        assert f"{error.ename}: {error.evalue.splitlines()[0]}" in "".join(error.traceback)
+        lines = [line.strip() for line in error.traceback]
+        places = [place for place, line in enumerate(lines) if line.startswith('File "')]
+        assert all(lines[at + 1].startswith(o) for at, o in zip(places, own, strict=True))
+        assert all("ipykernel" in lines[place] for place in places)
+        assert len(lines) <= 12
 
 
 def test_a_notebook_without_widgets_shows_text(

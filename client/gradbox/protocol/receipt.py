@@ -119,7 +119,7 @@ class Receipt(View):
         return [
             ("computation", self.computation),
             ("model", f"{self.model}@{self.model_version[:12]}"),
-            ("loss", self.loss),
+            ("loss", None if self.loss is None else f"{self.loss:.6g}"),
             ("shards", ", ".join(f"{num} {group}" for group, num in self.shards.items())),
             ("graphs kept", self.shards_retained),
             ("replayed", self.shards_replayed),

@@ -123,6 +123,25 @@ class JobList(View):
     jobs: list[JobView]
     next: str | None = None
 
+    def _repr_html_(self) -> str:
+        titles = ("job", "state", "name", "computation", "model", "owner", "submitted", "ran")
+        rows = [
+            (
+                job.id,
+                job.state.value,
+                job.name,
+                job.computation,
+                job.model,
+                job.owner,
+                _local_time(job.created_s),
+                _seconds(job.started_s, job.finished_s) or "",
+            )
+            for job in self.jobs
+        ]
+        what = "jobs, and older ones" if self.next else "jobs"
+        table = html.listing(titles, rows, what=what, most=html.SHOWN_ALONE)
+        return html.card("Jobs, newest first", [], table or "none")
+
 
 class ParameterView(View):
     name: str
@@ -202,6 +221,21 @@ class ModelList(View):
     models: list[ModelView]
     reloading: list[str] = []
     errors: dict[str, str] = {}
+
+    def _repr_html_(self) -> str:
+        titles = ("model", "parameters", "entry points", "version", "cannot be used")
+        rows = [
+            (
+                m.name,
+                f"{m.num_parameters:,}" if m.usable else "",
+                ", ".join(m.methods),
+                m.version[:12],
+                m.reason,
+            )
+            for m in self.models
+        ]
+        table = html.listing(titles, rows, what="models", most=html.SHOWN_ALONE)
+        return html.card("Models", [], table or "none")
 
 
 def _local_time(seconds: float) -> str:

@@ -19,6 +19,8 @@ Kind = Literal["layers", "gram", "samples"]
 # More bars than these cannot be read.
 MOST_LAYERS: Final = 60
 MOST_SAMPLES: Final = 20
+# The height of a bar with a name beside it that can be read.
+LABEL_INCHES: Final = 0.15
 
 
 class Drawable(Protocol):
@@ -43,9 +45,12 @@ def plot(result: Drawable, kind: Kind | None, ax: Axes | None) -> Axes:
     drawn = kind or _natural_kind(result)
     if drawn not in _DRAWN:
         raise InvalidInputs(f"plot: expected kind to be one of {[*_DRAWN]}, got {kind!r}")
-    if ax is None:
-        _, ax = pyplot.subplots(layout="constrained")
+    if ax is not None:
+        _DRAWN[drawn](result, ax)
+        return ax
+    figure, ax = pyplot.subplots(layout="constrained")
     _DRAWN[drawn](result, ax)
+    figure.set_figheight(max(figure.get_figheight(), LABEL_INCHES * len(ax.get_yticks())))
     return ax
 
 
@@ -73,6 +78,7 @@ def _draw_layers(result: Drawable, ax: Axes) -> None:
     layers = [layer for layer in norms if layer in set(shown)]
     ax.barh(layers, [norms[layer] for layer in layers])
     ax.invert_yaxis()
+    ax.margins(y=0.01)
     ax.tick_params(axis="y", labelsize="x-small")
     ax.set_xlabel("norm of the gradient")
     positive = [norm for norm in norms.values() if norm > 0]
