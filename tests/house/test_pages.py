@@ -63,6 +63,15 @@ def test_a_page_runs_as_it_stands(
     runpy.run_path(str(path))
 
 
+def test_digits_are_of_one_dtype_in_the_tutorial_and_the_examples(tmp_path: Path) -> None:
+    write_files("docs/tutorial.md", tmp_path)
+    models = [
+        runpy.run_path(str(folder / "digits.py"))["classifier"]()
+        for folder in (tmp_path, DOCS.parent / "examples")
+    ]
+    assert len({p.dtype for model in models for p in model.parameters()}) == 1
+
+
 def test_the_readmes_first_block_proves_itself(
     box: TestBox,
     tmp_path: Path,
