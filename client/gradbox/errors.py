@@ -41,21 +41,22 @@ that does not print, since parts of them may come from the other side.
 
 from __future__ import annotations
 
-import sysconfig
-from pathlib import Path
+import os
 from traceback import TracebackException
 from typing import ClassVar, Final, Literal
 
 from gradbox.printable import printable
 
-# Where the code lies that is no user's: this package, the standard library, what is installed.
-NOT_THE_USERS: Final = (
-    str(Path(__file__).parent),
-    *(sysconfig.get_path(scheme) for scheme in ("stdlib", "purelib", "platlib")),
-    "<",
-)
+_OURS: Final = os.path.join(os.path.dirname(__file__), "")
+_STANDARD: Final = os.path.join(os.path.dirname(os.__file__), "")
+_INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 
 Category = Literal["user", "server", "transient"]
+
+
+def is_library(filename: str) -> bool:
+    """Tell whether a file is Python's own, or installed."""
+    return filename.startswith(_STANDARD) or not _INSTALLED.isdisjoint(filename.split(os.sep))
 
 
 class GradboxError(Exception):
@@ -75,7 +76,11 @@ class GradboxError(Exception):
     def _render_traceback_(self) -> list[str]:
         """Return the lines that a notebook shows: of the stack the user's own. IPython calls it."""
         shown = TracebackException.from_exception(self)
-        shown.stack[:] = [f for f in shown.stack if not f.filename.startswith(NOT_THE_USERS)]
+        shown.stack[:] = [
+            frame
+            for frame in shown.stack
+            if not (frame.filename.startswith((_OURS, "<")) or is_library(frame.filename))
+        ]
         return "".join(shown.format(chain=False)).splitlines()
 
 

@@ -103,8 +103,11 @@ def read_header(path: Path) -> SafetensorsHeader:
 
 def other_format(path: Path) -> str | None:
     """Say what a file is that safetensors could not read, and what to do; None if unknown."""
-    with path.open("rb") as file:
-        first_bytes = file.read(max(map(len, OTHER_FORMATS)))
+    try:
+        with path.open("rb") as file:
+            first_bytes = file.read(max(map(len, OTHER_FORMATS)))
+    except OSError:
+        return None
     found = (said for begin, said in OTHER_FORMATS.items() if first_bytes.startswith(begin))
     return next(found, None)
 

@@ -9,12 +9,10 @@ from types import FrameType, TracebackType
 
 import torch
 
-from gradbox.errors import UntraceableLoss
+from gradbox.errors import UntraceableLoss, is_library
 
 _OURS = f"{Path(__file__).parents[1]}/"  # the client, whose losses are no user's code either
 _TORCH = f"{Path(torch.__file__).parent}/"
-_STANDARD = f"{Path(linecache.__file__).parent}/"
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 _Line = tuple[str, int]
 
@@ -69,13 +67,9 @@ def _describe(lines: list[_Line]) -> str:
     lines = [line for line in lines if is_user_code(line[0])]
     if not lines:
         return ""
-    own = next((line for line in lines if not _is_library(line[0])), lines[0])
+    own = next((line for line in lines if not is_library(line[0])), lines[0])
     source = linecache.getline(*own).strip()
     found = f"{own[0]}:{own[1]}: {f'`{source}`: ' if source else ''}"
     if own is lines[0]:
         return found
     return f"{found}in {'/'.join(Path(lines[0][0]).parts[-2:])}:{lines[0][1]}: "
-
-
-def _is_library(filename: str) -> bool:
-    return filename.startswith(_STANDARD) or not _INSTALLED.isdisjoint(Path(filename).parts)
