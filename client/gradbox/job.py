@@ -143,8 +143,7 @@ class Job:
     def _out_of_reach(self, error: ServiceUnavailable) -> ServiceUnavailable:
         """Return an error of this job, from one that may end the waits for many."""
         return type(error)(
-            f"{error}; job {self.id} continues when the box does: wait for it again by "
-            f"{self._way_back}"
+            f"{error}; job {self.id} stays on the box: wait for it again by {self._way_back}"
         )
 
     async def wait_async(self, *, progress: bool | None = None) -> JobView:

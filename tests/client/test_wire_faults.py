@@ -169,9 +169,10 @@ LOGIN = "<!DOCTYPE html><title>Sign in</title>"
         (httpx.Response(302, headers={"Location": "http://login"}), "at http://login, .* log in"),
         (httpx.Response(200, html=LOGIN), "to log in: have it let /v1 through"),
         (httpx.Response(401, html=LOGIN), "to log in: have it let /v1 through"),
+        (httpx.Response(404, html="<h1>nginx</h1>"), r"something before it\?$"),
         (httpx.Response(200, json={"id": 3}), "older or newer"),
     ],
-    ids=["413", "redirect", "login page", "login page of status 401", "another version"],
+    ids=["413", "redirect", "login page", "login page of status 401", "404", "another version"],
 )
 def test_what_stands_before_a_box_is_told_of(reply: httpx.Response, said: str) -> None:
     with pytest.raises(ProtocolError, match=said):
@@ -189,7 +190,7 @@ def test_a_box_that_dies_while_one_waits_leaves_the_way_back_to_the_job(awaits: 
         return answer(job_view(JobState.RUNNING))
 
     job = client_of(handler).job("j1")
-    back = r"job j1 continues .*GradClient\(\)\.job\('j1'\)\.result\(\), or `gradbox jobs watch j1`"
+    back = r"job j1 stays on the box: .*\.job\('j1'\)\.result\(\), or `gradbox jobs watch j1`"
     with pytest.raises(ServiceUnavailable, match=f"connection refused.*{back}"):
         asyncio.run(job.wait_async()) if awaits else job.result()
 

@@ -32,6 +32,7 @@ from gradbox.settings import ClientSettings
 log = logging.getLogger(__name__)
 
 TRANSIENT: Final = frozenset({429, 502, 503, 504})
+LOGIN_PAGES: Final = frozenset({200, 401, 403})
 PROBLEM: Final = "application/problem+json"
 CONNECT_TIMEOUT_S: Final = 10.0
 # A call that waits as long says why, by a warning that Python shows unless told otherwise.
@@ -292,7 +293,7 @@ def _described(answer: httpx.Response) -> GradboxError:
         f"expected an answer of a gradbox service from {answer.request.method} "
         f"{answer.request.url}, got status {answer.status_code} with {media_type or 'no body'}: "
         f"{answer.text[:200]!r}; "
-        f"{_sent_by_a_proxy(answer) or 'is this the address of a box?'}"
+        f"{_sent_by_a_proxy(answer) or 'is this the address of a box, or of something before it?'}"
     )
 
 
@@ -304,7 +305,8 @@ def _sent_by_a_proxy(answer: httpx.Response) -> str | None:
             f"{answer.request.headers.get('Content-Length')} bytes: have its limit raised (of "
             f"nginx, client_max_body_size), or reach the box past it (ssh -L)"
         )
-    if answer.has_redirect_location or "html" in answer.headers.get("content-type", ""):
+    is_page = "html" in answer.headers.get("content-type", "")
+    if answer.has_redirect_location or (is_page and answer.status_code in LOGIN_PAGES):
         to = answer.headers.get("location")
         return (
             f"a page for browsers{f', at {to},' if to else ''} answers before the box, most often "
