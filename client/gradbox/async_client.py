@@ -156,7 +156,8 @@ class AsyncGradClient:
         """Return this user's jobs, newest first: all, or at most `limit`, or those in a state."""
         found = await self._calls.run(lambda: list(self._client.jobs(state=state, limit=limit)))
         jobs = (AsyncJob(job, self._calls) for job in found)
-        return Listed(jobs, JobList(jobs=[job.view for job in found]))
+        table = JobList(jobs=[job.view for job in found])
+        return Listed(jobs, html=table._repr_html_)
 
     async def models(self) -> list[ModelView]:
         """Return the registered models with their parameters, entry points and versions."""

@@ -174,7 +174,7 @@ class GradClient:
                 page = fetch(page.next, left)
 
         first = fetch(None, limit)
-        return Iterated(jobs(first), first)
+        return Iterated(jobs(first), html=first._repr_html_)
 
     def models(self) -> list[ModelView]:
         """Return the registered models with their parameters, entry points and versions.
@@ -182,7 +182,7 @@ class GradClient:
         A model that the box cannot build is among them: `usable` is false, `reason` says why.
         """
         found = self._models("GET", "/v1/models")
-        return Listed(found.models, found)
+        return Listed(found.models, html=found._repr_html_)
 
     def reload_models(self, *, timeout_s: float | None = None) -> ModelList:
         """Have the workers read the models file again, and wait until they have; for the owner.

@@ -6,8 +6,8 @@ Text in them may come from the other side of the wire, so all of it is escaped.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeVar
 
 from gradbox.printable import printable
 
@@ -96,26 +96,20 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-class Shown(Protocol):
-    """What a notebook shows as HTML."""
-
-    def _repr_html_(self) -> str: ...
-
-
 class Listed(list[Item]):
-    """A list that a notebook shows as the table that it came as."""
+    """A list that a notebook shows as the table that `html` makes."""
 
-    def __init__(self, items: Iterable[Item], table: Shown) -> None:
+    def __init__(self, items: Iterable[Item], *, html: Callable[[], str]) -> None:
         super().__init__(items)
-        self._repr_html_ = table._repr_html_
+        self._repr_html_ = html
 
 
 class Iterated(Iterator[Item]):
-    """An iterator that a notebook shows as the table of its first items."""
+    """An iterator that a notebook shows as the table that `html` makes."""
 
-    def __init__(self, items: Iterator[Item], table: Shown) -> None:
+    def __init__(self, items: Iterator[Item], *, html: Callable[[], str]) -> None:
         self._items = items
-        self._repr_html_ = table._repr_html_
+        self._repr_html_ = html
 
     def __next__(self) -> Item:
         return next(self._items)

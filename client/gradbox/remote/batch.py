@@ -69,15 +69,9 @@ class Batch:
         *,
         mode: Mode,
         weights: Mapping[str, Any],
-        leaves: Sequence[Tensor],
+        leaves: Sequence[Tensor],  # those of the user's weights that require grad
         names: Sequence[str],
     ) -> None:
-        """Begin a run without calls.
-
-        Args:
-            leaves: those of the user's weights that require grad.
-            names: of the outputs.
-        """
         self.mode = mode
         self.weights = weights
         self.calls: list[Call] = []
