@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
@@ -53,6 +56,29 @@ def test_shards_are_rows_of_one_result() -> None:
     cut = per_sample_gradient(model, shards, loss, loss_inputs={"targets": targets})
     found, expected = naive.flat(cut.arrays, lead=1), naive.flat(whole.arrays, lead=1)
     assert naive.difference(found, expected) <= naive.TOLERANCE
+
+
+class _Moved(TorchFunctionMode):
+    """Counts the rows of each tensor of whole numbers that is told its device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to and args[0].dtype == torch.int64:
+            self.rows.append(len(args[0]))
+        return func(*args, **kwargs or {})
+
+
+def test_of_a_loss_input_the_shard_s_own_rows_alone_go_to_the_device() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(6, 3)
+    shards, classes = [{"0": part} for part in x.split(2)], torch.zeros(6, dtype=torch.int64)
+    with _Moved() as moved:
+        per_sample_gradient(
+            model, shards, lambda z, classes: z.sum(1) + classes, loss_inputs={"classes": classes}
+        )
+    assert set(moved.rows) == {2}
 
 
 def test_reentrant_checkpointing_gives_what_plain_calls_give() -> None:

@@ -95,9 +95,9 @@ class SampleLoss:
         mine = {}
         for name, value in self._inputs.items():
             if isinstance(value, Tensor):
-                value = value.to(z.device)
                 if name in self._cut:
                     value = value[start : start + z.shape[0]]
+                value = value.to(z.device)
                 if value.is_floating_point() and z.dtype == torch.float64:
                     value = value.double()
             mine[name] = value
