@@ -46,6 +46,7 @@ def write_models(path: Path, *, minilm: bool = False) -> Path:
         "empty",
         "remembering",
         "counting",
+        "cut",
     ):
         source = json.dumps(f"{HERE / 'zoo.py'}:{name}")
         entries.append(f'[models.{name}]\nbuilder = "python"\nsource = {source}\n')

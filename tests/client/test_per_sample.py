@@ -301,6 +301,17 @@ def test_batch_norm_in_train_mode_is_named(box: TestBox) -> None:
         submitted(box, gradient_of(PROBLEMS["a model in single precision, widened"], mode="train"))
 
 
+def test_what_a_batch_decides_without_a_derivative_is_refused_or_let_through(box: TestBox) -> None:
+    ids = _tokens((6,))[0]["0"]
+    problem = Problem(zoo.cut, [{"ids": ids, "length": torch.tensor([4, 2, 1, 2, 1, 2])}])
+    for reduce in ("none", "norm"):
+        with pytest.raises(InvalidInputs, match=r"z of sample \d called alone .*unchecked="):
+            submitted(box, gradient_of(problem, reduce=reduce))
+    result = submitted(box, gradient_of(problem, unchecked=["coupling"]))
+    for name, expected in problem.gradients(target_of(problem)).items():
+        assert close(result.grads[name][()], expected)
+
+
 def test_a_coupling_that_is_meant_is_let_through_by_name(twin: TestBox) -> None:
     problem = PROBLEMS["a model in single precision, widened"]
     given = {"mode": "train", "reduce": "norm", "unchecked": ["coupling", "self"]}

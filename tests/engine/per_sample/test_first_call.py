@@ -18,6 +18,7 @@ from tests.engine.per_sample.zoo import Written
 B, T = 6, 3
 First = Callable[[Any, Tensor], Tensor]
 PROBES = [3, 4, 4]
+ALONE = 1
 
 
 def _samples_outside(m: Any, x: Tensor) -> Tensor:
@@ -59,24 +60,24 @@ def _expected(model: nn.Module, head: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("first", [_samples_outside, _samples_inside])
-def test_a_first_call_takes_three_probes_one_forward_and_two_backward_passes(
+def test_a_first_call_takes_three_probes_one_sample_one_forward_and_two_backward_passes(
     first: First,
 ) -> None:
     counted = Counted(first)
     found = per_sample_gradient(counted.model, [_shard()], lambda z: z.square().sum(1))
-    assert (counted.forwards, counted.backwards) == ([*PROBES, B], [B, B])
+    assert (counted.forwards, counted.backwards) == ([*PROBES, B, ALONE], [B, B])
     expected = _expected(counted.model, lambda z: z.square().sum(1)[:, None])[:, 0]
     assert naive.difference(naive.flat(found.arrays, lead=1), expected) <= naive.TOLERANCE
     assert not found.loops
 
 
 @pytest.mark.parametrize("first", [_samples_outside, _samples_inside])
-def test_a_first_jacobian_takes_three_probes_and_one_forward_pass(
+def test_a_first_jacobian_takes_three_probes_one_sample_and_one_forward_pass(
     first: First,
 ) -> None:
     counted = Counted(first)
     found = jacobian(counted.model, [_shard()])
-    assert counted.forwards == [*PROBES, B]
+    assert counted.forwards == [*PROBES, B, ALONE]
     expected = _expected(counted.model, lambda z: z)
     assert naive.difference(naive.flat(found.arrays), expected) <= naive.TOLERANCE
     assert not found.loops

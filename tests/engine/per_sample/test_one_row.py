@@ -165,23 +165,25 @@ def test_dropout_leaves_the_row_to_the_shard_s_own_graph(whole: list[int]) -> No
     assert naive.difference(naive.flat(result.arrays, lead=1), expected) < 1e-10
 
 
-def test_a_model_that_takes_no_sample_alone_is_called_once_more_and_then_no_further() -> None:
-    calls = []
+@pytest.mark.parametrize("from_job", [0, 1])
+def test_a_model_that_takes_no_sample_alone_is_asked_once(from_job: int) -> None:
+    """In the job that makes the plan; a later one runs the shard anew, to compare the row in it."""
+    calls: list[int] = []
 
-    def forward(m: Any, x: Tensor) -> Tensor:
+    def forward(m: Any, x: Tensor, whole: Tensor) -> Tensor:
         calls.append(len(x))
-        if len(x) == 1:
+        if len(x) == 1 and whole.all():
             raise ValueError("expected more than one sample")
         z: Tensor = m.b(m.a(x).tanh())
         return z
 
     model = _two_layers(forward)
-    per_sample_gradient(model, [{"0": _x()}], _squares)
-    for expected in ([B, 1, B], [B]):
+    for job, expected in enumerate([[3, 4, 4, B, 1], [B, 1, B] if from_job else [B], [B]]):
         calls.clear()
-        result = per_sample_gradient(model, [{"0": _x()}], _squares)
+        inputs = {"x": _x(), "whole": torch.full((B,), job >= from_job)}
+        result = per_sample_gradient(model, [inputs], _squares)
         assert calls == expected
-    assert naive.difference(naive.flat(result.arrays, lead=1), _rows(model, {"0": _x()})) < 1e-10
+        assert naive.difference(naive.flat(result.arrays, lead=1), _rows(model, inputs)) < 1e-10
 
 
 def test_slopes_of_very_different_sizes_are_no_coupling() -> None:

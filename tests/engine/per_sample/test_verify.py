@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gradbox_engine.per_sample import jacobian, per_sample_gradient
-from gradbox_engine.per_sample.planning.verify import Comparison, compare, reference
+from gradbox_engine.per_sample.planning.verify import (
+    Comparison,
+    compare,
+    output_change,
+    reference,
+)
 from gradbox_factors import Outer, Term
 from tests.engine.per_sample.zoo import build
 
@@ -98,6 +104,26 @@ def test_no_two_samples_of_an_output_have_the_same_weight(samples: int) -> None:
         weights = reference(None, z * 1, {"z": z}, leaves={"z": z}, seed=seed).weights
         assert all(len(column.unique()) == samples for column in weights.T)
         assert ((weights.abs() >= 0.5) & (weights.abs() <= 1.5)).all()
+
+
+@pytest.mark.parametrize(
+    ("alone", "in_batch", "change"),
+    [
+        ([1.0, 1e-6], [1.0, 2e-6], 0),  # equal, and small by chance
+        ([1.0, 2.0], [1.0, 1.0], 1.0),
+        ([-1e9, 1.1], [-1e9, 1.0], 0.1),  # a masked logit is no scale
+        ([-inf, nan], [-inf, nan], 0),
+        ([-inf, 1.1], [-inf, 1.0], 0.1),
+        ([nan, 1.0], [0.0, 1.0], inf),
+        ([1.0, 1.0], [0.0, 0.0], inf),
+    ],
+)
+def test_an_output_called_alone_is_that_of_the_batch_but_for_rounding(
+    alone: list[float], in_batch: list[float], change: float
+) -> None:
+    z = torch.tensor([[0.5, -0.7], in_batch, [-1.0, 0.3]])
+    found = output_change(torch.tensor([alone]), z, 1, rounding=torch.float64)
+    assert found == pytest.approx(change, rel=1e-5)
 
 
 @pytest.mark.parametrize("form", ["dense", "factored"])

@@ -84,8 +84,8 @@ def _recurrent(kind: type[nn.Module]) -> Case:
     return Written(lambda m, x: m.a(x)[0][:, -1], a=layer), _x(6, 4)
 
 
-def _packed(m: Any, x: Tensor) -> Tensor:
-    lengths = torch.tensor([6, 5, 4, 3, 2, 6, 5, 4][: len(x)])
+def _packed(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    lengths = lengths.cpu()
     packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
     h: Tensor = m.a(packed)[1][0][-1]
     return h
@@ -219,7 +219,10 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "lstm cell": lambda: (Written(lambda m, x: m.a(x)[1], a=nn.LSTMCell(4, 5)), _x(4)),
     "gru cell": lambda: (Written(lambda m, x: m.a(x), a=nn.GRUCell(4, 5)), _x(4)),
-    "packed lstm": lambda: (Written(_packed, a=nn.LSTM(4, 5, batch_first=True)), _x(6, 4)),
+    "packed lstm": lambda: (
+        Written(_packed, a=nn.LSTM(4, 5, batch_first=True)),
+        {**_x(6, 4), "1": torch.tensor([6, 5, 4, 3, 2])},
+    ),
     "bare parameters": lambda: (
         Written(_bare, token=_p(1, 1, 4), table=_p(1, 4, 4), scale=_p(4), gain=_p(), shift=_p(4)),
         _x(3, 4),
@@ -340,9 +343,10 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "branch on the data": lambda: (
         Written(
-            lambda m, x: m.a(x) if x.sum() > 0 else m.b(x), a=nn.Linear(4, 3), b=nn.Linear(4, 3)
+            lambda m, x, way: m.a(x) if way.all() else m.b(x),
+            a=nn.Linear(4, 3), b=nn.Linear(4, 3),
         ),
-        _x(4),
+        {**_x(4), "1": torch.full((B,), True)},
     ),
     "loop over samples": lambda: (
         Written(lambda m, x: torch.stack([m.a(row) for row in x]), a=nn.Linear(4, 3)),

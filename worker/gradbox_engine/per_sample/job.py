@@ -207,7 +207,9 @@ class PerSampleJob:
             )
         cotangents = cotangents.reshape(graph.value.shape)
         with run.blaming_backward():
-            return pulled_back(graph, cotangents, scaled=self._model.in_float16)
+            found = pulled_back(graph, cotangents, scaled=self._model.in_float16)
+        run.check_alone()
+        return found
 
     def _resumed(self, facts: ResultFacts) -> Checkpoint | None:
         """Return the rows' part of what an earlier process left, and give the facts theirs."""

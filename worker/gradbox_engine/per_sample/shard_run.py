@@ -5,36 +5,37 @@ What is compared (`planning.verify`), and when:
     all rows    of a parameter, on the first shard where its gradient is not zero under a new plan;
                 of all parameters, on every shard where data decide which samples go where, and on
                 a shard that calls other functions than those confirmed
-    one row     of a sample drawn by the job's seed, in every job on the first shard of each shape:
-                with a call on that sample alone, or, where the forward pass draws random numbers or
-                rounds to 16 bits, or is of so few samples that a further call would cost more, in
-                the shard's own graph
+    one row     of a sample drawn by the job's seed, in every job on the first shard of each shape
+    one z       of that sample called alone against the batch's: there, and wherever rows are
+                compared on every shard or under other calls. Then the row is compared in the graph
+                of this call; where the forward pass draws random numbers or rounds to 16 bits, or
+                the model takes no sample alone, in the shard's own graph and no z is
     the loss    that it keeps samples apart: by numbers on every shard, by its derivative on the
                 first of each shape
 
-Where rows differ, the plan is made anew on the shard at hand, which replaces a sample and names the
-module that couples it with others, and all rows are compared. Parameters whose rows then still
-differ take one backward pass a sample.
+Where rows or z differ, the plan is made anew on the shard at hand, which replaces a sample and may
+name the module that couples it with others. Else another z is refused, and after other rows
+all are compared: parameters whose rows then still differ take one backward pass a sample.
 
 Cost beyond the rows, in every job: a forward and a backward pass of one sample, or a backward pass
-of the shard; on every shard one evaluation of the loss. For a new plan: one backward pass of the
-shard and the rows' weighted sum.
+of the shard; on every shard one evaluation of the loss. For a new plan: a forward pass of one
+sample, one backward pass of the shard and the rows' weighted sum.
 
 Limits: what passes between samples is seen by its derivative, and by z of the drawn sample. A
-dependence without (through `detach`, a rank, an argmax) is seen where a plan is made, and a plan is
-valid only while the parameters and buffers that were all zero then still are; brought in later, by
-data or by an entry of a weight, it is seen in the drawn sample alone. Nor is one seen whose rows
-all come from a loop: they are the derivatives of the coupled losses.
+dependence without (through `detach`, a rank, an argmax) is seen where a plan is made, if replacing
+one sample shows it; else in the drawn sample alone, unless this is the one on which others depend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradbox_engine.errors import CoupledSamples
 from gradbox_engine.model.calling.blame import blaming
 from gradbox_engine.per_sample.backward import RecordedGraph, Terms
 from gradbox_engine.per_sample.gradients import leaf_gradients
@@ -49,11 +50,21 @@ from gradbox_engine.per_sample.planning.verify import (
     compare,
     draw_row,
     loss_slopes,
+    output_change,
     reference,
-    same_output,
 )
 
 Parameters = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What of a shard is compared, decided once when its graph is there."""
+
+    whole: Parameters  # the parameters of which all rows are
+    row: Parameters  # those of which the drawn sample's row is
+    alone: bool  # whether the drawn sample is called alone, and its z compared
+    first: bool  # whether the shard is the job's first of its shape
 
 
 class ShardRun:
@@ -85,6 +96,8 @@ class ShardRun:
         self.graph = self._graph()
         if self.graph.deviated:
             self._plan_anew(on_all_samples=True)
+        else:
+            self._checks = self._decided()
         if self._loss and self._coupling_refused:
             check_head(self.graph.z.detach(), self.graph.value.detach(), self._head)
 
@@ -106,14 +119,26 @@ class ShardRun:
         """Return the context in which errors are those of this shard's backward pass."""
         return blaming("the backward pass", self._model.model.where(self._index))
 
+    def check_alone(self) -> None:
+        """Do the check of z for a job that takes no terms, on its first shard of a shape.
+
+        The graph is freed.
+
+        Raises:
+            CoupledSamples: z of the drawn sample called alone is not that of the batch.
+        """
+        row = draw_row(self.graph.z, None, range(self.graph.outputs), seed=self._seed)
+        if row is not None and self._checks.alone and self._checks.first:
+            self._called_alone(row.sample)
+
     def _terms(self, outputs: range, *, last: bool) -> Terms:
-        whole, of_row = self._to_compare()
-        if not whole and not of_row:
+        whole = self._checks.whole
+        of_row = {} if outputs.start else self._checks.row
+        alone = last and self._checks.alone
+        if not (whole or of_row or alone):
             return self.graph.terms(outputs, keep_graph=not last)
         slopes = self._slopes()
-        self._used.checked = True
-        row = draw_row(self.graph.z, slopes, outputs, seed=self._seed) if of_row else None
-        alone = row is not None and last and self._callable_alone
+        row = draw_row(self.graph.z, slopes, outputs, seed=self._seed) if of_row or alone else None
         in_graph = bool(whole) or (row is not None and not alone)
         terms = self.graph.terms(outputs, keep_graph=in_graph or not last)
         if whole:
@@ -122,31 +147,32 @@ class ShardRun:
                 return self._terms_anew(outputs, last=last)
             if wrong:
                 terms = self._looped(wrong, outputs)
-            if last:
-                self.plan.unconfirmed -= self._confirmed
-                self.plan.confirmed_calls.add(self.graph.calls)
-        if alone:  # before a call that restores the buffers, which the graph may read
-            self.graph.free()
-        if row is not None and not self._row_holds(row, of_row, terms, alone=alone):
-            return self._terms_anew(outputs, last=last)
+        if row is not None:
+            used = self._used
+            z = self._called_alone(row.sample) if alone else None
+            if self._used is not used:  # a new plan, under which no sample is called alone
+                return self._terms(outputs, last=last)
+            if of_row and not self._row_holds(row, of_row, terms, z):
+                return self._terms_anew(outputs, last=last)
         if last:
             self.graph.free()
+            self.plan.unconfirmed -= self._confirmed
+            if whole or row is not None:
+                self.plan.confirmed_calls.add(self.graph.calls)
         return terms
 
-    def _to_compare(self) -> tuple[Parameters, Parameters]:
-        """Return the parameters whose rows are compared in whole, and those of the drawn row.
-
-        Parameters of a loop have their rows from autograd.
-        """
-        plan = self.plan
+    def _decided(self) -> Checks:
+        """Decide what is compared of this shard."""
+        plan, first = self.plan, not self._used.checked
+        self._used.checked = True
         if "self" in self._model.model.unchecked:
-            return {}, {}
+            return Checks({}, {}, alone=False, first=first)
+        unknown = plan.compares_always or self.graph.calls not in plan.confirmed_calls
         ruled = {name: p for name, p in self._parameters.items() if name not in plan.loops}
-        if plan.compares_always or self.graph.calls not in plan.confirmed_calls:
-            return ruled, {}
-        new = {name: parameter for name, parameter in ruled.items() if name in plan.unconfirmed}
-        drawn = {} if self._used.checked else ruled
-        return new, {name: p for name, p in drawn.items() if name not in new}
+        whole = {name: p for name, p in ruled.items() if unknown or name in plan.unconfirmed}
+        row = {name: p for name, p in ruled.items() if first and name not in whole}
+        callable_alone = plan.alone and self._coupling_refused and self.graph.samples > 1
+        return Checks(whole, row, alone=callable_alone and (first or unknown), first=first)
 
     def _slopes(self) -> Tensor | None:
         """Return ∂ℓ_b/∂z_b, None for z's entries; the first time, see that they are of b alone."""
@@ -154,17 +180,9 @@ class ShardRun:
             return None
         z, value = self.graph.z, self.graph.value
         slopes = loss_slopes(z, value)
-        if slopes is not None and self._coupling_refused and not self._used.checked:
+        if slopes is not None and self._coupling_refused and self._checks.first:
             check_slopes(z, value, slopes, seed=self._seed)
         return slopes
-
-    @property
-    def _callable_alone(self) -> bool:
-        """Whether the drawn sample is called alone: its z is that of the batch, but for rounding.
-
-        Fewer than three samples cost less in their own graph.
-        """
-        return self.plan.alone and self._coupling_refused and self.graph.samples > 2
 
     def _compared(
         self, terms: Terms, parameters: Parameters, slopes: Tensor | None, outputs: range
@@ -186,18 +204,14 @@ class ShardRun:
         return self.graph.terms(outputs, keep_graph=True)
 
     def _row_holds(
-        self, row: DrawnRow, parameters: Parameters, terms: Terms, *, alone: bool
+        self, row: DrawnRow, parameters: Parameters, terms: Terms, z: Tensor | None
     ) -> bool:
-        """Compare the drawn row with autograd's, of a call on its sample alone or of the graph."""
-        z = self._called_alone(row.sample) if alone else None
+        """Compare the drawn row with autograd's, from z of its sample alone or in the graph."""
+        cotangent, in_graph = row.cotangent, z is None
         if z is None:
             z, cotangent = self.graph.z, torch.zeros_like(self.graph.z)
             cotangent[row.sample : row.sample + 1] = row.cotangent
-        elif same_output(z, self._z_of(row.sample), rounding=self.plan.rounding):
-            cotangent = row.cotangent
-        else:
-            return False
-        leaves, in_graph = self._parameters, z is self.graph.z
+        leaves = self._parameters
         gradients = leaf_gradients(z, parameters, cotangent, leaves=leaves, keep_graph=in_graph)
         samples = slice(row.sample, row.sample + 1)
         rows = {
@@ -207,16 +221,36 @@ class ShardRun:
         return not compare(expected, rows, rounding=self.plan.rounding).wrong
 
     def _called_alone(self, sample: int) -> Tensor | None:
-        """Return z of a call on one sample; None, and the shard's graph anew, where that fails."""
-        z = self._model.called_alone(self.plan, self._arguments, self._index, sample)
-        if z is not None and z.shape == self._z_of(sample).shape:
-            return z
-        self.plan.alone = False
-        self.graph = self._graph()
-        return None
+        """Return z of a call on one sample, which is that of the batch.
 
-    def _z_of(self, sample: int) -> Tensor:
-        return self.graph.z.detach().narrow(0, sample, 1)
+        None, and the shard's graph anew for its row, where the model takes no sample alone, or
+        where a new plan shows that it draws random numbers.
+
+        Raises:
+            CoupledSamples: it is another z.
+        """
+        self.graph.free()  # before a call that restores the buffers, which the graph may read
+        expected = self.graph.z
+        z = self._model.called_alone(self.plan, self._arguments, self._index, sample)
+        if z is None or z.shape[1:] != expected.shape[1:] or len(z) != 1:
+            self.plan.alone = False
+            if self._checks.row:
+                self.graph = self._graph()
+            return None
+        change = output_change(z, expected, sample, rounding=self.plan.rounding)
+        if not change:
+            return z
+        self._plan_anew()  # which names the module, where a replaced sample shows it
+        if self.plan.alone:
+            where = self._model.model.where(self._index)
+            raise CoupledSamples(
+                f"{where}: expected z of sample {sample} called alone to be that of the batch, got "
+                f"one that differs by {change:.2g} of its norm: the samples decide something for "
+                f"each other without a derivative, as a number of steps, a length or a scale that "
+                f"the model reads from all of them by .item() or max(). Let each sample decide for "
+                f"itself; unchecked=('coupling',) takes the rows that the batch gives"
+            )
+        return None
 
     def _terms_anew(self, outputs: range, *, last: bool) -> Terms:
         """Return the terms by a new plan, all compared."""
@@ -233,6 +267,7 @@ class ShardRun:
             why = "the model's calls differ from run to run"
             self.plan.loop_over_all(self._parameters, why)
             self.graph = self._graph()
+        self._checks = self._decided()
 
     def _graph(self) -> RecordedGraph:
         return self._model.graph(self._used.plan, self._arguments, self._index, self._head)

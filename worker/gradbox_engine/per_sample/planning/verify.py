@@ -18,7 +18,7 @@ One row: that of a sample drawn from the job's seed, against autograd's gradient
 that sample's z alone, in the shard's graph or in that of a call on the sample alone.
 
 A gradient of zero confirms nothing, nor does one that overflows; no sample is drawn whose ∂v_b/∂z_b
-is zero.
+is zero or not finite.
 
 Cost: one backward pass, and the rows' weighted sum from the factors; of one row, its share of that.
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from math import hypot, isfinite
+from math import hypot, inf, isfinite
 from typing import NoReturn
 
 import torch
@@ -146,7 +146,7 @@ def reference(
 
 
 def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> DrawnRow | None:
-    """Draw a sample, with weights for its outputs; None where all slopes are zero.
+    """Draw a sample, with weights for its outputs; None where all slopes are zero or not finite.
 
     Args:
         slopes: ∂v_b/∂z_b; None where the rows are of z's entries.
@@ -160,7 +160,8 @@ def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> 
             padded = F.pad(weights, (outputs.start, left_out))
             return DrawnRow(drawn % len(z), weights, padded.view(sizes))
         return DrawnRow(drawn % len(z), weights, weights.view(sizes))
-    candidates = slopes.reshape(len(z), -1).any(1).nonzero()[:, 0].tolist()
+    flat = slopes.reshape(len(z), -1)
+    candidates = (flat.any(1) & flat.isfinite().all(1)).nonzero()[:, 0].tolist()
     if not candidates:
         return None
     sample = candidates[drawn % len(candidates)]
@@ -168,10 +169,32 @@ def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> 
 
 
 @torch.no_grad()
-def same_output(found: Tensor, expected: Tensor, *, rounding: torch.dtype) -> bool:
-    """Return whether a sample's z is the same where it is called alone."""
-    near = max(TOLERANCE[expected.dtype], TOLERANCE[rounding])
-    return _norm(found - expected) <= near * _norm(expected)
+def output_change(z_1: Tensor, z: Tensor, sample: int, *, rounding: torch.dtype) -> float:
+    """Return how far z of a sample called alone is from that of the batch: 0 if by rounding.
+
+    Rounding is relative to the sample's z or, where that is small by chance, to what is usual in
+    the batch; entries that are equal, as those of masked logits, are no scale for the others.
+
+    Args:
+        z_1: of the call, (1, ...).
+        z: of the batch.
+
+    Returns:
+        ‖z_1 − z_b‖ / ‖z_b‖ over the entries that differ.
+    """
+    expected = z.detach()[sample : sample + 1]
+    same = (z_1 == expected) | (z_1.isnan() & expected.isnan())
+    difference = _norm((z_1 - expected).masked_fill(same, 0.0))
+    if difference == 0:
+        return 0.0
+    size = _norm_of_finite(expected, same)
+    near = max(TOLERANCE[z.dtype], TOLERANCE[rounding])
+    if difference <= near * size:
+        return 0.0
+    usual = torch.maximum(expected.abs(), z.detach().abs().nanmedian(0, keepdim=True).values)
+    if difference <= near * _norm_of_finite(usual, same):
+        return 0.0
+    return difference / size if size else inf
 
 
 @torch.no_grad()
@@ -211,6 +234,10 @@ def compare(expected: Reference, terms: Mapping[str, Term], *, rounding: torch.d
         elif size > 0 or expected.gradients[name] is None:
             confirmed.add(name)
     return Comparison(frozenset(wrong), frozenset(confirmed))
+
+
+def _norm_of_finite(x: Tensor, left_out: Tensor) -> float:
+    return _norm(x.masked_fill(left_out | ~x.isfinite(), 0.0))
 
 
 def _tolerance(term: Term, rounding: torch.dtype) -> float:
