@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -105,7 +106,9 @@ def test_every_row_is_given_to_its_sample(dtype: torch.dtype, samples: int) -> N
     owner = torch.randperm(3 * samples, generator=torch.Generator().manual_seed(0)) % samples
     g = torch.rand(len(owner), 2).add(0.5).to(dtype)
     g[::4] = 0
-    (found,) = row_owners([g], lambda weights: [g * weights[owner][:, None].to(dtype)], samples)
+    (found,) = row_owners(
+        [g], lambda weights: [g * weights[owner][:, None].to(dtype)], torch.zeros(samples).bool()
+    )
     assert found is not None
     led = found.lead(torch.arange(len(owner)) + 1)
     for sample, rows in enumerate(led):
@@ -115,4 +118,20 @@ def test_every_row_is_given_to_its_sample(dtype: torch.dtype, samples: int) -> N
 
 def test_no_row_has_a_gradient() -> None:
     none = torch.zeros(5, 2)
-    assert row_owners([none, none[:0]], lambda _: [none, none[:0]], 3) == [None, None]
+    nobody = torch.zeros(3).bool()
+    assert row_owners([none, none[:0]], lambda _: [none, none[:0]], nobody) == [None, None]
+
+
+@pytest.mark.parametrize("suspects", [[2], [0, 2], []])
+def test_a_row_without_a_finite_gradient_goes_to_the_samples_that_are_not_finite(
+    suspects: list[int],
+) -> None:
+    g = torch.tensor([[1.0, 2], [nan, 3], [4, 0], [nan, inf], [5, inf], [0, 0]])
+    owner = torch.tensor([0, 2, 1, 2, 2, 1])
+    bad = torch.tensor([sample in suspects for sample in range(3)])
+    (found,) = row_owners([g], lambda weights: [g * weights[owner][:, None]], bad)
+    assert found is not None
+    for sample, rows in enumerate(found.rows):
+        own = [row for row in (0, 1, 2, 4) if owner[row] == sample]
+        lost = [3] if sample in (suspects or range(3)) else []
+        assert rows[found.real[sample]].tolist() == own + lost

@@ -99,7 +99,7 @@ class RecordedGraph:
     def terms(self, outputs: range, *, keep_graph: bool) -> Terms:
         """Return every parameter's term for some outputs."""
         records = self._recorder.edges
-        looped = bool(self._plan.loops) and self.value.requires_grad
+        looped = bool(self._plan.loops) and self.z.requires_grad
         by_edge: Sequence[Tensor | None] = []
         if records:
             edges = [record.edge for record in records]
@@ -123,7 +123,8 @@ class RecordedGraph:
                 found.setdefault(key, []).append(term)
         self._pull_back(found)
         if looped:
-            self._loop(found, outputs)
+            for name, array in self.looped(outputs, range(self.samples), z=self.z).items():
+                found[name] = [Block(name, tuple(array.shape[2:]), array)]
         return {
             name: self._merged(name, found.get(name, []), len(outputs)).on(self.value.device)
             for name in self._parameters
@@ -179,7 +180,8 @@ class RecordedGraph:
             return torch.autograd.grad((value * cotangents).sum(), edges, retain_graph=True)
 
         mixed = [torch.tensordot(mix_Y.to(g.dtype), g, 1) for _, g in wanted]
-        found = row_owners(mixed, weighted, self.samples) if wanted else []
+        suspects_B = ~self.value.detach().isfinite().all(1)
+        found = row_owners(mixed, weighted, suspects_B) if wanted else []
         return {id(record): owners for (record, _), owners in zip(wanted, found, strict=True)}
 
     def _pull_back(self, found: dict[Key, list[Term]]) -> None:
@@ -190,25 +192,35 @@ class RecordedGraph:
         for name, term in parameter_terms(self._recorder.derived, terms, self._parameters):
             found.setdefault(name, []).append(term)
 
-    def _loop(self, found: dict[Key, list[Term]], outputs: range) -> None:
-        """One backward pass for each sample and output, for the parameters that need it."""
+    def looped(self, outputs: range, samples: Sequence[int], *, z: Tensor) -> dict[str, Tensor]:
+        """Return rows by one backward pass for each sample and output, for the plan's loops.
+
+        A pass begins at z, with the sample's own slope alone: through the loss of all, another
+        sample's slope that is not finite would come in as 0 × NaN.
+
+        Args:
+            z: the graph's own, or that of a call in which these samples are as in this one.
+        """
         looped = {name: self._parameters[name] for name in self._plan.loops}
-        leaves = asked_for(self.value, looped, self._parameters)
+        leaves = asked_for(z, looped, self._parameters)
         arrays = {
-            name: torch.zeros(self.samples, len(outputs), *p.shape, dtype=p.dtype, device=p.device)
+            name: torch.zeros(len(samples), len(outputs), *p.shape, dtype=p.dtype, device=p.device)
             for name, p in looped.items()
         }
-        for sample in range(self.samples):
-            for row, output in enumerate(outputs):
-                entry = self.value[sample, output]
-                one = torch.ones_like(entry)
-                rows = leaf_gradients(entry, leaves, one, leaves=leaves, keep_graph=True)
+        for column, output in enumerate(outputs):
+            values = self.value[:, output]
+            (slopes,) = gradients(values, [self.z], torch.ones_like(values), keep_graph=True)
+            if slopes is None:
+                continue
+            for row, sample in enumerate(samples):
+                cotangent = torch.zeros_like(slopes)
+                cotangent[sample] = slopes[sample]
+                rows = leaf_gradients(z, leaves, cotangent, leaves=leaves, keep_graph=True)
                 for name, array in arrays.items():
                     gradient = rows[name]
                     if gradient is not None:
-                        array[sample, row] = _dense(gradient)
-        for name, array in arrays.items():
-            found[name] = [Block(name, tuple(array.shape[2:]), array)]
+                        array[row, column] = _dense(gradient)
+        return arrays
 
     def _merged(self, name: str, terms: list[Term], num_outputs: int) -> Term:
         if not terms:

@@ -97,13 +97,23 @@ class PlannedModel:
             return RecordedGraph(self.model, plan, copied(arguments), head)
 
     def called_alone(
-        self, plan: Plan, arguments: dict[str, Any], index: int, sample: int
+        self,
+        plan: Plan,
+        arguments: dict[str, Any],
+        index: int,
+        sample: int,
+        *,
+        in_every_place: bool = False,
     ) -> Tensor | None:
-        """Return z of one sample of a shard; None where the model takes no sample alone."""
-        alone = {
-            name: value.narrow(plan.axes[name], sample, 1) if name in plan.axes else value
-            for name, value in arguments.items()
-        }
+        """Return z of one sample of a shard; None where the model takes no sample alone.
+
+        Args:
+            in_every_place: whether the shard keeps its shape, with this sample in all places.
+        """
+        alone = dict(arguments)
+        for name, dim in plan.axes.items():
+            value = arguments[name].narrow(dim, sample, 1)
+            alone[name] = value.expand_as(arguments[name]) if in_every_place else value
         self.model.restore_buffers()
         self.model.begin_stream(index)
         try:

@@ -53,6 +53,7 @@ from gradbox_engine.per_sample.planning.verify import (
     output_change,
     reference,
 )
+from gradbox_factors import Block
 
 Parameters = dict[str, Tensor]
 
@@ -136,11 +137,11 @@ class ShardRun:
         of_row = {} if outputs.start else self._checks.row
         alone = last and self._checks.alone
         if not (whole or of_row or alone):
-            return self.graph.terms(outputs, keep_graph=not last)
+            return self._graph_terms(outputs, keep_graph=not last)
         slopes = self._slopes()
         row = draw_row(self.graph.z, slopes, outputs, seed=self._seed) if of_row or alone else None
         in_graph = bool(whole) or (row is not None and not alone)
-        terms = self.graph.terms(outputs, keep_graph=in_graph or not last)
+        terms = self._graph_terms(outputs, keep_graph=in_graph or not last)
         if whole:
             wrong = self._compared(terms, whole, slopes, outputs)
             if wrong and self._used.made_on != self._index:
@@ -201,7 +202,7 @@ class ShardRun:
         if self.plan.loop_where_vectorised(why):
             self.graph.free()
             self.graph = self._graph()
-        return self.graph.terms(outputs, keep_graph=True)
+        return self._graph_terms(outputs, keep_graph=True)
 
     def _row_holds(
         self, row: DrawnRow, parameters: Parameters, terms: Terms, z: Tensor | None
@@ -251,6 +252,30 @@ class ShardRun:
                 f"itself; unchecked=('coupling',) takes the rows that the batch gives"
             )
         return None
+
+    def _graph_terms(self, outputs: range, *, keep_graph: bool) -> Terms:
+        """Return the terms of the shard's graph.
+
+        One backward pass a sample adds 0 × NaN where another sample is not finite in the model.
+        Rows that are not finite are taken again from a call with their own sample in every place.
+        """
+        terms = self.graph.terms(outputs, keep_graph=keep_graph)
+        arrays = {
+            name: term.array
+            for name, term in terms.items()
+            if name in self.plan.loops and isinstance(term, Block)
+        }
+        if not arrays or self.graph.samples == 1:
+            return terms
+        finite = [array.flatten(1).isfinite().all(1) for array in arrays.values()]
+        for sample in (~torch.stack(finite).all(0)).nonzero()[:, 0].tolist():
+            z = self._model.called_alone(
+                self.plan, self._arguments, self._index, sample, in_every_place=True
+            )
+            if z is not None and z.shape == self.graph.z.shape:
+                for name, row in self.graph.looped(outputs, [sample], z=z).items():
+                    arrays[name][sample] = row[0]
+        return terms
 
     def _terms_anew(self, outputs: range, *, last: bool) -> Terms:
         """Return the terms by a new plan, all compared."""
