@@ -25,6 +25,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from gradbox.errors import ServiceUnavailable, Unauthorized
+from gradbox.written_files import read_written
 
 FILE: Final = "client.toml"
 DATA: Final = "gradbox-data"
@@ -132,10 +133,10 @@ def read_settings(path: Path) -> ClientSettings | None:
         Unauthorized: it is there and cannot be used.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(read_written(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise Unauthorized(f"{path}: expected a readable TOML file, got: {error}") from None
     url, token = document.get("url"), document.get("token")
     if not isinstance(url, str) or not isinstance(token, str):

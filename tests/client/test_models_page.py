@@ -233,7 +233,7 @@ def test_a_reload_brings_a_new_model(at_box: TestBox, folder: Path) -> None:
     models.write_text(models.read_text() + "[models.gone]\n")
     with at_box.client() as client:
         (error,) = client.reload_models(timeout_s=60).errors.values()
-    assert "expected TOML, got a syntax error" in error
+    assert "expected TOML, got: " in error
 
 
 def test_only_the_owner_reloads(at_box: TestBox) -> None:

@@ -86,12 +86,18 @@ def test_nobody_else_reads_the_kept_token(elsewhere: dict[str, str]) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["client.toml"]
 
 
-@pytest.mark.parametrize("text", ["url = ", 'url = "http://box"', "\x00"])
-def test_a_file_that_cannot_be_used_is_named(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [b"url = ", b'url = "http://box"', b"\x00", b"\xff"])
+def test_a_file_that_cannot_be_used_is_named(text: bytes, tmp_path: Path) -> None:
     path = tmp_path / "client.toml"
-    path.write_text(text)
+    path.write_bytes(text)
     with pytest.raises(Unauthorized, match=r"client\.toml"):
         read_settings(path)
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "client.toml"
+    path.write_text('url = "http://box"\ntoken = "t"\n', encoding="utf-8-sig")
+    assert read_settings(path) == ClientSettings(url="http://box", token="t")
 
 
 def test_a_token_does_not_show_where_settings_are_printed() -> None:

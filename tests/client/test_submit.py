@@ -186,6 +186,11 @@ def test_the_job_file_in_the_docs_is_a_job(folder: Path) -> None:
     assert prepared.spec.model == "minilm"  # type: ignore[union-attr]
 
 
+def test_a_byte_order_mark_is_no_error(folder: Path) -> None:
+    text = '\ufeffmodel = "mlp"\ninputs = "shard2.npy"\nloss = "mse"\n'
+    assert read_job(Path(job_file(folder, text))).model == "mlp"
+
+
 GOOD = 'model = "mlp"\ninputs = "shard2.npy"\n'
 
 

@@ -9,6 +9,7 @@ import pytest
 from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.models import read_models_file
 from gradbox_worker.models.models_file import gpus_of_a_device
+from gradbox_worker.models.register import holds
 
 
 def write(folder: Path, text: str) -> Path:
@@ -73,6 +74,27 @@ def test_kwargs_that_run_or_unpickle_downloads_are_refused(
 def test_a_missing_file_says_which_option_names_one(tmp_path: Path) -> None:
     with pytest.raises(ModelsFileError, match="--models"):
         read_models_file(tmp_path / "none.toml")
+
+
+ACCENTED = '# Müller\n[models.m]\nbuilder = "hf"\nsource = "org/name"\n'
+
+
+@pytest.mark.parametrize(("encoding", "byte"), [("latin-1", "0xfc"), ("utf-16", "0xff")])
+def test_a_file_that_is_not_utf_8_says_where(tmp_path: Path, encoding: str, byte: str) -> None:
+    path = tmp_path / "models.toml"
+    path.write_bytes(ACCENTED.encode(encoding))
+    says = f"expected TOML, got: in line 1 the byte {byte}, which is not UTF-8; save the file"
+    with pytest.raises(ModelsFileError, match=says):
+        read_models_file(path)
+    with pytest.raises(ModelsFileError, match=says):
+        holds(path, "m")
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "models.toml"
+    path.write_bytes(ACCENTED.encode("utf-8-sig"))
+    assert list(read_models_file(path)) == ["m"]
+    assert holds(path, "m")
 
 
 def test_a_device_has_the_gpus_of_the_model_that_wants_most(tmp_path: Path) -> None:

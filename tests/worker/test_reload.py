@@ -136,9 +136,14 @@ def test_a_file_with_a_mistake_leaves_the_models_as_they_are(
 ) -> None:
     before = presence(box)
     text = box.models_file.read_text()
-    box.models_file.write_text(text + "[models.x]\nbuilder = 'tf'\n")
-    after = reload(box)
-    assert after.models == before.models
-    assert "models.x.builder: expected one of hf" in after.reload_error
+    mistakes = {
+        "[models.x]\nbuilder = 'tf'\n": "models.x.builder: expected one of hf",
+        "# Müller\n": "the byte 0xfc, which is not UTF-8",
+    }
+    for mistake, says in mistakes.items():
+        box.models_file.write_text(text + mistake, encoding="latin-1")
+        after = reload(box)
+        assert after.models == before.models
+        assert says in after.reload_error
     box.models_file.write_text(text)
     assert reload(box).reload_error == ""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+from gradbox.written_files import read_written
 from gradbox_worker.errors import ModelsFileError
 
 Builder = Literal["hf", "torchvision", "timm", "python"]
@@ -71,19 +72,17 @@ def read_models_file(path: Path) -> dict[str, ModelEntry]:
     """Read a models file; the entries come in the file's order.
 
     Raises:
-        ModelsFileError: no such file, not TOML, an unknown key, or a value of the wrong kind.
+        ModelsFileError: no such file, not TOML, not UTF-8, an unknown key, or a wrong value.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(read_written(path))
     except OSError as error:
         raise ModelsFileError(
             f"{path}: expected a models file, got {error.strerror}; "
             f"write one, or name another with --models"
         ) from None
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ModelsFileError(f"{path}: expected TOML, got a syntax error: {error}") from None
+    except ValueError as error:
+        raise ModelsFileError(f"{path}: expected TOML, got: {error}") from None
     _refuse_unknown(f"{path}", document, ("models",))
     tables = document.get("models", {})
     if not isinstance(tables, dict) or not tables:

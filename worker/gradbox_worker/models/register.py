@@ -11,6 +11,7 @@ from typing import Any
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
+from gradbox.written_files import read_written
 from gradbox_worker.errors import ModelsFileError
 from gradbox_worker.models.models_file import ModelEntry, Registered, read_entry
 
@@ -65,7 +66,7 @@ def write_table(models: Path, name: str, table: Mapping[str, Any]) -> None:
     """Add a block, or replace the values of the one of this name.
 
     Raises:
-        ModelsFileError: the file is not TOML.
+        ModelsFileError: the file is not TOML in UTF-8.
         OSError: it cannot be written.
     """
     document = _document(models)
@@ -92,11 +93,11 @@ def note_registered(models: Path, found: Mapping[str, Registered]) -> None:
 
 def _document(models: Path) -> tomlkit.TOMLDocument:
     try:
-        return tomlkit.parse(models.read_text(encoding="utf-8"))
+        return tomlkit.parse(read_written(models))
     except FileNotFoundError:
         return tomlkit.document()
-    except TOMLKitError as error:
-        raise ModelsFileError(f"{models}: expected TOML, got a syntax error: {error}") from None
+    except (TOMLKitError, ValueError) as error:
+        raise ModelsFileError(f"{models}: expected TOML, got: {error}") from None
 
 
 def _write(models: Path, text: str) -> None:

@@ -20,6 +20,7 @@ from gradbox.computations import (
     PerSampleGradient,
 )
 from gradbox.errors import InvalidJob
+from gradbox.written_files import read_written
 
 KINDS: Final[Mapping[str, type[Computation]]] = {
     "gradient": Gradient,
@@ -52,10 +53,10 @@ def read_job(path: Path) -> Computation:
         InvalidJob: it is no job; the message names the file and the key.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(read_written(path))
     except OSError as error:
         raise InvalidJob(f"{path}: expected a job file, got: {error.strerror}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except ValueError as error:
         raise InvalidJob(f"{path}: expected TOML, got: {error}") from None
     try:
         return _computation(document, files=Files(path.parent))
