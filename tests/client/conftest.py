@@ -47,6 +47,7 @@ def write_models(path: Path, *, minilm: bool = False) -> Path:
         "remembering",
         "counting",
         "cut",
+        "oddly_named",
     ):
         source = json.dumps(f"{HERE / 'zoo.py'}:{name}")
         entries.append(f'[models.{name}]\nbuilder = "python"\nsource = {source}\n')

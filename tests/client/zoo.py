@@ -189,3 +189,22 @@ class Counting(nn.Module):
 def counting() -> nn.Module:
     torch.manual_seed(0)
     return Counting()
+
+
+class OddlyNamed(nn.Module):
+    """Layers whose names look like patterns, like inputs, and like parts of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("N[C]*?", "NC*x", "inputs", "loss", "loss_inputs"):
+            self.add_module(name, nn.Linear(3, 3, bias=False, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.children():
+            x = layer(x).tanh() + y
+        return x
+
+
+def oddly_named() -> nn.Module:
+    torch.manual_seed(0)
+    return OddlyNamed()

@@ -71,7 +71,7 @@ def check_wrt(
     inputs = _differentiable_inputs(spec, tensors)
     for glob in spec.wrt:
         if not matches_parameter(glob, parameters) and not any(
-            fnmatchcase(name, glob) for name in inputs
+            name == glob or fnmatchcase(name, glob) for name in inputs
         ):
             raise InvalidInputs(
                 f"wrt: {glob!r} matches no parameter or module of model {model.name!r}, no "
@@ -94,8 +94,14 @@ def check_input_gradients(spec: SharedSpec, *, tensors: TensorHeaders) -> None:
 
 
 def matches_parameter(glob: str, parameters: Sequence[str]) -> bool:
-    """Whether a glob matches a parameter's name, or that of a module that holds one."""
-    return any(fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*") for name in parameters)
+    """Whether a glob is or matches a parameter's name, or that of a module that holds one."""
+    return any(
+        name == glob
+        or name.startswith(f"{glob}.")
+        or fnmatchcase(name, glob)
+        or fnmatchcase(name, f"{glob}.*")
+        for name in parameters
+    )
 
 
 def near_misses(glob: str, parameters: Sequence[str], others: Sequence[str] = ()) -> str:

@@ -25,7 +25,7 @@ from gradbox_engine.requests import (
     Silent,
 )
 
-NOTHING = Selection({}, ())
+NOTHING = Selection({}, {})
 """No parameter of G is differentiated."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -20,14 +20,22 @@ ALL = "*"  # every parameter, of a model without any none
 
 @dataclass(frozen=True)
 class Selection:
-    """Parameters by their first name in `named_parameters`, and patterns over input names."""
+    """Parameters by their first name in `named_parameters`, and patterns over input names.
+
+    Each pattern says whether it must match an input: not where it matches parameters too, those of
+    a module that is called "inputs".
+    """
 
     parameters: dict[str, nn.Parameter]
-    input_patterns: tuple[str, ...]
+    input_patterns: dict[str, bool]
 
 
 def select(
-    model: nn.Module, wrt: Sequence[str] | None, *, others: Collection[str] = ()
+    model: nn.Module,
+    wrt: Sequence[str] | None,
+    *,
+    others: Collection[str] = (),
+    every_input: bool = False,
 ) -> Selection:
     """Resolve `wrt` against the model.
 
@@ -36,11 +44,12 @@ def select(
     other tensors, as torchao's quantised ones.
 
     Args:
-        wrt: shell patterns over names of parameters, and of modules, which stand for all
-            parameters below them; `*` also crosses dots. Or "inputs.NAME". None selects every
-            floating-point parameter.
+        wrt: names of parameters, and of modules, which stand for all parameters below them; or
+            shell patterns over such names, in which `*` also crosses dots. Or "inputs.NAME". None
+            selects every floating-point parameter.
         others: names that a pattern may match without selecting anything here: the loss's own
             parameters, whose gradients always come back.
+        every_input: select all inputs where `wrt` names none.
 
     Raises:
         BadInputs: a module has no parameters yet.
@@ -57,20 +66,20 @@ def select(
             by_name[name] = parameter
             if first == name:
                 firsts[name] = parameter
-    if wrt is None:
-        return Selection(firsts, ())
-    selected: set[str] = set()
-    for pattern in wrt:
+    selected: set[str] = set(firsts) if wrt is None else set()
+    input_patterns: dict[str, bool] = {}
+    for pattern in wrt or ():
+        matched = {first_names[id(by_name[name])] for name in _matching(pattern, by_name)}
         if pattern.startswith(INPUTS):
-            continue
-        matched = {first_names[id(p)] for name, p in by_name.items() if _names(pattern, name)}
-        if not matched and pattern != ALL and not any(_names(pattern, name) for name in others):
+            input_patterns[pattern.removeprefix(INPUTS)] = not matched
+        elif not matched and pattern != ALL and not _matching(pattern, others):
             raise UnknownParameter(_no_match(pattern, by_name))
         selected |= matched
+    if every_input and not any(input_patterns.values()):
+        input_patterns[ALL] = True
     # In the model's order, whatever the order of the patterns.
     parameters = {name: p for name, p in firsts.items() if name in selected}
-    patterns = tuple(p.removeprefix(INPUTS) for p in wrt if p.startswith(INPUTS))
-    return Selection(parameters, patterns)
+    return Selection(parameters, input_patterns)
 
 
 def refuse_uninitialised(model: nn.Module) -> None:
@@ -88,11 +97,16 @@ def refuse_uninitialised(model: nn.Module) -> None:
             )
 
 
-def matched_inputs(groups: Sequence[Group], patterns: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def matched_inputs(
+    groups: Sequence[Group], patterns: Mapping[str, bool]
+) -> dict[str, tuple[str, ...]]:
     """Return which arguments of which group the patterns name, as the first shards tell.
 
+    Args:
+        patterns: as in a `Selection`.
+
     Raises:
-        UnknownParameter: a pattern matches no floating-point argument.
+        UnknownParameter: a pattern that must match a floating-point argument matches none.
     """
     if not patterns:
         return {group.name: () for group in groups}
@@ -104,8 +118,9 @@ def matched_inputs(groups: Sequence[Group], patterns: Sequence[str]) -> dict[str
         ]
         for group in groups
     }
-    for pattern in patterns:
-        if not any(_matches(g, name, [pattern]) for g, names in known.items() for name in names):
+    for pattern, needed in patterns.items():
+        found = any(_matches(g, name, [pattern]) for g, names in known.items() for name in names)
+        if needed and not found:
             raise UnknownParameter(
                 f"wrt: expected {INPUTS + pattern!r} to match a floating-point argument, got none; "
                 f"there are {known}"
@@ -113,9 +128,14 @@ def matched_inputs(groups: Sequence[Group], patterns: Sequence[str]) -> dict[str
     return {g: tuple(n for n in names if _matches(g, n, patterns)) for g, names in known.items()}
 
 
-def _names(pattern: str, parameter: str) -> bool:
-    """Whether a pattern matches a parameter's name, or that of a module which it is in."""
-    return fnmatchcase(parameter, pattern) or fnmatchcase(parameter, f"{pattern}.*")
+def _matching(pattern: str, names: Collection[str]) -> list[str]:
+    """Return the names that a pattern is, or that are in a module of this name.
+
+    Only where there are none is it read as a pattern: names may have `[`, `]`, `?` and `*`.
+    """
+    exact = [name for name in names if name == pattern or name.startswith(f"{pattern}.")]
+    below = f"{pattern}.*"
+    return exact or [n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, below)]
 
 
 def _no_match(pattern: str, by_name: dict[str, nn.Parameter]) -> str:
@@ -129,8 +149,9 @@ def _no_match(pattern: str, by_name: dict[str, nn.Parameter]) -> str:
     )
 
 
-def _matches(group: str, name: str, patterns: Sequence[str]) -> bool:
+def _matches(group: str, name: str, patterns: Collection[str]) -> bool:
     return any(
-        fnmatchcase(name, pattern) or fnmatchcase(f"{group}.{name}", pattern)
+        full == pattern or fnmatchcase(full, pattern)
         for pattern in patterns
+        for full in (name, f"{group}.{name}")
     )

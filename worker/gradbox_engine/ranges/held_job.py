@@ -98,7 +98,8 @@ def held_job(
     Raises:
         EngineError: see `errors`.
     """
-    selection = select(model, wrt, others=loss_parameters)
+    every_input = "input_grads" in returns
+    selection = select(model, wrt, others=loss_parameters, every_input=every_input)
     registered = places_of(model)
     with prepared(model, groups, selection, CallOptions(**options)) as ready:
         sums_bytes = GradientSums(selection.parameters).expected_bytes()

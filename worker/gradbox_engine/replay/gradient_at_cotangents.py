@@ -82,6 +82,7 @@ def gradient_at_cotangents(
     *,
     wrt: Sequence[str] | None = None,
     retain: Retain = 0,
+    input_grads: bool = False,
     observer: Observer | None = None,
     checkpoints: Checkpoints | None = None,
     **options: Unpack[CallKeywords],
@@ -97,6 +98,7 @@ def gradient_at_cotangents(
             other than `wrt` are not used. Those of shards without a cotangent stay.
         wrt: what is differentiated; see `set_gradient`.
         retain: memory in bytes for graphs, where the first pass has to run again.
+        input_grads: differentiate by every input where `wrt` names none.
         observer: called before each shard; may raise to stop the job.
         checkpoints: where the state of a long replay is written, and read when it begins again.
 
@@ -107,7 +109,7 @@ def gradient_at_cotangents(
     """
     call_options = CallOptions(**options).without_penalties("gradient_at_cotangents")
     observer = observer or Silent()
-    selection = select(model, wrt)
+    selection = select(model, wrt, every_input=input_grads)
     sums = GradientSums(selection.parameters)
     with prepared(model, groups, selection, call_options) as ready:
         clock = PhaseTimer(*ready.devices)
@@ -137,7 +139,7 @@ def gradient_at_cotangents(
                 after_shard=partial(checkpoint.after_second_call, records),
             )
         grads = sums.named()
-        input_grads, unreached_inputs = collect(
+        found_inputs, unreached_inputs = collect(
             groups, ready.inputs, replayed.input_grads, device=ready.device
         )
     return CotangentGradient(
@@ -147,7 +149,7 @@ def gradient_at_cotangents(
         replayed=replayed.num_replayed,
         replay_difference=replayed.difference,
         seconds=clock.seconds,
-        input_grads=input_grads or None,
+        input_grads=found_inputs or None,
     )
 
 

@@ -76,8 +76,8 @@ def set_gradient(
         wrt: patterns over parameter names, and "inputs.NAME"; None is every floating-point
             parameter, whatever its `requires_grad`.
         retain: memory in bytes for graphs kept from the first pass, or "auto": what is free.
-        returns: what to give back beside the gradients, of "buffers", "outputs", "cotangents".
-            Gradients of inputs come back where `wrt` names inputs.
+        returns: what to give back beside the gradients, of "buffers", "outputs", "cotangents", and
+            "input_grads": those of the inputs that `wrt` names, which come in any case, or of all.
         observer: told before each shard; may raise to stop the job.
         checkpoints: where the state of a long job is written, and read when it begins again.
         options: how the model is called, see `CallOptions`.
@@ -88,7 +88,8 @@ def set_gradient(
     """
     call_options = CallOptions(**options)
     observer = observer or Silent()
-    selection = select(model, wrt, others=objective.parameters)
+    every_input = "input_grads" in returns
+    selection = select(model, wrt, others=objective.parameters, every_input=every_input)
     refuse_shared_names(selection.parameters, objective)
     with prepared(model, groups, selection, call_options) as ready:
         clock = PhaseTimer(*ready.devices)

@@ -17,7 +17,7 @@ from gradbox.errors import InvalidInputs
 from gradbox.protocol import CotangentsLoss, GradientSpec, Receipt
 from gradbox_engine import CotangentGradient, FirstOutputs, gradient_at_cotangents
 from gradbox_engine.model.calling.outputs import BARE, Outputs
-from gradbox_worker.computations.engine_inputs import TensorSource, differentiated
+from gradbox_worker.computations.engine_inputs import TensorSource
 from gradbox_worker.computations.job import Computed, LoadedJob
 from gradbox_worker.computations.sections import input_gradients, section
 
@@ -38,8 +38,9 @@ def compute(job: LoadedJob, spec: GradientSpec, loss: CotangentsLoss) -> Compute
         first or first_outputs(job.work.earlier_result, loss.forward, job.device),
         seed=spec.seed,
         mode=spec.mode,
-        wrt=differentiated(spec),
+        wrt=spec.wrt,
         retain=spec.retain,
+        input_grads="input_grads" in spec.returns,
         precision=spec.precision,
         output=spec.output,
         readout=job.readout,

@@ -116,14 +116,6 @@ def model_penalties(
     ]
 
 
-def differentiated(spec: GradientSpec) -> list[str] | None:
-    """Return what the engine is to differentiate: `wrt`, and the inputs if they are asked for."""
-    wants_inputs = "input_grads" in spec.returns
-    if not wants_inputs or any(glob.startswith("inputs.") for glob in spec.wrt or ()):
-        return spec.wrt
-    return [*(spec.wrt or ["*"]), "inputs.*"]
-
-
 def gradient_loss(spec: GradientSpec, tensors: TensorSource, *, device: torch.device) -> Loss:
     """Return the loss with its inputs, and the leaves of both that want gradients.
 

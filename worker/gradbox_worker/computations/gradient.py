@@ -11,7 +11,6 @@ from gradbox_engine import SetGradient, set_gradient
 from gradbox_worker.computations import cotangents
 from gradbox_worker.computations.engine_inputs import (
     Loss,
-    differentiated,
     gradient_loss,
     model_penalties,
 )
@@ -30,7 +29,7 @@ def compute(job: LoadedJob, spec: GradientSpec) -> Computed:
         loss.objective,
         seed=spec.seed,
         mode=spec.mode,
-        wrt=differentiated(spec),
+        wrt=spec.wrt,
         precision=spec.precision,
         output=spec.output,
         readout=job.readout,

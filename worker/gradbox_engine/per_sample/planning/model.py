@@ -81,7 +81,7 @@ def callable_model(
         seed=seed, mode=mode, precision=precision, output=output, readout=readout, weights=weights
     )
     selection = select(model, wrt)
-    _refuse_inputs(selection.input_patterns)
+    _refuse_inputs([name for name, needed in selection.input_patterns.items() if needed])
     parameters: dict[str, Tensor] = dict(selection.parameters)
     _refuse_other_parameters(parameters)
     device = model_device(model)

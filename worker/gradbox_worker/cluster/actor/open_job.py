@@ -35,7 +35,6 @@ from gradbox_worker.cluster.exchange.array_buffers import TensorBuffer, as_buffe
 from gradbox_worker.cluster.exchange.sent_tensors import RangeJob, SentTensors
 from gradbox_worker.computations.engine_inputs import (
     built_readout,
-    differentiated,
     input_groups,
     mixed_inner,
     model_penalties,
@@ -249,7 +248,7 @@ def _held(
     return held_job(
         received.loaded.module,
         groups,
-        wrt=differentiated(spec),
+        wrt=spec.wrt,
         loss_parameters=job.loss_parameters,
         retain=spec.retain,
         returns=tuple(spec.returns),
