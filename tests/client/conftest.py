@@ -48,6 +48,8 @@ def write_models(path: Path, *, minilm: bool = False) -> Path:
         "counting",
         "cut",
         "oddly_named",
+        "spectrum",
+        "wide_spectrum",
     ):
         source = json.dumps(f"{HERE / 'zoo.py'}:{name}")
         entries.append(f'[models.{name}]\nbuilder = "python"\nsource = {source}\n')

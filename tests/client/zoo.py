@@ -208,3 +208,24 @@ class OddlyNamed(nn.Module):
 def oddly_named() -> nn.Module:
     torch.manual_seed(0)
     return OddlyNamed()
+
+
+class Spectrum(nn.Module):
+    """Complex outputs, of a real layer and a complex one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = nn.Linear(3, 3)
+        self.turn = nn.Parameter(torch.randn(3, 3, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.before(x).to(self.turn.dtype) @ self.turn
+
+
+def spectrum() -> nn.Module:
+    return Spectrum(torch.complex64)
+
+
+def wide_spectrum() -> nn.Module:
+    return Spectrum(torch.complex128)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import CotangentsLoss, GradientSpec, GraphLoss, ModelView, TensorRef
 from gradbox_service.admission.functions import check_loss, check_penalties
-from gradbox_service.admission.parameters import check_input_gradients, check_wrt
+from gradbox_service.admission.parameters import (
+    check_dtypes_of_gradients,
+    check_input_gradients,
+    check_wrt,
+)
 from gradbox_service.admission.references import (
     References,
     function_references,
@@ -44,6 +48,8 @@ def check(spec: GradientSpec, *, model: ModelView, tensors: TensorHeaders) -> No
     check_loss(spec)
     check_penalties(spec)
     check_wrt(spec, model=model, tensors=tensors, others=_loss_parameters(spec))
+    if "grads" in spec.returns:
+        check_dtypes_of_gradients(spec, model=model)
     if "input_grads" in spec.returns:
         check_input_gradients(spec, tensors=tensors)
 

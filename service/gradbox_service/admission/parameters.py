@@ -70,7 +70,7 @@ def check_wrt(
     parameters = model.parameter_names() + list(others)
     inputs = _differentiable_inputs(spec, tensors)
     for glob in spec.wrt:
-        if not matches_parameter(glob, parameters) and not any(
+        if not matching(glob, parameters) and not any(
             name == glob or fnmatchcase(name, glob) for name in inputs
         ):
             raise InvalidInputs(
@@ -93,15 +93,34 @@ def check_input_gradients(spec: SharedSpec, *, tensors: TensorHeaders) -> None:
         )
 
 
-def matches_parameter(glob: str, parameters: Sequence[str]) -> bool:
-    """Whether a glob is or matches a parameter's name, or that of a module that holds one."""
-    return any(
-        name == glob
-        or name.startswith(f"{glob}.")
-        or fnmatchcase(name, glob)
-        or fnmatchcase(name, f"{glob}.*")
-        for name in parameters
-    )
+def check_dtypes_of_gradients(spec: DifferentiatedSpec, *, model: ModelView) -> None:
+    """Check that a result can hold the gradients, each of its parameter's dtype.
+
+    Raises:
+        InvalidInputs: one is complex128, for which safetensors has no name.
+    """
+    too_wide = ("complex64", "complex128") if spec.widened else ("complex128",)
+    names = {view.name for view in model.parameters if view.dtype in too_wide}
+    if names and spec.wrt is not None:
+        known = model.parameter_names()
+        named = {name for glob in spec.wrt for name in matching(glob, known)}
+        names &= {model.tied.get(name, name) for name in named}
+    if names:
+        raise InvalidInputs(
+            f"wrt: expected gradients that safetensors can hold, got those of {sorted(names)}, "
+            f"which are complex128 at precision {spec.precision!r}; leave them out by wrt, or "
+            f"register the model with complex64, or with real parameters, by torch.view_as_real"
+        )
+
+
+def matching(glob: str, parameters: Sequence[str]) -> list[str]:
+    """Return the names that a glob is, or that are in a module of this name.
+
+    Only where there are none is it read as a glob: names may have `[`, `]`, `?` and `*`.
+    """
+    exact = [name for name in parameters if name == glob or name.startswith(f"{glob}.")]
+    below = f"{glob}.*"
+    return exact or [n for n in parameters if fnmatchcase(n, glob) or fnmatchcase(n, below)]
 
 
 def near_misses(glob: str, parameters: Sequence[str], others: Sequence[str] = ()) -> str:

@@ -11,7 +11,7 @@ from gradbox.protocol import (
     SampleSpec,
     TensorRef,
 )
-from gradbox_service.admission.parameters import check_shapes, matches_parameter, near_misses
+from gradbox_service.admission.parameters import check_shapes, matching, near_misses
 from gradbox_service.admission.references import (
     References,
     function_references,
@@ -80,7 +80,7 @@ def check_jacobian(spec: JacobianSpec, *, model: ModelView, tensors: TensorHeade
 def _check_wrt(spec: SampleSpec, *, model: ModelView) -> None:
     names = model.parameter_names()
     for glob in spec.wrt or ():
-        if not matches_parameter(glob, names):
+        if not matching(glob, names):
             raise InvalidInputs(
                 f"wrt: {glob!r} matches no parameter or module of model {model.name!r}, and a "
                 f"per-sample job differentiates by nothing else{near_misses(glob, names)}"

@@ -25,6 +25,11 @@ SWITCHED_ON: Final = (
     "a transformers model returns {field} where its block of models.toml has "
     "kwargs = {{output_{field} = true}}"
 )
+NOT_NUMBERS: Final = "anything else has no gradient: choose another part by output= or readout="
+FROM_COMPLEX: Final = (
+    "give the loss real and imaginary parts by readout=lambda output, inputs: "
+    "torch.view_as_real(output), of which torch.view_as_complex makes complex numbers again"
+)
 
 
 def choose(output: Any, choice: str | int | None) -> Any:
@@ -69,11 +74,11 @@ def as_outputs(value: Any, *, source: str) -> Outputs:
             f"output=, or compute one by readout="
         )
     for name, tensor in outputs.items():
-        real = isinstance(tensor, Tensor) and tensor.is_floating_point()
-        if not real:
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            is_complex = isinstance(tensor, Tensor) and tensor.is_complex()
             raise BadOutput(
                 f"z{name and f'[{name!r}]'}: expected a real floating-point tensor from the "
-                f"{source}, got {describe(tensor)}; anything else has no gradient"
+                f"{source}, got {describe(tensor)}; {FROM_COMPLEX if is_complex else NOT_NUMBERS}"
             )
     return outputs
 
