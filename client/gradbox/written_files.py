@@ -1,4 +1,8 @@
-"""The text of a file that a person wrote: models.toml, a job file, client.toml."""
+"""The text of a file that a person wrote: models.toml, a job file, client.toml.
+
+Some editors begin UTF-8 with a byte-order mark, which is no part of the text. Others save in the
+encoding of their system, in which there is no TOML.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from pathlib import Path
 
 
 def read_written(path: Path) -> str:
-    """Return the text, without the byte-order mark with which some editors begin it.
+    """Return the text, without a byte-order mark.
 
     Raises:
         OSError: the file cannot be read.

@@ -228,6 +228,18 @@ def test_a_tensor_that_is_written_to_while_it_is_sent_is_told_from_damage(twin: 
         client._send(submission)
 
 
+def test_a_constant_that_only_its_value_shows_is_refused_on_the_box(twin: TestBox) -> None:
+    def constant(z: Tensor) -> Tensor:
+        out = torch.zeros(2, dtype=z.dtype)
+        out[0] = z.detach().sum()
+        return out.sum()
+
+    with twin.client() as client:
+        job = client.submit(gradient(loss=constant))
+        with pytest.raises(InvalidInputs, match="loss: expected numbers that can be diff"):
+            job.result(60)
+
+
 @pytest.mark.parametrize("model", [torch.nn.Linear(5, 3), None, 3])
 def test_a_model_is_named(twin: TestBox, model: Any) -> None:
     expected = f"expected the name of a model on the box.*got '?{type(model).__name__}"

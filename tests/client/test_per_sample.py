@@ -345,6 +345,7 @@ BAD: dict[str, tuple[Callable[[], Computation], str]] = {
     "an input": (lambda: _bad(wrt=["inputs.0"]), "wrt: 'inputs.0'"),
     "a builtin": (lambda: _bad(loss=Builtin("info_nce")), "one number a sample"),
     "a mean": (lambda: _bad(loss=lambda z: z.mean()), "one number a sample"),
+    "a constant": (lambda: _bad(loss=_constant_on_the_box), "the loss: expected numbers that can"),
     "streams of samples": (
         lambda: _bad(streams="sample"),
         "streams: expected 'shard', got 'sample'",
@@ -394,6 +395,12 @@ class _Learned(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         return (self.scale * z).sum(1)
+
+
+def _constant_on_the_box(z: Tensor) -> Tensor:
+    out = torch.zeros(z.shape[0], dtype=z.dtype)
+    out[:] = z.detach().sum(1)  # from a graph that writes, tracing tells nothing
+    return out
 
 
 def _bad(**given: Any) -> Computation:

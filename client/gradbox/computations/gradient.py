@@ -12,7 +12,7 @@ from gradbox.computations.computation import Differentiated, Submission, checked
 from gradbox.computations.function_inputs import split_tensors_and_scalars, uploaded
 from gradbox.computations.loss_kinds import Builtin, Cotangents
 from gradbox.computations.penalty import Penalty
-from gradbox.computations.traced_function import traced
+from gradbox.computations.traced_function import check_derivative, traced
 from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.known_tensors import KnownTensors
 from gradbox.inputs.uploads import Uploads
@@ -103,10 +103,13 @@ class Gradient(Differentiated):
             loss: BuiltinLoss | GraphLoss = self._builtin_loss(self.loss, list(tensors), scalars)
         else:
             loss = GraphLoss(function=self._traced_loss(list(tensors), scalars, uploads))
+        inputs = uploaded(tensors, uploads, where="loss_inputs")
+        if isinstance(loss, GraphLoss) and not self.penalties:
+            check_derivative(loss.function, inputs)
         given = self.shared_fields(uploads) | {
             "computation": "gradient",
             "loss": loss,
-            "loss_inputs": uploaded(tensors, uploads, where="loss_inputs"),
+            "loss_inputs": inputs,
             "penalties": [penalty.spec(uploads) for penalty in _penalties(self.penalties)],
             "returns": listed(self.returns),
         }

@@ -10,7 +10,7 @@ from gradbox.arguments import explain_arguments
 from gradbox.computations.computation import Computation, Submission, checked, globs, listed
 from gradbox.computations.function_inputs import split_tensors_and_scalars, uploaded
 from gradbox.computations.loss_kinds import Builtin, job_id_of
-from gradbox.computations.traced_function import traced
+from gradbox.computations.traced_function import check_derivative, traced
 from gradbox.errors import InvalidInputs, InvalidJob
 from gradbox.inputs.known_tensors import KnownTensors
 from gradbox.inputs.uploads import Uploads
@@ -153,10 +153,12 @@ class PerSampleGradient(PerSample):
         function = traced(
             self.loss, uploads, what="loss", positional=1, arguments=list(tensors), options=scalars
         )
+        inputs = uploaded(tensors, uploads, where="loss_inputs")
+        check_derivative(function, inputs)
         fields = self.shared_fields(uploads) | {
             "computation": "per_sample_gradient",
             "loss": GraphLoss(function=function),
-            "loss_inputs": uploaded(tensors, uploads, where="loss_inputs"),
+            "loss_inputs": inputs,
             "against_loss_inputs": uploaded(
                 others, uploads, where=f"group {self.against_group!r}: loss_inputs"
             ),

@@ -84,6 +84,8 @@ REFUSED = {
         r"inner: expected .* got .*\(3,\)",
     ),
     "outer with many values": ({"outer": lambda dfdz: dfdz.sum(0)}, LossNotScalar, "outer: exp"),
+    "inner that is constant": ({"inner": lambda v, y: v.detach().sum()}, BadInputs, "inner: exp"),
+    "outer that is constant": ({"outer": lambda dfdz: torch.ones(())}, BadInputs, "outer: exp"),
     "outer without a value": (
         {"outer": lambda dfdz: dfdz.sum().log() * torch.nan},
         LossNotFinite,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine import Group, Objective, SetGradient, set_gradient, shard_stream
+from gradbox_engine import BadInputs, Group, Objective, SetGradient, set_gradient, shard_stream
 from tests import case_models
 from tests.cases import CASES
 from tests.device import same_bits
@@ -57,10 +57,20 @@ def test_a_loss_flat_in_z_reaches_the_parameters_all_the_same():
     assert unreached == ()
 
 
-def test_a_loss_that_does_not_read_z_reaches_nothing():
-    order, unreached = _seen(lambda z: torch.ones(()))
-    assert order == [0, 1, 2, 3]
-    assert unreached == ("linear.weight", "linear.bias")
+def test_a_loss_that_reads_its_own_parameters_alone_reaches_none_of_the_models():
+    scale = torch.ones(())
+    objective = Objective(lambda z: scale * z.detach().sum(), parameters={"loss.scale": scale})
+    result = set_gradient(_Recording(), [Group("z", _numbered(2))], objective)
+    assert result.unreached == ("linear.weight", "linear.bias")
+    assert result.grads["loss.scale"] == result.loss
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda z: torch.ones(()), lambda z: z.detach().sum(), lambda z: z.argmax().double()]
+)
+def test_a_loss_without_a_derivative_is_refused_as_backward_refuses_it(loss):
+    with pytest.raises(BadInputs, match="loss: expected numbers that can be differentiated"):
+        _seen(loss)
 
 
 def test_a_group_that_the_loss_does_not_read_is_not_replayed():

@@ -17,7 +17,7 @@ from gradbox_engine.model.calling.blame import blaming
 from gradbox_engine.model.calling.outputs import Outputs, as_z, wide_leaves
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.calling.shard_rng import shard_stream
-from gradbox_engine.replay.cotangents import moved, real_number
+from gradbox_engine.replay.cotangents import moved, real_number, refuse_constant
 from gradbox_engine.requests import Objective
 
 STREAM = 2
@@ -57,6 +57,7 @@ class Inner:
         """Return a = ∂inner/∂v by output name, without outputs that `inner` does not depend on.
 
         Raises:
+            BadInputs: `inner` is a constant.
             ModelCallFailed: `inner` raised.
             LossNotScalar: it returned anything but one real number.
         """
@@ -90,7 +91,9 @@ class Inner:
                 name: moved(value, self._device, widened=self._widened)
                 for name, value in self._objective.inputs.items()
             }
-            return real_number(self._objective.function(v=as_z(leaves), **inputs), called="inner")
+            value = self._objective.function(v=as_z(leaves), **inputs)
+            refuse_constant(real_number(value, called="inner"), called="inner")
+            return value
 
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:

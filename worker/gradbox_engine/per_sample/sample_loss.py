@@ -27,6 +27,7 @@ from torch import Tensor
 
 from gradbox_engine.errors import BadReduction, BadSampleLoss
 from gradbox_engine.per_sample.backward import RecordedGraph
+from gradbox_engine.replay.cotangents import refuse_constant
 from gradbox_factors import Block, Convolution, Lookup, Outer, Positions, Term, Total
 from gradbox_factors.term import Identity, identity, wide
 
@@ -108,6 +109,8 @@ class SampleLoss:
                 f"the loss: expected one number a sample, shape ({z.shape[0]},), got {got}; do not "
                 "sum or average over samples"
             )
+        if z.requires_grad and torch.is_grad_enabled():
+            refuse_constant(losses, called="the loss")
         return losses[:, None]
 
 

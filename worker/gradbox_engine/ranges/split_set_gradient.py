@@ -147,5 +147,5 @@ def _differentiated(
             device=device,
             seed=options.seed,
             widened=options.widened,
-            penalty=float(penalties.sum()) if len(penalties) else 0.0,
+            penalty=float(penalties.sum()) if len(penalties) else None,
         )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradbox_engine.errors import LossNotFinite, LossNotScalar
+from gradbox_engine.errors import BadInputs, LossNotFinite, LossNotScalar
 from gradbox_engine.model.calling.blame import blaming
 from gradbox_engine.model.calling.outputs import Outputs, as_z, describe, wide_leaves
 from gradbox_engine.model.calling.shard_feed import Position
@@ -50,7 +50,7 @@ def differentiate(
     device: torch.device,
     seed: int,
     widened: bool,
-    penalty: float = 0.0,
+    penalty: float | None = None,
     called: str = "loss",
 ) -> LossDerivatives:
     """Evaluate g at Z and differentiate it there.
@@ -59,11 +59,12 @@ def differentiate(
 
     Args:
         outputs: by group, Z in the shards' order; g gets it in float32 or wider.
-        penalty: what the shards' penalties add to L.
+        penalty: what the shards' penalties add to L; None where there are none.
         widened: whether floating-point extras and parameters become float64 too.
         called: what messages call g.
 
     Raises:
+        BadInputs: g is a constant, and there are no penalties.
         ModelCallFailed: g raised.
         LossNotScalar: g returned anything but one real floating-point number.
         LossNotFinite: that number is NaN or infinite.
@@ -82,7 +83,9 @@ def differentiate(
         seen = {group: ordered(named, by_name[group]) for group, named in leaves.items()}
         inputs = {name: moved(v, device, widened=widened) for name, v in objective.inputs.items()}
         loss = _evaluate(objective, {group: as_z(named) for group, named in seen.items()}, inputs)
-        value = finite_number(loss, penalty, called=called)
+        value = finite_number(loss, penalty or 0.0, called=called)
+        if penalty is None:
+            refuse_constant(loss, called=called)
         flat = [z for named in leaves.values() for z in named.values()]
         gradients = iter(_gradients(loss, [*flat, *objective.parameters.values()]))
     cotangents = {g: {name: next(gradients) for name in named} for g, named in leaves.items()}
@@ -145,6 +148,20 @@ def real_number(value: Any, *, called: str) -> Tensor:
         f"{called}: expected a tensor with one real floating-point entry, got {describe(value)}; "
         f"reduce it, by .mean() or .sum()"
     )
+
+
+def refuse_constant(value: Tensor, *, called: str) -> None:
+    """Check that a function's value has a graph, as `backward` does.
+
+    Raises:
+        BadInputs: it depends neither on outputs of the model nor on anything else that is trained.
+    """
+    if not value.requires_grad:
+        raise BadInputs(
+            f"{called}: expected numbers that can be differentiated by the model's outputs, got a "
+            f"constant: detach(), argmax, comparisons, integers and torch.no_grad() cut the path; "
+            f"compute it from the outputs by functions that have a derivative"
+        )
 
 
 def _filled(named: Mapping[str, Tensor | None], like: Outputs) -> Outputs:

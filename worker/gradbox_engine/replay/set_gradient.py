@@ -191,6 +191,6 @@ def _result(
     )
 
 
-def _total(values: Sequence[Tensor]) -> float:
-    """Return the sum of 0-dim tensors; waits for the device once."""
-    return float(torch.stack([value.double() for value in values]).sum()) if values else 0.0
+def _total(values: Sequence[Tensor]) -> float | None:
+    """Return the sum of 0-dim tensors, None of none; waits for the device once."""
+    return float(torch.stack([value.double() for value in values]).sum()) if values else None
