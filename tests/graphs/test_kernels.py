@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -34,6 +36,7 @@ PREPARED = [
     {"op": "placeholder", "name": "t", "target": "t"},
     call("operator.getitem", NODE_Z, {"slice": [0, 0, None]}, name="none"),
     call("narrow", NODE_Z, 1, 0, 0, op="call_method", name="sideless"),
+    call("int", T, op="call_method", name="short"),
 ]
 TRUSTING = {
     "a label above the classes": ([9, 0], call(N + "multi_margin_loss", NODE_Z, T)),
@@ -117,6 +120,17 @@ TRUSTING = {
         [-(2**63), -1],
         call("div_", T, -1, op="call_method", rounding_mode="trunc"),
     ),
+    "a multiple of the lowest integer": ([-(2**63), 6], call("torch.lcm", T, T)),
+    "a multiple of the lowest of 32 bits": (
+        [-(2**31), 6],
+        call("lcm_", {"node": "short"}, {"node": "short"}, op="call_method"),
+    ),
+    "tuples of a length that a tensor holds": (
+        65,
+        call("torch.combinations", NODE_Z, r=T, with_replacement=True),
+    ),
+    "tuples without end": ([0], call("torch.combinations", T, 10_000, True)),
+    "dimensions without end": ([0], call("torch.tensordot", NODE_Z, NODE_Z, dims=2**40)),
     "a negative padding": ([0], call(N + "pad", NODE_Z, [-(2**62), 2**62])),
 }
 
@@ -144,6 +158,21 @@ def test_a_median_reads_nothing_beyond_an_expanded_tensor(method: str, dim: int)
     memory = torch.arange(40.0)  # the first entries are the tensor's, the others somebody else's
     own = memory[:7] if dim == 0 else memory[:3, None]
     assert torch.equal(function(torch.ones(2, 2), own), own.flatten())
+
+
+def test_no_kernel_ends_the_process_over_integers_at_the_ends_of_their_dtypes() -> None:
+    program = [sys.executable, "-m", "tests.graphs.extreme_integers"]
+    done = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "done")
+
+
+def test_multiples_and_tuples_that_are_right_pass() -> None:
+    def function(n: torch.Tensor) -> torch.Tensor:
+        return torch.lcm(n, n.flip(0)).sum() + n.lcm(n[1]).sum() + torch.combinations(n, 3).sum()
+
+    n = torch.tensor([4, -6, 0, 2**40])
+    traced = trace(function, positional=1)
+    assert build(traced.graph, traced.tensors, device="cpu")(n) == function(n)
 
 
 def test_powers_medians_and_truncated_quotients_that_are_right_pass() -> None:

@@ -7,7 +7,7 @@ write. Each is refused, or computed in another way; all other calls go to the ke
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -26,13 +26,22 @@ def without_crashes(name: str, function: Callable[..., Any]) -> Callable[..., An
         return _laid_out(function)
     if kind in ("div", "div_", "divide", "divide_"):
         return _truncated(name, function)
+    if kind in ("lcm", "lcm_"):
+        return _without_lowest(name, function)
     if kind == "matrix_power":
         return _powered(name, function)
+    if kind == "combinations":
+        return _over_dims(name, function, place=1, key="r")
+    if kind == "tensordot":
+        return _over_dims(name, function, place=2, key="dims")
     if kind == "pdist":
         return _occupied(name, function, place=0, key="input", dim=0, what="rows")
     if kind == "lstsq":
         return _occupied(name, function, place=1, key="B", dim=-1, what="right-hand sides")
     return function
+
+
+MAX_DIMS: Final = 64  # as torch's kernels have it
 
 
 def as_number(value: Any) -> Any:
@@ -76,6 +85,42 @@ def _truncated(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                     "floating-point numbers, or integers above the lowest"
                 )
         return function(input, other, **kwargs)
+
+    return call
+
+
+def _without_lowest(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse the lowest integer: the kernel divides it by -1, its greatest divisor (SIGFPE)."""
+
+    def call(input: Any, other: Any, **kwargs: Any) -> Any:
+        dtype = torch.result_type(input, other)
+        if dtype in (torch.int32, torch.int64):
+            lowest = torch.iinfo(dtype).min
+            if any((torch.as_tensor(value).to(dtype) == lowest).any() for value in (input, other)):
+                raise GraphRefused(
+                    f"{name} is given {lowest}, whose multiples no {dtype} holds: give it integers "
+                    "above the lowest"
+                )
+        return function(input, other, **kwargs)
+
+    return call
+
+
+def _over_dims(
+    name: str, function: Callable[..., Any], *, place: int, key: str
+) -> Callable[..., Any]:
+    """Refuse a number of dimensions that no tensor has, before it is counted up to.
+
+    `combinations` makes a grid of one dimension for each place of a tuple, whose entries the meter
+    counts, and before it a view for each: the sizes of 10,000 would fill the memory. `tensordot`
+    lists the dimensions.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        num_dims = as_number(kwargs.get(key, args[place] if len(args) > place else 0))
+        if isinstance(num_dims, int) and num_dims > MAX_DIMS:
+            raise GraphRefused(f"{name} is given {key}={num_dims}: it is at most {MAX_DIMS}")
+        return function(*args, **kwargs)
 
     return call
 
