@@ -20,7 +20,7 @@ GIVE_UP_S = 60.0
 ANSWER_WITHIN_S = 5.0
 
 BARS: Mapping[str, float] = {
-    "device replaced": 3.0,
+    "device replaced": 6.0,
     "worker's job resumed": 25.0,
     "frozen worker's job resumed": 25.0,
     "service answering": 3.0,
