@@ -13,6 +13,8 @@ import torch
 
 from gradbox.errors import GraphRefused
 
+MAX_DIMS: Final = 64  # of a tensor that torch's kernels take
+
 
 def without_crashes(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of the allow-list, or a method, that never makes such a call.
@@ -39,9 +41,6 @@ def without_crashes(name: str, function: Callable[..., Any]) -> Callable[..., An
     if kind == "lstsq":
         return _occupied(name, function, place=1, key="B", dim=-1, what="right-hand sides")
     return function
-
-
-MAX_DIMS: Final = 64  # as torch's kernels have it
 
 
 def as_number(value: Any) -> Any:

@@ -68,8 +68,10 @@ def select(
                 firsts[name] = parameter
     selected: set[str] = set(firsts) if wrt is None else set()
     input_patterns: dict[str, bool] = {}
+    like_inputs = [name for name in by_name if name.startswith(INPUTS)]
     for pattern in wrt or ():
-        matched = {first_names[id(by_name[name])] for name in _matching(pattern, by_name)}
+        names = like_inputs if pattern.startswith(INPUTS) else by_name
+        matched = {first_names[id(by_name[name])] for name in _matching(pattern, names)}
         if pattern.startswith(INPUTS):
             input_patterns[pattern.removeprefix(INPUTS)] = not matched
         elif not matched and pattern != ALL and not _matching(pattern, others):
