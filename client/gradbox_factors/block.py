@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradbox_factors.hashing import Sketch
-from gradbox_factors.term import Term, wide
+from gradbox_factors.term import Term, row_squares, wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +51,7 @@ class Positions(Term):
         return (cotangent.T.reshape(-1) @ summed.flatten(0, 1)).view(self.shape)
 
     def squared_norm(self) -> Tensor:
-        summed = self._summed(wide(self.left)).double()
-        squared: Tensor = torch.linalg.vecdot(summed, summed).T
-        return squared
+        return row_squares(self._summed(wide(self.left))).T
 
     def write(self, out: Tensor, *, accumulate: bool) -> None:
         if accumulate:
@@ -136,12 +134,6 @@ class Zero(Term):
 
     def squared_norm(self) -> Tensor:
         return self.empty.double().sum(2)
-
-    def add_gram(self, gram: Tensor, other: Term) -> None:
-        """Add nothing."""
-
-    def add_gram_trace(self, gram: Tensor, other: Term) -> None:
-        """Add nothing."""
 
     def jvp(self, tangent: Tensor) -> Tensor:
         return self.empty.sum(2)

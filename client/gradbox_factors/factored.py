@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gradbox_factors.block import Block, Zero
 from gradbox_factors.dense_projection import Kind, projected, projection_of
-from gradbox_factors.gram import gram_bound, gram_of_pieces, gram_of_rows
-from gradbox_factors.sums import any_term, common_dtype, sum_of, zeros_beside
+from gradbox_factors.gram import gram_bound, gram_of, names_of_pairs
+from gradbox_factors.sums import any_term, common_dtype, joined, sum_of, zeros_beside
 from gradbox_factors.term import Term, identity, nearly_cancelled
 from gradbox_factors.total import Total
 
@@ -88,7 +88,7 @@ class Factored:
                 local = slice(inside.start - seen, inside.stop - seen)
                 parts.append(term.narrow(local, outputs).block())
             seen += term.samples
-        return _joined(parts, 0)[::step]
+        return joined(parts, 0)[::step]
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return the squared norm of every sample's row, by parameter, shape (B, Y), float64."""
@@ -111,28 +111,25 @@ class Factored:
     def gram_with(self, other: Factored, *, trace: bool = False) -> Tensor:
         """Return J J'ᵀ, shape (B, Y, B', Y'), or with `trace` Σ_y J_y J'_yᵀ, shape (B, B').
 
-        A pair of pieces at a time, as `gram` does it.
+        Made as `gram` is.
 
         Args:
             other: rows by the same parameters in the same order.
         """
-        grams = [
-            _joined(
-                [
-                    (gram_of_rows if mine or theirs else gram_of_pieces)(piece, beside, trace=trace)
-                    for beside, theirs in zip(other.pieces, other._cancelled, strict=True)
-                ],
-                -1,
-            )
-            for piece, mine in zip(self.pieces, self._cancelled, strict=True)
-        ]
-        gram = _joined(grams, 0 if trace else 1)
+        of_pairs = names_of_pairs(self.pieces, other.pieces)
+        cancelled = self._cancelled(of_pairs), other._cancelled(of_pairs)
+        gram = gram_of(self.pieces, other.pieces, of_pairs, cancelled, trace=trace)
         return gram if trace else gram.permute(1, 0, 3, 2)
 
+    def _cancelled(self, of_pairs: frozenset[str]) -> list[bool]:
+        """Return which pieces have rows so small that sums over pairs would lose their digits."""
+        if of_pairs not in self._found_cancelled:
+            self._found_cancelled[of_pairs] = [_nearly_cancels(p, of_pairs) for p in self.pieces]
+        return self._found_cancelled[of_pairs]
+
     @cached_property
-    def _cancelled(self) -> list[bool]:
-        """Of each piece, whether a row is so small that sums over pairs would lose its digits."""
-        return [_nearly_cancels(piece) for piece in self.pieces]
+    def _found_cancelled(self) -> dict[frozenset[str], list[bool]]:
+        return {}
 
     def jvp(self, tangents: Mapping[str, Tensor]) -> Tensor:
         """Return J v, shape (B, Y); a parameter that `tangents` lacks has tangent 0."""
@@ -165,11 +162,6 @@ class Factored:
         return torch.cat(
             [sum_of([projected(t.widened(), named) for t in p.values()]) for p in self.pieces]
         )
-
-
-def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Return `parts` as one tensor; the only one is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def squared_norms(terms: Mapping[str, Term]) -> dict[str, Tensor]:
@@ -206,12 +198,16 @@ def _is_narrow(term: Term) -> bool:
     return next(iter(term.tensors().values())).device.type != "mps"  # which has no float64
 
 
-def _nearly_cancels(piece: Mapping[str, Term]) -> bool:
-    bound = gram_bound(piece)
+def _nearly_cancels(piece: Mapping[str, Term], of_pairs: frozenset[str]) -> bool:
+    bound = gram_bound(piece, of_pairs)
     if bound is None:
         return False
-    squares = torch.stack(list(squared_norms(piece).values())).sum(0).T
-    return bool(nearly_cancelled(squares.to(bound.dtype), bound).any())
+    # The other parameters' squares only add to a row's, and may be dear.
+    for terms in ({name: term for name, term in piece.items() if name in of_pairs}, piece):
+        squares = torch.stack(list(squared_norms(terms).values())).sum(0).T
+        if not nearly_cancelled(squares.to(bound.dtype), bound).any():
+            return False
+    return True
 
 
 def summed_rows(term: Term, weights: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from gradbox_factors.slabs import cached_bytes, slabs
+
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -44,24 +46,30 @@ class Sketch:
         self, parameter: str, start: int, stop: int, columns: int, *, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Return bucket and sign of rows start:stop, shape (stop - start, columns)."""
-        row_bucket, row_sign = self.axis(parameter, 0, stop, device=device)
+        index = torch.arange(start, stop, device=device)
+        row_bucket, row_sign = _hashed(index, self.dim, self.seed, parameter, 0)
         bucket, sign = self.axis(parameter, 1, columns, device=device)
-        return (
-            (row_bucket[start:stop, None] + bucket) % self.dim,
-            row_sign[start:stop, None] * sign,
-        )
+        return (row_bucket[:, None] + bucket) % self.dim, row_sign[:, None] * sign
 
     def spread(self, x: Tensor, parameter: str, axis: int) -> Tensor:
         """Sketch the last dim of `x` (..., n) by one axis' hash, shape (..., dim)."""
         bucket, sign = self.axis(parameter, axis, x.shape[-1], device=x.device)
-        return x.new_zeros(*x.shape[:-1], self.dim).index_add_(-1, bucket, x * sign.to(x.dtype))
+        out = x.new_zeros(*x.shape[:-1], self.dim)
+        for start, stop in slabs(len(bucket), x.nbytes, cached_bytes(x.device)):
+            signed = x[..., start:stop] * sign[start:stop].to(x.dtype)
+            out.index_add_(-1, bucket[start:stop], signed)
+        return out
 
 
 @lru_cache(maxsize=64)
 def _axis(
     dim: int, seed: int, parameter: str, axis: int, size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    bits = mixed(step(torch.arange(size, device=device)) + hash_key(seed, parameter, axis))
+    return _hashed(torch.arange(size, device=device), dim, seed, parameter, axis)
+
+
+def _hashed(index: Tensor, dim: int, seed: int, parameter: str, axis: int) -> tuple[Tensor, Tensor]:
+    bits = mixed(step(index) + hash_key(seed, parameter, axis))
     bucket = shifted(bits, 1) % dim
     sign = 1 - 2 * (bits & 1)
     return bucket, sign

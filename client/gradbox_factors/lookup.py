@@ -75,24 +75,20 @@ class Lookup(Term):
         bound: Tensor = torch.linalg.vector_norm(wide(self.left), dim=3).sum(2).square()
         return bound
 
-    def add_gram(self, gram: Tensor, other: Term) -> None:
-        if not isinstance(other, Lookup):
-            return super().add_gram(gram, other)
+    def add_gram(self, gram: Tensor, other: Lookup) -> None:
+        """Add J J'ᵀ to `gram` (Y, B, Y', B')."""
         same = self.ids.flatten()[:, None] == other.ids.flatten()
         for y in range(self.outputs):
             for z in range(other.outputs):
                 pairs = (self.left[y].flatten(0, 1) @ other.left[z].flatten(0, 1).T).mul_(same)
                 gram[y, :, z] += self._summed(pairs, other)
-        return None
 
-    def add_gram_trace(self, gram: Tensor, other: Term) -> None:
-        if not isinstance(other, Lookup):
-            return super().add_gram_trace(gram, other)
+    def add_gram_trace(self, gram: Tensor, other: Lookup) -> None:
+        """Add Σ_y J_y J'_yᵀ to `gram` (B, B')."""
         same = self.ids.flatten()[:, None] == other.ids.flatten()
         mine = self.left.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
         pairs = mine @ other.left.permute(1, 2, 0, 3).flatten(2).flatten(0, 1).T
         gram += self._summed(pairs.mul_(same), other)
-        return None
 
     def _summed(self, pairs: Tensor, other: Lookup) -> Tensor:
         return pairs.view(*self.ids.shape, *other.ids.shape).sum((1, 3))

@@ -13,9 +13,17 @@ import torch
 from torch import Tensor
 
 from gradbox_factors.hashing import Sketch
-from gradbox_factors.term import Term, nearly_cancelled, summed_outputs, wide
+from gradbox_factors.multiplications import (
+    Sizes,
+    norm_is_of_pairs,
+    sketch_is_of_factors,
+    weights_go_right,
+)
+from gradbox_factors.slabs import cached_bytes
+from gradbox_factors.term import Term, nearly_cancelled, row_squares, summed_outputs, wide
 
 _PAIR_BYTES = 64 * 2**20
+FEWEST_ROWS = 16  # of a slab
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +57,18 @@ class Outer(Term):
         return Outer(self.parameter, self.shape, left, right, self.transposed)
 
     def rows(self, start: int, stop: int) -> Tensor:
+        sizes = (self.samples, self.outputs, stop - start, *self.shape[1:])
+        out = self.left.new_empty(sizes)
+        self.write_rows(out, start)
+        return out
+
+    def write_rows(self, out: Tensor, start: int) -> None:
+        some = slice(start, start + out.shape[2])
         if self.transposed:
-            part = replace(self, right=self.right[..., start:stop])
+            part = replace(self, right=self.right[..., some])
         else:
-            part = replace(self, left=self.left[..., start:stop])
-        out = self.left.new_empty(self.samples, self.outputs, *part._sizes())
+            part = replace(self, left=self.left[..., some])
         part.write(out, accumulate=False)
-        return out.view(self.samples, self.outputs, stop - start, *self.shape[1:])
 
     def write(self, out: Tensor, *, accumulate: bool) -> None:
         out = out.view(self.samples, self.outputs, *self._sizes())
@@ -92,15 +105,23 @@ class Outer(Term):
         sizes = (self.left.shape[-1], self.right.shape[-1])
         return sizes[::-1] if self.transposed else sizes
 
-    def squared_norm(self) -> Tensor:
+    @property
+    def sizes(self) -> Sizes:
+        """What the multiplications of each way are counted from."""
         Y, B, T, rows = self.left.shape
-        columns = self.right.shape[2]
-        if T == 1:
-            left, right = self.left.flatten(0, 2).double(), self.right.select(1, 0).double()
-            lefts = torch.linalg.vecdot(left, left).view(Y, B)
-            product: Tensor = lefts * torch.linalg.vecdot(right, right)
+        return Sizes(Y, B, T, rows, self.right.shape[2])
+
+    @property
+    def slab_bytes(self) -> int:
+        # Rows cost the same in slabs of any size but thin ones, and less where the cache holds one.
+        few = FEWEST_ROWS * self.dense_bytes // max(1, self.num_rows)
+        return min(super().slab_bytes, max(few, cached_bytes(self.left.device)))
+
+    def squared_norm(self) -> Tensor:
+        if self.right.shape[1] == 1:
+            product = row_squares(self.left.select(2, 0)) * row_squares(self.right.select(1, 0))
             return product.T
-        if T * (columns + Y * rows) < columns * Y * rows:
+        if norm_is_of_pairs(self.sizes):
             return self._squared_norm_by_pairs()
         return super().squared_norm()
 
@@ -118,7 +139,7 @@ class Outer(Term):
         return squared
 
     def pair_bound(self, *, shift: float = 0.0) -> Tensor | None:
-        if self.right.shape[1] == 1 or not self.pairs_are_cheaper(self):
+        if self.right.shape[1] == 1:
             return None
         lefts = torch.linalg.vector_norm(wide(self.left), dim=3)
         rights = torch.linalg.vector_norm(wide(self.right), dim=2)
@@ -126,10 +147,11 @@ class Outer(Term):
         bound: Tensor = (lefts * rights).sum(2).square()
         return bound
 
-    def add_gram(self, gram: Tensor, other: Term, *, shift: float = 0.0) -> None:
-        """Add J J'ᵀ, and with `shift` 1 also that of the bias whose factor is `left`."""
-        if not isinstance(other, Outer) or not self.pairs_are_cheaper(other):
-            return super().add_gram(gram, other)
+    def add_gram(self, gram: Tensor, other: Outer, *, shift: float = 0.0) -> None:
+        """Add J J'ᵀ to `gram` (Y, B, Y', B') from pairs of positions.
+
+        With `shift` 1 also that of the bias whose factor is `left`.
+        """
         T, U = self.right.shape[1], other.right.shape[1]
         lefts_T = other.left.flatten(0, 2).T
         features_T = other.right.flatten(0, 1).T
@@ -140,12 +162,9 @@ class Outer(Term):
                 lefts = self.left[y, start:stop].flatten(0, 1) @ lefts_T
                 paired = lefts.view(stop - start, T, other.outputs, other.samples, U)
                 gram[y, start:stop] += paired.mul_(features).sum((1, 4))
-        return None
 
-    def add_gram_trace(self, gram: Tensor, other: Term, *, shift: float = 0.0) -> None:
-        """Add Σ_y J_y J'_yᵀ, and with `shift` 1 also that of the bias whose factor is `left`."""
-        if not isinstance(other, Outer) or not self.pairs_are_cheaper(other):
-            return super().add_gram_trace(gram, other)
+    def add_gram_trace(self, gram: Tensor, other: Outer, *, shift: float = 0.0) -> None:
+        """Add Σ_y J_y J'_yᵀ to `gram` (B, B'), as `add_gram` does."""
         T, U = self.right.shape[1], other.right.shape[1]
         lefts_T = other.left.permute(1, 2, 0, 3).flatten(2).flatten(0, 1).T
         features_T = other.right.flatten(0, 1).T
@@ -154,17 +173,6 @@ class Outer(Term):
             features = self.right[start:stop].flatten(0, 1) @ features_T
             paired = (left @ lefts_T).mul_(features + shift if shift else features)
             gram[start:stop] += paired.view(stop - start, T, other.samples, U).sum((1, 3))
-        return None
-
-    def pairs_are_cheaper(self, other: Outer) -> bool:
-        """Compare products over pairs of positions with products over parameters."""
-        Y, B, T, rows = self.left.shape
-        columns, C, U = self.right.shape[2], other.samples, other.right.shape[1]
-        if self.transposed != other.transposed:
-            return False
-        pairs = B * T * C * U * (columns + Y * other.outputs * rows)
-        dense = (B * T * Y + C * U * other.outputs + B * Y * C * other.outputs) * rows * columns
-        return pairs < dense
 
     def _sample_chunks(self, other: Outer) -> list[tuple[int, int]]:
         a_sample = self.left[:1, :1, :, :1].numel() * other.left[..., :1].numel()
@@ -177,11 +185,16 @@ class Outer(Term):
         return self._from_rows_if_overflown((self.left * image).flatten(2).sum(2).T, tangent)
 
     def vjp(self, cotangent: Tensor) -> Tensor:
-        left = summed_outputs(self.left, cotangent)
-        product = left.flatten(0, 1).T @ self.right.flatten(0, 1)
+        if weights_go_right(self.sizes):
+            left, right = self.left[0], self.right * cotangent[:, :, None]
+        else:
+            left, right = summed_outputs(self.left, cotangent), self.right
+        product = left.flatten(0, 1).T @ right.flatten(0, 1)
         return (product.T if self.transposed else product).reshape(self.shape)
 
     def sketch(self, sketch: Sketch) -> Tensor:
+        if not sketch_is_of_factors(self.sizes, sketch.dim):
+            return super().sketch(sketch)
         axes = (1, 0) if self.transposed else (0, 1)
         left = torch.fft.rfft(sketch.spread(self.left, self.parameter, axes[0]))
         right = torch.fft.rfft(sketch.spread(self.right, self.parameter, axes[1]))

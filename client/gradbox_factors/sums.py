@@ -1,4 +1,4 @@
-"""Sums over parameters: their dtype, and tensors to begin with."""
+"""Sums over parameters: their dtype, and tensors to begin with; pieces put together."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def sum_of(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     return total
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Return `parts` as one tensor; the only one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def any_term(piece: Mapping[str, Term]) -> Term:

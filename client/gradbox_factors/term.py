@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from gradbox_factors.hashing import Sketch
+from gradbox_factors.slabs import SLAB_BYTES, cached_bytes, slabs
 
-SLAB_BYTES = 64 * 2**20
 CANCELLED = 2.0**10
 """A sum over pairs is made anew from rows where more of its digits than these may be rounding."""
 
@@ -89,6 +89,10 @@ class Term(ABC):
     def rows(self, start: int, stop: int) -> Tensor:
         """Return J[:, :, start:stop], (B, Y, stop - start, *S[1:]), or (B, Y, 1) for S = ()."""
 
+    def write_rows(self, out: Tensor, start: int) -> None:
+        """Write the rows from `start` on into contiguous `out` (B, Y, n, *S[1:])."""
+        out.copy_(self.rows(start, start + out.shape[2]))
+
     def to(self, dtype: torch.dtype) -> Term:
         """Return the term with its factors in `dtype`, itself where it is of that dtype."""
         if self.dtype == dtype:
@@ -133,11 +137,14 @@ class Term(ABC):
         """The size of the factors."""
         return sum(factor.nbytes for factor in self.tensors().values())
 
+    @property
+    def slab_bytes(self) -> int:
+        """How large a slab of rows may be."""
+        return SLAB_BYTES
+
     def slabs(self) -> Iterator[tuple[int, int]]:
-        """Cut the rows, into one slab at least, so that one stays near `SLAB_BYTES`."""
-        step = max(1, SLAB_BYTES * self.num_rows // max(1, self.dense_bytes))
-        for start in range(0, max(1, self.num_rows), step):
-            yield start, min(start + step, self.num_rows)
+        """Cut the rows into slabs."""
+        return slabs(self.num_rows, self.dense_bytes, self.slab_bytes)
 
     def squared_norm(self) -> Tensor:
         """Return Σ_p J[b, y, p]², shape (B, Y), float64 between slabs."""
@@ -150,29 +157,10 @@ class Term(ABC):
     def pair_bound(self, *, shift: float = 0.0) -> Tensor | None:
         """Return what Σ_p J[b, y, p]² may be where nothing cancels, shape (Y, B).
 
-        None where `add_gram` sums no pairs of positions, and so keeps its digits. `shift` is that
-        of `Outer.add_gram`.
+        None where a Gram sums no pairs of positions, and so keeps its digits. `shift` is that of
+        `Outer.add_gram`.
         """
         return None
-
-    def add_gram(self, gram: Tensor, other: Term) -> None:
-        """Add Σ_p J[b, y, p] J'[c, z, p] to `gram` (Y, B, Y', B'), outputs leading."""
-        flat = gram.view(self.samples * self.outputs, other.samples * other.outputs)
-        for left, right in self._paired_slabs(other):
-            rows = left.transpose(0, 1).flatten(0, 1)
-            flat.addmm_(rows, (rows if right is left else right.transpose(0, 1).flatten(0, 1)).T)
-
-    def add_gram_trace(self, gram: Tensor, other: Term) -> None:
-        """Add Σ_y Σ_p J[b, y, p] J'[c, y, p] to `gram` (B, B')."""
-        for left, right in self._paired_slabs(other):
-            gram.addmm_(left.flatten(1), right.flatten(1).T)
-
-    def _paired_slabs(self, other: Term) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the same rows of both, (B, Y, n) each."""
-        larger = self if self.dense_bytes >= other.dense_bytes else other
-        for start, stop in larger.slabs():
-            left = self.rows(start, stop).flatten(2)
-            yield left, left if other is self else other.rows(start, stop).flatten(2)
 
     def jvp(self, tangent: Tensor) -> Tensor:
         """Return Σ_p J[b, y, p] v[p], shape (B, Y), for `tangent` of shape S."""
@@ -229,6 +217,15 @@ def identity(factor: Tensor) -> Identity:
 def wide(x: Tensor) -> Tensor:
     """Return `x` in float32 where its dtype has 16 bits, whose squares underflow."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def row_squares(x: Tensor) -> Tensor:
+    """Return the sum of squares along the last dim in float64."""
+    flat, parts = x.flatten(0, -2), []
+    for start, stop in slabs(len(flat), 8 * flat.numel(), cached_bytes(x.device)):
+        doubles = flat[start:stop].double()
+        parts.append(torch.linalg.vecdot(doubles, doubles))
+    return torch.cat(parts).view(x.shape[:-1])
 
 
 def nearly_cancelled(squared: Tensor, bound: Tensor) -> Tensor:
