@@ -135,11 +135,12 @@ def test_samples_whose_gradients_overflow_run_again_with_smaller_scales() -> Non
 
 
 def test_losses_without_a_graph_have_the_scales_of_their_shard() -> None:
-    scaled = Scaled(lambda z, index: z.sum(1, keepdim=True) * 1e-9)
+    scaled = Scaled(lambda z, index, first: z.sum(1, keepdim=True) * 1e-9)  # type: ignore[arg-type]
     z = torch.randn(4, 3, requires_grad=True)
     value = scaled(z, 0)
     with torch.no_grad():
         assert torch.equal(scaled(z, 0), value)
+        assert torch.equal(scaled(z[2:3], 0, 2), value[2:3])
         assert torch.equal(scaled(z, 1), z.sum(1, keepdim=True) * 1e-9)
 
 

@@ -96,15 +96,23 @@ class RecordedGraph:
         """Return what the output gradients of one output take."""
         return sum(record.gradient_bytes for record in self._recorder.edges)
 
-    def terms(self, outputs: range, *, keep_graph: bool) -> Terms:
-        """Return every parameter's term for some outputs."""
+    def terms(self, outputs: range, *, keep_graph: bool, slopes: Tensor | None = None) -> Terms:
+        """Return every parameter's term for some outputs.
+
+        Args:
+            slopes: Σ_b ∂v_b/∂z of one output where it is known: the pass then begins at z.
+        """
         records = self._recorder.edges
         looped = bool(self._plan.loops) and self.z.requires_grad
         by_edge: Sequence[Tensor | None] = []
         if records:
             edges = [record.edge for record in records]
             keep = looped or keep_graph or self._plan.by_owner
-            by_edge = self._backward(edges, outputs, keep=keep)
+            if slopes is None or self.z._backward_hooks:  # which the slopes went through
+                by_edge = self._backward(edges, outputs, keep=keep)
+            else:
+                of_sum = gradients(self.z, edges, slopes, keep_graph=keep)
+                by_edge = [None if g is None else g.unsqueeze(0) for g in of_sum]
         owners = self._row_owners(by_edge, outputs) if self._plan.by_owner else {}
         found: dict[Key, list[Term]] = {}
         for record, gradient in zip(records, by_edge, strict=True):

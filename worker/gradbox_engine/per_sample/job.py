@@ -291,5 +291,5 @@ def _values(run: ShardRun, head: Callable[[Tensor, int], Tensor]) -> Tensor:
     return (run.graph.z if head is rows_of else run.graph.value[:, 0]).detach()
 
 
-def _at(head: Callable[[Tensor, int], Tensor], index: int) -> Callable[[Tensor], Tensor]:
-    return lambda z: head(z, index)
+def _at(head: Callable[..., Tensor], index: int) -> Callable[..., Tensor]:
+    return lambda z, first=0: head(z, index, first)

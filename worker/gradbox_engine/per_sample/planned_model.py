@@ -22,7 +22,8 @@ MOST_PLANS = 64  # of a model; a readout that a job brings makes a plan of its o
 
 _plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
 
-Head = Callable[[Tensor], Tensor]
+Head = Callable[..., Tensor]
+"""(z, first=0) → what is differentiated, for z of a shard's samples from `first` on."""
 
 
 @dataclass

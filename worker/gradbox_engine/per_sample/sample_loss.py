@@ -36,7 +36,7 @@ _LARGEST_EXPONENT = 100.0
 _STEP, _MOST_STEPS = 6.0, 5
 
 
-def rows_of(z: Tensor, index: int) -> Tensor:
+def rows_of(z: Tensor, index: int, first: int = 0) -> Tensor:
     """Return z of one shard as (b, Y)."""
     return z.reshape(z.shape[0], -1)
 
@@ -49,10 +49,10 @@ class OneAfterTheOther:
     own: SampleLoss
     first: int
 
-    def __call__(self, z: Tensor, index: int) -> Tensor:
+    def __call__(self, z: Tensor, index: int, first: int = 0) -> Tensor:
         if index < self.first:
-            return self.others(z, index)
-        return self.own(z, index - self.first)
+            return self.others(z, index, first)
+        return self.own(z, index - self.first, first)
 
 
 def check_given_apart(
@@ -77,7 +77,7 @@ def check_given_apart(
 
 
 class SampleLoss:
-    """The loss of one shard as (b, 1)."""
+    """The loss of one shard as (b, 1), or of some of its samples from `first` on."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class SampleLoss:
         self._starts = [sum(counts[:index]) for index in range(len(counts))]
         self._cut = rows_by_sample(inputs, sum(counts)) if by_sample is None else set(by_sample)
 
-    def __call__(self, z: Tensor, index: int) -> Tensor:
-        start = self._starts[index]
+    def __call__(self, z: Tensor, index: int, first: int = 0) -> Tensor:
+        start = self._starts[index] + first
         mine = {}
         for name, value in self._inputs.items():
             if isinstance(value, Tensor):
@@ -124,19 +124,20 @@ def rows_by_sample(inputs: Mapping[str, Any], samples: int) -> set[str]:
 
 
 class Scaled:
-    """A loss (z, shard) → (b, 1), scaled for every sample; divides terms by the scales."""
+    """A loss of a shard as (b, 1), scaled for every sample; divides terms by the scales."""
 
-    def __init__(self, loss: Callable[[Tensor, int], Tensor]) -> None:
+    def __init__(self, loss: SampleLoss | OneAfterTheOther) -> None:
         self._loss = loss
         self._scales = self._losses = torch.empty(0)
         self._tried = torch.empty(0)  # how many scales of each sample were too large
         self._index = -1
 
-    def __call__(self, z: Tensor, index: int) -> Tensor:
-        losses = self._loss(z, index)
+    def __call__(self, z: Tensor, index: int, first: int = 0) -> Tensor:
+        losses = self._loss(z, index, first)
         if not torch.is_grad_enabled():
             # Losses of another z are compared with those of the graph, so have the same scales.
-            return losses * self._scales[:, None] if index == self._index else losses
+            scales = self._scales[first : first + len(losses), None]
+            return losses * scales if index == self._index else losses
         slope = None
         if losses.requires_grad and z.requires_grad:
             (slope,) = torch.autograd.grad(losses.sum(), z, retain_graph=True, allow_unused=True)

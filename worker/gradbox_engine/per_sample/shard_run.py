@@ -141,7 +141,7 @@ class ShardRun:
         slopes = self._slopes()
         row = draw_row(self.graph.z, slopes, outputs, seed=self._seed) if of_row or alone else None
         in_graph = bool(whole) or (row is not None and not alone)
-        terms = self._graph_terms(outputs, keep_graph=in_graph or not last)
+        terms = self._graph_terms(outputs, keep_graph=in_graph or not last, slopes=slopes)
         if whole:
             wrong = self._compared(terms, whole, slopes, outputs)
             if wrong and self._used.made_on != self._index:
@@ -253,13 +253,15 @@ class ShardRun:
             )
         return None
 
-    def _graph_terms(self, outputs: range, *, keep_graph: bool) -> Terms:
+    def _graph_terms(
+        self, outputs: range, *, keep_graph: bool, slopes: Tensor | None = None
+    ) -> Terms:
         """Return the terms of the shard's graph.
 
         One backward pass a sample adds 0 × NaN where another sample is not finite in the model.
         Rows that are not finite are taken again from a call with their own sample in every place.
         """
-        terms = self.graph.terms(outputs, keep_graph=keep_graph)
+        terms = self.graph.terms(outputs, keep_graph=keep_graph, slopes=slopes)
         arrays = {
             name: term.array
             for name, term in terms.items()
