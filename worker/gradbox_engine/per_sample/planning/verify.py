@@ -184,8 +184,12 @@ def draw_row(z: Tensor, slopes: Tensor | None, outputs: range, *, seed: int) -> 
             padded = F.pad(weights, (outputs.start, left_out))
             return DrawnRow(drawn % len(z), weights, padded.view(sizes))
         return DrawnRow(drawn % len(z), weights, weights.view(sizes))
-    largest = torch.linalg.vector_norm(slopes.reshape(len(z), -1), torch.inf, dim=1)
-    candidates = (largest.isfinite() & (largest > 0)).nonzero()[:, 0].tolist()
+    flat = slopes.reshape(len(z), -1)
+    norms = flat.norm(dim=1)
+    drawable = (norms > 0) & norms.isfinite()
+    if not drawable.all():  # or squares under- or overflow
+        drawable = flat.any(1) & flat.isfinite().all(1)
+    candidates = drawable.nonzero()[:, 0].tolist()
     if not candidates:
         return None
     sample = candidates[drawn % len(candidates)]
