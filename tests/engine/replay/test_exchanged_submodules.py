@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gradbox_engine import CoupledShards, Objective, set_gradient
 from gradbox_engine.per_sample import jacobian
-from tests.device import DEVICE
-from tests.engine.interrupted import Kept
+from tests.device import DEVICE, same_bits
+from tests.engine.interrupted import Kept, Killed, KilledAt
 from tests.engine.per_sample import naive as rows
 from tests.engine.ranges.running import even, set_gradient_in_ranges
 from tests.engine.replay.reversing import groups, loss, loss_of_some, naive_gradients
@@ -113,7 +115,11 @@ def test_shards_that_exchange_them_are_not_split(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_checkpoint_is_written_that_would_go_on_without_them(kind):
-    kept = Kept()
-    set_gradient(kind(), groups()[0:1], Objective(loss), mode="train", checkpoints=kept)
-    assert kept.num_written == 0
+@pytest.mark.parametrize("place", [("forward", 3), ("replay", 3)])
+def test_a_killed_job_goes_on_with_them(kind, place):
+    expected = set_gradient(kind(), groups(), Objective(loss), mode="train", retain=0)
+    how: Any = {"mode": "train", "retain": 0, "checkpoints": Kept()}
+    with pytest.raises(Killed):
+        set_gradient(kind(), groups(), Objective(loss), observer=KilledAt(*place), **how)
+    found = set_gradient(kind(), groups(), Objective(loss), **how)
+    assert all(same_bits(found.grads[name], grad) for name, grad in expected.grads.items())

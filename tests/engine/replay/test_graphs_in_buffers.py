@@ -124,7 +124,7 @@ def test_a_checkpoint_knows_which_graphs_were_cut() -> None:
     buffers = Buffers(model)
     model(_shards()[0]["0"].cpu())
     states = [buffers.first, buffers.advance(buffers.first)]
-    (_, after) = unpacked(packed(states), buffers.first)
+    (_, after) = unpacked(packed(states, buffers.beyond), buffers.first, buffers.beyond)
     buffers.restore(after)
     with pytest.raises(GraphInBuffer, match="'state'"):
         model(_shards()[1]["0"].cpu()).sum().backward()

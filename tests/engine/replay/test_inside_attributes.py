@@ -15,7 +15,7 @@ from gradbox_engine import (
     Objective,
     set_gradient,
 )
-from gradbox_engine.model.state.objects import Objects
+from gradbox_engine.model.state.model_state import AS_REGISTERED, ModelState
 from tests.device import DEVICE
 from tests.engine.replay.reversing import Counter, Reversing, groups, loss
 from tests.oracle import TOLERANCE, difference
@@ -62,23 +62,34 @@ class _Caching(Reversing):
 
 def test_a_cached_tensor_is_in_no_snapshot_and_changes_nothing():
     model = _Caching().train()
-    objects = Objects(model.named_modules())
+    objects = ModelState(model)
     z = model(groups()[0].shards[0]["x"])
     state, graph = objects.state(), weakref.ref(z)
-    assert not objects.lost
-    objects.restore(None)
+    assert not objects.in_order
+    objects.restore(AS_REGISTERED)
     del z
     assert graph() is None
-    assert state is not None
-    assert set(state.values()) == {None}
+    assert state.lacks
+    assert not state.names
+
+
+def test_a_new_object_with_a_graph_in_it_is_in_no_snapshot():
+    model = Reversing().train()
+    state = ModelState(model)
+    model.kept = SimpleNamespace(seen=[model.linear(groups()[0].shards[0]["x"])], calls=1)
+    graph = weakref.ref(model.kept.seen[0])
+    found = state.state()
+    state.restore(AS_REGISTERED)
+    assert found.lacks
+    assert graph() is None
 
 
 def test_equal_numbers_and_empty_containers_that_are_bound_anew_are_no_change():
     model = Reversing()
     model.kept.calls, model.kept.latest = 1000, {"seen": set()}
-    objects = Objects(model.named_modules())
+    objects = ModelState(model)
     model.kept.calls, model.kept.latest["seen"] = int("1000"), set()
-    assert objects.state() is None
+    assert not objects.state()
 
 
 def test_what_a_model_holds_of_libraries_is_left_alone():
@@ -89,10 +100,10 @@ def test_what_a_model_holds_of_libraries_is_left_alone():
             return {"log": logging.getLogger("a.b"), "counter": Counter()}
 
     model = WithLock()
-    objects = Objects(model.named_modules())
+    objects = ModelState(model)
     model.kept["log"].extra = 1
     model.kept["counter"].calls = 2
-    objects.restore(None)
+    objects.restore(AS_REGISTERED)
     assert model.kept["log"].extra == 1
     assert model.kept["counter"].calls == 0
 
@@ -100,9 +111,9 @@ def test_what_a_model_holds_of_libraries_is_left_alone():
 def test_a_model_that_holds_a_trainer_and_its_data_is_not_searched():
     model = Reversing()
     model.kept.latest = SimpleNamespace(data=[{"text": str(i)} for i in range(20_000)])
-    objects = Objects(model.named_modules())
+    objects = ModelState(model)
     model.kept.calls = 1
-    assert objects.state() is None
+    assert not objects.state()
     assert not objects.tensors
 
 

@@ -83,16 +83,15 @@ def test_the_tangent_pass_of_a_mixed_gradient_finds_it(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_that_change_it_are_not_split(kind):
     shards = groups()
-    with pytest.raises(CoupledShards, match=r"attribute 'kept|objects that hold"):
+    with pytest.raises(CoupledShards, match=r"attribute 'kept|classes|objects that hold"):
         set_gradient_in_ranges(kind(), even(shards, 2), shards, Objective(loss), mode="train")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_job_begins_again(kind):
+def test_a_killed_job_goes_on_or_begins_again(kind):
     how: Any = {"mode": "train", "retain": 0, "checkpoints": Kept()}
     expected = set_gradient(kind(), groups(), Objective(loss), mode="train", retain=0)
     with pytest.raises(Killed):
         set_gradient(kind(), groups(), Objective(loss), observer=KilledAt("replay", 3), **how)
     found = set_gradient(kind(), groups(), Objective(loss), **how)
-    assert how["checkpoints"].num_written == 0
     assert all(same_bits(found.grads[name], grad) for name, grad in expected.grads.items())

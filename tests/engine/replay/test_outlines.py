@@ -159,6 +159,9 @@ KINDS = [
 ]
 
 
+IN_ORDER = [_ByLength, _OfDeque, _OfListInObject, _OfListInNewObject, _InTurns]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("retain", [0, 1000, 10**9])
 @pytest.mark.parametrize("of", [loss, loss_of_some])
@@ -232,7 +235,7 @@ def test_the_second_half_does_from_outputs_alone(kind):
     assert difference(found.grads, naive_gradients(kind, loss_of_some)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IN_ORDER)
 def test_no_graph_waits_for_a_second_half_that_would_replay_others_out_of_order(kind):
     found = set_outputs(kind(), groups(), mode="train", retain=10**9)
     assert (found.kept, found.retained) == (None, 0)
@@ -254,12 +257,11 @@ def test_nor_are_single_shards(kind):
 
 @pytest.mark.parametrize("place", [("forward", 3), ("replay", 3)])
 @pytest.mark.parametrize("kind", [*KINDS, *ONCE])
-def test_a_killed_job_goes_on_from_no_shard_after_the_first(kind, place):
+def test_a_killed_job_has_the_same_bits(kind, place):
     expected = set_gradient(kind(), groups(), Objective(loss), mode="train", retain=0)
     how: Any = {"mode": "train", "retain": 0, "checkpoints": Kept()}
     with pytest.raises(Killed):
         set_gradient(kind(), groups(), Objective(loss), observer=KilledAt(*place), **how)
-    assert how["checkpoints"].num_written <= 1
     found = set_gradient(kind(), groups(), Objective(loss), **how)
     assert all(same_bits(found.grads[name], grad) for name, grad in expected.grads.items())
 

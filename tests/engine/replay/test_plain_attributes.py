@@ -273,6 +273,11 @@ def test_the_second_half_does_in_another_job(kind, retain):
     assert difference(found.grads, _expected(kind)) <= TOLERANCE
 
 
+def test_a_count_beside_a_cached_tensor_keeps_every_graph():
+    found = set_outputs(_BesideTensor(), [Group("z", _shards())], mode="train", retain=10**9)
+    assert found.retained == 5
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_those_of_the_first_call(kind):
     expected = rows.flat(rows.jacobian(kind().train(), _shards()[1]))
@@ -304,7 +309,7 @@ def test_the_tangent_pass_of_a_mixed_gradient_finds_them():
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_that_change_them_are_not_split(kind):
     groups = [Group("z", _shards())]
-    names = r"attribute '(calls|state|sizes|phase|strength|part.training|the model)'"
+    names = r"attribute '(calls|state|sizes|phase|strength|first|part.training)'|objects that hold"
     with pytest.raises(CoupledShards, match=names):
         set_gradient_in_ranges(kind(), even(groups, 2), groups, Objective(_loss), mode="train")
 

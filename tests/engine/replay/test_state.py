@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gradbox_engine import Group, Objective, set_gradient, shard_stream
 from gradbox_engine.model.state.buffers import Buffers
+from gradbox_engine.model.state.model_state import ModelState
 from gradbox_engine.model.state.snapshots import Snapshot, packed, unpacked
 from tests.oracle import TOLERANCE, difference
 
@@ -295,8 +296,9 @@ def _snapshot(**values: Tensor | None) -> Snapshot:
 
 def test_states_come_back_from_a_checkpoint_with_buffers_that_came_and_went():
     a, b = torch.zeros(3), torch.ones(3)
+    model = ModelState(nn.Linear(1, 1))
     states = [_snapshot(a=a, b=b), _snapshot(a=b, c=a), _snapshot(a=b, b=None, c=b), _snapshot()]
-    found = unpacked(packed(states), states[0])
+    found = unpacked(packed(states, model), states[0], model)
     assert [state.values for state in found] == [state.values for state in states]
 
 

@@ -92,7 +92,7 @@ def compared_by_replay(record: ShardRecord, cotangents: RangeCotangents) -> bool
     it restores attributes, what lies inside them, hooks and submodules, so it does not show what
     comes of one that the shard changed.
     """
-    return record.position in cotangents.needed and not record.after.differs_beyond_buffers
+    return record.position in cotangents.needed and not record.after.beyond
 
 
 def _moved(ready: Prepared, found: Tensor, expected: Tensor) -> bool:

@@ -31,6 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradbox_engine.errors import CoupledShards
 from gradbox_engine.model.prepared import Prepared
 from gradbox_engine.model.state.buffers import Buffers
+from gradbox_engine.model.state.model_state import AS_REGISTERED
 from gradbox_engine.model.state.snapshots import Live, Slot, Snapshot
 from gradbox_engine.model.tensor_equality import form, same_values
 from gradbox_engine.ranges.protocol import NormStatistics, NormUpdate, RangeOutputs
@@ -90,11 +91,12 @@ def _refuse_beyond_buffers(buffers: Buffers, records: Sequence[ShardRecord]) -> 
         f"registered ones; {ONE_DEVICE}"
     )
     for record in records:
-        for name in buffers.changed_attributes(record.after):
+        beyond = record.after.beyond or AS_REGISTERED
+        for name in beyond.names:
             raise CoupledShards(f"attribute {name!r}: {expected}", name=name)
-        if record.after.tables is not None:
+        if beyond.kept:
             raise CoupledShards(f"hooks, submodules or their classes: {expected}")
-    if buffers.attributes_left_out:
+    if buffers.beyond.in_order or buffers.beyond.lacks_counts:
         raise CoupledShards(f"attributes or objects that hold tensors: {expected}")
 
 

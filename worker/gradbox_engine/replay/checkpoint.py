@@ -24,8 +24,10 @@ from gradbox_engine.checkpoint import Checkpoint, Checkpoints, NoCheckpoints
 from gradbox_engine.model.calling.outputs import Outputs
 from gradbox_engine.model.calling.shard_feed import Position
 from gradbox_engine.model.prepared import Prepared
-from gradbox_engine.model.state.snapshots import Snapshot, packed, unpacked
-from gradbox_engine.model.state.stated_attributes import can_be_stated
+from gradbox_engine.model.state.buffers import Buffers
+from gradbox_engine.model.state.model_state import AS_REGISTERED, ModelState
+from gradbox_engine.model.state.snapshots import packed, unpacked
+from gradbox_engine.model.state.stated import can_be_stated
 from gradbox_engine.replay.comparison import ReplayComparison
 from gradbox_engine.replay.shard_record import ShardRecord
 
@@ -84,7 +86,9 @@ class JobCheckpoint:
     def after_first_call(self, records: Sequence[ShardRecord]) -> None:
         """Write the state after a shard of the first pass, if it is time."""
         if self._due(records):
-            self._kept.write(Checkpoint.of_sections(**_packed_records(records)))
+            self._kept.write(
+                Checkpoint.of_sections(**_packed_records(records, self._ready.buffers.beyond))
+            )
 
     def after_second_call(
         self, records: Sequence[ShardRecord], second: SecondPass, comparison: ReplayComparison
@@ -97,7 +101,7 @@ class JobCheckpoint:
         """
         if self._due(records):
             second.difference = comparison.finish()
-            sections = _packed_records(records)
+            sections = _packed_records(records, self._ready.buffers.beyond)
             sections |= {"sums": self._sums.state(), "second": second.state()}
             self._kept.write(Checkpoint.of_sections(**sections))
 
@@ -111,8 +115,8 @@ class JobCheckpoint:
         if found is None:
             return Resumed([])
         found = found.to(self._ready.device)
-        records = _unpacked_records(found, self._ready.buffers.first)
-        if None in (records[0].after.attributes or {}).values():
+        records = _unpacked_records(found, self._ready.buffers)
+        if (records[0].after.beyond or AS_REGISTERED).lacks:
             self._check_repeats(records[0])
         if "second" not in found:
             self._check_repeats(records[-1])
@@ -121,15 +125,11 @@ class JobCheckpoint:
         return Resumed(records, found.section("second"))
 
     def _due(self, records: Sequence[ShardRecord]) -> bool:
+        beyond = self._ready.buffers.beyond
         return (
             self._kept.due()
-            and not self._ready.buffers.attributes_left_out
-            and all(
-                record.after.tables is None
-                and record.after.objects is None
-                and can_be_stated(record.after.attributes or {})
-                for record in records
-            )
+            and not (beyond.in_order or beyond.lacks_counts)
+            and all(can_be_stated(beyond, r.after.beyond or AS_REGISTERED) for r in records)
         )
 
     def _check_repeats(self, record: ShardRecord) -> None:
@@ -144,7 +144,7 @@ class JobCheckpoint:
         comparison.finish()
 
 
-def _packed_records(records: Sequence[ShardRecord]) -> dict[str, Checkpoint]:
+def _packed_records(records: Sequence[ShardRecord], beyond: ModelState) -> dict[str, Checkpoint]:
     tensors: dict[str, Tensor] = {}
     for index, record in enumerate(records):
         for name, z in record.outputs.items():
@@ -153,12 +153,12 @@ def _packed_records(records: Sequence[ShardRecord]) -> dict[str, Checkpoint]:
             tensors[f"penalties/{index}/{number}"] = value
     facts = {"shards": [[*record.position, len(record.penalties)] for record in records]}
     states = [records[0].before, *(record.after for record in records)]
-    return {"records": Checkpoint(tensors, facts), "buffers": packed(states)}
+    return {"records": Checkpoint(tensors, facts), "buffers": packed(states, beyond)}
 
 
-def _unpacked_records(found: Checkpoint, first: Snapshot) -> list[ShardRecord]:
+def _unpacked_records(found: Checkpoint, buffers: Buffers) -> list[ShardRecord]:
     told = found.section("records")
-    states = unpacked(found.section("buffers"), first)
+    states = unpacked(found.section("buffers"), buffers.first, buffers.beyond)
     outputs: dict[int, dict[str, Tensor]] = {}
     for key, tensor in told.tensors.items():
         kind, index, name = key.split("/", 2)

@@ -135,7 +135,7 @@ def _in_order(
     all go through in order, but the last one if its graph is kept, and of no other one is it used.
     """
     before, last = records[:-1], records[-1:]
-    if not prepared.buffers.attributes_lost:
+    if not prepared.buffers.beyond.in_order:
         return [record for record in (*last, *before) if record.position in cotangents]
     for record in before:
         record.free_graph()
@@ -218,7 +218,7 @@ def carry_back(
     # Without inputs=, which reentrant checkpointing does not admit. Nothing else requires grad
     # but the zeros in the place of graphs that buffers brought along.
     with (
-        prepared.buffers.lost_attributes_undone(),
+        prepared.buffers.left_out_undone(),
         sums.added_up(),
         blaming("the backward pass", prepared.calls.where(record.position)),
         prepared.calls.backward(),

@@ -132,18 +132,21 @@ def _answer(
     rows = {group: tuple(numbers) for group, numbers in num_rows.items()}
     kept = KeptPass(records, parameters, ready.inputs, rows, overlay_bytes)
     after = records[-1].after
-    state = ready.buffers
-    if state.attributes_lost:
+    beyond = ready.buffers.beyond
+    if beyond.in_order:
         kept.free()  # a second half, which knows nothing of it, would replay some shards alone
     return SetOutputs(
         outputs={group.name: as_z(ordered(whole[group.name], group)) for group in groups},
         rows=rows,
-        buffers=state.named(after),
+        buffers=ready.buffers.named(after),
         stateful=(
-            state.attributes_left_out or state.attributes_filled or any_changed_state(records)
+            beyond.in_order
+            or beyond.lacks_counts
+            or beyond.lacks_fillings
+            or any_changed_state(records)
         ),
         seconds=clock.seconds,
         kept=kept if kept.num_kept else None,
         retained=kept.num_kept,
-        changed_attributes=state.changed_attributes(after),
+        changed_attributes=after.beyond.names if after.beyond else (),
     )

@@ -15,8 +15,7 @@ state in one, and sets it anew at the beginning of each call. The graph is cut, 
 requires grad is subtracted in its place: a gradient that reaches the zero would have passed from
 one shard to the one before, and is refused.
 
-A submodule's plain attributes, as a counter of its calls, belong to S₀ … Sₙ too, what lies inside
-them, its hooks and its own submodules: see `attributes`, `objects` and `tables`.
+All else that shards change, as a counter of calls, belongs to S₀ … Sₙ too: see `model_state`.
 
 Change is told by value: writes through `.data`, and batch norm's own, leave no trace in a version
 counter.
@@ -35,10 +34,8 @@ import torch
 from torch import Tensor, nn
 
 from gradbox_engine.errors import GraphInBuffer
-from gradbox_engine.model.state.attributes import Attributes
-from gradbox_engine.model.state.objects import Objects
+from gradbox_engine.model.state.model_state import AS_REGISTERED, ModelState
 from gradbox_engine.model.state.snapshots import Live, PackedValues, Slot, Snapshot
-from gradbox_engine.model.state.tables import Tables
 from gradbox_engine.model.tensor_equality import form, same_values, storages_of, writable
 
 
@@ -46,11 +43,10 @@ class Buffers:
     """The live buffers of a model."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._modules = dict(model.named_modules())
         self._buffer_tables = [(name, m._buffers) for name, m in self._modules.items()]
-        self._attributes = Attributes(self._modules)
-        self._objects = Objects(self._modules.items())
-        self._tables = Tables(self._modules.values())
+        self.beyond = ModelState(model)
         self._registered = self._live()  # the tensors that are bound when the job begins
         self._forms = {slot: form(b) for slot, b in self._registered.items() if b is not None}
         self._changing: set[Slot] = set()  # whose numbers a shard changed: packed in each S
@@ -59,21 +55,6 @@ class Buffers:
         self.outdates_older_graphs = False
         """Set by `advance` where a buffer that shards had written into was bound anew: graphs of
         the shards before the newest saved a tensor whose numbers are not restored any more."""
-
-    @property
-    def attributes_lost(self) -> bool:
-        """Whether a shard changed what no `restore` puts back for the next one."""
-        return self._attributes.lost or self._objects.lost
-
-    @property
-    def attributes_left_out(self) -> bool:
-        """Whether that, or whether a shard that begins as registered lacks what the first left."""
-        return self._attributes.left_out or self._objects.lost or self._objects.left_out
-
-    @property
-    def attributes_filled(self) -> bool:
-        """Whether some S after `first` lacks what a shard put into an attribute that held None."""
-        return self._attributes.filled
 
     def advance(self, previous: Snapshot) -> Snapshot:
         """Return the buffers after a shard, and make them ready for the next one.
@@ -131,10 +112,8 @@ class Buffers:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Give every buffer the value it had when `snapshot` was taken, and no graph."""
-        if snapshot.attributes is not None:
-            self._attributes.restore(snapshot.attributes)
-            self._objects.restore(snapshot.objects)
-            self._tables.restore(snapshot.tables)
+        if snapshot.beyond is not None:
+            self.beyond.restore(snapshot.beyond)
         values, live = snapshot.values, self._live()
         if values or live:
             self._restore(values, live)
@@ -142,19 +121,18 @@ class Buffers:
             self._cut_graphs(snapshot.carrying)
 
     @contextmanager
-    def lost_attributes_undone(self) -> Iterator[None]:
-        """Put attributes that are lost back to what they are now, on the way out.
+    def left_out_undone(self) -> Iterator[None]:
+        """Put what states leave out back to what it is now, on the way out, where order counts.
 
         No `restore` does, and the backward pass of a reentrant checkpoint calls the model again:
         the next shard would find what that left.
         """
-        if not self.attributes_lost:
+        if not self.beyond.in_order:
             yield
             return
-        attributes, objects = Attributes(self._modules), Objects(self._modules.items())
+        now = ModelState(self._model)
         yield
-        attributes.restore({})
-        objects.restore(None)
+        now.restore(AS_REGISTERED)
 
     @torch.no_grad()
     def _restore(self, values: Live, live: Live) -> None:
@@ -213,14 +191,6 @@ class Buffers:
             if (value := values.get(slot)) is not None
         }
 
-    def changed_attributes(self, snapshot: Snapshot) -> tuple[str, ...]:
-        """Return the names of attributes that are not as registered, themselves or inside."""
-        inside = (snapshot.objects or {}).values()
-        return (
-            *self._attributes.changed(snapshot.attributes or {}),
-            *(found.path for found in inside if found is not None),
-        )
-
     def _live(self) -> Live:
         return {
             (prefix, name): buffer
@@ -271,9 +241,7 @@ class Buffers:
             apart,
             packed,
             versions=self._versions(live),
-            attributes={} if previous is None else self._attributes.state(),
-            objects=None if previous is None else self._objects.state(),
-            tables=None if previous is None else self._tables.state(),
+            beyond=AS_REGISTERED if previous is None else self.beyond.state(),
             carrying=carrying,
         )
         if previous is not None and compare:

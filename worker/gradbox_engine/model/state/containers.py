@@ -1,4 +1,4 @@
-"""The entries of dicts, lists, sets and deques that submodules hold: read, compared, put back.
+"""What values hold: entries of dicts, lists, sets, deques and tuples, attributes of objects.
 
 Entries are compared by identity. What did not change is not written to: some libraries hold dicts
 that refuse it.
@@ -7,11 +7,15 @@ that refuse it.
 from __future__ import annotations
 
 import enum
+import functools
+import sys
 from collections import deque
-from operator import is_
+from collections.abc import Iterable
+from types import MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any, Final
 
 import torch
+from torch import Tensor, nn
 
 try:
     import numpy
@@ -24,13 +28,15 @@ VALUES: Final[tuple[type, ...]] = (
     *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum),
     *(() if numpy is None else (numpy.generic,)),
 )
-MOST_ENTRIES: Final = 64  # kept of one: n snapshots of a list that grows would take n² places
+MOST_ENTRIES: Final = 64  # new ones kept of one: n states of a list that grows would take n² places
+# Their objects have states of their own, and are left alone.
+LIBRARIES: Final = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
 
 
 def entries_of(container: Any) -> list[Any]:
-    """Return the entries of a container or a tuple in order; of a dict each key and its value."""
+    """Return the entries of a container or a tuple in order; of a dict its values."""
     if isinstance(container, dict):
-        return [part for item in container.items() for part in item]
+        return list(container.values())
     if isinstance(container, tuple):
         return list(tuple.__iter__(container))  # a derived one may refuse `iter`, and `len`
     return list(container)
@@ -41,20 +47,62 @@ def num_entries(container: Any) -> int:
     return tuple.__len__(container) if isinstance(container, tuple) else len(container)
 
 
-def same_entries(a: list[Any], b: list[Any]) -> bool:
-    """Return whether two lists hold the same objects."""
-    return len(a) == len(b) and all(map(is_, a, b))
-
-
-def refill(container: Any, entries: list[Any]) -> None:
-    """Give a container the entries that it had, where it has others."""
-    if same_entries(entries_of(container), entries):
-        return
+def fill(container: Any, keys: list[Any], values: list[Any]) -> None:
+    """Give a container these entries and no others; keys are a dict's."""
     container.clear()
     if isinstance(container, dict):
-        for key, value in zip(entries[::2], entries[1::2], strict=True):
+        for key, value in zip(keys, values, strict=True):
             container[key] = value  # a Counter's `update` would add
     elif isinstance(container, set):
-        container.update(entries)
+        container.update(values)
     else:
-        container.extend(entries)
+        container.extend(values)
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Return an object's attributes, the live dict if it has one; None of one left alone."""
+    if isinstance(value, (type, Tensor, enum.Enum)):
+        return None
+    of_library = type(value).__module__.partition(".")[0] in LIBRARIES
+    if of_library and not isinstance(value, (nn.Module, SimpleNamespace)):
+        return None
+    try:
+        found: dict[str, Any] = object.__getattribute__(  # and of no proxy's object
+            value, "__dict__"
+        )
+    except AttributeError:
+        return {name: getattr(value, name) for name in slots_of(value) if hasattr(value, name)}
+    return found
+
+
+def slots_of(value: Any) -> list[str]:
+    """Return the names of the slots of an object that has no dict, as dataclasses may be."""
+    if hasattr(value, "__dict__"):
+        return []
+    return [
+        name
+        for kind in type(value).__mro__
+        if "__slots__" in vars(kind)
+        for name, descriptor in vars(kind).items()
+        if isinstance(descriptor, MemberDescriptorType)
+    ]
+
+
+def parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what a value holds, each with its key, index or name; nothing of one left alone."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, (*CONTAINERS, tuple)):
+        return enumerate(entries_of(value))
+    if isinstance(value, functools.partial):
+        return enumerate((value.func, value.args, value.keywords))
+    if isinstance(value, MethodType):
+        return [(0, value.__self__)]
+    return list((attributes_of(value) or {}).items())
+
+
+def path_to(name: Any, path: str, holder: Any) -> str:
+    """Return how messages call a part of what `path` names."""
+    if isinstance(holder, (*CONTAINERS, tuple)):
+        return f"{path}[{name}]"
+    return f"{path}.{name}" if path else str(name)

@@ -1,19 +1,16 @@
 """What can change inside without being bound anew, and what was in it at one moment.
 
-Entries of a container, attributes of an object, a NumPy array, a random generator, a tensor that is
-registered nowhere.
+Entries of a container, attributes and class of an object, the numbers of a NumPy array or of a
+tensor that is registered nowhere, a random generator, the attributes of a TorchScript module.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import random
-import sys
 from collections.abc import Callable, Iterable
 from operator import is_
-from types import MemberDescriptorType, MethodType, SimpleNamespace
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +19,13 @@ from gradbox_engine.model.state.containers import (
     CONTAINERS,
     MOST_ENTRIES,
     VALUES,
+    attributes_of,
     entries_of,
-    refill,
+    fill,
+    path_to,
+    slots_of,
 )
+from gradbox_engine.model.state.outlines import Outline, beyond_kinds, outline
 from gradbox_engine.model.tensor_equality import equal_numbers, form, is_plain, writable
 
 try:
@@ -32,43 +33,62 @@ try:
 except ImportError:
     numpy = None  # type: ignore[assignment]
 
-# Their objects have states of their own, and are left alone.
-LIBRARIES: Final = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
 MOST_BYTES: Final = 2**24  # of an array or a tensor
-MOST_KEPT_BYTES: Final = 2**16  # of one in each of n snapshots
+MOST_KEPT_BYTES: Final = 2**16  # of one in each of n states
+OF_TORCHSCRIPT: Final = frozenset({"training", "_is_full_backward_hook"})
+
+LEFT_OUT: Final = object()
+"""In the place of an attribute or an entry of a dict that no state keeps."""
+
+Keepable = Callable[[Any], bool]
+"""Whether a state may hold a value that came since."""
+
+
+class LeftOut(NamedTuple):
+    """A part that no state keeps: it stays as it is."""
+
+    path: str
+    outline: Outline
+    counts: bool  # whether there are numbers or lengths in it that were not registered
+    fills: bool  # whether nothing was registered in its place
 
 
 class Mutable(Protocol):
     """Something that can change inside, and what was in it when this was made."""
 
     owner: Any  # kept alive, for its id names it
-    path: str
+    path: str  # how messages call it
 
     def changed(self) -> bool:
         """Tell whether something else is in it now."""
 
-    def restore(self) -> None:
-        """Put back what was in it."""
+    def again(self) -> Mutable:
+        """Return what is in it now."""
 
-    def new(self, registered: Mutable | None) -> list[Any] | None:
-        """Return the parts that an earlier one of the same thing lacks; None if it is large."""
+    def restore(self) -> None:
+        """Put back what was in it, but for what was left out."""
+
+    def too_much(self, registered: Mutable | None, keepable: Keepable) -> list[Any]:
+        """Return what has come since and no state may hold."""
+
+    def leave_out(self, registered: Mutable | None, parts: list[Any]) -> list[LeftOut]:
+        """Let go of these parts, which are `too_much`."""
+
+    def differing(self, registered: Mutable | None) -> list[str]:
+        """Return the paths of what is not as registered and was not left out."""
 
 
 def mutable(path: str, value: Any) -> Mutable | None:
-    """Return what is in a value now; None if nothing in it can change, or it is left alone.
-
-    Args:
-        path: how messages call it.
-    """
+    """Return what is in a value now; None if nothing in it can change, or it is left alone."""
     if isinstance(value, CONTAINERS):
-        return _Entries(path, value, of=value)
+        return Entries(path, value, value)
     if isinstance(value, Tensor):
         return _Numbers(path, value) if _can_be_put_back(value) else None
     if isinstance(value, random.Random):
         return _Generator(path, value, value.getstate, value.setstate)
     if isinstance(value, torch.Generator):
         return _Generator(path, value, value.get_state, value.set_state)
-    if is_array(value):
+    if numpy is not None and isinstance(value, numpy.ndarray):
         fits = value.flags.writeable and not value.dtype.hasobject and value.nbytes <= MOST_BYTES
         return _Array(path, value) if fits else None
     if numpy is not None and isinstance(value, numpy.random.RandomState):
@@ -81,40 +101,31 @@ def mutable(path: str, value: Any) -> Mutable | None:
     attributes = attributes_of(value)
     if attributes is None:
         return None
-    return _Slots(path, value) if slots_of(value) else _Entries(path, value, of=attributes)
+    return Entries(path, value, None if slots_of(value) else attributes)
 
 
-def attributes_of(value: Any) -> dict[str, Any] | None:
-    """Return an object's attributes, the live dict if it has one; None of one left alone."""
-    if isinstance(value, (type, Tensor, enum.Enum)):
-        return None
-    of_library = type(value).__module__.partition(".")[0] in LIBRARIES
-    if of_library and not isinstance(value, (nn.Module, SimpleNamespace)):
-        return None
-    try:
-        found: dict[str, Any] = object.__getattribute__(  # and of no proxy's object
-            value, "__dict__"
-        )
-    except AttributeError:
-        return {name: getattr(value, name) for name in slots_of(value) if hasattr(value, name)}
-    return found
+def same(a: Any, b: Any) -> bool:
+    """Tell whether one entry may stand for another.
+
+    Equal values may, containers of a kind that are empty, and small tensors of equal numbers.
+    """
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        both_small = is_small(a) and is_small(b) and not (a.requires_grad or b.requires_grad)
+        return both_small and form(a) == form(b) and equal_numbers(a, b)
+    return bool(a == b) if isinstance(a, VALUES) else isinstance(a, CONTAINERS) and not (a or b)
 
 
-def slots_of(value: Any) -> list[str]:
-    """Return the names of the slots of an object that has no dict, as dataclasses may be."""
-    if hasattr(value, "__dict__"):
-        return []
-    return [
-        name
-        for kind in type(value).__mro__
-        if "__slots__" in vars(kind)
-        for name, descriptor in vars(kind).items()
-        if isinstance(descriptor, MemberDescriptorType)
-    ]
+def is_small(tensor: Tensor) -> bool:
+    """Tell whether n states may have a tensor each: it has no graph, and few bytes."""
+    return tensor.is_leaf and is_plain(tensor) and tensor.nbytes <= MOST_KEPT_BYTES
 
 
 def _can_be_put_back(tensor: Tensor) -> bool:
-    """Tell whether a tensor is small, the model's own and no parameter, and can be written to."""
+    """Tell whether a tensor is the model's own and no parameter, and can be written to."""
     return (
         tensor.is_leaf
         and is_plain(tensor)
@@ -122,24 +133,6 @@ def _can_be_put_back(tensor: Tensor) -> bool:
         and tensor.nbytes <= MOST_BYTES
         and not (isinstance(tensor, nn.Parameter) or tensor.is_inference() or tensor.is_meta)
     )
-
-
-def is_array(value: Any) -> bool:
-    """Tell whether a value is a NumPy array."""
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def parts_of(value: Any) -> Iterable[tuple[str, Any]]:
-    """Return what a value holds, and how a path to it goes on; nothing of one left alone."""
-    if isinstance(value, dict):
-        return ((f"[{key}]", part) for key, part in list(value.items()))
-    if isinstance(value, (*CONTAINERS, tuple)):
-        return (("[…]", part) for part in entries_of(value))
-    if isinstance(value, functools.partial):
-        return [("", value.func), ("", value.args), ("", value.keywords)]
-    if isinstance(value, MethodType):
-        return [("", value.__self__)]
-    return ((f".{name}", part) for name, part in list((attributes_of(value) or {}).items()))
 
 
 def global_generators() -> set[int]:
@@ -150,82 +143,166 @@ def global_generators() -> set[int]:
     return found | set(map(id, torch.cuda.default_generators))
 
 
-class _Entries:
-    """A container's entries, or an object's attributes and its class."""
+class Entries:
+    """A container's entries, or an object's attributes and its class.
 
-    def __init__(self, path: str, owner: Any, *, of: Any) -> None:
-        self.path, self.owner = path, owner
-        self._container, self._kind = of, type(owner)
-        self._entries = entries_of(of)
+    `container` is the live container or dict of attributes, None of an object with slots. `keys`
+    are those of a dict or the names of attributes; a list, a set or a deque has none. `values` are
+    None where a list, a set or a deque stays as it is.
+    """
 
-    def changed(self) -> bool:
-        if type(self.owner) is not self._kind:
-            return True
-        now, before = entries_of(self._container), self._entries
-        if len(now) != len(before):
-            return True
-        return not (all(map(is_, now, before)) or all(map(_same, now, before)))
-
-    def restore(self) -> None:
-        refill(self._container, self._entries)
-        if type(self.owner) is not self._kind:
-            object.__setattr__(self.owner, "__class__", self._kind)
-
-    def new(self, registered: Mutable | None) -> list[Any] | None:
-        before = registered._parts if isinstance(registered, _Entries) else []
-        known = set(map(id, before))
-        found = [part for part in self._parts if id(part) not in known]
-        return found if len(found) <= MOST_ENTRIES else None
+    def __init__(self, path: str, owner: Any, container: Any) -> None:
+        self.path, self.owner, self.container = path, owner, container
+        self.kind = type(owner)
+        self.keys: list[Any]
+        self.values: list[Any] | None
+        self.keys, self.values = self._live()
 
     @property
-    def _parts(self) -> list[Any]:
-        return self._entries[1::2] if isinstance(self._container, dict) else self._entries
+    def is_container(self) -> bool:
+        """Whether it is no object with attributes."""
+        return self.container is self.owner
 
+    def by_key(self) -> dict[Any, Any]:
+        """Return a dict's entries, or attributes."""
+        return dict(zip(self.keys, self.values or [], strict=True))
 
-class _Slots:
-    def __init__(self, path: str, owner: Any) -> None:
-        self.path, self.owner = path, owner
-        self._values = attributes_of(owner) or {}
+    def parts(self) -> Iterable[tuple[Any, Any]]:
+        """Return the entries, each with its key, name or index."""
+        values = self.values or []
+        return zip(self.keys, values, strict=True) if self.keys else enumerate(values)
 
     def changed(self) -> bool:
-        now, before = attributes_of(self.owner) or {}, self._values
-        return now.keys() != before.keys() or not all(_same(now[n], before[n]) for n in now)
+        keys, now = self._live()
+        before = self.values or []
+        if type(self.owner) is not self.kind or keys != self.keys or len(now) != len(before):
+            return True
+        return not (all(map(is_, now, before)) or all(map(same, now, before)))
+
+    def again(self) -> Entries:
+        return Entries(self.path, self.owner, self.container)
 
     def restore(self) -> None:
-        for name in slots_of(self.owner):
-            if name in self._values:
-                object.__setattr__(self.owner, name, self._values[name])
-            elif hasattr(self.owner, name):
-                object.__delattr__(self.owner, name)
+        if self.values is not None:
+            self._fill(self.keys, self.values)
+        if type(self.owner) is not self.kind:
+            object.__setattr__(self.owner, "__class__", self.kind)
 
-    def new(self, registered: Mutable | None) -> list[Any] | None:
-        before = registered._values.values() if isinstance(registered, _Slots) else ()
-        known = set(map(id, before))
-        return [value for value in self._values.values() if id(value) not in known]
+    def too_much(self, registered: Mutable | None, keepable: Keepable) -> list[Any]:
+        known = set(map(id, registered.values or [])) if isinstance(registered, Entries) else set()
+        new = [value for value in self.values or [] if id(value) not in known]
+        return new if len(new) > MOST_ENTRIES else [v for v in new if not keepable(v)]
+
+    def leave_out(self, registered: Mutable | None, parts: list[Any]) -> list[LeftOut]:
+        values, ids = self.values or [], set(map(id, parts))
+        names = [name for name, v in zip(self.keys, values, strict=False) if id(v) in ids]
+        first = registered if isinstance(registered, Entries) else None
+        self.values = [LEFT_OUT if id(v) in ids else v for v in values] if self.keys else None
+        if self.is_container:
+            now = _outline(tuple(parts))
+            if first is None or len(first.values or []) != len(values):
+                now.append(len(values))
+            return [LeftOut(self.path, now, counts=bool(beyond_kinds(now)), fills=False)]
+        before, by_name = first.by_key() if first else {}, dict(zip(self.keys, values, strict=True))
+        return [self._left_out(name, by_name[name], before.get(name)) for name in names]
+
+    def differing(self, registered: Mutable | None) -> list[str]:
+        if self.is_container or not isinstance(registered, Entries):
+            return [] if self.values is None else [self.path]
+        now, before = self.by_key(), registered.by_key()
+        changed = [
+            name
+            for name, value in now.items()
+            if value is not LEFT_OUT and not (name in before and same(value, before[name]))
+        ]
+        gone = [name for name in before if name not in now]
+        kind = [] if self.kind is registered.kind else ["__class__"]
+        return [path_to(name, self.path, self.owner) for name in (*changed, *gone, *kind)]
+
+    def _left_out(self, name: str, value: Any, registered: Any) -> LeftOut:
+        now = _outline(value)
+        counts = bool(beyond_kinds(now)) and beyond_kinds(now) != beyond_kinds(_outline(registered))
+        path = path_to(name, self.path, self.owner)
+        return LeftOut(path, now, counts=counts, fills=registered is None)
+
+    def _live(self) -> tuple[list[Any], list[Any]]:
+        if self.container is None:
+            attributes = attributes_of(self.owner) or {}
+            return list(attributes), list(attributes.values())
+        keys = list(self.container) if isinstance(self.container, dict) else []
+        return keys, entries_of(self.container)
+
+    def _fill(self, keys: list[Any], values: list[Any]) -> None:
+        live_keys, live = self._live()
+        if any(value is LEFT_OUT for value in values):
+            now = dict(zip(live_keys, live, strict=True))
+            pairs = [
+                (key, now.get(key, LEFT_OUT) if value is LEFT_OUT else value)
+                for key, value in zip(keys, values, strict=True)
+            ]
+            keys = [key for key, value in pairs if value is not LEFT_OUT]
+            values = [value for _, value in pairs if value is not LEFT_OUT]
+        if keys == live_keys and len(values) == len(live) and all(map(is_, values, live)):
+            return
+        if self.container is not None:
+            fill(self.container, keys, values)
+            return
+        for name in live_keys:
+            object.__delattr__(self.owner, name)
+        for name, value in zip(keys, values, strict=True):
+            object.__setattr__(self.owner, name, value)
 
 
-class _Array:
+class _Whole:
+    """What a state keeps as a whole or, where it is large, leaves out as a whole."""
+
+    path: str
+    owner: Any
+    is_small = True
+    kept = True
+
+    def restore(self) -> None:
+        if self.kept:
+            self._restore()
+
+    def too_much(self, registered: Mutable | None, keepable: Keepable) -> list[Any]:
+        return [] if self.is_small else [self.owner]
+
+    def leave_out(self, registered: Mutable | None, parts: list[Any]) -> list[LeftOut]:
+        self.kept = False
+        return [LeftOut(self.path, [object()], counts=True, fills=False)]  # equal to no other one
+
+    def differing(self, registered: Mutable | None) -> list[str]:
+        return [self.path] if self.kept else []
+
+    def _restore(self) -> None:
+        raise NotImplementedError
+
+
+class _Array(_Whole):
     def __init__(self, path: str, array: Any) -> None:
         self.path, self.owner = path, array
         self._values = array.copy()
+        self.is_small = array.nbytes <= MOST_KEPT_BYTES
 
     def changed(self) -> bool:
         return bool(self.owner.tobytes() != self._values.tobytes())
 
-    def restore(self) -> None:
+    def again(self) -> _Array:
+        return _Array(self.path, self.owner)
+
+    def _restore(self) -> None:
         self.owner[...] = self._values
 
-    def new(self, registered: Mutable | None) -> list[Any] | None:
-        return [0] if self.owner.nbytes <= MOST_KEPT_BYTES else None
 
-
-class _Numbers:
+class _Numbers(_Whole):
     """A tensor's, with its version counter: a graph that saved it finds the version it saved."""
 
     def __init__(self, path: str, tensor: Tensor) -> None:
         self.path, self.owner = path, tensor
         self._data, self._version = tensor.detach(), tensor._version
         self._values, self._requires_grad = self._data.clone(), tensor.requires_grad
+        self.is_small = is_small(tensor)
 
     def changed(self) -> bool:
         now, before = self.owner, self._values
@@ -233,8 +310,11 @@ class _Numbers:
             return True
         return not equal_numbers(now, before)
 
+    def again(self) -> _Numbers:
+        return _Numbers(self.path, self.owner)
+
     @torch.no_grad()
-    def restore(self) -> None:
+    def _restore(self) -> None:
         if self.owner.grad_fn is not None:
             self.owner.detach_()
         if form(self.owner) != form(self._values):
@@ -244,12 +324,8 @@ class _Numbers:
             self.owner.requires_grad_(self._requires_grad)
         torch._C._autograd._unsafe_set_version_counter((self.owner,), (self._version,))
 
-    def new(self, registered: Mutable | None) -> list[Any] | None:
-        small = self.owner.nbytes <= MOST_KEPT_BYTES
-        return [0] if small and self.owner.grad_fn is None else None
 
-
-class _Generator:
+class _Generator(_Whole):
     def __init__(
         self, path: str, owner: Any, read: Callable[[], Any], write: Callable[[Any], object]
     ) -> None:
@@ -260,19 +336,56 @@ class _Generator:
     def changed(self) -> bool:
         return not _same_state(self._read(), self._state)
 
-    def restore(self) -> None:
+    def again(self) -> _Generator:
+        return _Generator(self.path, self.owner, self._read, self._write)
+
+    def _restore(self) -> None:
         self._write(self._state)
 
-    def new(self, registered: Mutable | None) -> list[Any] | None:
-        return [0]
+
+class Scripted(_Whole):
+    """The numbers and words of a TorchScript module, which lie in C++ and not in `vars`.
+
+    It hands out copies of its lists and dicts. Its tensors are buffers, or put back after the job.
+    """
+
+    def __init__(self, path: str, module: torch.jit.ScriptModule) -> None:
+        self.path, self.owner = path, module
+        self.attributes = scripted_attributes(module)
+
+    def changed(self) -> bool:
+        now = scripted_attributes(self.owner)
+        return any(
+            not (type(now[name]) is type(value) and now[name] == value)
+            for name, value in self.attributes.items()
+            if not _holds_tensors(value)
+        )
+
+    def again(self) -> Scripted:
+        return Scripted(self.path, self.owner)
+
+    def _restore(self) -> None:
+        for name, value in self.attributes.items():
+            if not _holds_tensors(value):
+                self.owner._c.setattr(name, value)
 
 
-def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    return bool(a == b) if isinstance(a, VALUES) else isinstance(a, CONTAINERS) and not (a or b)
+def scripted_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return what a TorchScript module binds names to, buffers too; nothing of any other one."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return {}
+    names = module._concrete_type.get_attributes().keys() - OF_TORCHSCRIPT
+    return {name: module._c.getattr(name) for name in sorted(names)}
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, (*CONTAINERS, tuple)):
+        return any(map(_holds_tensors, entries_of(value)))
+    return isinstance(value, Tensor)
+
+
+def _outline(value: Any) -> Outline:
+    return outline(value, most_bytes=MOST_KEPT_BYTES)
 
 
 def _same_state(a: Any, b: Any) -> bool:

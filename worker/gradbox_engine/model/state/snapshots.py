@@ -19,10 +19,8 @@ from torch._utils import _flatten_dense_tensors
 
 from gradbox_engine.checkpoint import Checkpoint
 from gradbox_engine.model.host_copy import HostCopy
-from gradbox_engine.model.state.attributes import State, restorable
-from gradbox_engine.model.state.objects import ObjectState
-from gradbox_engine.model.state.stated_attributes import from_stated, stated
-from gradbox_engine.model.state.tables import TableState
+from gradbox_engine.model.state.model_state import AS_REGISTERED, ModelState, State
+from gradbox_engine.model.state.stated import from_stated, stated
 from gradbox_engine.model.tensor_equality import same_values
 
 Slot = tuple[str, str]
@@ -57,9 +55,9 @@ class PackedValues(NamedTuple):
 class Snapshot:
     """The values of all buffers at one moment. Nothing writes to these tensors.
 
-    `versions` are the registered tensors' version counters, where those were bound; `attributes`
-    the submodules' plain attributes, None where these, `objects` and `tables` are to stay as they
-    are; `carrying` the buffers that had a graph then.
+    `versions` are the registered tensors' version counters, where those were bound; `beyond` is
+    what else differs from the registered model, None where that is to stay as it is; `carrying` are
+    the buffers that had a graph then.
     """
 
     def __init__(
@@ -68,15 +66,11 @@ class Snapshot:
         packed: Sequence[PackedValues] = (),
         *,
         versions: Mapping[Slot, int],
-        attributes: State | None = None,
-        objects: ObjectState = None,
-        tables: TableState = None,
+        beyond: State | None = None,
         carrying: frozenset[Slot] = frozenset(),
     ) -> None:
         self.versions = versions
-        self.attributes = attributes
-        self.objects = objects
-        self.tables = tables
+        self.beyond = beyond
         self.carrying = carrying
         self._apart = apart
         self._packed = packed
@@ -89,25 +83,13 @@ class Snapshot:
         """All values by slot, those kept together as views."""
         return self._apart | dict(chain.from_iterable(p.items() for p in self._packed))
 
-    @property
-    def differs_beyond_buffers(self) -> bool:
-        """Whether attributes, what lies inside them, hooks or submodules are not as registered."""
-        return bool(self.attributes) or self.objects is not None or self.tables is not None
-
     def apart(self, slot: Slot) -> Tensor | None:
         """Return the value of a slot that is kept by itself; None if it is not."""
         return self._apart.get(slot)
 
     def equals(self, other: Snapshot) -> bool:
-        """Return whether values and attributes are equal, NaN not. Waits for the device.
-
-        What lies inside objects, hooks and submodules are not compared: where they differ from the
-        first, they are not equal.
-        """
-        beyond = (self.objects, other.objects, self.tables, other.tables)
-        if any(state is not None for state in beyond):
-            return False
-        if restorable(self.attributes or {}) != restorable(other.attributes or {}):
+        """Return whether values are equal, NaN not, and what else is kept; waits for the device."""
+        if not (self.beyond or AS_REGISTERED).equals(other.beyond or AS_REGISTERED):
             return False
         own, others = self.values, other.values
         return own.keys() == others.keys() and all(
@@ -139,8 +121,8 @@ class Snapshot:
         return differing
 
 
-def packed(states: Sequence[Snapshot]) -> Checkpoint:
-    """Return what makes S₁ … Sₙ of S₀; their attributes have to be such as can be stated."""
+def packed(states: Sequence[Snapshot], model: ModelState) -> Checkpoint:
+    """Return what makes S₁ … Sₙ of S₀, all of which has to be such as can be stated."""
     slots: dict[Slot, int] = {}
     gone: list[list[int]] = []
     none: list[list[int]] = []
@@ -159,12 +141,12 @@ def packed(states: Sequence[Snapshot]) -> Checkpoint:
         gone += [[index, slots.setdefault(s, len(slots))] for s in before if s not in values]
         before = values
     facts: dict[str, Any] = {"slots": [list(slot) for slot in slots], "gone": gone, "none": none}
-    facts["attributes"] = [stated(snapshot.attributes or {}) for snapshot in states[1:]]
+    facts["beyond"] = [stated(model, s.beyond or AS_REGISTERED) for s in states[1:]]
     facts["carrying"] = [sorted(map(list, snapshot.carrying)) for snapshot in states[1:]]
     return Checkpoint(changed, facts | {"num": len(states) - 1})
 
 
-def unpacked(found: Checkpoint, first: Snapshot) -> list[Snapshot]:
+def unpacked(found: Checkpoint, first: Snapshot, model: ModelState) -> list[Snapshot]:
     """Return S₀ … Sₙ, S₀ being `first`."""
     slots = [(module, name) for module, name in found.facts["slots"]]
     changes: dict[int, dict[Slot, Tensor | None]] = {}
@@ -183,9 +165,9 @@ def unpacked(found: Checkpoint, first: Snapshot) -> list[Snapshot]:
             for slot, value in (values | changes.get(index, {})).items()
             if slot not in gone.get(index, ())
         }
-        attributes = from_stated(found.facts["attributes"][index])
+        beyond = from_stated(model, found.facts["beyond"][index])
         carrying = frozenset((module, name) for module, name in found.facts["carrying"][index])
-        states.append(Snapshot(dict(values), versions={}, attributes=attributes, carrying=carrying))
+        states.append(Snapshot(dict(values), versions={}, beyond=beyond, carrying=carrying))
     return states
 
 

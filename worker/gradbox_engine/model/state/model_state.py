@@ -1,0 +1,301 @@
+"""Everything about a model that can change, but the numbers of its parameters and buffers.
+
+A schedule that counts its calls may change a gradient and no output, so that no comparison of
+outputs would notice another count in the replay. So all that a shard changed is part of S₀ … Sₙ:
+attributes, what lies inside them, hooks, submodules, classes.
+
+A module is an object: its attributes, its tables and its class are entries like any other. One walk
+from the model finds everything that can change: attributes of modules and of objects, entries of
+dicts, lists, sets, deques and tuples, what a bound method or a `functools.partial` holds. Objects
+of Python's library, torch and NumPy have states of their own and are left alone, but for arrays,
+tensors and random generators. So is what a function closes over: a hook may note something there
+for whoever registered it.
+
+Asked after a shard, what differs from when the walk was made is its state, entry by entry. An entry
+that came since belongs to it if it is a number, a word, a function, a parameter, a small tensor
+without a graph, or something that holds nothing else. Any other stays as it is, for n states
+would hold n of them, each with its graph: see `outlines`.
+
+Cost: a walk and a copy of the numbers when a job begins; a comparison of all entries by identity
+after each shard, of unregistered tensors and arrays by value. Not looked at: global variables,
+iterators, arrays and tensors beyond 16 MiB, and the inside of attributes that hold more than 10,000
+entries in all, as a trainer with its data does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from operator import is_, methodcaller
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from gradbox_engine.model.state.containers import (
+    CONTAINERS,
+    VALUES,
+    num_entries,
+    parts_of,
+    path_to,
+)
+from gradbox_engine.model.state.mutables import (
+    LEFT_OUT,
+    Entries,
+    LeftOut,
+    Mutable,
+    Scripted,
+    global_generators,
+    is_small,
+    mutable,
+    same,
+)
+from gradbox_engine.model.state.outlines import Outline
+
+OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"} | {"__class__"}
+TABLES: Final = frozenset(n for n, v in vars(nn.Module()).items() if isinstance(v, CONTAINERS))
+# Of most attributes: nothing is inside these.
+ATOMS: Final = frozenset({*VALUES, torch.Size, slice, type, type(len), FunctionType})
+CONSTANT: Final = (*VALUES, FunctionType, BuiltinFunctionType, type, nn.Parameter)
+COMPOSED: Final = (tuple, partial, MethodType)
+MOST_INSIDE: Final = 10_000
+
+Place = tuple[str, Any]
+"""How messages call a value, and the value."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What differs from the registered model."""
+
+    changed: Mapping[int, Mutable] = field(default_factory=dict)
+    """By id, what is in that which was registered and holds something else now."""
+    came: Mapping[int, Mutable] = field(default_factory=dict)
+    """What is in that which came since."""
+    kept: frozenset[int] = frozenset()
+    """The ids of `changed` without that in which all that differs was left out."""
+    names: tuple[str, ...] = ()
+    """The paths of attributes that differ, themselves or inside."""
+    lacks: bool = False
+    """Whether something was left out, which stays as it is."""
+
+    def __bool__(self) -> bool:
+        return bool(self.changed)
+
+    def equals(self, other: State) -> bool:
+        """Return whether equal entries were kept; arrays, tensors and generators never are."""
+        return self.kept == other.kept and all(
+            _equal(self.changed[key], other.changed[key]) for key in self.kept
+        )
+
+
+AS_REGISTERED: Final = State()
+
+
+class ModelState:
+    """A model's state when this was made, and what differs from it later."""
+
+    def __init__(self, model: nn.Module, *, with_buffers: bool = False) -> None:
+        """Walk through a model.
+
+        Args:
+            with_buffers: whether which buffers it has is restored, too.
+        """
+        self.in_order = False
+        """Whether what states left out varied from shard to shard: a second pass has to take all
+        shards, in their order."""
+        self.lacks_counts = False
+        """Whether one left out numbers or lengths: no pass may begin with a later shard."""
+        self.lacks_fillings = False
+        """Whether one left out what came where there was nothing."""
+        self._first: dict[int, Mutable] = {}
+        self._empty: list[Any] = []  # most tables of hooks
+        self._seen = global_generators()
+        self._before: dict[str, Outline] | None = None  # of what the shard before left out
+        self._modules = list(model.named_modules())
+        self.tensors = self._find(with_buffers=with_buffers)
+        """Those that are registered nowhere."""
+        found = self._first.values()
+        self.entries = [inside for inside in found if isinstance(inside, Entries)]
+        """Of all modules, objects and containers, in one order for each model."""
+        self._in_dicts = [e for e in self.entries if isinstance(e.container, dict)]
+        self._others = [inside for inside in found if not _in_dict(inside)]
+        self._dicts = [entries.container for entries in self._in_dicts]
+        self._owners = [entries.owner for entries in self._in_dicts]
+        self._keys, self._values = self._live()
+
+    def state(self) -> State:
+        """Return what differs after a shard."""
+        changed = {id(inside.owner): inside.again() for inside in self._changed()}
+        came = self._came_since(changed.values()) if changed else {}
+        keepable = partial(self._is_keepable, came=came)
+        left: list[LeftOut] = []
+        for key, inside in changed.items():
+            registered = self._first.get(key)
+            if parts := inside.too_much(registered, keepable):
+                left += inside.leave_out(registered, parts)
+        self._note(left)
+        return self._state(changed, came, lacks=bool(left))
+
+    def state_of(self, changed: Mapping[int, Mutable], *, lacks: bool) -> State:
+        """Return the state in which these hold something else, and lacks what it did before."""
+        return self._state(changed, self._came_since(changed.values()), lacks=lacks)
+
+    def _state(
+        self, changed: Mapping[int, Mutable], came: Mapping[int, Mutable], *, lacks: bool
+    ) -> State:
+        differing = {key: m.differing(self._first.get(key)) for key, m in changed.items()}
+        kept = frozenset(key for key, names in differing.items() if names)
+        names = sorted(chain.from_iterable(differing.values()))
+        attributes = tuple(name for name in names if name.rpartition(".")[2] not in OF_TORCH)
+        return State(changed, came, kept, attributes, lacks)
+
+    def restore(self, state: State) -> None:
+        """Put back what was there when a `state` was taken."""
+        if state or not self._is_as_registered():
+            for key, registered in self._first.items():
+                if key not in state.changed:
+                    registered.restore()
+            for table in filter(None, self._empty):
+                if id(table) not in state.changed:
+                    table.clear()
+        else:
+            for other in self._others:
+                other.restore()
+        for inside in (*state.changed.values(), *state.came.values()):
+            inside.restore()
+
+    def _find(self, *, with_buffers: bool) -> list[Tensor]:
+        """Note what can change in submodules, then what lies inside their attributes."""
+        tables = TABLES if with_buffers else TABLES - {"_buffers"}
+        for _, module in self._modules:
+            registered = chain(module._parameters.values(), module._buffers.values())
+            self._seen.update(map(id, (module, module._buffers, *registered)))
+        places: list[Place] = []
+        for path, module in self._modules:
+            attributes = vars(module)
+            self._first[id(module)] = Entries(path, module, attributes)
+            if isinstance(module, torch.jit.ScriptModule):
+                scripted = Scripted(path, module)
+                self._first[id(scripted)] = scripted
+            for name, value in attributes.items():
+                if name in tables and isinstance(value, CONTAINERS):
+                    if value:
+                        self._first[id(value)] = Entries(path_to(name, path, module), value, value)
+                    else:
+                        self._empty.append(value)
+                elif name not in OF_TORCH and type(value) not in ATOMS:
+                    places.append((path_to(name, path, module), value))
+        self._seen.update(self._first)
+        found, tensors = _inside(places, self._seen)
+        self._first |= found
+        return tensors
+
+    def _came_since(self, changed: Iterable[Mutable]) -> dict[int, Mutable]:
+        """Return by id what can change inside new entries, where all that it holds can be kept."""
+        entries = [inside for inside in changed if isinstance(inside, Entries)]
+        places = [
+            (path_to(name, e.path, e.owner), value) for e in entries for name, value in e.parts()
+        ]
+        came, _ = _inside(places, set(self._seen))
+        keepable = partial(self._is_keepable, came=came)
+        while too_much := [key for key, inside in came.items() if inside.too_much(None, keepable)]:
+            for key in too_much:
+                del came[key]
+        return came
+
+    def _is_keepable(self, value: Any, came: Mapping[int, Mutable]) -> bool:
+        if isinstance(value, CONSTANT) or id(value) in self._seen or id(value) in came:
+            return True
+        if isinstance(value, Tensor):
+            return is_small(value)
+        return isinstance(value, COMPOSED) and all(
+            self._is_keepable(part, came) for _, part in parts_of(value)
+        )
+
+    def _note(self, left: list[LeftOut]) -> None:
+        outlines = {part.path: part.outline for part in left}
+        self.in_order |= self._before is not None and outlines != self._before
+        self.lacks_counts |= any(part.counts for part in left)
+        self.lacks_fillings |= any(part.fills for part in left)
+        self._before = outlines
+
+    def _changed(self) -> list[Mutable]:
+        """Return that in which something else is now; of a table that was empty, its entries."""
+        changed = [other for other in self._others if other.changed()]
+        if self._is_as_registered():
+            return changed
+        in_dicts = [entries for entries in self._in_dicts if entries.changed()]
+        return [*in_dicts, *map(self._filled, filter(None, self._empty)), *changed]
+
+    def _filled(self, table: Any) -> Entries:
+        """Return what is in a table of a submodule that was empty."""
+        for path, module in self._modules:
+            for name, value in vars(module).items():
+                if value is table:
+                    return Entries(path_to(name, path, module), table, table)
+        raise KeyError(table)
+
+    def _is_as_registered(self) -> bool:
+        """Tell whether dicts and attributes hold what was registered, not only what equals it."""
+        if any(self._empty):
+            return False
+        keys, values = self._live()
+        return (
+            len(values) == len(self._values)
+            and keys == self._keys
+            and all(map(is_, values, self._values))
+        )
+
+    def _live(self) -> tuple[list[Any], list[Any]]:
+        """Return all keys of dicts in one list, and all values with the owners' classes."""
+        values = chain.from_iterable(map(methodcaller("values"), self._dicts))
+        return list(chain.from_iterable(self._dicts)), [*values, *map(type, self._owners)]
+
+
+def _inside(places: Iterable[Place], seen: set[int]) -> tuple[dict[int, Mutable], list[Tensor]]:
+    """Return what can change inside values by id, and the tensors; all of it is `seen` then.
+
+    Nothing where that is more than is looked at.
+    """
+    found: dict[int, Mutable] = {}
+    tensors: list[Tensor] = []
+    num_inside = 0
+    left = deque(places)
+    while left:
+        path, value = left.popleft()
+        if type(value) in ATOMS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        num_inside += num_entries(value) if isinstance(value, (*CONTAINERS, tuple)) else 1
+        if num_inside > MOST_INSIDE:
+            return {}, []
+        if (inside := mutable(path, value)) is not None:
+            found[id(value)] = inside
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            continue
+        for name, part in parts_of(value):
+            if type(part) not in ATOMS and id(part) not in seen:
+                left.append((path_to(name, path, value), part))
+    return found, tensors
+
+
+def _in_dict(inside: Mutable) -> bool:
+    return isinstance(inside, Entries) and isinstance(inside.container, dict)
+
+
+def _equal(a: Mutable, b: Mutable) -> bool:
+    """Tell whether two states of one owner have equal entries, without what was left out."""
+    if not (isinstance(a, Entries) and isinstance(b, Entries)):
+        return False
+    kept, others = ([(n, v) for n, v in e.parts() if v is not LEFT_OUT] for e in (a, b))
+    return (
+        a.kind is b.kind
+        and len(kept) == len(others)
+        and all(m == n and same(v, w) for (m, v), (n, w) in zip(kept, others, strict=True))
+    )
