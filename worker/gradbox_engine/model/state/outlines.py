@@ -25,7 +25,7 @@ Outline = list[Any]
 be kept also which numbers, words, functions or classes these are."""
 
 
-class Kind(str):
+class KindName(str):
     """The name of a class, which alone tells nothing that a gradient may depend on."""
 
     __slots__ = ()
@@ -45,7 +45,7 @@ def outline(whole: Any, *, most_bytes: int) -> Outline:
             found.append(value)
         elif id(value) not in seen:
             seen.add(id(value))
-            found.append(Kind(type(value).__name__))
+            found.append(KindName(type(value).__name__))
             if isinstance(value, Tensor):
                 found += _of_tensor(value, most_bytes)
             elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):
@@ -58,7 +58,7 @@ def outline(whole: Any, *, most_bytes: int) -> Outline:
 
 def beyond_kinds(whole: Outline) -> Outline:
     """Return an outline without what is None, and without bare kinds."""
-    return [part for part in whole if not (part is None or isinstance(part, Kind))]
+    return [part for part in whole if not (part is None or isinstance(part, KindName))]
 
 
 def _of_tensor(tensor: Tensor, most_bytes: int) -> Outline:
