@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gradbox_engine import Group, Objective, set_gradient, shard_stream
 from tests.engine.drawn_modules import Reversed
-from tests.engine.replay.reversing import Reversing, groups, loss, loss_of_some, naive_gradients
 from tests.oracle import TOLERANCE, difference
+from tests.stateful_models import Reversing, groups, loss, loss_of_some, naive_answer
 
 
 class _Checkpointed(nn.Module):
@@ -65,39 +66,31 @@ def test_the_gradient_is_that_of_naive_code(reentrant, retain):
     assert job.leaf.grad is None
 
 
-class _Counting(Reversing):
-    """Counts in an object that each call replaces, so that no snapshot keeps the number."""
-
-    def begin(self) -> Any:
-        return SimpleNamespace(calls=0)
-
-    def strength(self) -> float:
-        self.kept = SimpleNamespace(calls=self.kept.calls + 1)
-        return float(self.kept.calls)
+def _counted(m: Any, _: Tensor) -> float:
+    m.kept = SimpleNamespace(calls=m.kept.calls + 1)
+    return float(m.kept.calls)
 
 
-class _CountingInBlock(_Counting):
-    """The same within a block that its backward pass calls once more."""
+class _CountingInBlock(Reversing):
+    """Counts within a block that its backward pass calls once more."""
 
     def forward(self, x: Tensor) -> Tensor:
         z: Tensor = checkpoint(self.block, self.linear(x), use_reentrant=True)
         return z.tanh()
 
     def block(self, z: Tensor) -> Tensor:
-        found: Tensor = Reversed.apply(z, 0.5 * self.strength())
+        found: Tensor = Reversed.apply(z, 0.5 * self.strength(self, z))
         return found
 
 
-class _OneCallLater(_Counting):
-    """What that call finds, one shard alone."""
-
-    def strength(self) -> float:
-        return super().strength() + 1
+def _model(kind: type[Reversing], strength: Callable[[Any, Tensor], float]) -> Reversing:
+    return kind(strength, kept=lambda: SimpleNamespace(calls=0))
 
 
 @pytest.mark.parametrize("retain", [0, 1000, 10**9])
 @pytest.mark.parametrize("of", [loss, loss_of_some])
 def test_what_a_backward_pass_counts_is_not_found_by_the_next_shard(retain, of):
-    job = _CountingInBlock()
+    job = _model(_CountingInBlock, _counted)
     found = set_gradient(job, groups(), Objective(of), mode="train", retain=retain)
-    assert difference(found.grads, naive_gradients(_OneCallLater, of)) <= TOLERANCE
+    later = naive_answer(lambda: _model(Reversing, lambda m, z: _counted(m, z) + 1), of)
+    assert difference(found.grads, later.grads) <= TOLERANCE  # what that call finds

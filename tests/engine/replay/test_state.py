@@ -1,4 +1,4 @@
-"""State that is hard to put back, and parameters of unusual kinds."""
+"""Snapshots of buffers, graphs in buffers, and parameters of unusual kinds."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine import Group, Objective, set_gradient, shard_stream
+from gradbox_engine import GraphInBuffer, Group, Objective, set_gradient, shard_stream
 from gradbox_engine.model.state.buffers import Buffers
 from gradbox_engine.model.state.model_state import ModelState
 from gradbox_engine.model.state.snapshots import Snapshot, packed, unpacked
+from tests.device import DEVICE
 from tests.oracle import TOLERANCE, difference
+from tests.stateful_models import Spiking, groups
 
 
 def _shards(num: int = 4, width: int = 5) -> list[dict[str, Tensor]]:
@@ -22,152 +24,6 @@ def _shards(num: int = 4, width: int = 5) -> list[dict[str, Tensor]]:
 
 def _spread(z: Tensor) -> Tensor:
     return torch.exp(-torch.cdist(z, z).square()).mean()
-
-
-class _Stateful(nn.Module):
-    """A linear layer whose output is shifted by what `state` returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.linear = nn.Linear(5, 3).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.linear(x)
-        return z + self.state(z.detach())
-
-    def state(self, z: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class _Swapping(_Stateful):
-    """Two buffers that trade places; one of them is also written to."""
-
-    a: Tensor
-    b: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("a", torch.zeros(3).double())
-        self.register_buffer("b", torch.ones(3).double())
-
-    def state(self, z: Tensor) -> Tensor:
-        self.a, self.b = self.b, self.a
-        self.a.mul_(0.5).add_(z.mean(0))
-        return self.a - 2 * self.b
-
-
-class _Turning(_Stateful):
-    """A buffer that changes its values with each call, and with every second its shape in place."""
-
-    table: Tensor
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.arange(6.0).double().view(2, 3))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def state(self, z: Tensor) -> Tensor:
-        shift = self.table[0, :2].repeat(2)[:3]
-        self.calls += 1
-        table = 0.5 * self.table + z.mean()
-        self.table.data = table.t() if self.calls % 2 == 0 else table
-        return shift
-
-
-class _Growing(_Stateful):
-    """A queue that gets longer with each call."""
-
-    queue: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", torch.zeros(1, 3).double())
-
-    def state(self, z: Tensor) -> Tensor:
-        self.queue = torch.cat([self.queue, z.mean(0, keepdim=True)])
-        return self.queue.sum(0)
-
-
-class _Late(_Stateful):
-    """Registers a buffer in its first call, and fills one that was None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("sum", None)
-
-    def state(self, z: Tensor) -> Tensor:
-        if not hasattr(self, "calls"):
-            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.calls += 1
-        self.sum = z.mean(0) if self.sum is None else self.sum + z.mean(0)
-        return self.sum / self.calls
-
-
-class _Shared(_Stateful):
-    """One buffer under two names, and a plain attribute that is the same tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(3).double())
-        self.inner = nn.Module()
-        self.inner.register_buffer("mean", self.mean)
-        self.plain = [self.mean]
-
-    def state(self, z: Tensor) -> Tensor:
-        self.plain[0].mul_(0.5).add_(z.mean(0))
-        return self.mean + self.inner.mean
-
-
-class _ByView(_Stateful):
-    """Writes to its buffer through a view that was made long ago."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("both", torch.zeros(2, 3).double())
-        self.half = [self.both[0]]
-
-    def state(self, z: Tensor) -> Tensor:
-        self.half[0].mul_(0.5).add_(z.mean(0))
-        return self.both.sum(0)
-
-
-class _Holey(_Stateful):
-    """A buffer in which NaN stands for nothing yet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("known", torch.full((4, 3), torch.nan).double())
-        self.register_buffer("place", torch.zeros((), dtype=torch.int64))
-
-    def state(self, z: Tensor) -> Tensor:
-        self.known[self.place % 4] = z.mean(0)
-        self.place += 1
-        return self.known.nan_to_num().sum(0)
-
-
-@pytest.mark.parametrize("retain", [0, 700, 10**9])
-@pytest.mark.parametrize("kind", [_Swapping, _Turning, _Growing, _Late, _Shared, _ByView, _Holey])
-def test_the_gradient_and_the_buffers_are_those_of_naive_code(kind, retain):
-    model = kind()
-    zs = [model(shard["0"]) for shard in _shards()]
-    _spread(torch.cat(zs)).backward()
-    job = kind()
-    before = {name: (id(b), b.clone()) for name, b in job.named_buffers()}
-    result = set_gradient(
-        job, [Group("z", _shards())], Objective(_spread), retain=retain, returns=("buffers",)
-    )
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    assert difference(result.grads, expected) <= TOLERANCE
-    assert result.replay_difference == 0
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(result.buffers[name], buffer, equal_nan=True)
-    after = dict(job.named_buffers())
-    assert after.keys() == before.keys()
-    for name, (identity, value) in before.items():
-        assert id(after[name]) == identity
-        torch.testing.assert_close(after[name], value, equal_nan=True, rtol=0, atol=0)
 
 
 def test_snapshots_share_what_did_not_change():
@@ -246,27 +102,6 @@ def test_gradients_that_share_memory_are_not_mixed_up():
     torch.testing.assert_close(result.grads["square"], expected.view(2, 2))
 
 
-def test_a_models_attributes_are_put_back():
-    class Caching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(5, 3).double()
-            self.calls = 0
-            self.history: list[Tensor] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            z = self.linear(x)
-            self.history.append(z)
-            self.latest = z
-            return z
-
-    model = Caching()
-    set_gradient(model, [Group("z", _shards())], Objective(_spread))
-    assert (model.calls, model.history) == (0, [])
-    assert not hasattr(model, "latest")
-
-
 def test_a_job_inside_a_stream_does_not_disturb_it():
     with shard_stream(0, 0, 0):
         expected = torch.rand(3)
@@ -308,3 +143,23 @@ def test_states_are_equal_where_all_values_are():
     others = [{"a": torch.ones(3), "b": None}, {"a": torch.zeros(3), "b": torch.zeros(3)}]
     for other in [*others, {"a": torch.zeros(3)}, {"a": None, "b": None}]:
         assert not state.equals(_snapshot(**other))
+
+
+@pytest.mark.parametrize("retain", [0, 10**9])
+def test_a_gradient_that_would_pass_between_shards_is_refused(retain: int) -> None:
+    model = Spiking(lambda state: state.mean(0, keepdim=True))
+    with pytest.raises(GraphInBuffer, match=r"'state'.*anew at the beginning"):
+        set_gradient(model, groups(), Objective(_spread), mode="train", retain=retain)
+    assert not model.state.requires_grad
+
+
+def test_a_checkpoint_knows_which_graphs_were_cut() -> None:
+    model = Spiking(lambda state: state.mean(0, keepdim=True))
+    first, second = (shard["0"].to(DEVICE) for shard in groups()[0].shards[:2])
+    buffers = Buffers(model)
+    model(first)
+    states = [buffers.first, buffers.advance(buffers.first)]
+    (_, after) = unpacked(packed(states, buffers.beyond), buffers.first, buffers.beyond)
+    buffers.restore(after)
+    with pytest.raises(GraphInBuffer, match="'state'"):
+        model(second).sum().backward()

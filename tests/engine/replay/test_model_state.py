@@ -1,8 +1,13 @@
-"""What is looked at inside a model's attributes, what is kept of it, and what is put back."""
+"""What is looked at in a model, what its states keep and checkpoints tell, what is put back."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import logging
 import weakref
+from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +15,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbox_engine import (
-    Group,
-    Objective,
-    set_gradient,
-)
+from gradbox_engine import Group, Objective, ReplayMismatch, set_gradient, set_outputs
 from gradbox_engine.model.state.model_state import AS_REGISTERED, ModelState
+from gradbox_engine.model.state.stated import can_be_stated, from_stated, stated
 from tests.device import DEVICE
-from tests.engine.replay.reversing import Counter, Reversing, groups, loss
+from tests.engine.interrupted import Kept, Killed, KilledAt
 from tests.oracle import TOLERANCE, difference
+from tests.stateful_models import Calls, Reversing, groups, loss
+
+
+def _x() -> Tensor:
+    return groups()[0].shards[0]["0"].to(DEVICE)
 
 
 class _Averaging(nn.Module):
@@ -41,7 +48,7 @@ def test_a_graph_that_saved_an_unregistered_tensor_finds_its_numbers(retain):
     model, mean = _Averaging(), torch.ones(3, dtype=torch.float64, device=DEVICE)
     zs = []
     for shard in groups()[0].shards:
-        z = model.linear(shard["x"].to(DEVICE))
+        z = model.linear(shard["0"].to(DEVICE))
         mean = 0.5 * mean + z.detach().mean(0)
         zs.append(z * mean)
     loss(torch.cat(zs)).backward()
@@ -51,19 +58,15 @@ def test_a_graph_that_saved_an_unregistered_tensor_finds_its_numbers(retain):
     assert torch.equal(model.mean, torch.ones_like(model.mean))
 
 
-class _Caching(Reversing):
-    """Keeps its latest output, with its graph, and no number."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.linear(x).tanh()
-        self.kept.latest = [z]
-        return z  # type: ignore[no-any-return]
+def _model(kept: Callable[[], Any] = Calls) -> Any:
+    return Reversing(lambda m, _: m.kept.next(), kept=kept).train()
 
 
 def test_a_cached_tensor_is_in_no_snapshot_and_changes_nothing():
-    model = _Caching().train()
+    model = _model()
     objects = ModelState(model)
-    z = model(groups()[0].shards[0]["x"])
+    z = model.linear(_x())
+    model.kept.latest = [z]
     state, graph = objects.state(), weakref.ref(z)
     assert not objects.in_order
     objects.restore(AS_REGISTERED)
@@ -74,9 +77,9 @@ def test_a_cached_tensor_is_in_no_snapshot_and_changes_nothing():
 
 
 def test_a_new_object_with_a_graph_in_it_is_in_no_snapshot():
-    model = Reversing().train()
+    model = _model()
     state = ModelState(model)
-    model.kept = SimpleNamespace(seen=[model.linear(groups()[0].shards[0]["x"])], calls=1)
+    model.kept = SimpleNamespace(seen=[model.linear(_x())], calls=1)
     graph = weakref.ref(model.kept.seen[0])
     found = state.state()
     state.restore(AS_REGISTERED)
@@ -85,7 +88,7 @@ def test_a_new_object_with_a_graph_in_it_is_in_no_snapshot():
 
 
 def test_equal_numbers_and_empty_containers_that_are_bound_anew_are_no_change():
-    model = Reversing()
+    model = _model()
     model.kept.calls, model.kept.latest = 1000, {"seen": set()}
     objects = ModelState(model)
     model.kept.calls, model.kept.latest["seen"] = int("1000"), set()
@@ -93,13 +96,7 @@ def test_equal_numbers_and_empty_containers_that_are_bound_anew_are_no_change():
 
 
 def test_what_a_model_holds_of_libraries_is_left_alone():
-    class WithLock(Reversing):
-        def begin(self) -> Any:
-            import logging
-
-            return {"log": logging.getLogger("a.b"), "counter": Counter()}
-
-    model = WithLock()
+    model = _model(lambda: {"log": logging.getLogger("a.b"), "counter": Calls()})
     objects = ModelState(model)
     model.kept["log"].extra = 1
     model.kept["counter"].calls = 2
@@ -109,7 +106,7 @@ def test_what_a_model_holds_of_libraries_is_left_alone():
 
 
 def test_a_model_that_holds_a_trainer_and_its_data_is_not_searched():
-    model = Reversing()
+    model = _model()
     model.kept.latest = SimpleNamespace(data=[{"text": str(i)} for i in range(20_000)])
     objects = ModelState(model)
     model.kept.calls = 1
@@ -118,7 +115,7 @@ def test_a_model_that_holds_a_trainer_and_its_data_is_not_searched():
 
 
 def test_what_a_hook_notes_for_others_stays():
-    model, seen = Reversing(), []
+    model, seen = _model(), []
     model.register_forward_hook(lambda *_: seen.append(1))
     set_gradient(model, groups(), Objective(loss), retain=0)
     assert len(seen) == 9
@@ -147,3 +144,51 @@ def test_unregistered_tensors_are_put_back_after_a_job():
     assert norm.running_mean is not None
     assert norm.running_mean.abs().max() == 0
     assert kept.sum.abs().max() == 0
+
+
+class _CountingByIterator(nn.Linear):
+    """Scales its output by a count that no snapshot has."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(5, 3, dtype=torch.float64, device=DEVICE)
+        self.calls = itertools.count(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * next(self.calls)
+
+
+def test_outputs_that_read_what_no_checkpoint_has_are_not_gone_on_with():
+    kept, kind = Kept(), _CountingByIterator
+    with pytest.raises(Killed):
+        set_outputs(kind(), groups(), checkpoints=kept, observer=KilledAt("forward", 3))
+    with pytest.raises(ReplayMismatch, match="shard 2: expected the replay to repeat"):
+        set_outputs(kind(), groups(), checkpoints=kept)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (1, (None, "a")),
+        {"a": 1, 2: (3,), (4, "b"): True},
+        [1, 1.0, float("inf"), -0.0],
+        {1, "a"},
+        deque([1, 2], maxlen=3),
+        complex(-0.0, float("inf")),
+        torch.bfloat16,
+        torch.device("cuda", 1),
+        "\ud800",
+    ],
+)
+def test_an_attribute_comes_back_from_json_as_it_was(value):
+    model = nn.Linear(1, 1)
+    model.kept = None
+    registered = ModelState(model)
+    model.kept = value
+    state = registered.state()
+    assert can_be_stated(registered, state)
+    told = json.loads(json.dumps(stated(registered, state)))
+    model.kept = None
+    registered.restore(from_stated(registered, told))
+    assert repr(model.kept) == repr(value)
+    assert type(model.kept) is type(value)
