@@ -79,17 +79,10 @@ def test_the_gradient_is_that_of_naive_code_in_each_job_and_the_model_as_it_was(
             assert (found.replayed == 0) != STATEFUL[name].in_order
 
 
-# No half after a first one that kept some of their graphs finds what the first shard left.
-SOME_KEPT_IS_WRONG = ("first call", "the like in every call")
-wrong = pytest.mark.xfail(strict=True, reason="shards are replayed that find no cached tensor")
-
-
 @pytest.mark.parametrize(
     ("name", "retain", "of"),
     [
-        *((name, retain, "all") for name in STATEFUL for retain in (0, ALL_GRAPHS)),
-        *((name, 300, "all") for name in STATEFUL if name not in SOME_KEPT_IS_WRONG),
-        *(pytest.param(name, 300, "all", marks=wrong) for name in SOME_KEPT_IS_WRONG),
+        *((name, retain, "all") for name in STATEFUL for retain in (0, 300, ALL_GRAPHS)),
         *((name, 0, "some") for name in CACHED),
     ],
 )

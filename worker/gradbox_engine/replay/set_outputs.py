@@ -133,18 +133,14 @@ def _answer(
     kept = KeptPass(records, parameters, ready.inputs, rows, overlay_bytes)
     after = records[-1].after
     beyond = ready.buffers.beyond
-    if beyond.in_order:
-        kept.free()  # a second half, which knows nothing of it, would replay some shards alone
+    lacks = beyond.in_order or beyond.lacks_counts or beyond.lacks_fillings
+    if beyond.in_order or (lacks and kept.num_kept < len(records)):
+        kept.free()  # a second half would replay some shards without what those before them left
     return SetOutputs(
         outputs={group.name: as_z(ordered(whole[group.name], group)) for group in groups},
         rows=rows,
         buffers=ready.buffers.named(after),
-        stateful=(
-            beyond.in_order
-            or beyond.lacks_counts
-            or beyond.lacks_fillings
-            or any_changed_state(records)
-        ),
+        stateful=lacks or any_changed_state(records),
         seconds=clock.seconds,
         kept=kept if kept.num_kept else None,
         retained=kept.num_kept,
