@@ -27,6 +27,7 @@ from gradbox.results.held_file import HeldFile
 from gradbox.results.remote_file import RemoteFile
 from gradbox.results.result import GradResult
 from gradbox.spans import CLIENT
+from gradbox.tensors.checksums import is_whole
 from gradbox.waits import JobWaits
 
 # For how long one answer waits for the end of a job; after it the events are followed.
@@ -203,13 +204,18 @@ class Job:
             raise
 
     def _linked(self, path: Path) -> bool:
-        """Give the box's file a second name, if it is on this disk: nothing need be copied."""
+        """Give the box's file a second name, if it is on this disk: nothing need be copied.
+
+        One that its disk has damaged is left alone, and what is fetched instead says so.
+        """
         view = self.refresh()
         if self._results is None or view.result is None:
             return False
         with suppress(OSError):
             os.link(self._results / f"{self.id}.{view.attempts}.safetensors", path)
-        return path.exists() and path.stat().st_size == view.result.size_bytes
+        if not path.exists() or path.stat().st_size != view.result.size_bytes:
+            return False
+        return is_whole(path)
 
     def open(self, timeout: float | None = None, *, progress: bool | None = None) -> GradResult:
         """Wait for the job and return its result, which stays on the box.

@@ -15,7 +15,7 @@ from typing import Annotated, Final
 
 import typer
 
-from gradbox.cli.exits import DONE
+from gradbox.cli.exits import DONE, JOB_FAILED
 from gradbox.cli.output import AsJson, say_table
 from gradbox.printable import printable
 from gradbox.settings import noted_reserve_bytes
@@ -24,6 +24,7 @@ from gradbox_service.cleaning.cleaner import Cleaner
 from gradbox_service.cleaning.expiry import Stored
 from gradbox_service.commands import DataFolder, RedisUrl, at_redis, beside_the_box
 from gradbox_service.settings import DAY_S, Settings
+from gradbox_service.store.files import sha256_of
 from gradbox_service.store.room import in_units
 
 SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S}
@@ -44,6 +45,7 @@ def register(app: typer.Typer) -> None:
     )
     storage.callback()(show)
     storage.command("clean", help="remove what was not used for some time")(clean)
+    storage.command("verify", help="read all blobs and results, and list the damaged")(verify)
     app.add_typer(storage, name="storage")
 
 
@@ -103,6 +105,47 @@ def clean(
     return _with_cleaner(run, redis_url or before.get("redis_url"), data or before.get("data"))
 
 
+def verify(
+    ctx: typer.Context,
+    *,
+    redis_url: RedisUrl = None,
+    data: DataFolder = None,
+    json: AsJson = False,
+) -> int:
+    """Compare every blob and every result with its SHA-256; 1 if some have another."""
+    before = {} if ctx.parent is None else ctx.parent.params
+
+    def run(box: Backing, cleaner: Cleaner) -> int:
+        stored = list(cleaner.stored())
+        damaged = [file for file in stored if _is_damaged(file, box)]
+        if json or before.get("json"):
+            print(jsons.dumps({"compared": len(stored), "damaged": [vars(f) for f in damaged]}))
+        else:
+            _print_files(damaged)
+            total = in_units(sum(file.size_bytes for file in stored))
+            print(f"compared {len(stored)} files of {total}: {len(damaged)} damaged")
+            if damaged:
+                print("a damaged blob is sent again with the next job; run jobs again for results")
+        return JOB_FAILED if damaged else DONE
+
+    return _with_cleaner(run, redis_url or before.get("redis_url"), data or before.get("data"))
+
+
+def _is_damaged(file: Stored, box: Backing) -> bool:
+    """Tell whether a file has another SHA-256 than it should; one that is gone by now has not."""
+    path, expected = box.blobs.path(file.name), file.name
+    if file.kind == "result":
+        record = box.records.get(file.name)
+        if record is None or record.result is None:
+            return False  # what it should have is not known
+        path = box.results.path(record.id, attempt=record.attempt)
+        expected = record.result.sha256
+    try:
+        return sha256_of(path) != expected
+    except FileNotFoundError:
+        return False
+
+
 def _with_cleaner(
     run: Callable[[Backing, Cleaner], int], redis_url: str | None, data: Path | None
 ) -> int:
@@ -159,12 +202,16 @@ def _print_gone(gone: Sequence[Stored], *, dry_run: bool, json: bool) -> None:
     if json:
         print(jsons.dumps({"removed": [vars(file) for file in gone], "bytes": total_bytes}))
         return
-    for file in gone:
+    _print_files(gone)
+    verb = "would remove" if dry_run else "removed"
+    print(f"{verb} {len(gone)} files of {in_units(total_bytes)}")
+
+
+def _print_files(files: Sequence[Stored]) -> None:
+    for file in files:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.used_s))
         size = in_units(file.size_bytes)
         print(f"{file.kind:6} {file.name}  {size:>10}  {used}  {printable(file.owner)}")
-    verb = "would remove" if dry_run else "removed"
-    print(f"{verb} {len(gone)} files of {in_units(total_bytes)}")
 
 
 def _chosen(

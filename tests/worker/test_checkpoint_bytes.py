@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from gradbox_engine import Checkpoint
-from gradbox_worker.files.sealed_file import PLACE
 from tests.worker.test_checkpoints import checkpoint, names
 
 
@@ -91,7 +90,7 @@ def test_a_state_that_no_file_holds_costs_the_checkpoint_and_not_the_job(
     assert names(tmp_path) == set()
 
 
-@pytest.mark.parametrize("damaged", ["length", "header", "digest", "numbers"])
+@pytest.mark.parametrize("damaged", ["length", "header", "numbers", "checksum"])
 def test_a_file_one_bit_of_which_has_changed_is_not_used(tmp_path: Path, damaged: str) -> None:
     checkpoint(tmp_path).write(Checkpoint({"x": torch.ones(1000)}, {"done": 8}))
     path = tmp_path / "j.safetensors"
@@ -99,8 +98,8 @@ def test_a_file_one_bit_of_which_has_changed_is_not_used(tmp_path: Path, damaged
     at = {
         "length": 1,
         "header": content.index(b"done") + 8,  # the 8: now 9 shards are done
-        "digest": PLACE,
         "numbers": len(content) - 100,
+        "checksum": len(content) - 1,
     }
     content[at[damaged]] ^= 1
     path.write_bytes(content)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradbox.errors import BlobRejected, InvalidInputs, MissingBlobs
 from gradbox.protocol import ShardRef, TensorRef
+from gradbox.tensors.checksums import is_whole
 from gradbox.tensors.safetensors_header import read_header
 from gradbox_service.store import BlobStore, Room, blob_store
 from gradbox_worker.files.blob_tensors import MAX_OPEN_FILES, BlobTensors
@@ -89,11 +90,12 @@ def test_what_is_written_to_a_mapped_tensor_stays_out_of_the_file(tmp_path: Path
         assert torch.equal(tensors.shared(ref), torch.ones(5000))
 
 
-def test_a_blob_that_was_cut_short_is_said_to_be(tmp_path: Path) -> None:
+def test_a_blob_that_is_cut_short_while_it_is_read_is_said_to_be(tmp_path: Path) -> None:
     blobs = blob_store(tmp_path)
     ref = TensorRef(blob=put(blobs, {"x": torch.ones(5000)}), tensor="x")
-    os.truncate(blobs.path(ref.blob), 8000)
     with BlobTensors(blobs, device=CPU) as tensors:
+        tensors.tensor(ref)
+        os.truncate(blobs.path(ref.blob), 8000)
         for read in (tensors.tensor, tensors.shared):
             with pytest.raises(BlobRejected, match="ends early; upload it again"):
                 read(ref)
@@ -172,8 +174,32 @@ def test_a_result_is_a_valid_file_of_the_size_and_digest_it_is_said_to_have(
     assert (view.size_bytes, view.sha256) == (len(content), hashlib.sha256(content).hexdigest())
     assert read_header(path).metadata == {"format": "pt", "gradbox": "{}"}
     loaded = load_file(path)
-    assert loaded.keys() == tensors.keys()
+    assert loaded.keys() - {"checksums"} == tensors.keys()
     assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_any_bit_of_a_result_that_flips_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "job.1.safetensors"
+    tensors = {"a": torch.arange(3.0), "b": torch.tensor(1)}
+    write_result(path, tensors, metadata={"gradbox": "{}"}, room=Room(tmp_path))
+    assert is_whole(path)
+    content = path.read_bytes()
+    named = content.index(b"checksums")  # without the name a file is like those of before
+    for at in {*range(len(content))} - {*range(named, named + len("checksums"))}:
+        path.write_bytes(content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
+        assert not is_whole(path), at
+
+
+@pytest.mark.parametrize("size", [0, 1, 65536, 65537, 3 * 2**20 + 5])
+def test_a_page_of_zeros_in_a_result_is_noticed(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "job.1.safetensors"
+    tensors = {"a": torch.ones(size, dtype=torch.uint8), "b": torch.ones(5)}
+    write_result(path, tensors, metadata={}, room=Room(tmp_path))
+    assert is_whole(path)
+    with path.open("r+b") as file:
+        file.seek(-min(size + 20, 4096), os.SEEK_END)
+        file.write(bytes(min(size + 20, 4096)))
+    assert not is_whole(path)
 
 
 @pytest.mark.parametrize(

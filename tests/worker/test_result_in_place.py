@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gradbox.errors import InvalidInputs, StorageFull
+from gradbox.tensors.checksums import is_whole
 from gradbox.tensors.safetensors_header import read_header
 from gradbox_service.store import Room
 from gradbox_worker.files import placed_rows
@@ -58,6 +59,7 @@ def test_pieces_in_any_order_make_the_array(tmp_path: Path) -> None:
     found = load_file(path)
     assert all(torch.equal(found[name], x) for name, x in arrays.items())
     assert torch.equal(found["samples/norm"], bias.sum(2))
+    assert is_whole(path)
     assert read_header(path).metadata == {"gradbox": "{}"}
     assert list(tmp_path.iterdir()) == [path]
 
@@ -96,7 +98,7 @@ def test_tensors_that_another_process_writes_whole_stand_beside_those_in_memory(
         given = {"far": on_meta, "here": here, "scalar": scalar}
         view = result.commit(given, metadata={})
     found = load_file(path)
-    assert found.keys() - {"filler"} == given.keys()
+    assert found.keys() - {"filler", "checksums"} == given.keys()
     assert torch.equal(found["far"], far)
     assert torch.equal(found["here"], here)
     assert torch.equal(found["scalar"], scalar)

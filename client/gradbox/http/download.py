@@ -182,7 +182,8 @@ def _append(
 def _wrong_digest(found: str, expected: ResultView) -> ProtocolError:
     return ProtocolError(
         f"expected the result to have SHA-256 {expected.sha256}, got {found}; fetch it again, "
-        f"and if that fails too, ask the box's owner to check its disk"
+        f"and if that fails too, the box's disk has damaged it: submit the job again, and tell the "
+        f"box's owner"
     )
 
 

@@ -18,6 +18,7 @@ from gradbox.protocol import ResultView
 from gradbox.results.factor_checks import StoredTensor
 from gradbox.results.result_files import ReadInPlace, dtype_name, stored_tensors, tensor_of
 from gradbox.results.rounded_tensors import rounded_tensors
+from gradbox.tensors import checksums
 from gradbox.tensors.lazy_tensor import LazyTensor, Region, array_of
 from gradbox.tensors.safetensors_header import (
     DTYPE_BYTES,
@@ -58,6 +59,7 @@ class RemoteFile(ReadInPlace):
         self._connection = connection
         self._url_path = url_path
         self._expected = expected
+        self._checksums = b""
         self._header = self._read_header()
         self.metadata = self._header.metadata
         self._rounded = rounded_tensors(self.metadata)
@@ -96,9 +98,43 @@ class RemoteFile(ReadInPlace):
             if LENGTH_BYTES + length > len(first):
                 first += self._fetch(len(first), LENGTH_BYTES + length)
             text = bytes(first[LENGTH_BYTES : LENGTH_BYTES + length])
-            return parse_header(text, file_bytes=size_bytes)
+            header = parse_header(text, file_bytes=size_bytes)
+            self._read_checksums(header, first)
+            return header
         except BlobRejected as error:
             raise ProtocolError(f"{self}: expected a result file of gradbox: {error}") from None
+
+    def _read_checksums(self, header: SafetensorsHeader, first: bytearray) -> None:
+        """Read those of all blocks, of which boxes wrote none before, and compare the header's.
+
+        Args:
+            first: the file's first bytes, at least its header.
+        """
+        entry, start = header.tensors.get(checksums.NAME), header.data_start
+        if entry is None:
+            return
+        begin, end = start + entry.begin, start + entry.end
+        self._checksums = bytes(first[begin:end] if end <= len(first) else self._fetch(begin, end))
+        if not self._checksums.startswith(checksums.checksum(first[:start])):
+            raise self._damaged(0, start)
+
+    def _fetch_data(self, first: int, last: int) -> memoryview:
+        """Return the bytes first:last behind the header, compared where there are checksums."""
+        start = self._header.data_start
+        if not self._checksums:
+            return memoryview(self._fetch(start + first, start + last))
+        data_bytes = self._header.tensors[checksums.NAME].begin
+        begin, end = checksums.whole_blocks(first, last, data_bytes=data_bytes)
+        blocks = self._fetch(start + begin, start + end)
+        if not checksums.agree(self._checksums, blocks, first=begin):
+            raise self._damaged(start + begin, start + end)
+        return memoryview(blocks)[first - begin : last - begin]
+
+    def _damaged(self, first: int, last: int) -> ProtocolError:
+        return ProtocolError(
+            f"{self}: expected the bytes {first} to {last} as they were written, got others: the "
+            f"box's disk has damaged them; submit the job again, and tell the box's owner"
+        )
 
     def _read(self, entry: TensorEntry, region: Region, wider: str | None) -> Any:
         """Fetch the part of a tensor that `region` bounds, and widen it where it was rounded."""
@@ -106,7 +142,7 @@ class RemoteFile(ReadInPlace):
         data = bytearray(prod(shape) * DTYPE_BYTES[entry.dtype])
         at = 0
         for first, last, runs in _spans(entry, region):
-            span = self._fetch(self._header.data_start + first, self._header.data_start + last)
+            span = self._fetch_data(first, last)
             for begin, end in runs:
                 data[at : at + end - begin] = span[begin - first : end - first]
                 at += end - begin

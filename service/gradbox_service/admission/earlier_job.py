@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from gradbox.errors import BlobRejected, InvalidInputs
 from gradbox.protocol import JobSpec, JobState, ModelView, SampleSpec
-from gradbox.tensors.safetensors_header import SafetensorsHeader, read_header
+from gradbox.tensors.checksums import read_checked_header
+from gradbox.tensors.safetensors_header import SafetensorsHeader
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
 
@@ -76,13 +77,13 @@ def result_header(record: JobRecord, *, where: str, kind: str, box: Backing) -> 
     """Return the header of a done job's result, which is kept longer for being used.
 
     Raises:
-        InvalidInputs: its result is not there.
+        InvalidInputs: its result is not there, or damaged.
     """
     box.results.touch(record.id, attempt=record.attempt)
     try:
-        return read_header(box.results.path(record.id, attempt=record.attempt))
+        return read_checked_header(box.results.path(record.id, attempt=record.attempt))
     except (OSError, BlobRejected):
         raise InvalidInputs(
-            f"{where}: the result of job {record.id} is not on this box any more; run the "
-            f"{kind} again"
+            f"{where}: the result of job {record.id} is not on this box any more, or damaged; "
+            f"run the {kind} again"
         ) from None

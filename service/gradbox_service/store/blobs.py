@@ -2,26 +2,33 @@
 
 A blob is written beside its place, checked, flushed and renamed, so what has a blob's name is that
 blob, whatever died. Files are never changed or truncated afterwards: a worker may have them mapped.
+
+A disk may return other bytes all the same. So each process hashes a blob before it first uses it,
+and again once its file was written to; one that has another digest is not here, until its owner
+sends it again.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from gradbox.errors import BlobRejected
-from gradbox.tensors.safetensors_header import SafetensorsHeader, header_of, read_header
+from gradbox.tensors.safetensors_header import SafetensorsHeader, header_of
 from gradbox_service.store.files import (
     WRITE_OUT_BYTES,
+    FileState,
     FileUse,
     begin_to_write_out,
     lock,
@@ -31,6 +38,8 @@ from gradbox_service.store.files import (
     use_of,
 )
 from gradbox_service.store.room import Room
+
+log = logging.getLogger(__name__)
 
 # Headers kept in memory hold this many tensors together, about 250 MB.
 CACHED_TENSORS = 500_000
@@ -46,7 +55,8 @@ class BlobStore:
     def __init__(self, root: Path, *, reserve_bytes: int | None = None) -> None:
         self._root = root
         self.room = Room(root, reserve_bytes)
-        self._headers: OrderedDict[str, SafetensorsHeader] = OrderedDict()
+        # Of the blobs that were hashed, each with the file that was.
+        self._headers: OrderedDict[str, tuple[FileState, SafetensorsHeader]] = OrderedDict()
         self._cached = 0
         self._lock = threading.Lock()
 
@@ -55,30 +65,44 @@ class BlobStore:
         return self._root / digest[:2] / digest
 
     def size_bytes(self, digest: str) -> int | None:
-        """Return the blob's size, or None if it is not here. Whoever asks uses it."""
-        if not touch(self.path(digest)):
+        """Return the blob's size, or None if it is not here or damaged. Whoever asks uses it."""
+        if self.header(digest) is None:
             return None
         found = use_of(self.path(digest))
         return None if found is None else found.size_bytes
 
     def header(self, digest: str) -> SafetensorsHeader | None:
-        """Return the blob's header, or None if it is not here. Whoever asks uses it."""
+        """Return the blob's header, or None if it is not here or damaged. Whoever asks uses it."""
         # The box may have removed the blob since its header was read. The use is noted before the
         # look, so that a cleaner either sees it or has removed the blob already.
         if not touch(self.path(digest)):
             return None
-        with self._lock:
-            found = self._headers.get(digest)
-            if found is not None:
-                self._headers.move_to_end(digest)
-        if found is not None:
-            return found
         try:
-            header = read_header(self.path(digest))
+            state = FileState.of(self.path(digest).stat())
+            with self._lock:
+                known, header = self._headers.get(digest, (None, None))
+                if known == state:
+                    self._headers.move_to_end(digest)
+                    return header
+            return self._read(digest)
         except FileNotFoundError:
             return None
-        self._remember(digest, header)
-        return header
+
+    def _read(self, digest: str) -> SafetensorsHeader | None:
+        """Hash a blob and read its header; None if it is damaged.
+
+        Raises:
+            FileNotFoundError: it is not here.
+        """
+        with self.path(digest).open("rb") as file:
+            state = FileState.of(os.fstat(file.fileno()))
+            if hashlib.file_digest(file, "sha256").hexdigest() == digest:
+                header = header_of(file)
+                self._remember(digest, state, header)
+                return header
+        log.warning("the blob %s is damaged on the disk, and is to be sent again", digest)
+        os.utime(self.path(digest))  # as if written now, so that other processes hash it, too
+        return None
 
     def upload(self, digest: str, *, announced_bytes: int = 0) -> Upload:
         """Begin to write the blob; use the result as a context manager.
@@ -94,7 +118,13 @@ class BlobStore:
         path = incoming / f"{digest}.{secrets.token_hex(8)}"
         with self.room.noticing_a_full_disk(what=BLOB):
             make_folder(incoming)
-            return Upload(digest, incoming=path, place=self.path(digest), room=self.room)
+            return Upload(
+                digest,
+                incoming=path,
+                place=self.path(digest),
+                room=self.room,
+                committed=partial(self._remember, digest),
+            )
 
     def put(self, digest: str, chunks: Iterable[bytes]) -> None:
         """Write a whole blob.
@@ -106,8 +136,7 @@ class BlobStore:
         with self.upload(digest) as upload:
             for chunk in chunks:
                 upload.write([chunk])
-            header = upload.commit()
-        self._remember(digest, header)
+            upload.commit()
 
     def files(self) -> Iterator[tuple[str, FileUse]]:
         """Give the digest, the size and the last use of every blob."""
@@ -146,20 +175,30 @@ class BlobStore:
                 ):
                     path.unlink()
 
-    def _remember(self, digest: str, header: SafetensorsHeader) -> None:
+    def _remember(self, digest: str, state: FileState, header: SafetensorsHeader) -> None:
+        """Note that a file has been hashed, and keep its header."""
         with self._lock:
-            if digest not in self._headers:
-                self._headers[digest] = header
-                self._cached += len(header.tensors)
+            _, before = self._headers.pop(digest, (None, None))
+            self._headers[digest] = (state, header)
+            self._cached += len(header.tensors) - (0 if before is None else len(before.tensors))
             while self._cached > CACHED_TENSORS and len(self._headers) > 1:
-                _, oldest = self._headers.popitem(last=False)
+                _, (_, oldest) = self._headers.popitem(last=False)
                 self._cached -= len(oldest.tensors)
 
 
 class Upload:
     """One blob on its way in. Leaving the context without `commit` leaves nothing behind."""
 
-    def __init__(self, digest: str, *, incoming: Path, place: Path, room: Room) -> None:
+    def __init__(
+        self,
+        digest: str,
+        *,
+        incoming: Path,
+        place: Path,
+        room: Room,
+        committed: Callable[[FileState, SafetensorsHeader], None],
+    ) -> None:
+        self._committed = committed
         self._digest = digest
         self._room = room
         self._incoming = incoming
@@ -185,8 +224,8 @@ class Upload:
         if self.size_bytes // WRITE_OUT_BYTES > before // WRITE_OUT_BYTES:
             begin_to_write_out(self._file.fileno())
 
-    def commit(self) -> SafetensorsHeader:
-        """Check what was written, put it in its place, and return its header.
+    def commit(self) -> None:
+        """Check what was written, and put it in its place.
 
         Raises:
             BlobRejected: the digest differs, or it is not a whole safetensors file.
@@ -201,9 +240,9 @@ class Upload:
         with self._room.noticing_a_full_disk(what=BLOB):
             self._file.flush()
             os.fsync(self._file.fileno())
-        header = header_of(self._file)
+        header, state = header_of(self._file), FileState.of(os.fstat(self._file.fileno()))
         put_in_place(self._incoming, self._place)
-        return header
+        self._committed(state, header)
 
     def __enter__(self) -> Upload:
         return self

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import hashlib
 import os
 import secrets
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 WRITE_OUT_BYTES: Final = 64 * 2**20
 """After so many bytes `begin_to_write_out` is worth its call."""
@@ -24,10 +26,35 @@ def make_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class FileUse:
-    """A file's size, and when it was last used in seconds since 1970."""
+    """A file's size, and when it was last used and last written, in seconds since 1970."""
 
     size_bytes: int
     used_s: float
+    written_s: float
+
+
+class FileState(NamedTuple):
+    """What a file has another one of once it was written to, or replaced."""
+
+    inode: int
+    size_bytes: int
+    written_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> FileState:
+        """Return that of a file with this status."""
+        return cls(found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, which does not count as its use where the system can tell.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+    """
+    unused = getattr(os, "O_NOATIME", 0)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | unused)) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def use_of(path: Path) -> FileUse | None:
@@ -36,13 +63,16 @@ def use_of(path: Path) -> FileUse | None:
         found = path.stat()
     except FileNotFoundError:
         return None
-    return FileUse(found.st_size, found.st_mtime)
+    return FileUse(found.st_size, max(found.st_atime, found.st_mtime), found.st_mtime)
 
 
 def touch(path: Path) -> bool:
-    """Note that a file is used now; False if there is no file."""
+    """Note that a file is used now; False if there is no file.
+
+    The time of its last write stays, by which `FileState` tells whether another one followed.
+    """
     try:
-        os.utime(path)
+        os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
     except FileNotFoundError:
         return False
     return True

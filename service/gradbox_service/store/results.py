@@ -6,11 +6,18 @@ the file that the record speaks of.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
+from typing import Final
 
+from gradbox.tensors.checksums import is_whole
 from gradbox_service.store.files import FileUse, files_of, touch, use_of
 from gradbox_service.store.room import Room
+
+# What was written so long before a power cut may not have reached the disk.
+UNFLUSHED_S: Final = 300.0
 
 
 class ResultStore:
@@ -19,6 +26,8 @@ class ResultStore:
     def __init__(self, root: Path, *, reserve_bytes: int | None = None) -> None:
         self._root = root
         self.room = Room(root, reserve_bytes)
+        self._opened_s = time.time()
+        self._whole: dict[Path, bool] = {}  # of those that were looked at, see `is_spoilt`
 
     def path(self, job_id: str, *, attempt: int) -> Path:
         """Return where the attempt's result is once it is committed."""
@@ -48,6 +57,24 @@ class ResultStore:
     def touch(self, job_id: str, *, attempt: int) -> bool:
         """Note that the result is used now; False if it is not here."""
         return touch(self.path(job_id, attempt=attempt))
+
+    def is_spoilt(self, job_id: str, *, attempt: int) -> bool:
+        """Tell whether a power cut has left other bytes of a result than were written.
+
+        Only one that was written in the last minutes before this process began is looked at, once.
+        """
+        path = self.path(job_id, attempt=attempt)
+        found = use_of(path)
+        if found is None or not self._unflushed_since_s <= found.written_s < self._opened_s:
+            return False
+        if path not in self._whole:
+            self._whole[path] = is_whole(path)
+        return not self._whole[path]
+
+    @cached_property
+    def _unflushed_since_s(self) -> float:
+        written_s = (found.written_s for _, found in self.files())
+        return max((s for s in written_s if s < self._opened_s), default=0.0) - UNFLUSHED_S
 
     def remove(self, job_id: str, *, unused_since_s: float) -> bool:
         """Remove what attempts at a job committed, but what was used after a time.

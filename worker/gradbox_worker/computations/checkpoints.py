@@ -2,8 +2,8 @@
 
 The file holds the tensors of an engine's checkpoint and, in its metadata, its JSON values, the
 job's identity, and how often the job was resumed. It is written beside and renamed, so it is there
-whole or not at all, in the folder that all workers of the box share. It states its own digest, so
-one whose bytes a disk has changed is not gone on from.
+whole or not at all, in the folder that all workers of the box share. It has checksums, so one whose
+bytes a disk has changed is not gone on from.
 
 Rows that are written in place are not copied into it. Before it is written they are flushed, and
 their file gets a second name, DATA/checkpoints/JOB.ATTEMPT.rows, which the checkpoint states. So
@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -31,12 +32,13 @@ from typing import Final, Protocol
 from safetensors import SafetensorError, safe_open
 
 from gradbox.errors import InvalidInputs, StorageFull
+from gradbox.tensors.checksums import is_whole
 from gradbox_engine import Checkpoint
 from gradbox_service.store import Room
 from gradbox_service.store.files import files_of, put_in_place
 from gradbox_worker.computations.strides import laid_out, strides_of
+from gradbox_worker.files.result_file import write_result
 from gradbox_worker.files.rounded_gradients import RoundedGradients
-from gradbox_worker.files.sealed_file import is_whole, write_sealed
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +155,9 @@ class CheckpointFile:
                 "rows_bytes": 0 if kept is None else (self._folder / kept).stat().st_size,
             }
             metadata = {METADATA_KEY: json.dumps(document)}
-            write_sealed(own, checkpoint.tensors, metadata=metadata, room=self._room)
+            write_result(own, checkpoint.tensors, metadata=metadata, room=self._room)
+            with own.open("rb") as file:
+                os.fsync(file.fileno())
             put_in_place(own, self._path)
         except (StorageFull, InvalidInputs, OSError) as error:
             log.warning("no checkpoint of %s: %s", self._job_id, error)

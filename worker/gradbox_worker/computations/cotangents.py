@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import CotangentsLoss, GradientSpec, Receipt
+from gradbox.tensors.checksums import is_whole
 from gradbox_engine import CotangentGradient, FirstOutputs, gradient_at_cotangents
 from gradbox_engine.model.calling.outputs import BARE, Outputs
 from gradbox_worker.computations.engine_inputs import TensorSource
@@ -79,16 +80,16 @@ def first_outputs(path: Path | None, job_id: str, device: torch.device) -> First
     """Read what the forward job returned.
 
     Raises:
-        InvalidInputs: its result is not there any more.
+        InvalidInputs: its result is not there any more, or damaged.
     """
     try:
-        if path is None:
+        if path is None or not is_whole(path):
             raise FileNotFoundError
         file: Any = safe_open(path, framework="pt", device=str(device))
     except FileNotFoundError:
         raise InvalidInputs(
             f"expected the outputs of job {job_id}, which the cotangents belong to, but its result "
-            f"is not on this box any more; run the forward job again"
+            f"is not on this box any more, or damaged on its disk; run the forward job again"
         ) from None
     with file:
         receipt = Receipt.model_validate_json(file.metadata()["gradbox"])

@@ -16,6 +16,7 @@ from gradbox.protocol import Receipt
 from gradbox.results.factor_metadata import FACTORS, read_factors
 from gradbox.results.result_files import LocalFile
 from gradbox.results.row_reductions import GRADIENT
+from gradbox.tensors.checksums import is_whole
 from gradbox_factors import Factored, packed
 
 
@@ -28,12 +29,12 @@ def stored_rows(path: Path | None, *, of: str, device: torch.device) -> Factored
         path: of its result.
 
     Raises:
-        InvalidInputs: its result is not there any more.
+        InvalidInputs: its result is not there any more, or damaged.
     """
-    if path is None or not path.exists():
+    if path is None or not path.exists() or not is_whole(path):
         raise InvalidInputs(
-            f"against: expected the rows of job {of}, but its result is not on this box any more; "
-            f"run that job again"
+            f"against: expected the rows of job {of}, but its result is not on this box any more, "
+            f"or damaged on its disk; run that job again"
         )
     file = LocalFile(path)
     receipt = Receipt.model_validate_json(file.metadata["gradbox"])

@@ -2,6 +2,6 @@
 
 `blob_tensors` reads inputs, a shard at a time. `result_file` writes a result that is in memory;
 `result_in_place` lays out one that is larger, and fills it piece by piece, `placed_rows` from other
-processes too. `rounded_gradients` makes them smaller for the wire. `sealed_file` is for
-what the box itself reads again, `safetensors_types` has the names of dtypes.
+processes too. `rounded_gradients` makes them smaller for the wire. `safetensors_types` has the
+names of dtypes.
 """

@@ -118,7 +118,7 @@ class BlobTensors:
         """Read one tensor to the device.
 
         Raises:
-            MissingBlobs: the blob is not stored.
+            MissingBlobs: the blob is not stored, or damaged.
             BlobRejected: it ends early, or has a dtype that torch lacks.
             InvalidInputs: it has no tensor of that name.
         """
@@ -138,7 +138,7 @@ class BlobTensors:
         computes.
 
         Raises:
-            MissingBlobs: the blob is not stored.
+            MissingBlobs: the blob is not stored, or damaged.
             BlobRejected: it ends early, or has a dtype that torch lacks.
             InvalidInputs: it has no tensor whose name begins with the prefix.
         """
@@ -156,7 +156,7 @@ class BlobTensors:
         """Return what the header says of a shard's tensors, by argument.
 
         Raises:
-            MissingBlobs: the blob is not stored.
+            MissingBlobs: the blob is not stored, or damaged.
         """
         blob = self._blob(ref.blob)
         return {
@@ -196,8 +196,8 @@ class BlobTensors:
             with suppress(FileNotFoundError):
                 return _OpenBlob(self._blobs.path(digest), header)
         raise MissingBlobs(
-            f"expected blob {digest} to be stored, but it is gone; submit the job again, "
-            f"which uploads it again",
+            f"expected blob {digest} to be stored as it was sent, but it is gone, or damaged on "
+            f"the box's disk; submit the job again, which uploads it again",
             missing=(digest,),
         )
 

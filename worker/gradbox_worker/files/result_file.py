@@ -1,7 +1,7 @@
 """Writing a result: a safetensors file, streamed to disk and hashed on the way.
 
 `safetensors.torch.save_file` would need a second pass for the digest, and all tensors on the CPU at
-once; here one tensor at a time leaves the device.
+once; here one tensor at a time leaves the device. Its last tensor are the `checksums` of the rest.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from gradbox.errors import InvalidInputs
 from gradbox.protocol import ResultView
+from gradbox.tensors.checksums import NAME as CHECKSUMS
+from gradbox.tensors.checksums import Checksums, shape_for
 from gradbox.tensors.tensor_bytes import bytes_in_order
 from gradbox_service.store.files import make_folder
 from gradbox_service.store.room import Room
@@ -52,33 +54,54 @@ def write_result(
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries = laid_out({name: (tensors[name].shape, tensors[name].dtype) for name in names})
     partial = path.with_suffix(".partial")  # as ResultStore names it, which discards it
-    digest = hashlib.sha256()
-    room.check(sum(tensor.nbytes for tensor in tensors.values()), what=RESULT)
+    data_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    entries |= laid_out({CHECKSUMS: (shape_for(data_bytes), torch.uint8)}, at=data_bytes)
+    header = header_bytes(entries, metadata)
+    room.check(data_bytes, what=RESULT)
     make_folder(path.parent)
     try:
         with room.noticing_a_full_disk(what=RESULT), open(partial, "wb") as file:
-            for piece in _pieces(entries, tensors, metadata):
-                with _digested(piece, digest):
+            digests = FileDigests(header)
+            file.write(header)
+            for name in names:
+                piece = bytes_in_order(tensors[name])
+                with digests.of(piece):
                     file.write(piece)
+            file.write(digests.finish())
             size_bytes = file.tell()
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    return ResultView(size_bytes=size_bytes, sha256=digest.hexdigest())
+    return ResultView(size_bytes=size_bytes, sha256=digests.sha256.hexdigest())
 
 
-@contextmanager
-def _digested(piece: bytes | memoryview, digest: hashlib._Hash) -> Iterator[None]:
-    """Add a piece to the digest, a large one while it is written."""
-    if len(piece) < HASHED_BESIDE_BYTES:
-        digest.update(piece)
-        yield
-        return
-    with ThreadPoolExecutor(1, "digest") as beside_writing:
-        hashed = beside_writing.submit(digest.update, piece)
-        yield
-        hashed.result()
+class FileDigests:
+    """The SHA-256 of a file that is written or read in order, and the checksums that end it."""
+
+    def __init__(self, header: bytes) -> None:
+        self.sha256 = hashlib.sha256(header)
+        self._checksums = Checksums(header)
+
+    @contextmanager
+    def of(self, piece: bytes | memoryview) -> Iterator[None]:
+        """Add the next piece; a large one beside what is done meanwhile."""
+        if len(piece) < HASHED_BESIDE_BYTES:
+            self.sha256.update(piece)
+            self._checksums.update(piece)
+            yield
+            return
+        with ThreadPoolExecutor(2, "digest") as beside:
+            both = [beside.submit(to.update, piece) for to in (self.sha256, self._checksums)]
+            yield
+            for added in both:
+                added.result()
+
+    def finish(self) -> bytes:
+        """Return the bytes of the tensor `checksums`, with which the file ends."""
+        stored = self._checksums.finish()
+        self.sha256.update(stored)
+        return stored
 
 
 def laid_out(
@@ -121,13 +144,3 @@ def header_bytes(
     text = json.dumps(document, separators=(",", ":")).encode()
     text = text.ljust(max(at_least, -(-len(text) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES))
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
-
-
-def _pieces(
-    entries: Mapping[str, Mapping[str, Any]],
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str],
-) -> Iterator[bytes | memoryview]:
-    yield header_bytes(entries, metadata)
-    for name in entries:
-        yield bytes_in_order(tensors[name])

@@ -2,8 +2,8 @@
 
 The header comes first in a safetensors file, but the receipt in it is known last. So the header is
 given room, padded with spaces as the format allows, and written when all else is there. Pieces may
-come in any order, so the digest is taken by reading the file once more. What follows the header is
-moved where that outgrows its room, for tensors may be added that nobody knew of before.
+come in any order, so the digests are taken by reading the file once more. What follows the header
+is moved where that outgrows its room, for tensors may be added that nobody knew of before.
 
 A later attempt can go on with the file of one that was interrupted: `keep` flushes what was
 written and gives the file a second name, which stays when the attempt's own is removed, and `go_on`
@@ -17,7 +17,6 @@ Shapes: B samples, Y outputs.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -29,6 +28,8 @@ import torch
 from torch import Tensor
 
 from gradbox.protocol import ResultView
+from gradbox.tensors.checksums import NAME as CHECKSUMS
+from gradbox.tensors.checksums import shape_for
 from gradbox.tensors.tensor_bytes import bytes_in_order
 from gradbox_service.store.files import flush_folder, lock, make_folder, put_in_place
 from gradbox_service.store.room import Room
@@ -37,6 +38,7 @@ from gradbox_worker.files.result_file import (
     ALIGNMENT_BYTES,
     LENGTH_BYTES,
     RESULT,
+    FileDigests,
     header_bytes,
     laid_out,
     write_result,
@@ -47,6 +49,7 @@ from gradbox_worker.files.result_file import (
 HEADER_ROOM_BYTES: Final = 64 * 2**10
 HEADER_ROOM_A_TENSOR_BYTES: Final = 512
 FILLER: Final = "filler"
+READ_BYTES: Final = 4 * 2**20
 
 
 class ResultOnDisk:
@@ -236,13 +239,16 @@ class ResultOnDisk:
         added |= {name: tensors[name] for name in names}
         stated = {name: (tuple(x.shape), x.dtype) for name, x in added.items()}
         self._entries |= laid_out(stated, at=self._end)
+        data_bytes = max(entry["data_offsets"][1] for entry in self._entries.values())
+        checksums = {CHECKSUMS: (shape_for(data_bytes), torch.uint8)}
+        self._entries |= laid_out(checksums, at=data_bytes)
         self._make_header_fit(metadata)
         for name, tensor in added.items():
             start = self._entries[name]["data_offsets"][0]
             self._put(bytes_in_order(tensor), self._data_start + start)
         header = header_bytes(self._entries, metadata, at_least=self._header_room)
         self._put(memoryview(header), 0)
-        return self._put_in_place()
+        return self._put_in_place(header)
 
     def _make_header_fit(self, metadata: Mapping[str, str]) -> None:
         """Move what was written so far, from its end on, where the header outgrew its room."""
@@ -266,20 +272,29 @@ class ResultOnDisk:
     def _data_start(self) -> int:
         return LENGTH_BYTES + self._header_room
 
-    def _put_in_place(self) -> ResultView:
+    def _put_in_place(self, header: bytes) -> ResultView:
+        assert self._writer is not None
         assert self._descriptor is not None
-        size_bytes = os.fstat(self._descriptor).st_size
+        digests = FileDigests(header)
         # It had its size before its bytes: unflushed, a power cut would leave zeros in their place.
         with ThreadPoolExecutor(1, "flush") as beside_hashing:
             flushed = beside_hashing.submit(os.fsync, self._descriptor)
             with self._partial.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                file.seek(len(header))
+                piece = file.read(READ_BYTES)
+                while piece:
+                    with digests.of(piece):
+                        piece = file.read(READ_BYTES)
+                size_bytes = file.tell()
+            checksums = digests.finish()
             with self._disk.noticing_a_full_disk(what=RESULT):
                 flushed.result()
+                self._writer.put(memoryview(checksums), size_bytes)
+                os.fsync(self._descriptor)
         put_in_place(self._partial, self._path)
         os.close(self._descriptor)
         self._writer = None
-        return ResultView(size_bytes=size_bytes, sha256=digest)
+        return ResultView(size_bytes=size_bytes + len(checksums), sha256=digests.sha256.hexdigest())
 
     def _put(self, data: memoryview, offset: int) -> None:
         assert self._writer is not None

@@ -13,9 +13,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
-from gradbox.errors import ResultGone, ResultNotReady
+from gradbox.errors import BlobRejected, ResultGone, ResultNotReady
 from gradbox.protocol import JobState, Receipt, ResultView
-from gradbox.tensors.safetensors_header import read_header
+from gradbox.tensors.checksums import read_checked_header
 from gradbox_service.http.auth import Box, VisibleJob
 from gradbox_service.http.openapi import RESULT_ANSWERS, RESULT_REQUEST
 from gradbox_service.http.problems import plain_problem, problem_response
@@ -79,6 +79,8 @@ def job_result(request: Request, record: VisibleJob, box: Box) -> Response:
             f"the result of job {record.id} has {found.st_size} of its {result.size_bytes} bytes "
             f"left, as after a power cut; submit the job again"
         )
+    if box.results.is_spoilt(record.id, attempt=record.attempt):
+        raise ResultGone(_damaged(record))
     # HEAD knows no ranges, and a unit that is not ours is none of them (RFC 9110, section 14.2).
     wanted = request.headers.get("range", "")
     in_bytes = wanted.partition("=")[0].strip().lower() == "bytes"
@@ -101,9 +103,11 @@ def job_receipt(record: VisibleJob, box: Box) -> Receipt:
     """The receipt of a job that is done, as its result file has it."""
     _result_of(record)
     try:
-        header = read_header(box.results.path(record.id, attempt=record.attempt))
+        header = read_checked_header(box.results.path(record.id, attempt=record.attempt))
     except FileNotFoundError:
         raise ResultGone(_gone(record)) from None
+    except BlobRejected:
+        raise ResultGone(_damaged(record)) from None
     return Receipt.model_validate_json(header.metadata["gradbox"])
 
 
@@ -134,6 +138,13 @@ def _gone(record: JobRecord) -> str:
     return (
         f"the result of job {record.id} is no longer on the box: it was deleted, or not read for "
         "too long; submit the job again"
+    )
+
+
+def _damaged(record: JobRecord) -> str:
+    return (
+        f"the result of job {record.id} has other bytes than were written, as after a power cut or "
+        f"on a failing disk; submit the job again"
     )
 
 
