@@ -187,8 +187,9 @@ class GradClient:
     def reload_models(self, *, timeout_s: float | None = None) -> ModelList:
         """Have the workers read the models file again, and wait until they have; for the owner.
 
-        Each worker reads it before its next job. Jobs that run end on the models that they began
-        with; jobs that wait for a version that is gone fail with `UnknownModel`.
+        Each worker tries the models beside its jobs, and offers them once it has tried all. Jobs
+        that run end on the models that they began with; jobs that wait for a version that is gone
+        fail with `UnknownModel`.
 
         Args:
             timeout_s: seconds to wait; None waits without end, 0 not at all.

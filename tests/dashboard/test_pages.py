@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
-from gradbox.protocol import DeviceMemory, OperationMode, OperationView
+from gradbox.protocol import DeviceMemory, ModelBuild, OperationMode, OperationView
 from gradbox_service.dashboard.pages import POLICY
 from gradbox_service.jobs import WorkerPresence
 from tests.dashboard.conftest import DESK, PHONE, Open
@@ -212,6 +212,18 @@ def test_what_waits_says_since_when_and_when_it_begins(open_page: Open, busy: St
     expect(phase.first).to_have_text(
         re.compile(r"^since \d+\u202f\S+, begins in about \d+\u202f\S+$")
     )
+
+
+def test_a_model_that_is_being_built_is_named(open_page: Open, tmp_path: Path) -> None:
+    building = ModelBuild(model="minilm", since_s=time.time() - 20)
+    worker = WorkerPresence(name="w", device="cpu", state="starting", building=building)
+    with staged(tmp_path) as box:
+        box.backing.fleet.announce(worker, ttl_s=600)
+        holds = open_page(box.url).log_in(box.token).locator(".devices .holds")
+        expect(holds).to_have_text(re.compile("^builds minilm for 2\\d\u202fs$"))
+        worker = worker.model_copy(update={"state": "idle"})
+        box.backing.fleet.announce(worker, ttl_s=600)
+        expect(holds).to_have_text(re.compile("^free for a job · builds minilm for "))
 
 
 def test_what_one_window_does_holds_in_the_others(open_page: Open, busy: Staged) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
 
+from gradbox.cli.box_tables import device_rows
+from gradbox.http.connection import parsed
+from gradbox.protocol import BoxView, ModelBuild
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import WorkerPresence
 from gradbox_service.jobs.fleet import unusable_models
@@ -69,3 +75,19 @@ def test_a_description_travels_whole(backing: Backing) -> None:
     view = MODEL.model_copy(update={"size_bytes": 24})
     backing.fleet.describe([view])
     assert backing.fleet.model("tiny", version=MODEL.version) == view
+
+
+def test_a_model_that_is_being_built_is_named_and_since_when(box: Box) -> None:
+    building = ModelBuild(model="big", since_s=time.time() - 70)
+    presence = WorkerPresence(name="worker-1", device="cpu", state="starting", building=building)
+    box.backing.fleet.announce(presence, ttl_s=600.0)
+    detail = box.client.get("/readyz").json()["detail"]
+    assert re.search(r"no worker is ready: one builds the model 'big' for 7\d s", detail), detail
+    view = parsed(BoxView, box.client.get("/v1/box"))
+    assert view.devices[0].building == building
+    assert "starting, builds big for 1 min" in device_rows(view)[1][2]
+    presence = presence.model_copy(update={"state": "idle"})
+    box.backing.fleet.announce(presence, ttl_s=600.0)
+    ready = box.client.get("/readyz").json()
+    assert ready["ready"]
+    assert ready["builds"].startswith("builds the model 'big' for 7")

@@ -12,6 +12,7 @@ import pytest
 from gradbox.errors import UnknownModel
 from gradbox.protocol import JobState
 from gradbox_service.jobs import WorkerPresence
+from gradbox_service.jobs.fleet import said_builds
 from tests.worker import zoo
 from tests.worker.box import Box, WorkerProcess, running_box, shards_of
 
@@ -147,3 +148,50 @@ def test_a_file_with_a_mistake_leaves_the_models_as_they_are(
         assert says in after.reload_error
     box.models_file.write_text(text)
     assert reload(box).reload_error == ""
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+    """A box whose only worker begins with a model that hangs, and gives it three seconds."""
+    with running_box(tmp_path_factory.mktemp("impatient")) as box:
+        write_models(box, "hangs", "affine")
+        worker = WorkerProcess(box, "--build-timeout-s", "3")
+        while not box.backing.fleet.workers():
+            assert worker.process.poll() is None
+            time.sleep(0.05)
+        yield box
+        worker.stop()
+
+
+def builds_what_hangs(found: WorkerPresence) -> bool:
+    return found.building is not None and found.building.model == "hangs"
+
+
+def test_a_builder_that_hangs_is_named_and_then_left_out(impatient: Box) -> None:
+    found = wait_for(impatient, builds_what_hangs)
+    assert found.building is not None
+    assert (found.state, found.models) == ("starting", {})
+    assert abs(time.time() - found.building.since_s) < 60
+    assert said_builds([found]).startswith("builds the model 'hangs' for ")
+    found = wait_for(impatient, lambda worker: worker.state == "idle")
+    assert list(found.models) == ["slow", "affine"]
+    assert "models.hangs: expected it to be built and tried within 3 s" in found.unusable["hangs"]
+    assert found.building is None
+
+
+def test_the_models_of_before_serve_while_one_of_a_new_file_hangs(impatient: Box) -> None:
+    before = wait_for(impatient, lambda worker: worker.state == "idle")
+    write_models(impatient, "hangs", "tied", "affine", scale=2.0)
+    asked = impatient.backing.fleet.ask_for_reload()
+    found = wait_for(impatient, builds_what_hangs)
+    assert (found.state, found.models) == ("idle", before.models)
+    job = impatient.submit(impatient.spec(shards_of(1), model="affine"))
+    record = impatient.wait(job, timeout_s=5)
+    assert record.state is JobState.DONE, record.error
+    assert presence(impatient).reloads < asked
+    after = wait_for(impatient, lambda found: found.reloads == asked and found.state == "idle")
+    assert list(after.models) == ["slow", "tied", "affine"]
+    assert "within 3 s" in after.unusable["hangs"]
+    assert after.models["slow"] != before.models["slow"]
+    record = impatient.wait(impatient.submit(impatient.spec(shards_of(1), model="tied")))
+    assert record.state is JobState.DONE, record.error

@@ -117,6 +117,11 @@ def is_killed() -> nn.Module:
     return Affine()
 
 
+def hangs() -> nn.Module:
+    while True:
+        time.sleep(60)
+
+
 _draws = iter(range(1000))
 
 

@@ -102,6 +102,14 @@ Template = Annotated[
         "and without Linux, each of them imports torch",
     ),
 ]
+BuildTimeout = Annotated[
+    float,
+    typer.Option(
+        envvar="GRADBOX_BUILD_TIMEOUT_S",
+        metavar="SECONDS",
+        help="how long a model may take to be built and tried; one that takes longer is not usable",
+    ),
+]
 Lease = Annotated[
     float,
     typer.Option(
@@ -140,6 +148,7 @@ def run(
     device_log: DeviceLog = None,
     cluster: Cluster = None,
     template: Template = True,
+    build_timeout_s: BuildTimeout = 600.0,
     lease_s: Lease = 20.0,
     cancel_grace_s: CancelGrace = 30.0,
     check: Check = False,
@@ -178,6 +187,7 @@ def run(
             checkpoint_after_s=checkpoint_after_s,
             log=device_log,
             template=template,
+            build_timeout_s=build_timeout_s,
             cluster=cluster,
         )
         patience = Patience(lease_s=lease_s, cancel_grace_s=cancel_grace_s)

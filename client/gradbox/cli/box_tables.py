@@ -58,7 +58,11 @@ def _device_cells(device: DeviceView, job: BoxJob | None, box: BoxView) -> dict[
     if device.memory is not None:
         memory = f"{device.memory.used_bytes / GIB:.1f} of {device.memory.total_bytes / GIB:.1f}"
     up = duration(box.now_s - device.started_s)
-    cells = (device.worker, name, device.state, held, progress, busy, memory, up)
+    state: str = device.state
+    if device.building is not None:
+        for_s = duration(box.now_s - device.building.since_s)
+        state = f"{state}, builds {device.building.model} for {for_s}"
+    cells = (device.worker, name, state, held, progress, busy, memory, up)
     return dict(zip(DEVICE_TITLES, cells, strict=True))
 
 

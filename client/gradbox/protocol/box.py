@@ -29,12 +29,20 @@ class DeviceMemory(View):
     job_bytes: int = 0
 
 
+class ModelBuild(View):
+    """A model that is being built and tried, since `since_s` in seconds since 1970."""
+
+    model: str
+    since_s: float
+
+
 class DeviceView(View):
     """A worker and its device.
 
     `job` is the key of the job it holds. `busy` are the last 60 minutes, oldest first, each with
     the percent of it in which a job ran; the last one is the minute that runs. `hardware` is what
     the device calls itself. CPUs of one `host` are one machine, and its memory is there once.
+    `building` is a model that is built before jobs can name it.
     """
 
     worker: str
@@ -45,6 +53,7 @@ class DeviceView(View):
     started_s: float
     job: str | None = None
     memory: DeviceMemory | None = None
+    building: ModelBuild | None = None
     busy: list[int]
     busy_share: float
 

@@ -102,6 +102,7 @@ def devices_shown(
                 started_s=worker.started_s,
                 job=None if worker.job is None else key_of(worker.job),
                 memory=worker.memory,
+                building=worker.building,
                 busy=[min(100, round(ms / (10 * MINUTE_S))) for ms in busy],
                 busy_share=round(min(1.0, sum(busy) / shown_ms), 3),
             )

@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeVar, cast
 import redis
 from pydantic import BaseModel, ConfigDict
 
-from gradbox.protocol import DeviceMemory, ModelView
+from gradbox.protocol import DeviceMemory, ModelBuild, ModelView
 from gradbox_service.jobs import redis_changes
 from gradbox_service.jobs.redis_script import ConditionalCommands
 from gradbox_service.jobs.refusals import unless_refused
@@ -39,7 +39,8 @@ class WorkerPresence(BaseModel):
     `unusable` maps the names of models that cannot be built to the reason. `reloads` is how many
     reloads had been asked for when it last read its models file; `reload_error` says why it could
     not, and offers what it did before. `job` is the id of the job that it holds. `hardware` is what
-    its device calls itself, `host` the name of its machine.
+    its device calls itself, `host` the name of its machine. `building` is the model that it builds,
+    before it is ready or to be offered after a reload.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -56,6 +57,7 @@ class WorkerPresence(BaseModel):
     started_s: float = 0.0
     hardware: str = ""
     memory: DeviceMemory | None = None
+    building: ModelBuild | None = None
 
 
 class Fleet(Protocol):
@@ -223,6 +225,16 @@ def unusable_models(workers: Sequence[WorkerPresence]) -> dict[str, str]:
     offered = offered_versions(workers)
     reasons = {name: why for worker in workers for name, why in worker.unusable.items()}
     return {name: why for name, why in sorted(reasons.items()) if name not in offered}
+
+
+def said_builds(workers: Iterable[WorkerPresence]) -> str:
+    """Return which models are being built and for how long, as "builds the model …"; "" if none."""
+    builds = {w.building.model: w.building.since_s for w in workers if w.building is not None}
+    now_s = time.time()
+    return ", ".join(
+        f"builds the model {name!r} for {max(0.0, now_s - since_s):.0f} s"
+        for name, since_s in sorted(builds.items())
+    )
 
 
 def may_be_run(model: str, version: str, *, by: Iterable[WorkerPresence]) -> bool:

@@ -62,6 +62,14 @@ Template = Annotated[
 ]
 
 
+BuildTimeout = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="how long a model may take to be built and tried; one that takes longer is not usable "
+        "(GRADBOX_BUILD_TIMEOUT_S, 600)",
+    ),
+]
 PublicUrl = Annotated[
     str | None, typer.Option(metavar="URL", help="how others reach the box, to be told to them")
 ]
@@ -96,6 +104,7 @@ def run(
     workers: NumWorkers = None,
     device: Device = "auto",
     template: Template = True,
+    build_timeout_s: BuildTimeout = None,
     cluster: OnCluster = None,
     public_url: PublicUrl = None,
     wait: Wait = False,
@@ -134,6 +143,7 @@ def run(
             again += [] if workers is None else ["--workers", str(workers)]
             again += [] if public_url is None else ["--public-url", public_url]
             again += [] if template else ["--no-template"]
+            again += [] if build_timeout_s is None else ["--build-timeout-s", str(build_timeout_s)]
             again += [] if cluster is None else ["--cluster", cluster]
             again += arguments_of(settings, leave_out=NOT_OURS)
             return background.start(again, settings=settings)
@@ -144,6 +154,7 @@ def run(
             if cluster
             else spread(device, num_workers=workers),
             template=template,
+            build_timeout_s=build_timeout_s,
             cluster=None if cluster is None else Cluster(cluster, device=device),
             public_url=public_url,
             script=None if script is None else Script(script),

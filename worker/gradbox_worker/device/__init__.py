@@ -6,6 +6,7 @@ To read in this order:
     messages            what travels over the pipe between the two
     child, parentage    one such process from its start to its end, as the worker's own child
     exits, builds       how it ended, and whether it would again; which model it was building
+    trial               a models file that is read again, tried beside the device
     template            the process that it is forked from
     descendants         ends what it leaves behind
     output              keeps what it prints
@@ -19,5 +20,6 @@ All but the last two, and the template's imports, are without torch.
 
 from gradbox_worker.device.child import DeviceSettings
 from gradbox_worker.device.process import DeviceProcess
+from gradbox_worker.device.trial import Trial
 
-__all__ = ["DeviceProcess", "DeviceSettings"]
+__all__ = ["DeviceProcess", "DeviceSettings", "Trial"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Final
 
-from gradbox.protocol import ModelView
+from gradbox.protocol import ModelBuild, ModelView
 from gradbox_worker.device.exits import Exit
 
 log = logging.getLogger(__name__)
@@ -16,36 +17,53 @@ KILLED_AT_MOST: Final = 3
 
 
 class Builds:
-    """The models that are built, one after the other, in one process after the other."""
+    """The models that are built, one after the other, in one process after the other.
 
-    def __init__(self) -> None:
-        """Know of none."""
-        self._model = ""
+    Attributes:
+        current: the one that is being built, or None.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        """Know of none; each may take so long."""
+        self.current: ModelBuild | None = None
+        self._timeout_s = timeout_s
+        self._until_s = 0.0
         self._killed = ("", 0)  # the model at which the last process was killed; times in a row
 
     def begins(self, model: str) -> None:
-        """Note that a process begins with a model, and say so: it may take for ever there."""
+        """Note that a process begins with a model, and say so."""
         log.info("building and trying the model %r", model)
-        self._model = model
+        self.current = ModelBuild(model=model, since_s=time.time())
+        self._until_s = time.monotonic() + self._timeout_s
 
     def over(self) -> None:
         """Note that a process has built all it had to."""
-        self._model, self._killed = "", ("", 0)
+        self.current, self._killed = None, ("", 0)
+
+    def overdue(self) -> bool:
+        """Tell whether the model has taken all the time that it has."""
+        return self.current is not None and time.monotonic() >= self._until_s
 
     def left_out_after(self, ended: Exit) -> ModelView | None:
         """Return the model that is not to be built again, with the reason; None if there is none.
 
-        It is the one that was being built, if the process met a fault of its own, or was killed
-        there as often as `KILLED_AT_MOST` in a row.
+        It is the one that was being built, if its time was up, if the process met a fault of its
+        own, or was killed there as often as `KILLED_AT_MOST` in a row.
         """
-        model, self._model = self._model, ""
-        if not model:
+        if self.current is None:
             return None
-        if ended.fault is None:
+        model, overdue = self.current.model, self.overdue()
+        self.current = None
+        if ended.fault is None and not overdue:
             last, times = self._killed
             self._killed = (model, times + 1 if model == last else 1)
             if self._killed[1] < KILLED_AT_MOST:
                 return None
-        reason = f"models.{model}: the process that built it ended: {ended.reason}; see its log"
+        reason = f"the process that built it ended: {ended.reason}; see its log"
+        if overdue:
+            reason = (
+                f"expected it to be built and tried within {self._timeout_s:g} s "
+                f"(--build-timeout-s), but it still was not"
+            )
         log.warning("the model %r cannot be used: %s", model, reason)
-        return ModelView(name=model, usable=False, reason=reason)
+        return ModelView(name=model, usable=False, reason=f"models.{model}: {reason}")

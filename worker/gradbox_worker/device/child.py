@@ -54,6 +54,8 @@ class DeviceSettings:
     checkpoint_after_s: float | None = None  # of a job's run; None: see checkpoints.Pace
     log: Path | None = None  # of what it prints; None: the worker's standard error
     template: bool = True  # whether it is forked from one, where there is Linux; see `forking`
+    build_timeout_s: float = 600.0  # for a model to be built and tried
+    beside: bool = False  # whether another process has the device, and its models; see `trial`
     cluster: Path | None = None  # where a cluster says how it is reached; None: no cluster
 
     @property

@@ -4,7 +4,8 @@ The process keeps the models between jobs. When it dies, the job it ran ends as 
 one has another, which loads a model when the first job needs it: the models are known from the
 process before it, as long as the models file is the same. A process that is killed before it is
 ready is started again, after a pause that grows; one that meets a fault of its own twice is not.
-A model that ends the process that builds it is left out, and the others are served.
+A model that ends the process that builds it, or is not built in time, is left out, and the others
+are served.
 
 Importing torch takes seconds, so a device process is forked from a template that has done that, and
 that outlives it. A template that dies is started again; one that says that it cannot be forked is
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from gradbox.protocol import DeviceMemory, ModelView
+from gradbox.protocol import DeviceMemory, ModelBuild, ModelView
 from gradbox_worker.device.builds import Builds
 from gradbox_worker.device.child import POLL_S, DeviceChild, DeviceSettings
 from gradbox_worker.device.exits import OUT_OF_MEMORY, Exit
@@ -55,10 +56,16 @@ START_PAUSES_S: Final = (0.0, 0.25, 0.5, 1.0, 2.0, 5.0, 5.0)
 class DeviceProcess:
     """A device in a process of its own."""
 
-    def __init__(self, settings: DeviceSettings) -> None:
-        """Start nothing yet."""
-        self._settings = settings
-        self._log = None if settings.log is None else BoundedLog(settings.log)
+    def __init__(self, settings: DeviceSettings, *, log: BoundedLog | None = None) -> None:
+        """Start nothing yet.
+
+        Args:
+            log: the one that `settings` name, where it is open already.
+        """
+        self.settings = settings
+        self.log = log
+        if log is None and settings.log is not None:
+            self.log = BoundedLog(settings.log)
         self._child: DeviceChild | None = None
         self._template: Template | None = None
         # Elsewhere a copy of a process that has imported torch may not work.
@@ -66,7 +73,7 @@ class DeviceProcess:
         self._ready = False  # whether the child said that jobs can run
         self._models: list[ModelView] = []
         self._models_file_digest = ""  # of the file that they were described from
-        self._builds = Builds()  # of models, before the child is ready
+        self._builds = Builds(timeout_s=settings.build_timeout_s)  # before the child is ready
         self.reloads = 0  # of the models, that had been asked for when they were read
         self.placement = settings.device  # once it has started, the device it computes on
         self.hardware = ""  # what the device calls itself, once it is ready
@@ -76,6 +83,11 @@ class DeviceProcess:
     def models(self) -> list[ModelView]:
         """The models it offers; empty before it has started for the first time."""
         return self._models
+
+    @property
+    def building(self) -> ModelBuild | None:
+        """The model that is being built before the process is ready."""
+        return self._builds.current
 
     @property
     def pid(self) -> int | None:
@@ -110,27 +122,37 @@ class DeviceProcess:
             if pause_s is None or ended.fault in faults:
                 raise DeviceNotStarted(
                     f"the device process ended again and again before it was ready: the last time "
-                    f"{ended.reason}; {self._settings.log or 'the lines above'} may say more"
+                    f"{ended.reason}; {self.settings.log or 'the lines above'} may say more"
                 )
             if ended.fault is not None:
                 faults.add(ended.fault)
             log.warning("%s before it was ready; starting it again in %g s", ended.reason, pause_s)
             _pause(pause_s, while_waiting)
 
-    def reload(self, number: int, *, while_waiting: Callable[[], object] = lambda: None) -> None:
+    def reload(
+        self,
+        number: int,
+        *,
+        tried: DeviceProcess | None = None,
+        while_waiting: Callable[[], object] = lambda: None,
+    ) -> None:
         """Have a new process that has read the models file and all that it names again.
 
         Args:
             number: how many reloads were asked for, with this one.
+            tried: one that has tried the models: this one need not, and builds each when a job
+                needs it.
             while_waiting: as for `ensure`.
 
         Raises:
             ModelsFileError: the file cannot be read; the process and its models are as before.
             DeviceNotStarted: see `ensure`.
         """
-        read_models_file(self._settings.models_file)
+        read_models_file(self.settings.models_file)
         self._end_child()
-        self._models_file_digest = ""
+        self._models, self._models_file_digest = [], ""
+        if tried is not None:
+            self._models, self._models_file_digest = tried.models, tried._models_file_digest
         self.reloads = number
         self.ensure(while_waiting=while_waiting)
 
@@ -138,7 +160,7 @@ class DeviceProcess:
         """Start a template if there is to be one and none lives; done before each start, too."""
         if self._forks and (self._template is None or self._template.pid is None):
             self._end_template()
-            self._template = Template(self._settings.options(), log=self._log)
+            self._template = Template(self.settings.options(), log=self.log)
 
     def run(self, work: Work, supervision: Supervision) -> Outcome:
         """Run a job to its end, starting the process first if none runs.
@@ -194,7 +216,13 @@ class DeviceProcess:
         if child is None or child.over:
             self._end_child()
             self._child = child = self._started()
-        while isinstance(answer := child.next_answer(while_waiting), Building):
+
+        def watch() -> None:
+            while_waiting()
+            if self._builds.overdue():
+                child.kill()
+
+        while isinstance(answer := child.next_answer(watch), Building):
             self._builds.begins(answer.model)
         match answer:
             case DeviceReady():
@@ -221,7 +249,7 @@ class DeviceProcess:
         return Exit(ended.reason, fault=None)
 
     def _started(self) -> DeviceChild:
-        digest = _digest(self._settings.models_file)
+        digest = _digest(self.settings.models_file)
         if digest != self._models_file_digest:
             self._models, self._models_file_digest = [], digest
         first = Begin(
@@ -230,7 +258,7 @@ class DeviceProcess:
             reloads=self.reloads,
         )
         self.have_template()
-        return DeviceChild(self._settings, first, template=self._template, log=self._log)
+        return DeviceChild(self.settings, first, template=self._template, log=self.log)
 
     def _outcome(self, child: DeviceChild, work: Work, supervision: Supervision) -> Outcome | None:
         """Wait for a job's end; None if the process left before it began the job."""

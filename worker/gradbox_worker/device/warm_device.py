@@ -95,7 +95,9 @@ class WarmDevice:
             limit=MemoryLimit(device).held,
         )
         devices = self.registry.devices
-        self.views: list[ModelView] = self.registry.describe(before=before_building)
+        self.views: list[ModelView] = self.registry.describe(
+            before=before_building, beside=settings.beside
+        )
         self.placement = str(device)
         self.hardware = hardware_name(*devices)
         self.limit = MemoryLimit(*devices, job_bytes=settings.job_memory_bytes)

@@ -89,11 +89,15 @@ class Registry:
         """On which any of the models may be."""
         return self._gpus or (self.device,)
 
-    def describe(self, *, before: Callable[[str], None] = lambda name: None) -> list[ModelView]:
+    def describe(
+        self, *, before: Callable[[str], None] = lambda name: None, beside: bool = False
+    ) -> list[ModelView]:
         """Build every model that is not known yet, once, and describe it.
 
         Args:
             before: called with the name of each model that is about to be built.
+            beside: whether another process has its models in memory; what does not fit beside
+                these stays unknown.
 
         Returns:
             The descriptions, also of models that cannot be built: those say why.
@@ -106,6 +110,8 @@ class Registry:
             try:
                 found.append(self._describe(entry))
             except ModelsFileError as error:
+                if beside and isinstance(error, WeightsDoNotFit):
+                    continue
                 log.warning("the model %r cannot be used: %s", name, error)
                 self._unusable[name] = str(error)
                 found.append(unusable(name, str(error)))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from gradbox.protocol import DeviceMemory, ModelView
+from gradbox.protocol import DeviceMemory, ModelBuild, ModelView
 from gradbox_service.jobs import Fleet, WorkerPresence
 from gradbox_service.jobs.refusals import unless_refused
 from gradbox_worker.errors import NameTaken
@@ -101,12 +101,13 @@ class Announcer:
         *,
         job: str | None = None,
         memory: DeviceMemory | None = None,
+        building: ModelBuild | None = None,
     ) -> None:
         """Say what the worker does, if that is new or was last said a while ago.
 
         What Redis refuses for now is said with the next call.
         """
-        self._set(state=state, job=job, memory=memory)
+        self._set(state=state, job=job, memory=memory, building=building)
         now_s, saying, said = time.monotonic(), self._presence, self._said
         if said is not None and saying.model_copy(update={"memory": said.memory}) == said:
             silent_s = ANNOUNCE_S if memory == said.memory else MEMORY_S

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import redis
 from rq.exceptions import StopRequested
@@ -29,8 +29,9 @@ from gradbox.protocol import ModelView
 from gradbox_service.jobs import QUEUE, SERIALIZER, RedisFleet, RedisRecords
 from gradbox_service.jobs.refusals import store_refuses, unless_refused
 from gradbox_service.store import ResultStore
-from gradbox_worker.device import DeviceProcess
-from gradbox_worker.errors import DeviceNotStarted, ModelsFileError
+from gradbox_worker.device import DeviceProcess, Trial
+from gradbox_worker.errors import DeviceNotStarted, ModelsFileError, WorkerError
+from gradbox_worker.models import read_models_file
 from gradbox_worker.turns.presence import Announcer
 from gradbox_worker.turns.rq_bookkeeping import BookkeepingWorker, TurnOfRq
 from gradbox_worker.turns.supervision import Patience
@@ -107,6 +108,7 @@ class GradboxWorker(BookkeepingWorker):
         self._turn: Job | None = None
         self._next_heartbeat = 0.0
         self._reload_looked_s = 0.0
+        self._trial: Trial | None = None  # of the models file that a reload has read
 
     @property
     def leaving(self) -> bool:
@@ -135,6 +137,8 @@ class GradboxWorker(BookkeepingWorker):
             raise self.failure
 
     def teardown(self) -> None:
+        if self._trial is not None:
+            self._trial.end()
         self._device.close()
         with unless_refused("the worker's end is not noted"):
             self._announcer.retire()
@@ -150,7 +154,7 @@ class GradboxWorker(BookkeepingWorker):
         token = CURRENT.set(self._runner)
         try:
             super().execute_job(job, queue)
-            self._announcer.announce("idle", memory=self._device.memory)
+            self._announce("idle")
         except redis.RedisError as error:
             self._wait_while_refused(error)
         finally:
@@ -170,7 +174,7 @@ class GradboxWorker(BookkeepingWorker):
             self._have_device()
             if time.monotonic() - self._reload_looked_s >= RELOAD_LOOK_S:
                 self._reload_if_asked()
-            self._announcer.announce("idle", memory=self._device.memory)
+            self._announce("idle")
 
     def run_maintenance_tasks(self) -> None:
         with unless_refused():  # the next one is in a few seconds
@@ -198,13 +202,16 @@ class GradboxWorker(BookkeepingWorker):
         """Keep the worker known while a job runs: to RQ, and in the fleet."""
         if self._turn is None:
             return
-        job_id = str(self._turn.args[0])
-        self._announcer.announce("busy", job=job_id, memory=self._device.memory)
+        self._announce("busy", job=str(self._turn.args[0]))
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_S
             with unless_refused("RQ's heartbeat is not noted"):
                 self.maintain_heartbeats(self._turn)
+
+    def _announce(self, state: Literal["idle", "busy"], *, job: str | None = None) -> None:
+        building = None if self._trial is None else self._trial.building
+        self._announcer.announce(state, job=job, memory=self._device.memory, building=building)
 
     def _until_taken(self, call: Callable[[], T]) -> T:
         """Call until Redis does not refuse only for now; return what the call returns.
@@ -230,7 +237,7 @@ class GradboxWorker(BookkeepingWorker):
             raise StopRequested from error
         log.warning("Redis refuses for now, waiting: %s", error)
         if self.get_state() == WorkerStatus.IDLE:  # a full one hears it all the same
-            self._announcer.announce("idle", memory=self._device.memory)
+            self._announce("idle")
         time.sleep(REFUSED_PAUSE_S)
 
     def _have_device(self) -> None:
@@ -240,22 +247,45 @@ class GradboxWorker(BookkeepingWorker):
         self._start(self._device.ensure)
 
     def _reload_if_asked(self) -> None:
-        """Read the models file again if that was asked for; if it cannot be, go on as before."""
+        """Read the models file again if that was asked for; if it cannot be, go on as before.
+
+        Its models are tried beside the device, and offered once all are. The devices of a cluster
+        build theirs by themselves.
+        """
         self._reload_looked_s = time.monotonic()
-        asked = self._until_taken(self._announcer.reload_asked)
-        if asked is None:
+        trial, device = self._trial, self._device
+        if trial is not None and not trial.over:
+            return
+        self._trial = None
+        number = self._until_taken(self._announcer.reload_asked) if trial is None else trial.number
+        if number is None:
             return
         try:
-            self._start(partial(self._device.reload, asked))
-            self._announcer.note_reload(asked)
+            if trial is None and device.settings.cluster is None:
+                read_models_file(device.settings.models_file)
+                self._trial = Trial(device.settings, number=number, log=device.log)
+                return
+            if trial is not None and trial.failure is not None:
+                self._keep_models(number, trial.failure)
+                return
+            tried = None if trial is None else trial.tried
+            self._start(partial(device.reload, number, tried=tried))
+            self._announcer.note_reload(number)
         except ModelsFileError as error:
-            log.warning("the models stay as they were: %s", error)
-            self._announcer.note_reload(asked, error=str(error))
+            self._keep_models(number, error)
+
+    def _keep_models(self, number: int, error: WorkerError) -> None:
+        log.warning("the models stay as they were: %s", error)
+        self._announcer.note_reload(number, error=str(error))
 
     def _start(self, start: Callable[..., None]) -> None:
         """Have a device process that is ready, and offer its models."""
         try:
-            start(while_waiting=lambda: self._announcer.announce("starting"))
+            start(
+                while_waiting=lambda: self._announcer.announce(
+                    "starting", building=self._device.building
+                )
+            )
         except DeviceNotStarted as error:
             self.failure = error
             raise

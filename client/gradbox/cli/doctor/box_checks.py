@@ -97,6 +97,8 @@ def _readiness(connection: Connection) -> Iterator[Finding]:
         held = "" if mode == "running" else f"; {mode}: {said.get('reason') or 'no reason given'}"
         models = ", ".join(said["models"]) or "none"
         yield fine("workers", f"{said['workers']} ready, with the models {models}{held}")
+        if said.get("builds"):
+            yield fine("building", f"after a reload a worker {said['builds']}")
         if said.get("refuses"):
             yield problem(
                 "room",

@@ -1,10 +1,10 @@
 // The overview: what the devices do, and who runs and waits.
 
-import { box, running, waiting, waits } from "/static/box.js";
+import { box, now, running, waiting, waits } from "/static/box.js";
 import { minutes, stack } from "/static/charts.js";
 import { cancelButton } from "/static/cancel.js";
 import { h, keyed, say, set } from "/static/dom.js";
-import { bytes, duration, percent, plural, words } from "/static/format.js";
+import { bytes, duration, percent, plural, ticking, words } from "/static/format.js";
 import { orders } from "/static/operation.js";
 
 // Of those that wait, so many are shown before somebody asks for all.
@@ -108,7 +108,9 @@ function updateDevice(card, device) {
   const job = device.job && box.jobs.get(device.job);
   const nothing = mode !== "running" ? "gets no job" : "free for a job";
   const then = mode !== "running" ? `, then ${mode}` : "";
-  say(part(".holds"), job ? `${words(job.computation)} of ${job.owner} on ${job.model}${then}` : device.state === "starting" ? "loading its models" : nothing);
+  const build = device.building && `builds ${device.building.model} for ${ticking(now() - device.building.since_s)}`;
+  const doing = job ? `${words(job.computation)} of ${job.owner} on ${job.model}${then}` : device.state === "starting" ? (build ? "" : "loading its models") : nothing;
+  say(part(".holds"), [doing, build].filter(Boolean).join(" · "));
 }
 
 function memory(found) {

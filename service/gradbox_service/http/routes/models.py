@@ -22,7 +22,7 @@ def list_models(box: Box, caller: Caller) -> ModelList:
 
 @router.post("/reload", status_code=202)
 def reload_models(box: Box, caller: Caller) -> ModelList:
-    """Have every worker read its models file again, before its next job; for the box's owner."""
+    """Have every worker read its models file again, beside its jobs; for the box's owner."""
     if not caller.admin:
         raise OwnerOnly(
             "reloading the models is for the box's owner: ask them, or use the token that "

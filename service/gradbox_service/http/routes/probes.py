@@ -9,7 +9,7 @@ from gradbox.errors import BoxDraining, GradboxError, ServiceUnavailable
 from gradbox.protocol import OperationMode
 from gradbox_service.admission.shares import why_no_room
 from gradbox_service.http.auth import Box
-from gradbox_service.jobs.fleet import offered_versions
+from gradbox_service.jobs.fleet import offered_versions, said_builds
 from gradbox_service.repeating_thread import RepeatingThread
 
 router = APIRouter(tags=["probes"])
@@ -22,7 +22,8 @@ class Live(BaseModel):
 class Ready(BaseModel):
     """How many workers live, the models that they offer, and whether they are handed jobs.
 
-    `refuses` says why the box takes no new ones for now, though it answers everything else.
+    `refuses` says why the box takes no new ones for now, though it answers everything else;
+    `builds` which models are built beside them, to be offered after a reload.
     """
 
     ready: bool = True
@@ -31,6 +32,7 @@ class Ready(BaseModel):
     mode: OperationMode = OperationMode.RUNNING
     reason: str = ""
     refuses: str = ""
+    builds: str = ""
 
 
 @router.get("/livez")
@@ -56,12 +58,15 @@ def readyz(request: Request, box: Box) -> Ready:
             f"a thread of the service has ended ({', '.join(ended)}); `gradbox up` restarts it"
         )
     refuses = why_no_room(box.records.memory(), box.blobs.room)
-    workers = [worker for worker in box.fleet.workers() if worker.state != "starting"]
+    live = box.fleet.workers()
+    workers = [worker for worker in live if worker.state != "starting"]
+    builds = said_builds(live)
     if not workers:
         # On a full disk none can say that it lives; that reason goes first.
+        doing = f"one {builds}" if builds else "the first start loads torch and the models"
         raise ServiceUnavailable(
-            f"no worker is ready: {refuses and f'{refuses}; else '}the first start loads torch and "
-            f"the models; if it lasts, look at the worker's log"
+            f"no worker is ready: {refuses and f'{refuses}; else '}{doing}; if it lasts, look at "
+            f"the worker's log"
         )
     operation = box.operation.read()
     if operation.mode is OperationMode.DRAINING:
@@ -72,6 +77,7 @@ def readyz(request: Request, box: Box) -> Ready:
         mode=operation.mode,
         reason=operation.reason,
         refuses=refuses,
+        builds=builds,
     )
 
 
