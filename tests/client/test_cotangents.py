@@ -196,6 +196,8 @@ def test_outputs_that_are_gone_are_named(
 ) -> None:
     from gradbox_service.admission import earlier_job
 
-    monkeypatch.setattr(earlier_job, "read_header", lambda path: (tmp_path / "none").read_bytes())
+    monkeypatch.setattr(
+        earlier_job, "read_checked_header", lambda path: (tmp_path / "none").read_bytes()
+    )
     message = refused(twin, Cotangents(torch.ones(2, 3), of=forward_id))
     assert "run the forward job again" in message

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from gradbox import GradClient, Gradient, GradResult, Jacobian, Job, MixedGradient
+from tests.boxes import tensors_in
 from tests.cluster.conftest import ClusterBox
 from tests.cluster.processes import kill, parent, running, wait_until
 from tests.cluster.test_jobs import WAIT_S, num_ranges, shards, sum_of_squares
@@ -227,7 +227,7 @@ def result_tensors(result: GradResult, folder: Path) -> dict[str, Tensor]:
         return {"rows": result.flat()}
     path = folder / f"{result.manifest.job}.safetensors"
     result.save(path)
-    return load_file(path)
+    return tensors_in(path)
 
 
 @pytest.mark.slow

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from gradbox import Cotangents, Forward, GradClient, Gradient, GradResult, MixedGradient, Penalty
+from tests.boxes import tensors_in
 from tests.client.test_remote_programs import Program
 from tests.cluster.conftest import ClusterBox
 from tests.cluster.processes import wait_until
@@ -112,7 +112,7 @@ def assert_alike(results: list[GradResult], folder: Path, *, near: float) -> Non
     for number, result in enumerate(results):
         path = folder / f"{number}.safetensors"
         result.save(path)
-        tensors = load_file(path)
+        tensors = tensors_in(path)
         tensors.pop("filler", None)  # aligns what a device writes, see docs/wire.md
         files.append(tensors)
     expected = files[0]

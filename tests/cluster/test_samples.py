@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from gradbox import (
@@ -18,6 +17,7 @@ from gradbox import (
     MixedGradient,
     PerSampleGradient,
 )
+from tests.boxes import tensors_in
 from tests.client.test_mixed import mixed
 from tests.cluster.conftest import ClusterBox
 from tests.cluster.processes import wait_until
@@ -77,7 +77,7 @@ def tensors(result: GradResult, folder: Path) -> dict[str, Tensor]:
     """Return all that stands in the result file."""
     path = folder / f"{result.manifest.job}.safetensors"
     result.save(path)
-    return load_file(path)
+    return tensors_in(path)
 
 
 def assert_alike(two: dict[str, Tensor], one: dict[str, Tensor]) -> None:

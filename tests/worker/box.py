@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
 from gradbox.protocol import (
@@ -36,6 +36,7 @@ from gradbox_service.queue.dispatch import Dispatcher
 from gradbox_service.queue.short_list import TURN_GRACE_S
 from gradbox_service.settings import Settings
 from gradbox_service.up.embedded_redis import EmbeddedRedis
+from tests.boxes import tensors_in
 from tests.device import DEVICE
 from tests.worker import zoo
 
@@ -127,7 +128,7 @@ class Box:
         assert record.result is not None
         assert record.result.sha256 == hashlib.sha256(content).hexdigest()
         assert record.result.size_bytes == len(content)
-        return load_file(path), receipt_at(path)
+        return tensors_in(path), receipt_at(path)
 
 
 class WorkerProcess:

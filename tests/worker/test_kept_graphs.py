@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from gradbox.protocol import CotangentsLoss, ForwardSpec, GradientSpec, JobSpec, TensorRef
@@ -23,6 +22,7 @@ from gradbox_worker.models import read_models_file
 from gradbox_worker.models.registry import Registry
 from gradbox_worker.turns.inline import InlineDevice
 from gradbox_worker.work import Finished, Stopped, Work
+from tests.boxes import tensors_in
 from tests.worker import zoo
 from tests.worker.box import Box, receipt_at, register_misbehaving, shards_of
 
@@ -108,7 +108,7 @@ class Device:
         retained, replayed = receipt.shards_retained, receipt.shards_replayed
         assert retained is not None
         assert replayed is not None
-        return retained, replayed, load_file(work.result_path)
+        return retained, replayed, tensors_in(work.result_path)
 
     def spec(self, computation: str, **given: Any) -> Any:
         whole = self.box.spec(shards_of(NUM_SHARDS), **{"model": "m"} | self._only_shared(given))

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from gradbox_worker.computations.memory_limit import MemoryLimit
 from gradbox_worker.device import DeviceProcess
 from gradbox_worker.exceptions_to_problems import wanted_bytes
 from gradbox_worker.work import Failed, Finished, Outcome, Work
+from tests.boxes import tensors_in
 from tests.worker import zoo
 from tests.worker.box import Box, shards_of
 from tests.worker.devices import Watching, box_in, device_of
@@ -96,7 +96,7 @@ def test_a_job_has_the_model_dropped_that_was_used_least_lately(
     box: Box, device: DeviceProcess
 ) -> None:
     assert isinstance(run(box, device, "large"), Finished)
-    expected = load_file(result_of(box, "large"))
+    expected = tensors_in(result_of(box, "large"))
     for model in ("absurd", "small", "other"):
         run(box, device, model)
     before = on_device(device)
@@ -105,7 +105,7 @@ def test_a_job_has_the_model_dropped_that_was_used_least_lately(
     limit(device, most_bytes)
     assert isinstance(run(box, device, "large"), Finished)
     assert on_device(device) == before - {"absurd"}
-    found = load_file(result_of(box, "large"))
+    found = tensors_in(result_of(box, "large"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     # A model that does not fit has the next one dropped: "small" was used before "other".
     limit(device, most_bytes - WEIGHTS_MIB * MIB)

@@ -59,6 +59,7 @@ class RemoteFile(ReadInPlace):
         self._connection = connection
         self._url_path = url_path
         self._expected = expected
+        self._first = bytearray()  # of the file: at least its header, of a small one all
         self._checksums = b""
         self._header = self._read_header()
         self.metadata = self._header.metadata
@@ -93,29 +94,24 @@ class RemoteFile(ReadInPlace):
     def _read_header(self) -> SafetensorsHeader:
         size_bytes = self._expected.size_bytes
         try:
-            first = self._fetch(0, min(FIRST_BYTES, size_bytes))
+            self._first = first = self._fetch(0, min(FIRST_BYTES, size_bytes))
             length = header_length(bytes(first[:LENGTH_BYTES]), file_bytes=size_bytes)
             if LENGTH_BYTES + length > len(first):
                 first += self._fetch(len(first), LENGTH_BYTES + length)
             text = bytes(first[LENGTH_BYTES : LENGTH_BYTES + length])
             header = parse_header(text, file_bytes=size_bytes)
-            self._read_checksums(header, first)
+            self._read_checksums(header)
             return header
         except BlobRejected as error:
             raise ProtocolError(f"{self}: expected a result file of gradbox: {error}") from None
 
-    def _read_checksums(self, header: SafetensorsHeader, first: bytearray) -> None:
-        """Read those of all blocks, of which boxes wrote none before, and compare the header's.
-
-        Args:
-            first: the file's first bytes, at least its header.
-        """
+    def _read_checksums(self, header: SafetensorsHeader) -> None:
+        """Read those of all blocks, which older results lack, and compare the header's."""
         entry, start = header.tensors.get(checksums.NAME), header.data_start
         if entry is None:
             return
-        begin, end = start + entry.begin, start + entry.end
-        self._checksums = bytes(first[begin:end] if end <= len(first) else self._fetch(begin, end))
-        if not self._checksums.startswith(checksums.checksum(first[:start])):
+        self._checksums = bytes(self._fetch(start + entry.begin, start + entry.end))
+        if not self._checksums.startswith(checksums.checksum(self._first[:start])):
             raise self._damaged(0, start)
 
     def _fetch_data(self, first: int, last: int) -> memoryview:
@@ -150,6 +146,8 @@ class RemoteFile(ReadInPlace):
 
     def _fetch(self, first: int, last: int) -> bytearray:
         """Return the file's bytes first:last."""
+        if last <= len(self._first):
+            return self._first[first:last]
         found = bytearray()
         while first + len(found) < last:
             begin = first + len(found)

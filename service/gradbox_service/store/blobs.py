@@ -75,15 +75,15 @@ class BlobStore:
         """Return the blob's header, or None if it is not here or damaged. Whoever asks uses it."""
         # The box may have removed the blob since its header was read. The use is noted before the
         # look, so that a cleaner either sees it or has removed the blob already.
-        if not touch(self.path(digest)):
+        state = touch(self.path(digest))
+        if state is None:
             return None
+        with self._lock:
+            known, header = self._headers.get(digest, (None, None))
+            if known == state:
+                self._headers.move_to_end(digest)
+                return header
         try:
-            state = FileState.of(self.path(digest).stat())
-            with self._lock:
-                known, header = self._headers.get(digest, (None, None))
-                if known == state:
-                    self._headers.move_to_end(digest)
-                    return header
             return self._read(digest)
         except FileNotFoundError:
             return None

@@ -66,16 +66,17 @@ def use_of(path: Path) -> FileUse | None:
     return FileUse(found.st_size, max(found.st_atime, found.st_mtime), found.st_mtime)
 
 
-def touch(path: Path) -> bool:
-    """Note that a file is used now; False if there is no file.
+def touch(path: Path) -> FileState | None:
+    """Note that a file is used now, and return its state; None if there is no file.
 
-    The time of its last write stays, by which `FileState` tells whether another one followed.
+    The time of its last write stays, by which the state tells whether another one followed.
     """
     try:
-        os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
+        state = FileState.of(os.stat(path))
+        os.utime(path, ns=(time.time_ns(), state.written_ns))
     except FileNotFoundError:
-        return False
-    return True
+        return None
+    return state
 
 
 def files_of(folder: Path, job_id: str) -> list[Path]:

@@ -56,7 +56,7 @@ class ResultStore:
 
     def touch(self, job_id: str, *, attempt: int) -> bool:
         """Note that the result is used now; False if it is not here."""
-        return touch(self.path(job_id, attempt=attempt))
+        return touch(self.path(job_id, attempt=attempt)) is not None
 
     def is_spoilt(self, job_id: str, *, attempt: int) -> bool:
         """Tell whether a power cut has left other bytes of a result than were written.
