@@ -20,7 +20,7 @@ from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.refusals import store_refuses, why_refused
 from gradbox_service.revocations import NotRevoked, Revocations
 from gradbox_service.settings import EMBEDDED, BadSettings, Settings, takes_settings
-from gradbox_service.tokens import BadTokenName, RedisTokens
+from gradbox_service.tokens import BadTokenName, RedisTokens, lookalikes, token_id
 from gradbox_service.up.embedded_redis import url_in
 
 RedisUrl = Annotated[
@@ -86,7 +86,15 @@ def create(
     """Make a token and print it."""
 
     def run(tokens: RedisTokens) -> int:
+        names = [info.name for info in tokens.list()]
         token = tokens.create(name, admin=admin)
+        for other in lookalikes(name, names):
+            print(
+                f"gradbox tokens: {name!r} looks like {other!r}, who has a token too; they are two "
+                f"owners: if one person is meant, `gradbox tokens revoke {token_id(token)}` and "
+                f"make it for {other!r}",
+                file=sys.stderr,
+            )
         if json:
             print(jsons.dumps({"name": name, "admin": admin, "token": token}))
         else:

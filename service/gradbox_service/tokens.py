@@ -13,7 +13,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterable, Sequence
 from typing import Protocol, cast
 
 import redis
@@ -29,6 +30,11 @@ log = logging.getLogger(__name__)
 TOKENS = "gradbox:tokens"
 PREFIX = "gbx_"
 ID_LENGTH = 12
+# Digits, and letters of the Greek and the Cyrillic alphabet, that are read as Latin letters.
+READ_AS = str.maketrans(
+    "01i|" + "αβγεηικνορτυχ" + "авекмнорстухіјѕһԁԛԝ",
+    "olll" + "abyenlkvoptux" + "abekmhopctyxljshdqw",
+)
 
 
 class BadTokenName(GradboxError, ValueError):
@@ -193,6 +199,11 @@ def digest_of(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
+def token_id(token: str) -> str:
+    """Return the id by which a token is listed and revoked."""
+    return digest_of(token)[:ID_LENGTH]
+
+
 def check_name(name: str) -> None:
     """Refuse a name that would be hard to read in a listing.
 
@@ -206,11 +217,23 @@ def check_name(name: str) -> None:
         )
 
 
+def lookalikes(name: str, others: Iterable[str]) -> list[str]:
+    """Return the other names that a person may take for this one, in order."""
+    seen = _as_seen(name)
+    return sorted(other for other in {*others} - {name} if _as_seen(other) == seen)
+
+
+def _as_seen(name: str) -> str:
+    """Return what is left of a name without case, accents, punctuation, and the alphabet."""
+    plain = unicodedata.normalize("NFKD", name).casefold().translate(READ_AS)
+    return "".join(filter(str.isalnum, plain)).replace("rn", "m").replace("vv", "w")
+
+
 def _fresh(name: str, *, admin: bool) -> tuple[str, str, TokenInfo]:
     check_name(name)
     token = PREFIX + secrets.token_urlsafe(32)
     digest = digest_of(token)
-    info = TokenInfo(id=digest[:ID_LENGTH], name=name, created_s=time.time(), admin=admin)
+    info = TokenInfo(id=token_id(token), name=name, created_s=time.time(), admin=admin)
     return token, digest, info
 
 

@@ -172,6 +172,36 @@ def test_the_command_creates_lists_and_revokes(
     assert run("revoke", info["id"], *where) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "looks"),
+    [
+        ("Ann", True),
+        ("\u0430nn", True),  # Cyrillic
+        ("änn", True),
+        ("a.nn", True),
+        ("ann", False),
+        ("anne", False),
+        ("bob", False),
+    ],
+)
+def test_the_command_warns_of_a_name_that_looks_like_anothers(
+    name: str,
+    looks: bool,
+    redis_server: EmbeddedRedis,
+    connection: redis.Redis,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    where = ("--redis-url", redis_server.url)
+    assert run("create", "ann", *where) == 0
+    capsys.readouterr()
+    assert run("create", name, *where) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("gbx_")
+    assert (f"{name!r} looks like 'ann'" in said.err) is looks
+    if looks:
+        assert run("revoke", said.err.partition("tokens revoke ")[2].partition("`")[0], *where) == 0
+
+
 def test_the_command_makes_admin_tokens(
     redis_server: EmbeddedRedis, connection: redis.Redis, capsys: pytest.CaptureFixture[str]
 ) -> None:
