@@ -19,7 +19,13 @@ from gradbox.cli.times import local
 from gradbox_service.jobs.connection import connect
 from gradbox_service.jobs.refusals import store_refuses, why_refused
 from gradbox_service.revocations import NotRevoked, Revocations
-from gradbox_service.settings import EMBEDDED, BadSettings, Settings, takes_settings
+from gradbox_service.settings import (
+    EMBEDDED,
+    BadSettings,
+    Settings,
+    make_files_private,
+    takes_settings,
+)
 from gradbox_service.tokens import BadTokenName, RedisTokens, lookalikes, token_id
 from gradbox_service.up.embedded_redis import url_in
 
@@ -60,6 +66,7 @@ def run_service(
     from gradbox_service.http.server import serve
 
     log_to_stderr()
+    make_files_private()
     try:
         settings = Settings.read(**given)
         serve(

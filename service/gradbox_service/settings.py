@@ -179,6 +179,11 @@ class Settings(BaseSettings):
         beside.replace(self.data / NOTED)
 
 
+def make_files_private() -> int:
+    """Let nobody else read what this process makes from now on; return the umask of before."""
+    return os.umask(0o077)
+
+
 def _warn_of_near_misses(names: Iterable[str]) -> None:
     """Warn of variables of the environment whose name is nearly that of a setting."""
     known = [f"GRADBOX_{name.upper()}" for name in names]

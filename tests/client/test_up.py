@@ -42,6 +42,7 @@ def models(tmp_path: Path) -> Path:
 def start(tmp_path: Path, models: Path) -> Iterator[Callable[..., Up]]:
     """Starts boxes on tmp_path/data, and kills what a failed test leaves."""
     data = tmp_path / "data"
+    umask = os.umask(0o022)
     started: list[Up] = []
 
     def start_up(*arguments: str) -> Up:
@@ -50,6 +51,7 @@ def start(tmp_path: Path, models: Path) -> Iterator[Callable[..., Up]]:
         return started[-1]
 
     yield start_up
+    os.umask(umask)
     for pid in [*(up.process.pid for up in started if up.process.poll() is None), *parts_of(data)]:
         os.kill(pid, signal.SIGKILL)
     for up in started:
@@ -100,6 +102,7 @@ def test_a_box_outlives_its_parts_and_refuses_a_second_one(
     assert stat.S_IMODE(data.stat().st_mode) == 0o700
     assert stat.S_IMODE(credentials.stat().st_mode) == 0o600
     run_one_job(data)
+    assert not [path for path in data.rglob("*") if path.lstat().st_mode & 0o077]
 
     code, said = start().finish()
     assert code == 2
@@ -122,10 +125,10 @@ def test_a_box_outlives_its_parts_and_refuses_a_second_one(
 
 
 def test_a_command_runs_while_the_box_is_up(start: Callable[..., Up], tmp_path: Path) -> None:
-    listing = f"{sys.executable} -m gradbox jobs list --json && exit 7"
+    listing = f"umask && {sys.executable} -m gradbox jobs list --json && exit 7"
     code, said = start("--exec", listing, "--public-url", "https://box.lab").finish()
     assert code == 7, said
-    assert "\n[]\n" in said
+    assert "\n0022\n[]\n" in said
     assert "gradbox login --url https://box.lab" in said
     assert not (tmp_path / "data" / "client.toml").exists()
     assert not parts_of(tmp_path / "data")

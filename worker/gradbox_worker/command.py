@@ -162,11 +162,12 @@ def run(
     import redis
 
     from gradbox.printable import log_to_stderr
-    from gradbox_service.settings import BadSettings, Settings
+    from gradbox_service.settings import BadSettings, Settings, make_files_private
     from gradbox_worker.errors import WorkerError
     from gradbox_worker.turns.presence import default_name
 
     log_to_stderr("worker[%(process)d] ")
+    make_files_private()
     name = name or default_name(device)
     try:
         settings = Settings.read(

@@ -17,7 +17,13 @@ import typer
 
 from gradbox.errors import ServiceUnavailable
 from gradbox.settings import checked_url
-from gradbox_service.settings import BadSettings, Settings, arguments_of, takes_settings
+from gradbox_service.settings import (
+    BadSettings,
+    Settings,
+    arguments_of,
+    make_files_private,
+    takes_settings,
+)
 
 MODELS_FILE: Final = "models.toml"
 WORKER_PACKAGES: Final = ("torch", "rq")
@@ -129,6 +135,7 @@ def run(
     from gradbox_service.up.saying import say
     from gradbox_service.up.script import Script
 
+    umask = make_files_private()
     try:
         _check_worker_packages(with_cluster=cluster is not None)
         if wait and script is not None:
@@ -157,7 +164,7 @@ def run(
             build_timeout_s=build_timeout_s,
             cluster=None if cluster is None else Cluster(cluster, device=device),
             public_url=public_url,
-            script=None if script is None else Script(script),
+            script=None if script is None else Script(script, umask=umask),
         )
         return box.run()
     except (BadSettings, CannotListen, DataInUse, ServiceUnavailable) as error:

@@ -16,10 +16,14 @@ SIGNALLED: Final = 128
 
 
 class Script:
-    """A shell command that finds the box by its environment. It shares the terminal with `up`."""
+    """A shell command that finds the box by its environment. It shares the terminal with `up`.
 
-    def __init__(self, command: str) -> None:
+    Its files are its user's: it has the umask that `up` was started with.
+    """
+
+    def __init__(self, command: str, *, umask: int = -1) -> None:
         self.command = command
+        self._umask = umask
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, url: str, token: str, data: Path) -> None:
@@ -29,6 +33,7 @@ class Script:
             self.command,
             shell=True,
             env={**os.environ, **box},
+            umask=self._umask,
             preexec_fn=die_with_parent(signal.SIGTERM),
         )
 
