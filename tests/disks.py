@@ -12,10 +12,15 @@ import pytest
 
 
 @contextmanager
-def small_disk(folder: Path, *, size_bytes: int) -> Iterator[Path]:
-    """Mount a file system of its own at `folder`; the test is skipped where that is not allowed."""
+def small_disk(folder: Path, *, size_bytes: int, num_inodes: int = 0) -> Iterator[Path]:
+    """Mount a file system of its own at `folder`; the test is skipped where that is not allowed.
+
+    Args:
+        num_inodes: how many it has in all, folders included; 0 is any number.
+    """
     folder.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "tmpfs", str(folder)]
+    options = f"size={size_bytes},mode=700,nr_inodes={num_inodes}"
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     try:
         mounted = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:

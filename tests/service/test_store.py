@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -183,8 +182,8 @@ def test_the_reserve_is_a_gibibyte_or_a_twentieth_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def disk_of(total: int) -> None:
-        usage = shutil._ntuple_diskusage(total, 0, total)
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+        fields = [1, 1, total, total, total, 9, 9, 9, 0, 255]
+        monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(fields))
 
     disk_of(10 * 2**30)
     assert Room(tmp_path).left_bytes() == 9 * 2**30

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 from gradbox_service.backing import Backing
 from gradbox_service.settings import MIB, Settings
 from tests.disks import small_disk
-from tests.service.boxes import blob_of, ones
+from tests.service.boxes import SHARDS, blob_of, ones, run_job, spec_for, submit
 from tests.service.conftest import Box, serve
 
 
@@ -88,6 +91,51 @@ def test_the_same_blob_from_many_at_once(memory_box: Box) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(put, range(8))) <= {200, 201}
     assert memory_box.backing.blobs.path(digest).read_bytes() == data
+
+
+@pytest.mark.parametrize("kind", ["read-only", "inodes"])
+def test_a_disk_that_takes_no_file_is_named_and_refuses_new_jobs(tmp_path: Path, kind: str) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=8 * MIB, num_inodes=100) as disk:
+        settings = Settings(data=disk, disk_reserve_bytes=MIB)
+        backing = Backing.in_memory(disk, settings=settings)
+        for box in serve(backing, settings):
+            job_id = submit(box.client)
+            run_job(backing, job_id, data=b"result")
+            digest, data = blob_of({"x": ones(100)})
+            with refusing(disk, kind):
+                answers = [
+                    box.client.put(f"/v1/blobs/{digest}", content=data),
+                    box.client.post("/v1/jobs", json=spec_for(blob_of(SHARDS)[0])),
+                    box.client.post("/v1/jobs", content=b" " * MIB),
+                ]
+                ready = box.client.get("/readyz").json()["refuses"]
+                fetched = box.client.get(f"/v1/jobs/{job_id}/result")
+                assert box.client.head(f"/v1/blobs/{blob_of(SHARDS)[0]}").status_code == 200
+                if kind == "read-only":
+                    answers.append(box.client.delete(f"/v1/jobs/{job_id}/result"))
+            named = "is read-only" if kind == "read-only" else "no inode left"
+            for answer in answers:
+                assert (answer.status_code, answer.json()["category"]) == (507, "transient")
+                assert named in answer.json()["detail"]
+            assert named in ready
+            assert fetched.content == b"result"
+            assert box.client.put(f"/v1/blobs/{digest}", content=data).status_code == 201
+
+
+@contextmanager
+def refusing(disk: Path, kind: str) -> Iterator[None]:
+    """Turn a disk read-only, or use up its inodes."""
+    if kind == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        yield
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        return
+    with suppress(OSError):
+        for number in count():
+            (disk / f"filler{number}").touch()
+    yield
+    for path in disk.glob("filler*"):
+        path.unlink()
 
 
 @pytest.mark.parametrize("announced", [True, False])

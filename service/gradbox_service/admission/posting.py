@@ -20,7 +20,7 @@ from gradbox_service.admission.earlier_job import check_against
 from gradbox_service.admission.forward_job import ForwardJob, forward_job
 from gradbox_service.admission.limits import check_limits, check_queue, check_values
 from gradbox_service.admission.sent_blobs import take_blobs
-from gradbox_service.admission.shares import check_leaves_room, check_memory, check_quota
+from gradbox_service.admission.shares import check_leaves_room, check_quota, check_room
 from gradbox_service.backing import Backing
 from gradbox_service.jobs import JobRecord
 from gradbox_service.ownership import OwnBlobs
@@ -54,7 +54,7 @@ def post(
         IdempotencyConflict: the key came before with another job.
         QueueFull: as many of the caller's jobs wait as may, or they take too much of Redis.
         BoxDraining: the box takes no new jobs.
-        StorageFull: the caller's quota is reached.
+        StorageFull: the caller's quota is reached, or the disk takes no file.
         ServiceUnavailable: no worker has said yet which models there are, or Redis is full.
     """
     check_values(body, settings=settings)
@@ -110,7 +110,7 @@ def _admitted(
             f"they are: submit again once it is back"
         )
     memory = box.records.memory()
-    check_memory(memory)
+    check_room(memory, box.blobs.room)
     check_leaves_room(owner, memory=memory, records=box.records)
     check_quota(
         owner,

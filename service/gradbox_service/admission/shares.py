@@ -99,11 +99,20 @@ def check_leaves_room(owner: str, *, memory: Memory, records: Records) -> None:
         )
 
 
+def check_room(memory: Memory, room: Room) -> None:
+    """Check that Redis and the disk have room for another job.
+
+    Raises:
+        ServiceUnavailable, StorageFull: they have not.
+    """
+    check_memory(memory)
+    room.check(1, what="a new job")
+
+
 def why_no_room(memory: Memory, room: Room) -> str:
     """Return why the box takes no new jobs of anybody for now; "" if it has room."""
     try:
-        check_memory(memory)
-        room.check(1, what="a new job")
+        check_room(memory, room)
     except (ServiceUnavailable, StorageFull) as full:
         return str(full)
     return ""

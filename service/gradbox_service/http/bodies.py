@@ -15,9 +15,8 @@ import anyio.to_thread
 from anyio import CapacityLimiter
 from fastapi import Request
 
-from gradbox.errors import BlobTooLarge, StorageFull
+from gradbox.errors import BlobTooLarge
 from gradbox_service.settings import KIB
-from gradbox_service.store.room import DISK_IS_FULL
 
 LARGE_BYTES = 256 * KIB
 
@@ -55,7 +54,7 @@ class Bodies:
 
         Raises:
             BlobTooLarge: it has more bytes, or says that it will.
-            StorageFull: there was no room to gather it.
+            OSError: there was no room to gather it.
         """
         limit_bytes = self._limit_bytes if limit_bytes is None else limit_bytes
         if announced_bytes(request) > limit_bytes:
@@ -66,12 +65,7 @@ class Bodies:
                 size_bytes += len(chunk)
                 if size_bytes > limit_bytes:
                     raise _too_large(limit_bytes)
-                try:
-                    gathered.write(chunk)
-                except OSError as error:
-                    if error.errno in DISK_IS_FULL:
-                        raise StorageFull(_FULL) from error
-                    raise
+                gathered.write(chunk)
 
             def run() -> Made:
                 gathered.seek(0)
@@ -92,6 +86,3 @@ def announced_bytes(request: Request) -> int:
     """Return the Content-Length; 0 for a body that comes in chunks."""
     length = request.headers.get("content-length", "")
     return int(length) if length.isascii() and length.isdigit() else 0
-
-
-_FULL = "the box's disk has no room to take this request in; ask the box's owner to make some"

@@ -22,6 +22,7 @@ from gradbox_service.admission.shares import QuotaReached
 from gradbox_service.http.heads import answers_as_get
 from gradbox_service.http.request_ids import HEADER, request_id_of
 from gradbox_service.jobs.refusals import store_refuses, why_refused
+from gradbox_service.store.room import DISK_REFUSES, Room
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ClientDisconnect, _disconnected)
     app.add_exception_handler(redis.RedisError, _redis_refuses)
+    app.add_exception_handler(OSError, _disk_refuses)
     app.add_exception_handler(Exception, _unexpected)
 
 
@@ -128,6 +130,14 @@ async def _redis_refuses(request: Request, error: Exception) -> Response:
     log.warning("request %s: Redis refuses for now: %s", request_id_of(request), error)
     refused = ServiceUnavailable(f"the box's Redis {why_refused(error)}")
     return problem_response(Problem.of(refused), request)
+
+
+async def _disk_refuses(request: Request, error: Exception) -> Response:
+    refusal = cast(OSError, error)
+    if refusal.errno not in DISK_REFUSES:
+        return await _unexpected(request, error)
+    room: Room = request.app.state.backing.blobs.room
+    return problem_response(Problem.of(room.refusal(refusal, what="this request")), request)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -240,8 +240,8 @@ class Upload:
         with self._room.noticing_a_full_disk(what=BLOB):
             self._file.flush()
             os.fsync(self._file.fileno())
-        header, state = header_of(self._file), FileState.of(os.fstat(self._file.fileno()))
-        put_in_place(self._incoming, self._place)
+            header, state = header_of(self._file), FileState.of(os.fstat(self._file.fileno()))
+            put_in_place(self._incoming, self._place)
         self._committed(state, header)
 
     def __enter__(self) -> Upload:

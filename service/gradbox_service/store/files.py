@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import os
@@ -69,13 +70,17 @@ def use_of(path: Path) -> FileUse | None:
 def touch(path: Path) -> FileState | None:
     """Note that a file is used now, and return its state; None if there is no file.
 
-    The time of its last write stays, by which the state tells whether another one followed.
+    The time of its last write stays, by which the state tells whether another one followed. A disk
+    that is read-only notes nothing, and can be read from all the same.
     """
     try:
         state = FileState.of(os.stat(path))
         os.utime(path, ns=(time.time_ns(), state.written_ns))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
     return state
 
 

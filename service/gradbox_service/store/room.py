@@ -1,4 +1,4 @@
-"""How much may still be written: what a disk has free, less a reserve.
+"""Whether, and how much, may still be written: what a disk has free, less a reserve.
 
 The reserve is there for Redis, which refuses every change once it cannot append to its file, and
 for logs. So a size is checked *before* anything is allocated: `posix_fallocate` takes all that is
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ SMALLEST_RESERVE_BYTES: Final = GIB
 RESERVED_SHARE: Final = 0.05
 # Room is taken in steps, so that two files that grow at once see each other.
 STEP_BYTES: Final = GIB
-# No space; no space within this user's or this process's limit.
-DISK_IS_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# No space, or no inode; no space within this user's or this process's limit; read-only.
+DISK_REFUSES: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @dataclass(frozen=True)
@@ -40,16 +39,15 @@ class Room:
 
     def left_bytes(self) -> int:
         """Return how much may be written now, never below zero."""
-        usage = self._usage()
-        return max(0, usage.free - self._reserved_bytes(usage))
+        return self._left_bytes(self._disk())
 
     def free_bytes(self) -> int:
         """Return what the disk has free, the reserve included."""
-        return self._usage().free
+        return _free_bytes(self._disk())
 
     def reserved_bytes(self) -> int:
         """Return what is to stay free."""
-        return self._reserved_bytes(self._usage())
+        return self._reserved_bytes(self._disk())
 
     def check(self, num_bytes: int, *, what: str) -> None:
         """Check that `num_bytes` more may be written.
@@ -58,10 +56,11 @@ class Room:
             what: what is to be written, for the message: "this blob", "the result".
 
         Raises:
-            StorageFull: they would reach into the reserve.
+            StorageFull: they would reach into the reserve, or the disk takes no file at all.
         """
-        if num_bytes and num_bytes > self.left_bytes():
-            raise self._full(f"{what} needs {in_units(num_bytes)}")
+        disk = self._disk()
+        if (num_bytes and num_bytes > self._left_bytes(disk)) or _takes_nothing(disk):
+            raise self._full(f"{what} needs {in_units(num_bytes)}", disk)
 
     def allocate(self, descriptor: int, size_bytes: int, *, what: str) -> None:
         """Give an open, empty file its size and, where the system can, its blocks.
@@ -81,37 +80,67 @@ class Room:
 
     @contextmanager
     def noticing_a_full_disk(self, *, what: str) -> Iterator[None]:
-        """Turn the system's word for a full disk into `StorageFull`."""
+        """Turn the system's word for a full disk, or one that is read-only, into `StorageFull`."""
         try:
             yield
         except OSError as error:
-            if error.errno not in DISK_IS_FULL:
+            if error.errno not in DISK_REFUSES:
                 raise
-            raise self._full(f"{what} met '{error.strerror}'") from error
+            raise self.refusal(error, what=what) from error
 
-    def _full(self, happened: str) -> StorageFull:
-        usage = self._usage()
-        reserved = in_units(self._reserved_bytes(usage))
+    def refusal(self, error: OSError, *, what: str) -> StorageFull:
+        """Return what to say of an error whose number is among `DISK_REFUSES`."""
+        return self._full(f"{what} met '{error.strerror}'", self._disk())
+
+    def _full(self, happened: str, disk: os.statvfs_result) -> StorageFull:
+        if nothing := _takes_nothing(disk):
+            return StorageFull(f"{happened}, but {nothing}")
+        reserved = in_units(self._reserved_bytes(disk))
         return StorageFull(
-            f"{happened}, but of the {in_units(usage.free)} that the box's disk has free, "
+            f"{happened}, but of the {in_units(_free_bytes(disk))} that the box's disk has free, "
             f"{reserved} are kept in reserve; send or ask for less (wrt, reduce, form='factored'), "
             f"or have the box's owner make room (`gradbox storage`)"
         )
 
-    def _reserved_bytes(self, usage: shutil._ntuple_diskusage) -> int:
+    def _left_bytes(self, disk: os.statvfs_result) -> int:
+        return max(0, _free_bytes(disk) - self._reserved_bytes(disk))
+
+    def _reserved_bytes(self, disk: os.statvfs_result) -> int:
         if self.reserve_bytes is not None:
             return self.reserve_bytes
-        return max(SMALLEST_RESERVE_BYTES, int(RESERVED_SHARE * usage.total))
+        return max(SMALLEST_RESERVE_BYTES, int(RESERVED_SHARE * disk.f_blocks * disk.f_frsize))
 
-    def _usage(self) -> shutil._ntuple_diskusage:
+    def _disk(self) -> os.statvfs_result:
         folder = self.folder
         while True:
             try:
-                return shutil.disk_usage(folder)
+                return os.statvfs(folder)
             except FileNotFoundError:
                 if folder == folder.parent:
                     raise
             folder = folder.parent
+
+
+def _free_bytes(disk: os.statvfs_result) -> int:
+    return disk.f_bavail * disk.f_frsize
+
+
+def _takes_nothing(disk: os.statvfs_result) -> str:
+    """Return why a disk takes no file, whatever bytes it has free, and what to do; "" if it does.
+
+    A disk that counts no inodes says that it has none in all.
+    """
+    if disk.f_flag & os.ST_RDONLY:
+        return (
+            "the box's disk is read-only, as the system makes one after an error; ask the box's "
+            "owner to look at the system's log and to mount it for writing again"
+        )
+    if disk.f_files and not disk.f_favail:
+        return (
+            "the box's disk has no inode left for another file, whatever bytes are free; ask the "
+            "box's owner to remove files from it (`gradbox storage clean`)"
+        )
+    return ""
 
 
 def in_units(num_bytes: float) -> str:
